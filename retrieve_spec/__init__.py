@@ -1,0 +1,22 @@
+"""Lossless, model-free speculative decoding for Hugging Face causal language models."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from retrieve_spec._version import __version__
+
+_EXPORTS = {
+    "SpeculationConfig": "retrieve_spec.config",
+    "DraftTree": "retrieve_spec.drafting.tree",
+}
+
+__all__ = ["__version__", *sorted(_EXPORTS)]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use, so that the command line starts without torch."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

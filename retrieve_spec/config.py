@@ -1,0 +1,73 @@
+"""Every default of the library in one place, checked when a config is made."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from retrieve_spec.errors import ConfigError
+
+AUTO: Literal["auto"] = "auto"
+MAX_NODES = 256
+"""Hard limit of draft nodes per pass; a pass is never asked for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """How a model drafts.
+
+    Attributes
+    ----------
+    draft
+        `"auto"`, `"off"` or the name of a preset (`retrieve_spec.drafting.presets`).
+    nodes
+        The one dial: draft nodes per pass, 0 … 256, or `"auto"` (sized by measured cost).
+    max_depth
+        Longest drafted path.
+    max_children
+        Children of one node at most.
+    min_path_probability
+        A node whose estimated path probability is lower is not drafted.
+    prompt_logits
+        How many positions at the end of the prompt teach the recycling source (0: none).
+    session
+        Keep the text of earlier generations of this model object and draft from it.
+    session_tokens
+        Bound of the session's memory, in tokens.
+    provenance
+        Record where every accepted drafted run stands in the stores.
+    """
+
+    draft: str = AUTO
+    nodes: int | Literal["auto"] = AUTO
+    max_depth: int = 256
+    max_children: int = 10
+    min_path_probability: float = 0.002
+    prompt_logits: int = 256
+    session: bool = False
+    session_tokens: int = 1_000_000
+    provenance: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nodes != AUTO and not (isinstance(self.nodes, int) and 0 <= self.nodes <= MAX_NODES):
+            raise ConfigError(f"nodes to be 'auto' or 0 … {MAX_NODES}", repr(self.nodes), "Leave it at 'auto'.")
+        if not 0.0 <= self.min_path_probability < 1.0:
+            raise ConfigError(
+                "min_path_probability in [0, 1)", repr(self.min_path_probability), "Leave it at its default."
+            )
+        for name in ("max_depth", "max_children", "session_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")
+        if self.prompt_logits < 0:
+            raise ConfigError("prompt_logits of at least 0", repr(self.prompt_logits), "Give 0 to switch it off.")
+
+    def with_options(self, **options: Any) -> SpeculationConfig:
+        """Copy with some options replaced; an unknown name is an error that names the closest valid one."""
+        known = [field.name for field in fields(self)]
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"Did you mean {close[0]!r}?" if close else f"Use one of {', '.join(known)}."
+                raise ConfigError("a known option", repr(name), hint)
+        return replace(self, **options)

@@ -1,0 +1,87 @@
+"""The door between drafting and decoding: what a drafter is asked, and what it is told after each verified pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.drafting.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much one pass may verify.
+
+    Attributes
+    ----------
+    max_nodes
+        Nodes at most; 0 asks for an empty tree.
+    max_depth
+        Longest path at most (tokens that may still be generated, minus the bonus token).
+    cost
+        (max_nodes + 1,) float32 or None: seconds a pass over n drafted nodes takes, n = 0 … max_nodes, drafting
+        included. With it the drafter stops where expected tokens per second is highest; without it, it fills up.
+    """
+
+    max_nodes: int
+    max_depth: int
+    cost: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedPass:
+    """What one pass of the target model showed.
+
+    Attributes
+    ----------
+    tree
+        The draft that was verified (possibly empty).
+    path
+        (a,) int32, accepted node indices from the root down.
+    emitted
+        (a + 1,) int32, accepted tokens and the bonus token; shorter when a stop cut the run.
+    top_ids
+        (n + 1, k) int32 or None: the target's most probable next tokens, row 0 after the root, row i + 1 after
+        node i; most probable first.
+    top_logits
+        (n + 1, k) float32 or None: their raw logits.
+    hidden
+        (d,) float32 or None: final hidden state at the last accepted token (what predicts the bonus token).
+    """
+
+    tree: DraftTree
+    path: NDArray[np.int32]
+    emitted: NDArray[np.int32]
+    top_ids: NDArray[np.int32] | None = None
+    top_logits: NDArray[np.float32] | None = None
+    hidden: NDArray[np.float32] | None = None
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Turns the text so far into a draft tree, and learns from what the target did with it."""
+
+    top_k: int
+    """How many of the target's top tokens per visited node `observe` wants (0: none; the loop then skips the work)."""
+    wants_hidden: bool
+    """Whether `observe` wants the final hidden state."""
+
+    def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
+        """Begin a request: forget the last one, read the prompt (L,) and the text the user expects, if any."""
+
+    def observe_prompt(
+        self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
+    ) -> None:
+        """See the target's top tokens after each of the last m prompt tokens: (m,), (m, k), (m, k)."""
+
+    def propose(self, budget: Budget) -> DraftTree:
+        """Draft what follows the text so far, within the budget."""
+
+    def observe(self, verified: VerifiedPass) -> None:
+        """Append the emitted tokens to the text so far and learn from the pass."""
+
+    def finish(self) -> None:
+        """End the request: keep what may be kept (session text, calibration), drop the rest."""

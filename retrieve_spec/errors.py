@@ -1,0 +1,87 @@
+"""Every error a user can cause, each saying what was expected, what was got and what to do."""
+
+from __future__ import annotations
+
+
+class RetrieveSpecError(Exception):
+    """Base of all errors raised by this library.
+
+    Parameters
+    ----------
+    expected
+        What would have been right, as a noun phrase.
+    got
+        What was there instead.
+    remedy
+        What the user can do about it, as an imperative sentence.
+    """
+
+    def __init__(self, expected: str, got: str, remedy: str) -> None:
+        super().__init__(f"expected {expected}, got {got}. {remedy}")
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+
+
+class ConfigError(RetrieveSpecError, ValueError):
+    """An option has a value outside its range, or options contradict each other."""
+
+
+class UnknownPresetError(ConfigError):
+    """`draft=` names no preset."""
+
+
+class MissingSourceError(ConfigError):
+    """A preset needs a source that was not given (a store, a prediction, hidden states)."""
+
+
+class PromptError(RetrieveSpecError, ValueError):
+    """The prompt is empty, or leaves no room for a new token."""
+
+
+class TokenizerMismatchError(RetrieveSpecError, ValueError):
+    """The tokenizer does not belong to the model, or a store was built with another one."""
+
+
+class ModelMismatchError(RetrieveSpecError, ValueError):
+    """A dense index was built with another model."""
+
+
+class UnsupportedModelError(RetrieveSpecError, TypeError):
+    """The object given is not a Hugging Face causal language model that can generate."""
+
+
+class StoreError(RetrieveSpecError, OSError):
+    """Base of errors about a datastore on disk."""
+
+
+class StoreNotFoundError(StoreError):
+    """There is no datastore at the path."""
+
+
+class StoreIncompleteError(StoreError):
+    """A build was interrupted; the message says how to resume it."""
+
+
+class StoreCorruptError(StoreError):
+    """A file of the store is truncated, altered or inconsistent."""
+
+
+class StoreVersionError(StoreError):
+    """The store was written by a newer version of this library."""
+
+
+class StoreLockedError(StoreError):
+    """Another process is writing to the store."""
+
+
+class BuildError(StoreError):
+    """A store cannot be built from what was given."""
+
+
+class TraceError(RetrieveSpecError, ValueError):
+    """A trace or prompt file is not in the documented format."""
+
+
+class ServeError(RetrieveSpecError):
+    """The server cannot start as configured."""

@@ -1,0 +1,13 @@
+"""Cursor machines: what each source remembers, and which tokens it says come next."""
+
+SOURCE_NAMES = (
+    "context",
+    "session",
+    "prediction",
+    "recycling",
+    "ngram",
+    "exact",
+    "dense",
+    "script",
+)
+"""Names by the number stored in `DraftTree.source`; statistics are reported by these names."""
