@@ -1,0 +1,58 @@
+"""What one generation did: how it was decoded, how many passes it took, which sources were right, where time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(slots=True)
+class GenerationReport:
+    """Facts about one generation, as found in `model.speculation.last`.
+
+    Attributes
+    ----------
+    mode
+        `"tree"`, `"chain"` or `"plain"` (decoded here), or `"delegated"` (the original `generate` ran).
+    reason
+        Why the mode is not `"tree"`; empty when it is.
+    new_tokens
+        Tokens emitted.
+    passes
+        Forward passes of the target, the prompt's not counted among them beyond the first.
+    nodes
+        Draft nodes verified, over all passes.
+    accepted_by_source
+        Accepted draft tokens by name of the source credited with them.
+    prefill_ms, draft_ms, verify_ms, commit_ms, learn_ms
+        Where the time went, summed over the generation, in milliseconds.
+    seconds
+        Wall time of the generation.
+    provenance
+        With `provenance=True`: (position in the text, number of tokens, origin) of every accepted drafted run.
+    """
+
+    mode: Literal["tree", "chain", "plain", "delegated"] = "plain"
+    reason: str = ""
+    new_tokens: int = 0
+    passes: int = 0
+    nodes: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    prefill_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    commit_ms: float = 0.0
+    learn_ms: float = 0.0
+    seconds: float = 0.0
+    provenance: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens emitted per forward pass, the bonus token included."""
+        return self.new_tokens / self.passes if self.passes else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures as plain JSON values."""
+        from dataclasses import asdict
+
+        return {**asdict(self), "tokens_per_pass": self.tokens_per_pass}

@@ -1,0 +1,95 @@
+"""The door between the loop and a model's forward pass: tokens and a draft tree in, logits out, accepted rows kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.drafting.tree import DraftTree
+
+Mode = Literal["tree", "chain", "plain"]
+"""What a verifier can check in one pass: any tree, one chain of tokens, or nothing but the next token."""
+
+
+@dataclass(slots=True)
+class VerifierInputs:
+    """What a generation starts from, as `generate` prepared it (one row for now; every tensor keeps its batch axis).
+
+    Attributes
+    ----------
+    input_ids
+        (1, L) long, the whole prompt, cached part included when the caller passed a cache and the full text.
+    model_kwargs
+        Keyword arguments `generate` prepared for the model's forward: `past_key_values`, `attention_mask` (2-D or
+        None), `position_ids`, model-specific extras. Owned by the verifier from here on.
+    past_length
+        Tokens of the row that `past_key_values` already holds.
+    max_length
+        Longest the row can become, in tokens; no pass is asked for a position at or beyond it.
+    """
+
+    input_ids: torch.Tensor
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    past_length: int = 0
+    max_length: int = 0
+
+
+@dataclass(slots=True)
+class VerifierOutput:
+    """What one pass computed.
+
+    Attributes
+    ----------
+    logits
+        (keep + n, vocab), any float dtype, on the model's device: rows `0 … keep - 1` follow the last `keep` root
+        tokens (row `keep - 1` follows the root itself), row `keep + i` follows node i.
+    hidden
+        (keep + n, d) or None: final hidden states of the same rows.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+class Verifier(Protocol):
+    """Runs the target model over draft trees and keeps its cache in step with the text.
+
+    One generation calls `start` once, then `forward` and `commit` in turn, then `finish`. Between a `commit` and the
+    next `forward` the cache holds every token of the row but the last emitted one.
+    """
+
+    mode: Mode
+    """What `forward` accepts: in "chain" mode only trees with `is_chain`, in "plain" mode only None or empty trees."""
+    reason: str
+    """Why the mode is not "tree"; empty when it is."""
+
+    def start(self, inputs: VerifierInputs) -> None:
+        """Begin a generation: take over the cache (make one when there is none)."""
+
+    def forward(
+        self, root_ids: NDArray[np.int32], tree: DraftTree | None = None, *, keep: int = 1, want_hidden: bool = False
+    ) -> VerifierOutput:
+        """Run the model over tokens that are not in the cache yet and over the draft that follows them.
+
+        Parameters
+        ----------
+        root_ids
+            (m,) int32, m >= 1: the uncached text, its last token is the root. The first pass of a generation feeds
+            the prompt this way, possibly in several chunks, each a `forward` + `commit`.
+        tree
+            Draft below the root; None or empty for none.
+        keep
+            How many of the last root tokens to return logits for, 1 … m.
+        want_hidden
+            Return final hidden states too.
+        """
+
+    def commit(self, path: NDArray[np.int32]) -> None:
+        """Keep the root tokens of the last pass and the nodes of `path` (a,) int32, root side first; drop the rest."""
+
+    def finish(self) -> Any:
+        """End the generation and hand back the cache as plain `generate` would have left it (None without one)."""
