@@ -1,0 +1,68 @@
+# make demo   set up .venv and run the bundled model on real Python files, plain and accelerated
+# make test   set up .venv and run the tests
+# Both do nothing that is already done. `make help` lists the rest.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+# Tests that run the kernels, repeated as plain Python so that an error the compiler hides is seen.
+KERNEL_TESTS = $(wildcard tests/kernels) $(wildcard tests/*/test_*kernel*.py)
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint fmt docs serve setup setup-test clean
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+## make demo        the bundled model completes real Python files, plain and accelerated side by side
+demo: setup
+	@$(BIN)/python -m retrieve_spec.demo $(ARGS)
+
+## make test        all tests, then the kernels again with the compiler off
+test: setup-test
+	$(BIN)/python -m pytest $(ARGS)
+	$(if $(KERNEL_TESTS),NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -q $(sort $(KERNEL_TESTS)))
+
+## make test-fast   the tests that take less than ten seconds each
+test-fast: setup-test
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+## make lint        ruff, mypy, and whether the generated parts of the docs are current
+lint: setup-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/generate_docs.py --check
+
+## make fmt         format the code and fix what ruff can fix
+fmt: setup-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+## make docs        write the generated parts of README.md and docs/ anew
+docs: setup-test
+	$(BIN)/python scripts/generate_docs.py
+
+## make serve       the IDE backend with the bundled model on 127.0.0.1:8012
+serve: setup-test
+	$(BIN)/retrieve-spec serve $(ARGS)
+
+## make setup       only set up .venv (PYTHON=, CONSTRAINTS= and PIP_ARGS= choose how)
+setup:
+	@$(check-python)
+	@"$(PYTHON)" scripts/bootstrap.py run --venv $(VENV) --constraints $(CONSTRAINTS) -- $(PIP_ARGS)
+
+setup-test:
+	@$(check-python)
+	@"$(PYTHON)" scripts/bootstrap.py test --venv $(VENV) --constraints $(CONSTRAINTS) -- $(PIP_ARGS)
+
+## make clean       remove .venv and caches
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+check-python = if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer was not found; name one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; fi
