@@ -51,6 +51,10 @@ class UnsupportedModelError(RetrieveSpecError, TypeError):
     """The object given is not a Hugging Face causal language model that can generate."""
 
 
+class ModelNotFoundError(RetrieveSpecError, OSError):
+    """There is no model by the name given, on disk or on the hub."""
+
+
 class StoreError(RetrieveSpecError, OSError):
     """Base of errors about a datastore on disk."""
 

@@ -1,0 +1,118 @@
+"""Turns the name a user gives (`reference`, a folder or a hub id) into a model and its tokenizer."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retrieve_spec.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+REFERENCE = "reference"
+"""The name of the bundled model."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def reference_path() -> Path:
+    """Folder of the bundled model (weights, tokenizer, `CARD.md`)."""
+    return Path(str(files("retrieve_spec") / "reference"))
+
+
+def load_model(
+    name: str = REFERENCE, *, dtype: str = "auto", device: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer, ready to generate.
+
+    Parameters
+    ----------
+    name
+        `"reference"` for the bundled model, a folder that `save_pretrained` wrote, or a Hugging Face hub id.
+    dtype
+        `"auto"` (as stored; the bundled model in float32 on a CPU), `"float32"`, `"bfloat16"` or `"float16"`.
+    device
+        `"auto"` (the first GPU, else the CPU) or a torch device string.
+
+    Raises
+    ------
+    ModelNotFoundError
+        Nothing by that name, on disk or on the hub.
+    UnsupportedModelError
+        The checkpoint is not a causal language model.
+    ConfigError
+        An unknown dtype, or a device that is not there.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = _device(device)
+    source, options = _locate(name)
+    wanted = _dtype(dtype, name, target)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, **options)
+    except (OSError, KeyError) as error:
+        raise _not_found(name, error) from error
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"a causal language model at {name!r}", _first_line(error), "Give a decoder-only checkpoint."
+        ) from error
+    with torch.no_grad():
+        model.to(target)
+    model.eval()
+    return model, tokenizer
+
+
+def _locate(name: str) -> tuple[str, dict[str, Any]]:
+    """Where to load from, and with which options of `from_pretrained`."""
+    if name == REFERENCE:
+        return str(reference_path()), {"local_files_only": True}
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(
+                f"a model in folder {name!r}", "no config.json", "Give the folder that save_pretrained wrote."
+            )
+        return str(path), {"local_files_only": True}
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
+        got = "a file" if path.exists() else "nothing there"
+        raise ModelNotFoundError(
+            f"a model folder at {name!r}", got, "Give a folder, a hub id such as 'owner/name', or 'reference'."
+        )
+    return name, {}
+
+
+def _device(device: str) -> torch.device:
+    import torch
+
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError("a device torch can use here", repr(device), "Give 'auto', 'cpu' or 'cuda'.") from error
+    return target
+
+
+def _dtype(dtype: str, name: str, device: torch.device) -> torch.dtype | str:
+    import torch
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"a dtype among {', '.join(DTYPES)}", repr(dtype), "Leave it at 'auto'.")
+    if dtype == "auto":
+        return torch.float32 if name == REFERENCE and device.type == "cpu" else "auto"
+    return getattr(torch, dtype)  # type: ignore[no-any-return]
+
+
+def _not_found(name: str, error: Exception) -> ModelNotFoundError:
+    remedy = "Give 'reference', a folder, or a hub id; a hub id needs the network once, and some need `hf auth login`."
+    return ModelNotFoundError(f"a model and its tokenizer at {name!r}", _first_line(error), remedy)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
