@@ -46,14 +46,15 @@ def load_model(
         An unknown dtype, or a device that is not there.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     target = _device(device)
     source, options = _locate(name)
     wanted = _dtype(dtype, name, target)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, **options)
+        config = AutoConfig.from_pretrained(source, **options)  # first: a wrong name is found out by one request
+        tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=wanted, **options)
     except (OSError, KeyError) as error:
         raise _not_found(name, error) from error
     except ValueError as error:

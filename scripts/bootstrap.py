@@ -88,8 +88,9 @@ def main() -> None:
     parser.add_argument("goal", nargs="?", choices=sorted(EXTRAS), default="run")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt")
-    parser.add_argument("pip_args", nargs="*", help="words for pip, after --")
-    args = parser.parse_args()
+    words = sys.argv[1:]
+    split = words.index("--") if "--" in words else len(words)
+    args, pip_args = parser.parse_args(words[:split]), words[split + 1 :]
     make_goal = "test" if args.goal == "test" else "demo"
     if sys.version_info < OLDEST_PYTHON:
         found = sys.version.split()[0]
@@ -108,7 +109,7 @@ def main() -> None:
         "installing" + (f" with extras {', '.join(extras)}" if extras else "") + " (minutes the first time)", flush=True
     )
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    command = [*pip, "install", "--quiet", "-c", str(args.constraints), *args.pip_args, "-e", target]
+    command = [*pip, "install", "--quiet", "-c", str(args.constraints), *pip_args, "-e", target]
     if subprocess.run(command, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}).returncode != 0:
         sys.exit(INSTALL_FAILED.format(goal=make_goal, root=ROOT))
     (args.venv / f".installed-{args.goal}").write_text(fingerprint(extras, args.constraints))
