@@ -1,0 +1,294 @@
+"""Suffix array intervals: from a sorted array of text positions to matches and next-token counts.
+
+A segment's text is a flat array of *local* ids: 0 separates documents, tokens are numbered from 1 in the order of their
+ids, and the last entry is 0. The suffix array `sa` holds the positions of all tokens (separators and removed documents
+left out), sorted by the text that starts there. All suffixes that share their first `depth` tokens form one interval
+``[lo, hi)``, and inside it they are sorted by the next token; no token of a query is 0, so no match crosses a border.
+
+`top` is a sparse copy of the array: entry j packs the first ``64 // bits`` tokens of suffix ``j << TOP_SHIFT`` into one
+uint64, so that a search from nothing reads a few cache lines of it and one short stretch of `sa`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+SEPARATOR = 0
+"""Local id between two documents."""
+TOP_SHIFT = 6
+"""One entry of the top table stands for ``1 << TOP_SHIFT`` suffixes (0.125 byte per token)."""
+
+
+@njit(cache=True, nogil=True)
+def sa_lower(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
+    """First index in ``[lo, hi)`` whose suffix has a token of at least `token` at `depth`, or `hi`."""
+    while lo < hi:
+        mid = (lo + hi) >> 1
+        if tokens[np.int64(sa[mid]) + depth] < token:
+            lo = mid + 1
+        else:
+            hi = mid
+    return lo
+
+
+@njit(cache=True, nogil=True)
+def sa_upper(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
+    """First index in ``[lo, hi)`` whose suffix has a token above `token` at `depth`, galloping from `lo`."""
+    step = 1
+    while lo + step < hi and tokens[np.int64(sa[lo + step]) + depth] <= token:
+        lo += step
+        step <<= 1
+    return sa_lower(tokens, sa, lo, min(lo + step, hi), depth, token + 1)
+
+
+@njit(cache=True, nogil=True)
+def sa_narrow(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
+    """Narrow an interval to the suffixes whose next token is `token`.
+
+    Parameters
+    ----------
+    tokens
+        (n,) uint16 or uint32, local ids; the last is 0.
+    sa
+        (m,) uint32 or int64, sorted positions.
+    lo, hi
+        Interval of suffixes that share their first `depth` tokens.
+    depth
+        Tokens matched so far.
+    token
+        Local id to follow; 0 and ids outside the segment match nothing.
+
+    Returns
+    -------
+    tuple of int
+        ``(lo, hi)`` of depth + 1; empty (``lo == hi``) when nothing follows.
+    """
+    if token <= 0 or lo >= hi:
+        return lo, lo
+    lo = sa_lower(tokens, sa, lo, hi, depth, token)
+    if lo >= hi or tokens[np.int64(sa[lo]) + depth] != token:
+        return lo, lo
+    return lo, sa_upper(tokens, sa, lo, hi, depth, token)
+
+
+@njit(cache=True, nogil=True)
+def _block_token(tokens, sa, lo, hi, depth, unit, block):  # type: ignore[no-untyped-def]
+    """Token that follows the suffix in the middle of a block of `unit` suffixes."""
+    at = min(lo + block * unit + (unit >> 1), hi - 1)
+    return np.int64(tokens[np.int64(sa[at]) + depth])
+
+
+@njit(cache=True, nogil=True)
+def _run_end(tokens, sa, lo, hi, depth, unit, block, n_blocks, token):  # type: ignore[no-untyped-def]
+    """First block after `block` that does not show `token`: galloping, then bisection."""
+    step = 1
+    while block + step < n_blocks and _block_token(tokens, sa, lo, hi, depth, unit, block + step) == token:
+        block += step
+        step <<= 1
+    left = block + 1
+    right = min(block + step, n_blocks)
+    while left < right:
+        mid = (left + right) >> 1
+        if _block_token(tokens, sa, lo, hi, depth, unit, mid) == token:
+            left = mid + 1
+        else:
+            right = mid
+    return left
+
+
+@njit(cache=True, nogil=True)
+def sa_successors(tokens, sa, lo, hi, depth, max_reads, out_tokens, out_counts):  # type: ignore[no-untyped-def]
+    """Count the tokens that follow an interval, exactly or from a fair sample.
+
+    The interval is cut into at most `max_reads` blocks of ``unit`` suffixes (a power of two), and the suffix in the
+    middle of each block speaks for the block: a systematic sample, exact when ``unit`` is 1. Next tokens are sorted, so
+    runs of blocks that show the same token are found by galloping instead of reading each (the counts are those of
+    infini-gram's rule, Liu et al. 2024, which halves the interval while its ends differ).
+
+    Parameters
+    ----------
+    tokens, sa, lo, hi, depth
+        As in `sa_narrow`.
+    max_reads
+        Blocks at most, and so distinct tokens at most.
+    out_tokens, out_counts
+        (≥ max_reads,) integer or float arrays, filled in the order of local ids.
+
+    Returns
+    -------
+    tuple of int
+        Number of distinct tokens written, and ``hi - lo``: counts add up to it, less the suffixes at which a document
+        ends (no token follows there).
+    """
+    total = hi - lo
+    unit = 1
+    while total > unit * max_reads:
+        unit <<= 1
+    n_blocks = (total + unit - 1) // unit
+    n = 0
+    block = 0
+    while block < n_blocks:
+        token = _block_token(tokens, sa, lo, hi, depth, unit, block)
+        end = _run_end(tokens, sa, lo, hi, depth, unit, block, n_blocks, token)
+        if token != SEPARATOR:
+            out_tokens[n] = token
+            out_counts[n] = min(end * unit, total) - block * unit
+            n += 1
+        block = end
+    return n, total
+
+
+@njit(cache=True, nogil=True)
+def _pack(tokens, start, n_tokens, width, bits):  # type: ignore[no-untyped-def]
+    """Pack the first `width` of `n_tokens` tokens from `start` into one uint64, missing ones as 0."""
+    key = np.uint64(0)
+    for i in range(width):
+        key <<= np.uint64(bits)
+        if i < n_tokens:
+            key |= np.uint64(tokens[start + i])
+    return key
+
+
+@njit(cache=True, nogil=True)
+def sa_top_table(tokens, sa, bits):  # type: ignore[no-untyped-def]
+    """Pack the beginning of every ``1 << TOP_SHIFT``-th suffix: (⌈m / 64⌉,) uint64."""
+    width = 64 // bits
+    m = (len(sa) + (1 << TOP_SHIFT) - 1) >> TOP_SHIFT
+    top = np.empty(m, np.uint64)
+    for j in range(m):
+        start = np.int64(sa[j << TOP_SHIFT])
+        top[j] = _pack(tokens, start, min(width, len(tokens) - start), width, bits)
+    return top
+
+
+@njit(cache=True, nogil=True)
+def _first_not_below(top, key):  # type: ignore[no-untyped-def]
+    """First index of a sorted uint64 array that holds at least `key`."""
+    lo = 0
+    hi = len(top)
+    while lo < hi:
+        mid = (lo + hi) >> 1
+        if top[mid] < key:
+            lo = mid + 1
+        else:
+            hi = mid
+    return lo
+
+
+@njit(cache=True, nogil=True)
+def _suffix_not_below(tokens, sa, lo, hi, skip, pattern, start, n, above):  # type: ignore[no-untyped-def]
+    """First index in ``[lo, hi)`` whose suffix is not below (`above`: is above) ``pattern[start : start + n]``.
+
+    All suffixes of the interval share the pattern's first `skip` tokens; one that begins with the pattern is equal.
+    """
+    while lo < hi:
+        mid = (lo + hi) >> 1
+        at = np.int64(sa[mid])
+        order = 0
+        for i in range(skip, n):
+            token = np.int64(tokens[at + i])
+            wanted = np.int64(pattern[start + i])
+            if token != wanted:
+                order = -1 if token < wanted else 1
+                break
+        if order < 0 or (above and order == 0):
+            lo = mid + 1
+        else:
+            hi = mid
+    return lo
+
+
+@njit(cache=True, nogil=True)
+def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-untyped-def]
+    """Find the interval of ``pattern[start : start + n]`` from nothing.
+
+    Parameters
+    ----------
+    tokens, sa
+        As in `sa_narrow`.
+    top, bits
+        Top table of the segment and the bits of one packed token (`sa_top_table`).
+    pattern
+        Integer array of local ids; an id below 1 or above ``2**bits - 1`` matches nothing.
+    start, n
+        Which part of the pattern to look for, n ≥ 1.
+
+    Returns
+    -------
+    tuple of int
+        ``(lo, hi)``, empty (``lo == hi``) when the pattern does not occur.
+    """
+    width = min(n, 64 // bits)
+    for i in range(start, start + n):
+        if pattern[i] <= 0 or pattern[i] >> bits:
+            return 0, 0
+    spare = np.uint64((64 // bits - width) * bits)
+    low = _pack(pattern, start, width, width, bits) << spare
+    high = low | ((np.uint64(1) << spare) - np.uint64(1))
+    a = _first_not_below(top, low)
+    b = a + _first_not_below(top[a:], high + np.uint64(1)) if high != ~np.uint64(0) else len(top)
+    # Suffixes between the last sample below and the first sample above.
+    left = max(a - 1, 0) << TOP_SHIFT
+    right = min(b << TOP_SHIFT, len(sa))
+    left = _suffix_not_below(tokens, sa, left, min(a << TOP_SHIFT, right), 0, pattern, start, width, False)
+    right = _suffix_not_below(tokens, sa, max(left, (b - 1) << TOP_SHIFT), right, 0, pattern, start, width, True)
+    if n > width and left < right:
+        left = _suffix_not_below(tokens, sa, left, right, width, pattern, start, n, False)
+        right = _suffix_not_below(tokens, sa, left, right, width, pattern, start, n, True)
+    return left, right
+
+
+@njit(cache=True, nogil=True)
+def sa_longest(tokens, sa, top, bits, recent, n, longest):  # type: ignore[no-untyped-def]
+    """Find the longest suffix of ``recent[:n]``, of at most `longest` tokens, that occurs.
+
+    A suffix occurs wherever a longer one does, so lengths are bisected: at most ``log2(longest) + 1`` searches.
+
+    Returns
+    -------
+    tuple of int
+        ``(lo, hi, depth)``; depth 0 with the interval of the whole array when not even the last token occurs.
+    """
+    lo, hi, depth = 0, len(sa), 0
+    right = min(n, longest)
+    while depth < right:
+        length = (depth + right + 1) >> 1
+        a, b = sa_search(tokens, sa, top, bits, recent, n - length, length)
+        if a < b:
+            lo, hi, depth = a, b, length
+        else:
+            right = length - 1
+    return lo, hi, depth
+
+
+@njit(cache=True, nogil=True)
+def sa_extend(tokens, sa, top, bits, lo, hi, depth, recent, n, longest):  # type: ignore[no-untyped-def]
+    """Follow one more token of the text, keeping the longest suffix that occurs.
+
+    While the match grows this is one narrowing of an interval that only shrinks; when it falls off, the new match is at
+    most as long as the old one and is found by `sa_longest`.
+
+    Parameters
+    ----------
+    tokens, sa, top, bits
+        The segment.
+    lo, hi, depth
+        Match of the text without its last token; ``(0, len(sa), 0)`` for none.
+    recent, n
+        ``recent[:n]`` ends with the new token (local ids; 0 or less: unknown to the segment). As many tokens of the
+        text as a match may keep when it falls off, usually 64.
+    longest
+        Longest match kept when falling off.
+
+    Returns
+    -------
+    tuple of int
+        ``(lo, hi, depth)`` of the text with the token; ``(0, len(sa), 0)`` when the token does not occur.
+    """
+    if depth == 0:
+        return sa_longest(tokens, sa, top, bits, recent, n, min(n, 1))
+    a, b = sa_narrow(tokens, sa, lo, hi, depth, np.int64(recent[n - 1]))
+    if a < b:
+        return a, b, depth + 1
+    return sa_longest(tokens, sa, top, bits, recent, n, min(depth, longest))
