@@ -1,0 +1,122 @@
+"""Turns command lines into calls of library functions; each command lives in the module that the table below names.
+
+Nothing heavy is imported before a command runs, so that `--help` and shell completion answer at once.
+Exit codes: 0 done, 1 an error the message explains, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from retrieve_spec._version import __version__
+from retrieve_spec.errors import RetrieveSpecError
+
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+INTERRUPTED = 130
+
+COMMANDS = {
+    "generate": ("retrieve_spec.cli_generate", "Continue a prompt, drafting from text that can be looked up."),
+    "build": ("retrieve_spec.cli_store", "Build a datastore from files, folders or a recipe."),
+    "add": ("retrieve_spec.cli_store", "Add documents to a datastore."),
+    "remove": ("retrieve_spec.cli_store", "Remove documents from a datastore."),
+    "merge": ("retrieve_spec.cli_store", "Join several datastores into a new one."),
+    "compact": ("retrieve_spec.cli_store", "Rewrite a datastore without removed documents."),
+    "info": ("retrieve_spec.cli_store", "Show what a datastore holds."),
+    "verify": ("retrieve_spec.cli_store", "Check every byte of a datastore."),
+    "search": ("retrieve_spec.cli_store", "Find where a text stands in a datastore."),
+    "retokenize": ("retrieve_spec.cli_store", "Rewrite a datastore for another tokenizer."),
+    "serve": ("retrieve_spec.cli_serve", "Serve completions to editors over HTTP."),
+    "lsp": ("retrieve_spec.cli_serve", "Serve inline completions as a language server."),
+}
+BENCH_COMMANDS = {
+    "run": ("retrieve_spec.bench.cli_run", "Compare methods on prompts, interleaved, and write a report."),
+    "replay": ("retrieve_spec.bench.cli_replay", "Replay recorded answers and count tokens per pass."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports the module of a sub-command when the sub-command is used.
+
+    Parameters
+    ----------
+    table
+        Module and one-line help by command name; the module has a click command under that name.
+    """
+
+    def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of the table, then those registered directly."""
+        return [*self.table, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command's module."""
+        if cmd_name not in self.table:
+            return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(self.table[cmd_name][0])
+        command = getattr(module, cmd_name)
+        assert isinstance(command, click.Command), f"{module.__name__}.{cmd_name} is not a command"
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands from the table, importing none of them."""
+        rows = [(name, text) for name, (_, text) in self.table.items()]
+        rows += [(name, command.get_short_help_str(80)) for name, command in sorted(self.commands.items())]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=LazyGroup, table=COMMANDS, context_settings=CONTEXT_SETTINGS)
+@click.version_option(__version__, "-V", "--version", prog_name="retrieve-spec")
+def cli() -> None:
+    """Lossless, model-free speculative decoding for Hugging Face language models.
+
+    Drafts come from text that can be looked up (the prompt, earlier output, datastores); the model checks them many
+    tokens at a time and says exactly what it would have said.
+    """
+
+
+@cli.group(cls=LazyGroup, table=BENCH_COMMANDS)
+def bench() -> None:
+    """Measure speed and acceptance."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; return its exit code instead of ending the process.
+
+    Parameters
+    ----------
+    arguments
+        The words after the program's name; None takes them from the process.
+    """
+    try:
+        code = cli.main(arguments, prog_name="retrieve-spec", standalone_mode=False)
+    except RetrieveSpecError as error:
+        click.echo(f"Error: {error}", err=True)
+        return 1
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader left; say nothing at exit
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def main() -> NoReturn:
+    """Entry point of the `retrieve-spec` program."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

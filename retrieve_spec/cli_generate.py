@@ -1,0 +1,263 @@
+"""Turns `retrieve-spec generate` into one accelerated generation, and on request a plain one beside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrieve_spec.config import AUTO, SpeculationConfig
+from retrieve_spec.errors import PromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from retrieve_spec.decoding.report import GenerationReport
+
+WARM_UP_TOKENS = 8
+
+
+class NodesType(click.ParamType):
+    """`auto` or a whole number; its range is the config's business."""
+
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse the word."""
+        if value == AUTO or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither 'auto' nor a whole number.", param, ctx)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to generate, as keyword arguments of `model.generate`.
+
+    Attributes
+    ----------
+    inputs
+        `input_ids` and `attention_mask`, (1, L) each.
+    options
+        Everything else.
+    seed
+        For `torch.manual_seed` before every run.
+    """
+
+    inputs: dict[str, Any]
+    options: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One finished generation: the new token ids and the wall time, prefill included."""
+
+    token_ids: list[int]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens by wall time."""
+        return len(self.token_ids) / self.seconds if self.seconds else 0.0
+
+
+@click.command(short_help="Continue a prompt, drafting from text that can be looked up.")
+@click.option(
+    "--model", default="reference", show_default=True, metavar="reference|PATH|HUB_ID", help="The model to run."
+)
+@click.option("--prompt", metavar="TEXT", help="The text to continue.")
+@click.option(
+    "--prompt-file",
+    type=click.File("rb"),
+    metavar="F",
+    help="A UTF-8 file with the text to continue, '-' for standard input (the default without --prompt).",
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    metavar="T",
+    help="0 always takes the most probable token.",
+)
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, metavar="K", help="0 for no limit.")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="S", help="Same seed, same text.")
+@click.option("--draft", default=AUTO, show_default=True, metavar="auto|off|PRESET", help="Where drafts come from.")
+@click.option(
+    "--nodes", type=NodesType(), default=AUTO, show_default=True, metavar="auto|N", help="Draft nodes per pass."
+)
+@click.option("--store", "stores", multiple=True, metavar="DIR", help="A datastore to draft from; can be repeated.")
+@click.option("--provenance", is_flag=True, help="Say where accepted drafts stand in the datastores.")
+@click.option("--compare", is_flag=True, help="Run plain generation too; report speed-up and identity.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Number format of the weights; auto takes them as stored.",
+)
+@click.option("--device", default="auto", show_default=True, metavar="D", help="auto, cpu, cuda, cuda:1 …")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
+def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, compare: bool, **options: Any) -> None:
+    """Continue a prompt; the text streams to standard output, figures go to standard error."""
+    text = read_prompt(prompt, prompt_file)
+    SpeculationConfig().with_options(draft=options["draft"], nodes=options["nodes"])  # wrong values fail before loading
+
+    import retrieve_spec as rs
+
+    lm, tokenizer = _load(model, options)
+    request = _request(lm, tokenizer, text, options)
+    rs.accelerate(lm, tokenizer=tokenizer, **_speculation(options))
+    if compare:
+        _run(lm, tokenizer, request, max_new_tokens=WARM_UP_TOKENS)
+    run = _run(lm, tokenizer, request, echo=not as_json)
+    report = lm.speculation.last
+    result = summary(run, report, tokenizer)
+    if options["provenance"]:
+        result["provenance"] = _provenance(report)
+    if compare:
+        result |= _compare(lm, tokenizer, request, run)
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        _print_figures(result)
+
+
+def read_prompt(prompt: str | None, prompt_file: Any) -> str:
+    """Take the prompt from where the user put it.
+
+    Raises
+    ------
+    PromptError
+        It is empty or not UTF-8.
+    click.UsageError
+        It was given twice, or not at all.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("Use just one of --prompt and --prompt-file.")
+    if prompt is None:
+        if prompt_file is None and sys.stdin.isatty():
+            raise click.UsageError("Give --prompt TEXT or --prompt-file F, or pipe the prompt to standard input.")
+        data = (prompt_file or click.get_binary_stream("stdin")).read()
+        try:
+            prompt = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise PromptError("a prompt in UTF-8", f"other bytes at {error.start}", "Convert the file.") from error
+    if not prompt:
+        raise PromptError("a prompt of at least one character", "an empty one", "Give some text to continue.")
+    return prompt
+
+
+def summary(run: Run, report: GenerationReport, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Say what a generation did, in the words of `--json`."""
+    return {
+        "text": tokenizer.decode(run.token_ids, skip_special_tokens=True),
+        "token_ids": run.token_ids,
+        "new_tokens": len(run.token_ids),
+        "passes": report.passes,
+        "tokens_per_pass": report.tokens_per_pass,
+        "seconds": run.seconds,
+        "tokens_per_second": run.tokens_per_second,
+        "accepted_by_source": report.accepted_by_source,
+        "mode": report.mode,
+        "reason": report.reason,
+    }
+
+
+def _load(model: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers.utils import logging
+
+    from retrieve_spec.reference_model import load_model
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    return load_model(model, dtype=options["dtype"], device=options["device"])
+
+
+def _request(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]) -> Request:
+    inputs = {k: v.to(model.device) for k, v in tokenizer(text, return_tensors="pt").items()}
+    inputs.pop("token_type_ids", None)
+    if inputs["input_ids"].shape[1] == 0:
+        raise PromptError("a prompt of at least one token", "none", "Give some text to continue.")
+    sampled = options["temperature"] > 0
+    choice = {"temperature": options["temperature"], "top_p": options["top_p"], "top_k": options["top_k"]}
+    if not sampled:
+        choice = dict.fromkeys(choice)  # a checkpoint's own sampling defaults would only warn
+    generation = {"max_new_tokens": options["max_new_tokens"], "do_sample": sampled, **choice}
+    return Request(inputs, generation, options["seed"])
+
+
+def _speculation(options: dict[str, Any]) -> dict[str, Any]:
+    chosen = {name: options[name] for name in ("draft", "nodes", "provenance")}
+    if options["stores"]:
+        chosen["stores"] = list(options["stores"])
+    return chosen
+
+
+def _run(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: Request, *, echo: bool = False, **changes: Any
+) -> Run:
+    """Generate once; every run streams through the same decoder, so that times compare."""
+    import torch
+    from transformers import TextStreamer
+
+    class Printer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            if echo:
+                click.echo(text, nl=stream_end)
+
+    torch.manual_seed(request.seed)
+    streamer = Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    start = time.perf_counter()
+    output = model.generate(**request.inputs, **{**request.options, "streamer": streamer, **changes})
+    seconds = time.perf_counter() - start
+    return Run(output[0, request.inputs["input_ids"].shape[1] :].tolist(), seconds)
+
+
+def _compare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: Request, run: Run) -> dict[str, Any]:
+    """Run transformers' own `generate`; a sampled text is checked against our loop without drafts.
+
+    Sampling noise is keyed by position here and drawn in sequence there, so two sampled texts agree in distribution
+    only; drafting changes nothing when the loop without drafts says the same.
+    """
+    import retrieve_spec as rs
+
+    same_as = _run(model, tokenizer, request, draft="off") if request.options["do_sample"] else None
+    rs.restore(model)
+    _run(model, tokenizer, request, max_new_tokens=WARM_UP_TOKENS)
+    plain = _run(model, tokenizer, request)
+    return {
+        "plain_tokens_per_second": plain.tokens_per_second,
+        "speedup": run.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0,
+        "identical": run.token_ids == (same_as or plain).token_ids,
+    }
+
+
+def _provenance(report: GenerationReport) -> list[Any]:
+    return [list(item) if isinstance(item, tuple) else item for item in report.provenance]
+
+
+def _print_figures(result: dict[str, Any]) -> None:
+    by_source = ", ".join(f"{name} {count}" for name, count in result["accepted_by_source"].items() if count)
+    lines = [
+        f"{result['new_tokens']} tokens in {result['seconds']:.2f} s, {result['tokens_per_second']:.0f} tokens/s; "
+        f"{result['passes']} passes, {result['tokens_per_pass']:.2f} tokens per pass; accepted: {by_source or 'none'}"
+    ]
+    if result["reason"]:
+        lines.append(f"mode {result['mode']}: {result['reason']}")
+    if "speedup" in result:
+        lines.append(
+            f"plain {result['plain_tokens_per_second']:.0f} tokens/s, speed-up {result['speedup']:.2f}, "
+            f"identical: {'yes' if result['identical'] else 'NO'}"
+        )
+    lines += [f"provenance: {item}" for item in result.get("provenance", [])]
+    click.echo("\n".join(lines), err=True)
