@@ -21,19 +21,14 @@ if TYPE_CHECKING:
 WARM_UP_TOKENS = 8
 
 
-class NodesType(click.ParamType):
-    """`auto` or a whole number; its range is the config's business."""
-
-    name = "auto|N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the word."""
-        if value == AUTO or isinstance(value, int):
-            return value
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither 'auto' nor a whole number.", param, ctx)
+def parse_nodes(ctx: click.Context, param: click.Parameter, value: str) -> int | str:
+    """Read `auto` or a whole number; its range is the config's business."""
+    if value == AUTO:
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither 'auto' nor a whole number.") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +88,7 @@ class Run:
 @click.option("--seed", type=int, default=0, show_default=True, metavar="S", help="Same seed, same text.")
 @click.option("--draft", default=AUTO, show_default=True, metavar="auto|off|PRESET", help="Where drafts come from.")
 @click.option(
-    "--nodes", type=NodesType(), default=AUTO, show_default=True, metavar="auto|N", help="Draft nodes per pass."
+    "--nodes", callback=parse_nodes, default=AUTO, show_default=True, metavar="auto|N", help="Draft nodes per pass."
 )
 @click.option("--store", "stores", multiple=True, metavar="DIR", help="A datastore to draft from; can be repeated.")
 @click.option("--provenance", is_flag=True, help="Say where accepted drafts stand in the datastores.")
@@ -184,12 +179,16 @@ def _load(model: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrai
 
 
 def _request(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]) -> Request:
-    inputs = {k: v.to(model.device) for k, v in tokenizer(text, return_tensors="pt").items()}
-    inputs.pop("token_type_ids", None)
+    encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    inputs = {name: tensor.to(model.device) for name, tensor in encoded.items()}
     if inputs["input_ids"].shape[1] == 0:
         raise PromptError("a prompt of at least one token", "none", "Give some text to continue.")
     sampled = options["temperature"] > 0
-    choice = {"temperature": options["temperature"], "top_p": options["top_p"], "top_k": options["top_k"]}
+    choice: dict[str, float | None] = {
+        "temperature": options["temperature"],
+        "top_p": options["top_p"],
+        "top_k": options["top_k"],
+    }
     if not sampled:
         choice = dict.fromkeys(choice)  # a checkpoint's own sampling defaults would only warn
     generation = {"max_new_tokens": options["max_new_tokens"], "do_sample": sampled, **choice}
@@ -210,7 +209,7 @@ def _run(
     import torch
     from transformers import TextStreamer
 
-    class Printer(TextStreamer):
+    class Printer(TextStreamer):  # type: ignore[misc]
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             if echo:
                 click.echo(text, nl=stream_end)
