@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -142,7 +142,8 @@ def read_prompt(prompt: str | None, prompt_file: Any) -> str:
     if prompt is None:
         if prompt_file is None and sys.stdin.isatty():
             raise click.UsageError("Give --prompt TEXT or --prompt-file F, or pipe the prompt to standard input.")
-        data = (prompt_file or click.get_binary_stream("stdin")).read()
+        stream: BinaryIO = prompt_file or sys.stdin.buffer
+        data = stream.read()
         try:
             prompt = data.decode("utf-8")
         except UnicodeDecodeError as error:
