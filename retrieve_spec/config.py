@@ -71,3 +71,55 @@ class SpeculationConfig:
                 hint = f"Did you mean {close[0]!r}?" if close else f"Use one of {', '.join(known)}."
                 raise ConfigError("a known option", repr(name), hint)
         return replace(self, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """How the IDE backend serves.
+
+    Attributes
+    ----------
+    host, port
+        Where to listen. A host that is not this machine's own needs an API key.
+    fim_window
+        Tokens of prefix and suffix together in a fill-in-the-middle prompt.
+    slots
+        Key-value caches kept for reuse.
+    max_queue
+        Requests that may wait for the model.
+    prefill_chunk
+        Prompt tokens read per pass, so that reading can be cancelled.
+    max_body_bytes
+        Largest request accepted.
+    max_predict
+        Tokens a request may ask for at most.
+    stale_s
+        A keystroke that waited longer is answered as superseded.
+    deadline_s
+        No completion decodes longer.
+    workspace_files, workspace_chars, workspace_file_bytes
+        Bounds of the workspace index: files, characters over all, bytes of one file.
+    memory_chars
+        Bound of remembered chunks, buffers and accepted completions, each.
+    reference_tokens
+        Tokens of remembered texts handed to the drafter per request.
+    origins
+        Browser origins that may call; none by default.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8012
+    fim_window: int = 1024
+    slots: int = 4
+    max_queue: int = 32
+    prefill_chunk: int = 512
+    max_body_bytes: int = 4 << 20
+    max_predict: int = 4096
+    stale_s: float = 3.0
+    deadline_s: float = 60.0
+    workspace_files: int = 20_000
+    workspace_chars: int = 16_000_000
+    workspace_file_bytes: int = 256 << 10
+    memory_chars: int = 2_000_000
+    reference_tokens: int = 8192
+    origins: tuple[str, ...] = ()

@@ -1,0 +1,184 @@
+"""The door between the server and a model: a cache that grows and shrinks, prefill by chunks, runs of accepted tokens.
+
+`Backend` is all the engine knows of a model; `HuggingFaceBackend` fills it with `retrieve_spec.generate_stream`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from retrieve_spec.server.samplers import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHints:
+    """What to draft a completion from, besides the prompt and the stores.
+
+    Attributes
+    ----------
+    enabled
+        False decodes plainly.
+    prediction
+        Tokens expected to come next.
+    references
+        Texts to look in, the most relevant last.
+    """
+
+    enabled: bool = True
+    prediction: tuple[int, ...] = ()
+    references: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(slots=True)
+class PassFigures:
+    """What decoding cost: forward passes, draft nodes, accepted draft tokens by source, where they were read."""
+
+    passes: int = 0
+    drafted: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    provenance: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def accepted(self) -> int:
+        """Accepted draft tokens of all sources."""
+        return sum(self.accepted_by_source.values())
+
+
+class Backend(Protocol):
+    """What the engine asks of a model; all calls come from one thread."""
+
+    n_ctx: int
+    """Positions of the model."""
+
+    def new_cache(self) -> Any:
+        """An empty key-value cache."""
+
+    def cache_length(self, cache: Any) -> int:
+        """Tokens whose keys and values a cache holds."""
+
+    def crop(self, cache: Any, keep: int) -> bool:
+        """Keep the first tokens of a cache; False if this kind of cache cannot be cut."""
+
+    def clone(self, cache: Any) -> Any:
+        """A copy of a cache."""
+
+    def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:
+        """Read further tokens into a cache, in one pass."""
+
+    def decode(
+        self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
+        hints: DraftHints,
+    ) -> Iterator[Sequence[int]]:  # fmt: skip
+        """Runs of accepted tokens, one per pass; the cache already holds a proper prefix of the prompt."""
+
+    def figures(self) -> PassFigures:
+        """What the last `decode` cost."""
+
+    def likely_next(self, cache: Any, token_id: int, k: int) -> list[tuple[int, float]]:
+        """The k most probable tokens after one more token, with probabilities; the token is read into the cache."""
+
+
+class HuggingFaceBackend:
+    """A Hugging Face causal language model behind the engine's door.
+
+    Parameters
+    ----------
+    model
+        A model prepared by `retrieve_spec.accelerate`.
+    tokenizer
+        Its tokenizer.
+    infill
+        Factory of the processor for the ``infill`` sampler (`samplers.make_infill_processor`).
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, infill: Any = None) -> None:
+        from retrieve_spec.accelerate import generate_stream
+
+        self.model = model
+        self.tokenizer = tokenizer
+        self._stream = generate_stream
+        self._accepts = frozenset(inspect.signature(generate_stream).parameters)
+        self._infill = infill
+        config = model.config.get_text_config()
+        self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
+
+    def new_cache(self) -> Any:
+        """An empty key-value cache."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    def cache_length(self, cache: Any) -> int:
+        """Tokens whose keys and values a cache holds."""
+        return int(cache.get_seq_length())
+
+    def crop(self, cache: Any, keep: int) -> bool:
+        """Keep the first tokens of a cache; False if this kind of cache cannot be cut."""
+        surplus = self.cache_length(cache) - keep
+        if surplus <= 0:
+            return surplus == 0
+        if not all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers):
+            return False  # windowed and recurrent layers forget what a cut would need
+        cache.crop(-surplus)
+        return True
+
+    def clone(self, cache: Any) -> Any:
+        """A copy of a cache."""
+        import copy
+
+        return copy.deepcopy(cache)
+
+    def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:
+        """Read further tokens into a cache, in one pass."""
+        import torch
+
+        ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
+        with torch.inference_mode():
+            self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def decode(
+        self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
+        hints: DraftHints,
+    ) -> Iterator[Sequence[int]]:  # fmt: skip
+        """Runs of accepted tokens, one per pass; the cache already holds a proper prefix of the prompt."""
+        import torch
+
+        ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
+        options: dict[str, Any] = {"max_new_tokens": max_tokens, **sampling.generate_kwargs(self._infill)}
+        if end_ids:
+            options["eos_token_id"] = sorted(end_ids)
+        if hints.enabled:
+            if hints.prediction:
+                options["prediction"] = list(hints.prediction)
+            if hints.references and "reference_ids" in self._accepts:
+                options["reference_ids"] = [list(reference) for reference in hints.references]
+        else:
+            options["draft"] = "off"
+        if not sampling.greedy and "seed" in self._accepts:
+            options["seed"] = sampling.seed
+        stream = self._stream(self.model, ids, tokenizer=self.tokenizer, past_key_values=cache, **options)
+        try:
+            for run in stream:
+                yield list(run.token_ids)
+        finally:
+            stream.close()
+
+    def figures(self) -> PassFigures:
+        """What the last `decode` cost."""
+        last = self.model.speculation.last
+        if last is None:
+            return PassFigures()
+        return PassFigures(last.passes, last.nodes, dict(last.accepted_by_source), list(last.provenance))
+
+    def likely_next(self, cache: Any, token_id: int, k: int) -> list[tuple[int, float]]:
+        """The k most probable tokens after one more token, with probabilities; the token is read into the cache."""
+        import torch
+
+        ids = torch.tensor([[token_id]], dtype=torch.long, device=self.model.device)
+        with torch.inference_mode():
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        p, top = logits[0, -1].float().softmax(-1).topk(k)
+        return list(zip(top.tolist(), p.tolist(), strict=True))

@@ -1,0 +1,112 @@
+"""Finds, by characters, what followed the text left of a cursor when it was written before.
+
+A cursor stands anywhere in a token: after ``ret`` the model first has to write ``urn``, a token that no tokenised file
+has at that place. Characters know no such borders, so the beginning of a draft is looked up in text.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+MAX_KEY = 48
+MIN_KEY = 3
+CONTINUATION_CHARS = 320
+_WORD = re.compile(r"(?<![A-Za-z0-9_])[A-Za-z0-9_]")
+_SEPARATOR = "\x00"
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Text that followed an earlier occurrence of the characters left of the cursor.
+
+    Attributes
+    ----------
+    text
+        What followed.
+    matched
+        How many characters left of the cursor agreed.
+    """
+
+    text: str
+    matched: int
+
+
+class TextIndex:
+    """All word starts of some texts, sorted by what stands there.
+
+    Parameters
+    ----------
+    texts
+        Files, least recent first.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._blob = _SEPARATOR.join(texts)
+        blob = self._blob
+        self._starts = sorted((m.start() for m in _WORD.finditer(blob)), key=lambda at: (blob[at : at + MAX_KEY], -at))
+
+    def __len__(self) -> int:
+        return len(self._blob)
+
+    def find(self, left: str, starts: Sequence[int], limit: int) -> list[Continuation]:
+        """Continuations of the longest match of the end of ``left``; ``starts`` are its word starts, first first."""
+        for start in starts:
+            key = left[start:]
+            found = list(self._lookup(key, limit))
+            if found:
+                return found
+        return []
+
+    def _lookup(self, key: str, limit: int) -> Iterator[Continuation]:
+        head, blob = key[:MAX_KEY], self._blob
+        at = bisect_left(self._starts, head, key=lambda p: blob[p : p + MAX_KEY])
+        seen = set()
+        for position in self._starts[at : at + 4 * limit]:
+            if not blob.startswith(key, position):
+                return
+            begin = position + len(key)
+            text = _piece(blob, begin)
+            if text and text not in seen:
+                seen.add(text)
+                yield Continuation(text, len(key))
+            if len(seen) >= limit:
+                return
+
+
+def _piece(text: str, begin: int) -> str:
+    """What follows a position, to the end of a line or of the file."""
+    piece = text[begin : begin + CONTINUATION_CHARS]
+    end = piece.find(_SEPARATOR)
+    if end >= 0:
+        return piece[:end]
+    if len(piece) == CONTINUATION_CHARS:
+        cut = piece.rfind("\n")
+        return piece[: cut + 1] if cut > 0 else piece
+    return piece
+
+
+def key_starts(left: str) -> list[int]:
+    """Where the characters left of a cursor may be looked up from: word starts, the longest match first."""
+    window = max(0, len(left) - 2 * MAX_KEY)
+    starts = [window + m.start() for m in _WORD.finditer(left[window:])]
+    return [start for start in starts if MIN_KEY <= len(left) - start <= 2 * MAX_KEY]
+
+
+def scan_texts(left: str, texts: Sequence[str], starts: Sequence[int], limit: int) -> list[Continuation]:
+    """Continuations found by plain search in a few short texts, most relevant first; longest match wins."""
+    for start in starts:
+        key = left[start:]
+        found: dict[str, Continuation] = {}
+        for text in texts:
+            at = text.rfind(key)
+            while at >= 0 and len(found) < limit:
+                piece = _piece(text, at + len(key))
+                if piece and (at == 0 or not (text[at - 1].isalnum() or text[at - 1] == "_")):
+                    found.setdefault(piece, Continuation(piece, len(key)))
+                at = text.rfind(key, 0, at + len(key) - 1) if at > 0 else -1
+        if found:
+            return list(found.values())
+    return []

@@ -1,0 +1,289 @@
+"""Turns prefix, suffix and chunks of other files into the fill-in-the-middle prompt a model was trained on.
+
+Formats are found by vocabulary, never by model name: a row of the table applies when every token it names is exactly
+one entry of the vocabulary. Sources are the model cards of the families and llama.cpp's table of spellings.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from retrieve_spec.server.text import TextCodec
+
+SNIPPET = "\n\n--- snippet ---\n\n"
+PROJECT_NAME = "myproject"
+FILE_NAME = "filename"
+UNNAMED_CHUNK = "tmp"
+_CHARS_PER_TOKEN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FimFormat:
+    """How one family of models spells fill-in-the-middle.
+
+    Attributes
+    ----------
+    family
+        Name shown to users.
+    prefix, suffix, middle
+        Control tokens; ``middle`` may be absent (Codestral).
+    repo, sep
+        Control tokens of repository-level packing, where the family has it.
+    end
+        Further tokens that end a completion.
+    requires
+        Tokens that tell this family from others with the same spelling.
+    suffix_first
+        The suffix comes before the prefix.
+    path_inside
+        The path of the current file stands behind the prefix token instead of before it (StarCoder2).
+    sections
+        Other files are written as ``+++++ path`` sections (Codestral).
+    """
+
+    family: str
+    prefix: str
+    suffix: str
+    middle: str | None
+    repo: str | None = None
+    sep: str | None = None
+    end: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    suffix_first: bool = False
+    path_inside: bool = False
+    sections: bool = False
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Every token the vocabulary must hold."""
+        core = (self.prefix, self.suffix) + ((self.middle,) if self.middle else ())
+        return core + self.requires
+
+
+_PIPE = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+_STAR = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+_DEEPSEEK = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
+
+FORMATS: tuple[FimFormat, ...] = (
+    FimFormat(
+        "qwen",
+        *_PIPE,
+        repo="<|repo_name|>",
+        sep="<|file_sep|>",
+        requires=("<|file_sep|>",),
+        end=("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|im_end|>", "<|endoftext|>"),
+    ),
+    FimFormat("codegemma", *_PIPE, requires=("<|file_separator|>",), end=("<|file_separator|>", *_PIPE, "<eos>")),
+    FimFormat("granite", *_PIPE, requires=("<|end_of_text|>",), end=("<|end_of_text|>", "<|fim_pad|>")),
+    FimFormat("fim", *_PIPE, end=("<|fim_pad|>", "<|endoftext|>", "<|im_end|>")),
+    FimFormat("santacoder", "<fim-prefix>", "<fim-suffix>", "<fim-middle>", end=("<fim-pad>", "<|endoftext|>")),
+    FimFormat(
+        "starcoder2",
+        *_STAR,
+        repo="<repo_name>",
+        sep="<file_sep>",
+        requires=("<file_sep>", "<repo_name>"),
+        end=("<file_sep>", "<fim_pad>", "<repo_name>", "<|endoftext|>"),
+        path_inside=True,
+    ),
+    FimFormat("starcoder", *_STAR, end=("<|endoftext|>", "<fim_pad>", "<file_sep>")),
+    FimFormat("deepseek", *_DEEPSEEK, end=("<｜end▁of▁sentence｜>", "<|EOT|>")),
+    FimFormat("codellama", "▁<PRE>", "▁<SUF>", "▁<MID>", end=("▁<EOT>", "</s>")),
+    FimFormat("codellama", "<PRE>", "<SUF>", "<MID>", end=("<EOT>", "</s>")),
+    FimFormat("codestral", "[PREFIX]", "[SUFFIX]", None, end=("</s>",), suffix_first=True, sections=True),
+    FimFormat("glm", "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", end=("<|endoftext|>", "<|user|>")),
+    FimFormat(
+        "seed-coder",
+        "<[fim-prefix]>",
+        "<[fim-suffix]>",
+        "<[fim-middle]>",
+        end=("<[end▁of▁sentence]>",),
+        suffix_first=True,
+    ),
+    FimFormat("falcon", "<|prefix|>", "<|suffix|>", "<|middle|>", end=("<|endoftext|>",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of another file sent along by the editor."""
+
+    text: str
+    filename: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FimParts:
+    """What an editor knows at the cursor: text before it, after it, and pieces of other files, least recent first."""
+
+    prefix: str
+    suffix: str
+    extra: tuple[Chunk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FimPrompt:
+    """An assembled prompt: its token ids, and how much of each part was kept."""
+
+    token_ids: list[int]
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FimVocabulary:
+    """A format bound to one vocabulary: its control tokens as ids."""
+
+    fmt: FimFormat
+    prefix: int
+    suffix: int
+    middle: int | None
+    repo: int | None
+    sep: int | None
+    bos: int | None
+    end: frozenset[int] = field(default_factory=frozenset)
+
+
+def find_format(codec: TextCodec) -> FimVocabulary | None:
+    """The first format of the table whose tokens the vocabulary holds, None for a model that cannot infill."""
+    for fmt in FORMATS:
+        if any(codec.token_id(token) is None for token in fmt.needed):
+            continue
+
+        def known(token: str | None) -> int | None:
+            return None if token is None else codec.token_id(token)
+
+        end = {i for i in map(known, fmt.end) if i is not None}
+        end |= {i for i in map(known, (fmt.repo, fmt.sep)) if i is not None}
+        prefix, suffix = known(fmt.prefix), known(fmt.suffix)
+        assert prefix is not None and suffix is not None
+        repo, sep = known(fmt.repo), known(fmt.sep)
+        return FimVocabulary(fmt, prefix, suffix, known(fmt.middle), repo, sep, _bos(codec), frozenset(end))
+    return None
+
+
+def missing_tokens(codec: TextCodec) -> str:
+    """Why a model cannot infill, for the answer to the user."""
+    partly = [fmt for fmt in FORMATS if any(codec.token_id(token) is not None for token in fmt.needed[:3])]
+    absent = [token for fmt in partly for token in fmt.needed if codec.token_id(token) is None]
+    if absent:
+        return f"its vocabulary lacks {', '.join(dict.fromkeys(absent))}"
+    return "its vocabulary holds no fill-in-the-middle tokens of any known family"
+
+
+def _bos(codec: TextCodec) -> int | None:
+    """Begin-of-text id if the tokenizer puts one in front of a prompt."""
+    bos = codec.tokenizer.bos_token_id
+    return bos if bos is not None and codec.encode_prompt("a")[:1] == [bos] else None
+
+
+def stable_tail(text: str, max_chars: int) -> str:
+    """The last lines of a text, cut where the next keystrokes will cut it too.
+
+    A window that ends at the cursor would start one token later with every key and make the model read everything
+    again. Among the line starts that keep three quarters of the budget or more, the one whose line has the smallest
+    checksum is taken (winnowing; Schleimer, Wilkerson, Aiken, 2003): it stays the same while the window slides.
+    """
+    if len(text) <= max_chars:
+        return text
+    first, last = len(text) - max_chars, len(text) - max_chars * 3 // 4
+    best: tuple[int, int] | None = None
+    at = text.find("\n", first - 1)
+    while 0 <= at < last - 1:
+        end = text.find("\n", at + 1)
+        line = text[at + 1 : end if end >= 0 else len(text)]
+        score = zlib.crc32(line.encode("utf-8", "surrogatepass"))
+        if line.strip() and (best is None or score < best[0]):
+            best = (score, at + 1)
+        at = end
+    return text[best[1] if best else first :]
+
+
+def _head(text: str, max_chars: int) -> str:
+    """The first lines of a text within a budget."""
+    if len(text) <= max_chars:
+        return text
+    cut = text.rfind("\n", 0, max_chars)
+    return text[: cut + 1 if cut > max_chars // 2 else max_chars]
+
+
+class FimAssembler:
+    """Builds prompts in a model's own fill-in-the-middle format.
+
+    Parameters
+    ----------
+    codec
+        Text codec of the model.
+    vocabulary
+        The format found in it.
+    n_ctx
+        Positions of the model.
+    window
+        Tokens of prefix and suffix together, at most (three quarters for the prefix).
+    """
+
+    def __init__(self, codec: TextCodec, vocabulary: FimVocabulary, n_ctx: int, window: int) -> None:
+        self.codec = codec
+        self.vocabulary = vocabulary
+        self.n_ctx = n_ctx
+        self.window = min(window, n_ctx // 2)
+
+    def assemble(self, parts: FimParts, n_predict: int) -> FimPrompt:
+        """Token ids of the prompt that asks for the text between prefix and suffix.
+
+        The current line left of the cursor belongs to ``parts.prefix``. Segments are encoded one by one.
+        """
+        v, fmt = self.vocabulary, self.vocabulary.fmt
+        prefix_text = stable_tail(parts.prefix, self.window * 3 // 4 * _CHARS_PER_TOKEN)
+        suffix_text = _head(parts.suffix, self.window // 4 * _CHARS_PER_TOKEN)
+        prefix = self._capped(self.codec.encode(prefix_text), self.window * 3 // 4)
+        suffix = self.codec.encode_cached(suffix_text)[: self.window // 4]
+        room = max(0, self.n_ctx - self.window - 2 * max(n_predict, 16) - 16)
+        extra, dropped = self._extra(parts.extra, room)
+        name = self.codec.encode_cached(FILE_NAME + "\n")
+        if v.sep is not None and not fmt.path_inside:
+            extra = [*extra, v.sep, *name]
+        elif v.sep is not None and extra:
+            extra = [*extra, v.sep]
+            prefix = [*name, *prefix]
+        before, after = [v.prefix, *prefix], [v.suffix, *suffix]
+        body = [*after, *before] if fmt.suffix_first else [*before, *after]
+        bos = [] if v.bos is None else [v.bos]
+        # A begin-of-text token stands before the fill-in-the-middle part, behind the other files (llama.cpp #11106).
+        ids = [*extra, *bos, *body] if extra else [*bos, *body]
+        if v.middle is not None:
+            ids.append(v.middle)
+        cut = len(prefix_text) < len(parts.prefix) or len(suffix_text) < len(parts.suffix)
+        return FimPrompt(ids, dropped or cut)
+
+    def _capped(self, ids: list[int], limit: int) -> list[int]:
+        """Drop whole blocks from the front, so that the cut moves once in many keystrokes."""
+        if len(ids) <= limit:
+            return ids
+        block = max(1, limit // 4)
+        return ids[-(-(len(ids) - limit) // block) * block :]
+
+    def _extra(self, chunks: Sequence[Chunk], room: int) -> tuple[list[int], bool]:
+        """Other files in the model's packing, the latest kept when there is no room for all."""
+        v, fmt = self.vocabulary, self.vocabulary.fmt
+        packed: list[list[int]] = []
+        for chunk in chunks:
+            if v.sep is not None:
+                ids = [v.sep, *self.codec.encode_cached(f"{chunk.filename or UNNAMED_CHUNK}\n{chunk.text}")]
+            elif fmt.sections:
+                ids = self.codec.encode_cached(f"+++++ {chunk.filename or UNNAMED_CHUNK}\n{chunk.text}\n")
+            else:
+                ids = self.codec.encode_cached(SNIPPET + chunk.text)
+            packed.append(ids)
+        if not packed and not (v.sep is not None and not fmt.path_inside):
+            return [], False
+        head: list[int] = []
+        if v.repo is not None and v.sep is not None:
+            head = [v.repo, *self.codec.encode_cached(PROJECT_NAME + ("" if fmt.path_inside else "\n"))]
+        total, first = len(head), len(packed)
+        while first and total + len(packed[first - 1]) <= room:
+            first -= 1
+            total += len(packed[first])
+        kept = [i for ids in packed[first:] for i in ids]
+        return (head + kept if kept or not fmt.path_inside else kept), first > 0

@@ -1,0 +1,165 @@
+"""What a client asks of the engine, and what it is told: tasks, jobs, deltas and completions."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Literal
+
+from retrieve_spec.server.backend import DraftHints, PassFigures
+from retrieve_spec.server.samplers import Sampling
+from retrieve_spec.server.stopping import StopRules, StopType
+
+Outcome = Literal["done", "superseded", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One completion to compute.
+
+    Attributes
+    ----------
+    prompt_ids
+        The prompt.
+    rules, sampling, hints
+        When to stop, how to choose tokens, what to draft from. ``hints`` is called when the work begins.
+    client
+        Who asks; a newer task of the same client replaces an older one. None never replaces.
+    document
+        Text before the cursor; without an explicit client id only a task about the same document is replaced.
+    deadline_s
+        Seconds from submission after which decoding ends with what there is (None: none).
+    stale_s
+        Seconds of waiting after which an answer is of no use any more (None: none).
+    warm
+        Only read the prompt into a cache; gives way to every other task.
+    reuse
+        May continue a cache of an earlier prompt.
+    alternatives
+        Other completions wanted besides the first.
+    """
+
+    prompt_ids: tuple[int, ...]
+    rules: StopRules
+    sampling: Sampling = field(default_factory=Sampling)
+    hints: Callable[[], DraftHints] = DraftHints
+    client: str | None = None
+    document: str | None = None
+    deadline_s: float | None = None
+    stale_s: float | None = None
+    warm: bool = False
+    reuse: bool = True
+    alternatives: int = 0
+    drafting: bool = True
+
+    def fingerprint(self) -> bytes:
+        """Equal for tasks that must give the same text."""
+        digest = hashlib.blake2b(array("q", self.prompt_ids).tobytes(), digest_size=16)
+        parts = (self.rules, self.sampling, self.warm, self.reuse, self.alternatives, self.drafting, self.deadline_s)
+        digest.update(repr(parts).encode())
+        return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Text that became certain with one pass, and the tokens of the pass."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Completion:
+    """The end of a task.
+
+    Attributes
+    ----------
+    outcome
+        ``"superseded"`` when a newer task of the client, or its own age, made the answer useless.
+    text, token_ids
+        What was decoded.
+    stop_type, stopping_word
+        Why it ended.
+    prompt_tokens, cached_tokens
+        Length of the prompt, and how much of it a cache already held.
+    prompt_s, predict_s, waited_s
+        Seconds spent reading the prompt, decoding, and waiting.
+    figures
+        Passes and drafts.
+    passes_after_cancel
+        Passes that were still spent after the client had gone.
+    error
+        What failed, for the log.
+    """
+
+    outcome: Outcome = "done"
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    stop_type: StopType = "none"
+    stopping_word: str = ""
+    deadline_hit: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_s: float = 0.0
+    predict_s: float = 0.0
+    waited_s: float = 0.0
+    figures: PassFigures = field(default_factory=PassFigures)
+    alternatives: list[str] = field(default_factory=list)
+    passes_after_cancel: int = 0
+    drafted_by: str = ""
+    error: str = ""
+
+
+Sink = Callable[[Delta | Completion], None]
+"""Called from the engine's thread: any number of deltas, then one completion."""
+
+
+class Job:
+    """A task under way and everyone who waits for it."""
+
+    def __init__(self, task: Task, sink: Sink, submitted: float) -> None:
+        self.task = task
+        self.submitted = submitted
+        self.cancel = Event()
+        self.superseded = False
+        self.sinks: list[Sink] = [sink]
+        self.text = ""
+        self.token_ids: list[int] = []
+
+    @property
+    def keystroke(self) -> bool:
+        """Whether the task belongs to somebody typing, so that a newer one makes it useless."""
+        return self.task.client is not None and not self.task.warm
+
+    def replaced_by(self, newer: Task) -> bool:
+        """Whether a newer task makes this one useless."""
+        if not self.keystroke or newer.warm or newer.client != self.task.client:
+            return False
+        old, new = self.task.document, newer.document
+        return old is None or new is None or same_document(old, new)
+
+
+def same_document(old: str, new: str) -> bool:
+    """Whether two texts before a cursor look like one file a few keystrokes apart.
+
+    The lines above the cursor's line do not change while somebody types; a window may have slid over them.
+    """
+    above = old[: old.rfind("\n") + 1][-200:]
+    if above.strip():
+        return above in new[-4000:]
+    shared = min(len(old), len(new)) // 2
+    return old[:shared] == new[:shared]
+
+
+class Ticket:
+    """A client's hold on a job."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
+
+    def cancel(self) -> None:
+        """The client has gone; the work stops after the pass under way unless somebody else waits for it too."""
+        self._cancel()

@@ -1,0 +1,172 @@
+"""Turns everything the server has seen of a workspace into what one completion is drafted from.
+
+Order of trust: the client's prediction, the file under the cursor (both sides), chunks the editor sent, completions the
+user accepted, open buffers, the rest of the workspace. Drafts are verified, so the order costs or saves time only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from retrieve_spec.server.backend import DraftHints
+from retrieve_spec.server.continuations import Continuation, key_starts, scan_texts
+from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.workspace import Workspace
+
+_CANDIDATES = 4
+_TAIL_TOKENS = 8
+_ANSWERS = 64
+
+
+class RecentTexts:
+    """Texts by key, the latest last, bounded in characters.
+
+    Parameters
+    ----------
+    max_chars
+        Bound.
+    """
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
+        self._texts: OrderedDict[str, str] = OrderedDict()
+        self.chars = 0
+
+    def put(self, key: str, text: str) -> None:
+        """Remember a text as the latest; an older one under the key goes."""
+        self.remove(key)
+        if not text or len(text) > self._max_chars:
+            return
+        self._texts[key] = text
+        self.chars += len(text)
+        while self.chars > self._max_chars:
+            _, dropped = self._texts.popitem(last=False)
+            self.chars -= len(dropped)
+
+    def remove(self, key: str) -> None:
+        """Forget a text."""
+        self.chars -= len(self._texts.pop(key, ""))
+
+    def latest_first(self) -> list[str]:
+        """All texts, the latest first."""
+        return list(reversed(self._texts.values()))
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+
+class Memory:
+    """What one user's editors have shown.
+
+    Parameters
+    ----------
+    codec
+        Text codec of the model.
+    workspace
+        Indexed folders, if any.
+    max_chars
+        Bound of chunks, buffers and accepted completions, each.
+    reference_tokens
+        Tokens of whole texts handed to the drafter per request.
+    """
+
+    def __init__(
+        self, codec: TextCodec, workspace: Workspace | None, *, max_chars: int = 2_000_000, reference_tokens: int = 8192
+    ) -> None:
+        self.codec = codec
+        self.workspace = workspace
+        self.chunks = RecentTexts(max_chars)
+        self.buffers = RecentTexts(max_chars)
+        self.accepted = RecentTexts(max_chars // 4)
+        self._answers: OrderedDict[str, str] = OrderedDict()
+        self._reference_tokens = reference_tokens
+        self._lock = threading.Lock()
+
+    def note_chunks(self, chunks: Sequence[tuple[str | None, str]]) -> None:
+        """Remember pieces of other files that came with a request."""
+        with self._lock:
+            for name, text in chunks:
+                self.chunks.put(f"{name or ''}\0{text}", text)
+
+    def note_buffer(self, key: str, text: str) -> None:
+        """Remember the text of an open file; "" forgets it."""
+        with self._lock:
+            self.buffers.put(key, text)
+
+    def note_answer(self, before: str, text: str) -> None:
+        """Remember what was suggested after a text, to see later whether the user took it."""
+        if not text.strip():
+            return
+        with self._lock:
+            self._answers[before[-80:]] = text
+            while len(self._answers) > _ANSWERS:
+                self._answers.popitem(last=False)
+
+    def note_accepted(self, text: str) -> None:
+        """Remember a suggestion the user took."""
+        with self._lock:
+            self.accepted.put(text, text)
+
+    def note_typed(self, before: str) -> None:
+        """Find suggestions that now stand in front of the cursor: they were accepted, or typed out."""
+        with self._lock:
+            for context, answer in list(self._answers.items()):
+                first = answer.rstrip()
+                if context and (context + first) in before[-(len(context) + len(answer) + 400) :]:
+                    self.accepted.put(answer, context[context.rfind("\n") + 1 :] + answer)
+                    del self._answers[context]
+
+    def forget(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            for texts in (self.chunks, self.buffers, self.accepted):
+                for key in list(texts._texts):
+                    texts.remove(key)
+            self._answers.clear()
+
+    def continuations(self, left: str, right: str) -> list[Continuation]:
+        """What followed the text left of the cursor before, the best guess first."""
+        starts = key_starts(left)
+        if not starts:
+            return []
+        with self._lock:
+            near = [left[: len(left) - 1], right, *self.accepted.latest_first()[:16]]
+            far = [*self.chunks.latest_first()[:32], *self.buffers.latest_first()[:16]]
+        found = scan_texts(left, near, starts, _CANDIDATES) + scan_texts(left, far, starts, _CANDIDATES)
+        if self.workspace is not None:
+            found += self.workspace.find(left, _CANDIDATES)
+        # Nearer texts first among equals: `sorted` is stable.
+        best = sorted({hit.text: hit for hit in reversed(found)}.values(), key=lambda hit: -hit.matched)
+        return best[:_CANDIDATES]
+
+    def hints(self, left: str, right: str, prompt_ids: Sequence[int], prediction: str | None = None) -> DraftHints:
+        """What to draft a completion between two texts from.
+
+        A continuation found by characters is encoded on its own, as the model will write it, and given to the drafter
+        behind the last tokens of the prompt, where the drafter's own search finds it.
+        """
+        candidates = [self.codec.encode(hit.text) for hit in self.continuations(left, right)]
+        expected = self.codec.encode(prediction) if prediction else candidates[0] if candidates else []
+        tail = list(prompt_ids[-_TAIL_TOKENS:])
+        references = [tuple(ids) for ids in self._whole_texts()]
+        references += [tuple(tail + ids) for ids in reversed(candidates)]
+        if prediction:
+            references.append(tuple(tail + expected))
+        return DraftHints(prediction=tuple(expected), references=tuple(references))
+
+    def _whole_texts(self) -> list[list[int]]:
+        """Accepted completions, chunks and buffers as tokens, the latest last, within the bound."""
+        with self._lock:
+            texts = [*self.accepted.latest_first()[:64], *self.chunks.latest_first(), *self.buffers.latest_first()]
+        room, taken = self._reference_tokens, []
+        for text in texts:
+            if len(text) > 8 * room:
+                continue
+            ids = self.codec.encode_cached(text)
+            if len(ids) > room:
+                break
+            taken.append(ids)
+            room -= len(ids)
+        return taken[::-1]

@@ -1,0 +1,161 @@
+"""Turns accepted tokens into the text a client may see, and decides at which token a completion ends.
+
+A verified pass emits several tokens at once; each is looked at on its own, so that a run of accepted tokens ends
+exactly where decoding one token at a time would have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Literal
+
+from retrieve_spec.server.text import IncrementalText, TextCodec
+
+StopType = Literal["none", "eos", "limit", "word"]
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When a completion ends.
+
+    Attributes
+    ----------
+    max_tokens
+        Tokens at most; -1 for no limit but the context.
+    end_ids
+        Tokens that end the text and are not part of it.
+    words
+        Strings that end the text and are not part of it.
+    min_indent
+        A line indented less ends the text (0: off). The line's own characters are cut, its indentation stays.
+    newline_after_s
+        Seconds after the first token from which the next newline ends the text (None: off).
+    """
+
+    max_tokens: int = -1
+    end_ids: frozenset[int] = frozenset()
+    words: tuple[str, ...] = ()
+    min_indent: int = 0
+    newline_after_s: float | None = None
+
+
+class StopScanner:
+    """Reads tokens one by one and keeps the text of a completion.
+
+    Parameters
+    ----------
+    codec
+        Text codec of the model.
+    rules
+        When to stop.
+    clock
+        Seconds, monotonic (tests give their own).
+    """
+
+    def __init__(self, codec: TextCodec, rules: StopRules, clock: Callable[[], float] = monotonic) -> None:
+        self._rules = rules
+        self._clock = clock
+        self._detokenizer = IncrementalText(codec)
+        self._first_token_at: float | None = None
+        self._line_start = -1
+        self._shown = 0
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.stop_type: StopType = "none"
+        self.stopping_word = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the completion has ended."""
+        return self.stop_type != "none"
+
+    def push(self, token_ids: Sequence[int]) -> int:
+        """Read accepted tokens up to the one that ends the completion; returns how many were read."""
+        now = self._clock()
+        if self._first_token_at is None:
+            self._first_token_at = now
+        for count, token_id in enumerate(token_ids, 1):
+            if token_id in self._rules.end_ids:
+                self._end("eos")
+                return count
+            self.token_ids.append(token_id)
+            self._append(self._detokenizer.push(token_id), now)
+            if not self.stopped and 0 <= self._rules.max_tokens <= len(self.token_ids):
+                self._end("limit")
+            if self.stopped:
+                return count
+        return len(token_ids)
+
+    def finish(self) -> None:
+        """No further token comes: release what was held back."""
+        if not self.stopped:
+            self.text += self._detokenizer.flush()
+
+    def visible(self) -> str:
+        """Text that became certain since the last call; what could still become a stop string is held back."""
+        end = len(self.text) if self.stopped else len(self.text) - self._held()
+        fresh = self.text[self._shown : end] if end > self._shown else ""
+        self._shown = max(self._shown, end)
+        return fresh
+
+    def remaining(self) -> str:
+        """Text not yet shown, when the completion is over."""
+        fresh, self._shown = self.text[self._shown :], len(self.text)
+        return fresh
+
+    def _end(self, stop_type: StopType) -> None:
+        self.stop_type = stop_type
+        if stop_type != "word":
+            self.text += self._detokenizer.flush()
+
+    def _append(self, piece: str, now: float) -> None:
+        if not piece:
+            return
+        before = len(self.text)
+        self.text += piece
+        if self._cut_at_word(before) or self._cut_at_indent():
+            return
+        late, started = self._rules.newline_after_s, now if self._first_token_at is None else self._first_token_at
+        if "\n" in piece and late is not None and now - started > late:
+            self._end("limit")
+
+    def _cut_at_word(self, before: int) -> bool:
+        hits = []
+        for word in self._rules.words:
+            at = self.text.find(word, max(0, before - len(word) + 1))
+            if at >= 0:
+                hits.append((at, word))
+        if not hits:
+            return False
+        at, self.stopping_word = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+        self.text = self.text[:at]
+        self._end("word")
+        return True
+
+    def _cut_at_indent(self) -> bool:
+        if self._rules.min_indent <= 0:
+            return False
+        while True:
+            if self._line_start >= 0:
+                line = self.text[self._line_start :]
+                width = len(line) - len(line.lstrip(" \t"))
+                if width < min(len(line), self._rules.min_indent):
+                    self.text = self.text[: self._line_start + width]
+                    self._end("limit")
+                    return True
+            newline = self.text.find("\n", max(self._line_start, 0))
+            if newline < 0:
+                return False
+            self._line_start = newline + 1
+
+    def _held(self) -> int:
+        """Characters at the end that are the beginning of a stop string, or of a line that may be cut."""
+        longest = 0
+        for word in self._rules.words:
+            for length in range(min(len(word) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(word[:length]):
+                    longest = length
+                    break
+        return longest

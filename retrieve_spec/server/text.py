@@ -1,0 +1,134 @@
+"""Turns source text into token ids that no text can smuggle control tokens into, and token ids back into text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_CONTROL = re.compile(r"^[▁\s]*[<\[].*[>\]]$", re.DOTALL)
+"""What an added token that steers a model looks like; runs of blanks, which some vocabularies add, do not."""
+_SENTINEL = "\n"
+_CACHED_CHARS = 2_000_000
+
+
+class TextCodec:
+    """The two ways a server reads text, and the one way it writes it.
+
+    Parameters
+    ----------
+    tokenizer
+        A Hugging Face tokenizer with a Rust backend (``backend_tokenizer``).
+
+    Notes
+    -----
+    Code is encoded by a copy of the tokenizer whose control tokens were removed, so that a file which contains the
+    characters ``<|fim_suffix|>`` yields ordinary tokens. Only `encode_prompt` understands control tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+        described["added_tokens"] = [
+            token
+            for token in described.get("added_tokens") or []
+            if not (token["special"] or _CONTROL.match(token["content"]))
+        ]
+        described["post_processor"] = None
+        described["truncation"] = described["padding"] = None
+        self._plain = Tokenizer.from_str(json.dumps(described))
+        self._full: Tokenizer = tokenizer.backend_tokenizer
+        self.vocab: dict[str, int] = tokenizer.get_vocab()
+        self._guard = self._sentinel_ids()
+        self._cache: OrderedDict[str, list[int]] = OrderedDict()
+        self._cached_chars = 0
+
+    def _sentinel_ids(self) -> list[int]:
+        """Ids to strip where the tokenizer puts a blank before a text, so that a segment starts as written."""
+        whole = self._plain.encode("a", add_special_tokens=False).tokens
+        return (
+            self._plain.encode(_SENTINEL, add_special_tokens=False).ids if whole and whole[0].startswith("▁") else []
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a piece of code; control tokens in it are ordinary characters."""
+        if not text:
+            return []
+        if not self._guard:
+            return list(self._plain.encode(text, add_special_tokens=False).ids)
+        ids = self._plain.encode(_SENTINEL + text, add_special_tokens=False).ids
+        return list(ids[len(self._guard) :])
+
+    def encode_cached(self, text: str) -> list[int]:
+        """`encode`, remembering recent texts (chunks of other files come with every request)."""
+        known = self._cache.get(text)
+        if known is not None:
+            self._cache.move_to_end(text)
+            return known
+        ids = self.encode(text)
+        self._cache[text] = ids
+        self._cached_chars += len(text)
+        while self._cached_chars > _CACHED_CHARS and len(self._cache) > 1:
+            dropped, _ = self._cache.popitem(last=False)
+            self._cached_chars -= len(dropped)
+        return ids
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a raw prompt, control tokens spelled in it included (the OpenAI dialects need that)."""
+        return list(self._full.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def token_id(self, spelling: str) -> int | None:
+        """Id of a text that is exactly one entry of the vocabulary."""
+        return self.vocab.get(spelling)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of a run of tokens."""
+        return self._full.decode(list(token_ids), skip_special_tokens=skip_special)
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Text of each token on its own."""
+        return self._full.decode_batch([[i] for i in token_ids], skip_special_tokens=False)
+
+
+class IncrementalText:
+    """Turns tokens into text one at a time, holding back half characters.
+
+    Parameters
+    ----------
+    codec
+        The text codec of the model.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._lead = codec.encode_prompt("a", add_special_tokens=False)
+        self._window: list[int] = list(self._lead)
+        self._read = len(codec.decode(self._window))
+        self.pending = False
+
+    def push(self, token_id: int) -> str:
+        """Text that became certain with this token, "" while a character is incomplete."""
+        self._window.append(token_id)
+        text = self._codec.decode(self._window)
+        if text.endswith("\ufffd") and len(self._window) - len(self._lead) < 64:
+            self.pending = True
+            return ""
+        self.pending = False
+        fresh = text[self._read :]
+        keep = self._window[-4:] if len(self._window) > 12 else self._window
+        if keep is not self._window:
+            self._window = list(keep)
+            self._read = len(self._codec.decode(self._window))
+        else:
+            self._read = len(text)
+        return fresh
+
+    def flush(self) -> str:
+        """What is left when no further token comes."""
+        fresh = self._codec.decode(self._window)[self._read :] if self.pending else ""
+        self.pending = False
+        return fresh
