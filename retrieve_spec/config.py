@@ -123,3 +123,48 @@ class ServeConfig:
     memory_chars: int = 2_000_000
     reference_tokens: int = 8192
     origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """How a datastore is built.
+
+    Attributes
+    ----------
+    index
+        What is kept: `"both"`, only the `"exact"` index (tokens and suffix array) or only `"ngram"` tables.
+    segment_tokens
+        Tokens of one segment at most; a document that is longer is cut.
+    ngram_orders
+        Longest context of an n-gram table, 1 … 5.
+    ngram_successors
+        Continuations kept per context.
+    ngram_share
+        Size of an n-gram table at most, as a share of the segment's tokens and suffix array …
+    ngram_floor
+        … or this many bytes, where that is more (pruning a small table costs drafts and saves nothing).
+    document_bytes
+        Longer documents are skipped as huge.
+    checkpoint_tokens
+        A resumed build tokenises at most about this many tokens again.
+    """
+
+    index: Literal["both", "exact", "ngram"] = "both"
+    segment_tokens: int = 1 << 28
+    ngram_orders: int = 5
+    ngram_successors: int = 12
+    ngram_share: float = 0.25
+    ngram_floor: int = 16 << 20
+    document_bytes: int = 64 << 20
+    checkpoint_tokens: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        if self.index not in ("both", "exact", "ngram"):
+            raise ConfigError("index to be 'both', 'exact' or 'ngram'", repr(self.index), "Leave it at 'both'.")
+        if not 1 <= self.segment_tokens <= 1 << 30:
+            raise ConfigError("segment_tokens in 1 … 2^30", repr(self.segment_tokens), "Leave it at its default.")
+        if not 1 <= self.ngram_orders <= 5:
+            raise ConfigError("ngram_orders in 1 … 5", repr(self.ngram_orders), "Leave it at its default.")
+        for name in ("ngram_successors", "document_bytes", "checkpoint_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")
