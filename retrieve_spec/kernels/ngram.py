@@ -57,6 +57,12 @@ def ngram_hash(h, token):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def _home(h, capacity):  # type: ignore[no-untyped-def]
+    """Slot at which the search for a hash begins."""
+    return np.int64(((np.uint64(h) >> _32) * np.uint64(capacity)) >> _32)
+
+
+@njit(cache=True, nogil=True)
 def ngram_find(keys, h):  # type: ignore[no-untyped-def]
     """Find the slot of a context, or -1.
 
@@ -70,7 +76,7 @@ def ngram_find(keys, h):  # type: ignore[no-untyped-def]
     """
     capacity = len(keys)
     fingerprint = np.uint32(max(np.uint64(h) & _LOW, _ONE))
-    slot = np.int64(((np.uint64(h) >> _32) * np.uint64(capacity)) >> _32)
+    slot = _home(h, capacity)
     while keys[slot] != 0:
         if keys[slot] == fingerprint:
             return slot
@@ -78,3 +84,133 @@ def ngram_find(keys, h):  # type: ignore[no-untyped-def]
         if slot == capacity:
             slot = 0
     return -1
+
+
+@njit(cache=True, nogil=True)
+def shared_prefixes(tokens, sa, shared):  # type: ignore[no-untyped-def]
+    """How many tokens each suffix shares with the one before it, at most `MAX_ORDER` + 1: fills (m,) uint8."""
+    limit = MAX_ORDER + 1
+    for i in range(len(sa)):
+        a = np.int64(sa[i])
+        b = np.int64(sa[i - 1]) if i > 0 else a
+        depth = 0
+        while i > 0 and depth < limit and tokens[a + depth] != 0 and tokens[a + depth] == tokens[b + depth]:
+            depth += 1
+        shared[i] = depth
+
+
+@njit(cache=True, nogil=True)
+def _has_tokens(tokens, at, n):  # type: ignore[no-untyped-def]
+    """Whether no document ends within n tokens from `at`."""
+    for j in range(n):  # noqa: SIM110 (Numba compiles the loop, not any())
+        if tokens[at + j] == 0:
+            return False
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _context(tokens, sa, shared, i, order):  # type: ignore[no-untyped-def]
+    """End of the run of suffixes from i that share `order` tokens, its continuations and how many are distinct.
+
+    A suffix that ends before `order` tokens is a run of its own, with no continuation.
+    """
+    if not _has_tokens(tokens, np.int64(sa[i]), order):
+        return i + 1, 0, 0
+    end = i + 1
+    run = 1
+    total = 0
+    distinct = 0
+    while True:
+        if end == len(sa) or shared[end] <= order:
+            if tokens[np.int64(sa[end - 1]) + order] != 0:
+                total += run
+                distinct += 1
+            run = 0
+            if end == len(sa) or shared[end] < order:
+                return end, total, distinct
+        run += 1
+        end += 1
+
+
+@njit(cache=True, nogil=True)
+def count_contexts(tokens, sa, shared, order, top, contexts, continuations):  # type: ignore[no-untyped-def]
+    """Count contexts of one order, and the continuations a table would keep for them, by how often they continue.
+
+    Adds to ``contexts[t]`` and ``continuations[t]`` (each (limit + 1,) int64) for contexts continued t times; the last
+    entry collects all that are continued more often.
+    """
+    limit = len(contexts) - 1
+    i = 0
+    while i < len(sa):
+        end, total, distinct = _context(tokens, sa, shared, i, order)
+        if total > 0:
+            contexts[min(total, limit)] += 1
+            continuations[min(total, limit)] += min(distinct, top)
+        i = end
+
+
+@njit(cache=True, nogil=True)
+def insert_contexts(  # type: ignore[no-untyped-def]
+    tokens, sa, shared, to_global, order, min_count, top, keys, total, distinct, start, owner
+):
+    """Give every context of one order that is continued at least `min_count` times a slot.
+
+    Fills ``keys``, ``total``, ``distinct`` of the slot, ``start[slot + 1]`` with the continuations kept and ``owner``
+    with ``first suffix * (MAX_ORDER + 1) + order``. Of two contexts with one fingerprint the first keeps the slot.
+    """
+    i = 0
+    while i < len(sa):
+        end, n, d = _context(tokens, sa, shared, i, order)
+        at = np.int64(sa[i])
+        if n >= min_count:
+            h = np.uint64(0)
+            for j in range(order - 1, -1, -1):
+                h = ngram_hash(h, to_global[tokens[at + j]])
+            if ngram_find(keys, h) < 0:
+                slot = _home(h, len(keys))
+                while keys[slot] != 0:
+                    slot = slot + 1 if slot + 1 < len(keys) else 0
+                keys[slot] = np.uint32(max(h & _LOW, _ONE))
+                total[slot] = n
+                distinct[slot] = min(d, 65535)
+                start[slot + 1] = min(d, top)
+                owner[slot] = i * (MAX_ORDER + 1) + order
+        i = end
+
+
+@njit(cache=True, nogil=True)
+def _top_continuations(tokens, sa, shared, to_global, i, order, kept, out_tokens, out_counts):  # type: ignore[no-untyped-def]
+    """Write the `kept` most frequent continuations of the context that begins at suffix i, by count, then token."""
+    n = 0
+    first = i
+    end = i
+    while end == i or (end < len(sa) and shared[end] >= order):
+        end += 1
+        if end < len(sa) and shared[end] > order:
+            continue
+        token = tokens[np.int64(sa[first]) + order]
+        count = end - first
+        first = end
+        if token == 0 or (n == kept and out_counts[n - 1] >= count):
+            continue
+        # Insertion from the right; local ids rise along the run, so an equal count goes behind.
+        n = min(n + 1, kept)
+        at = n - 1
+        while at > 0 and out_counts[at - 1] < count:
+            out_tokens[at] = out_tokens[at - 1]
+            out_counts[at] = out_counts[at - 1]
+            at -= 1
+        out_tokens[at] = to_global[token]
+        out_counts[at] = count
+
+
+@njit(cache=True, nogil=True)
+def fill_continuations(  # type: ignore[no-untyped-def]
+    tokens, sa, shared, to_global, owner, start, succ_tokens, succ_counts
+):
+    """Write the continuations of every owned slot; ``start`` is cumulative by now, ``owner`` is -1 in empty slots."""
+    for slot in range(len(owner)):
+        if owner[slot] >= 0:
+            a, b = np.int64(start[slot]), np.int64(start[slot + 1])
+            i, order = owner[slot] // (MAX_ORDER + 1), owner[slot] % (MAX_ORDER + 1)
+            _top_continuations(tokens, sa, shared, to_global, i, order, b - a, succ_tokens[a:b], succ_counts[a:b])

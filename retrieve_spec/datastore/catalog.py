@@ -1,0 +1,208 @@
+"""The catalogue: from documents and what happened to them to an SQLite database a person can open."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlite_utils import Database
+
+from retrieve_spec.errors import StoreCorruptError
+
+_COLUMNS = {
+    "id": int,
+    "segment": str,
+    "number": int,
+    "path": str,
+    "licence": str,
+    "source": str,
+    "sha256": str,
+    "start": int,
+    "tokens": int,
+    "added_at": str,
+    "removed_at": str,
+}
+_HASHED = ("number", "path", "licence", "source", "sha256", "start", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text of a store.
+
+    Attributes
+    ----------
+    segment, number
+        Where it stands: segment folder, and its number there.
+    path
+        Path relative to its source, or ``file#line`` for one of many in a file.
+    licence
+        Licence stated when it was added, ``""`` if none was.
+    source
+        What was given to build from.
+    sha256
+        Of its text.
+    start, tokens
+        Position of its first token in the segment, and its length.
+    added_at, removed_at
+        UTC times; removed_at is None while it can be drafted from.
+    """
+
+    segment: str
+    number: int
+    path: str
+    licence: str
+    source: str
+    sha256: str
+    start: int
+    tokens: int
+    added_at: str
+    removed_at: str | None = None
+
+
+def rows_checksum(documents: Iterable[Document]) -> str:
+    """SHA-256 over the documents of a segment, in order; times do not count."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(json.dumps([getattr(document, name) for name in _HASHED]).encode())
+    return digest.hexdigest()
+
+
+class Catalog:
+    """The documents of a store, and how well its drafts did.
+
+    Parameters
+    ----------
+    path
+        The database.
+    write
+        Create or change it; otherwise it is opened read-only, also on a read-only file system.
+
+    Raises
+    ------
+    StoreCorruptError
+        When it is missing or no database.
+    """
+
+    def __init__(self, path: Path, *, write: bool = False) -> None:
+        self.path = path
+        if not write and not path.is_file():
+            raise StoreCorruptError(f"a catalogue at {path}", "no such file", _REBUILD)
+        uri = path.resolve().as_uri()
+        if not write:
+            uri += "?mode=ro" if os.access(path.parent, os.W_OK) else "?mode=ro&immutable=1"
+        try:
+            connection = sqlite3.connect(uri, uri=True, timeout=30.0, check_same_thread=False)
+            connection.execute("PRAGMA schema_version").fetchone()
+        except sqlite3.Error as error:
+            raise StoreCorruptError(f"an SQLite database at {path}", str(error), _REBUILD) from error
+        self.db = Database(connection)
+        if write:
+            self._create()
+
+    def close(self) -> None:
+        """Close the database."""
+        self.db.close()
+
+    def __enter__(self) -> Catalog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _create(self) -> None:
+        documents = self.db.table("documents")
+        if not documents.exists():
+            documents.create(_COLUMNS, pk="id", not_null={"segment", "number", "path", "start", "tokens"})
+            documents.create_index(["segment", "number"], unique=True)
+            documents.create_index(["sha256"])
+            documents.enable_fts(["path"], create_triggers=True)
+        statistics = self.db.table("statistics")
+        if not statistics.exists():
+            columns = {"model": str, "source": str, "drafted": int, "accepted": int, "updated_at": str}
+            statistics.create(columns, pk=("model", "source"))
+
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Run one statement.
+
+        Raises
+        ------
+        StoreCorruptError
+            When the database is damaged.
+        """
+        try:
+            return self.db.conn.execute(sql, parameters).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise StoreCorruptError(f"a readable catalogue at {self.path}", str(error), _REBUILD) from error
+
+    def _documents(self, where: str, parameters: Sequence[Any]) -> list[Document]:
+        columns = ", ".join(name for name in _COLUMNS if name != "id")
+        rows = self.query(f"select {columns} from documents where {where} order by segment, number", parameters)
+        return [Document(*row) for row in rows]
+
+    def document(self, segment: str, number: int) -> Document:
+        """One document.
+
+        Raises
+        ------
+        StoreCorruptError
+            When the catalogue does not list it.
+        """
+        found = self._documents("segment = ? and number = ?", (segment, number))
+        if not found:
+            raise StoreCorruptError(f"document {number} of segment {segment} in {self.path}", "no such row", _REBUILD)
+        return found[0]
+
+    def documents(self, segment: str) -> list[Document]:
+        """All documents of a segment, removed ones too, in order."""
+        return self._documents("segment = ?", (segment,))
+
+    def put_segment(self, segment: str, documents: Iterable[Document]) -> None:
+        """Write the rows of a segment, replacing any of that name, in one transaction."""
+        with self.db.conn:
+            self.db.conn.execute("delete from documents where segment = ?", (segment,))
+            self.db.conn.executemany(
+                f"insert into documents ({', '.join(c for c in _COLUMNS if c != 'id')}) values ({'?,' * 9}?)",
+                (tuple(getattr(d, c) if c != "segment" else segment for c in _COLUMNS if c != "id") for d in documents),
+            )
+
+    def keep_segments(self, segments: Iterable[str]) -> None:
+        """Drop the rows of all other segments (left behind by an interrupted change, or merged away)."""
+        names = sorted(segments)
+        with self.db.conn:
+            self.db.conn.execute(f"delete from documents where segment not in ({','.join('?' * len(names))})", names)
+
+    def check(self) -> None:
+        """Check the structure of the database and of its text index.
+
+        Raises
+        ------
+        StoreCorruptError
+            When SQLite finds damage.
+        """
+        result = self.query("PRAGMA integrity_check")
+        if result != [("ok",)]:
+            raise StoreCorruptError(f"a sound catalogue at {self.path}", str(result[0][0]), _REBUILD)
+
+    def add_statistics(self, model: str, counts: dict[str, tuple[int, int]], now: str) -> None:
+        """Add (drafted, accepted) tokens per source to what is recorded for a model."""
+        with self.db.conn:
+            self.db.conn.executemany(
+                "insert into statistics values (?, ?, ?, ?, ?) on conflict (model, source) do update set "
+                "drafted = drafted + excluded.drafted, accepted = accepted + excluded.accepted, "
+                "updated_at = excluded.updated_at",
+                [(model, source, drafted, accepted, now) for source, (drafted, accepted) in sorted(counts.items())],
+            )
+
+    def statistics(self, model: str) -> dict[str, tuple[int, int]]:
+        """Recorded (drafted, accepted) tokens per source for a model."""
+        rows = self.query("select source, drafted, accepted from statistics where model = ? order by source", (model,))
+        return {source: (drafted, accepted) for source, drafted, accepted in rows}
+
+
+_REBUILD = "Restore the file from a copy, or build the store again."

@@ -1,0 +1,149 @@
+"""Files of a store: from arrays to checksummed raw files on a stable disk, and back to memory maps."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.errors import BuildError, StoreCorruptError
+
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What a manifest knows of one file: size in bytes, SHA-256 of its content, dtype of a raw array or ``""``."""
+
+    bytes: int
+    sha256: str
+    dtype: str = ""
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def little_endian(dtype: Any) -> str:
+    """Name of a dtype as stored: little-endian, whatever the machine."""
+    return str(np.dtype(dtype).newbyteorder("<").str)
+
+
+@contextmanager
+def explain_write_errors(where: Path) -> Iterator[None]:
+    """Turn a full disk, a quota or missing permission into a `BuildError` that says so."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, BuildError) or error.errno is None:
+            raise
+        raise BuildError(
+            f"to write to {where}",
+            os.strerror(error.errno),
+            "Free some space or choose another folder, then continue with --resume.",
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_bytes(path: Path, content: bytes) -> FileEntry:
+    """Write a file and flush it to disk (not atomic: for files that nothing refers to yet)."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+
+
+def write_array(path: Path, array: NDArray[Any]) -> FileEntry:
+    """Write a 1-D array as raw little-endian values and flush it to disk.
+
+    Returns
+    -------
+    FileEntry
+        Size, checksum and dtype.
+    """
+    dtype = little_endian(array.dtype)
+    digest = hashlib.sha256()
+    step = max(1, _BLOCK // array.dtype.itemsize)
+    with path.open("wb") as file:
+        for start in range(0, len(array), step):
+            block = np.ascontiguousarray(array[start : start + step], dtype=dtype).data
+            digest.update(block)
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(array.nbytes, digest.hexdigest(), dtype)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put a file in place at once: readers see the old content or the new, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    write_bytes(temporary, content)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def check_size(path: Path, entry: FileEntry) -> None:
+    """Check that a file is there with the recorded size.
+
+    Raises
+    ------
+    StoreCorruptError
+        When it is missing or its size differs.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError as error:
+        raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file", _REBUILD) from error
+    if size != entry.bytes:
+        raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes", _REBUILD)
+
+
+def map_array(path: Path, entry: FileEntry, *, scattered: bool = False) -> NDArray[Any]:
+    """Map a raw array into memory, read-only.
+
+    Parameters
+    ----------
+    path, entry
+        The file and its record.
+    scattered
+        Whether reads jump about, so that the system does not read ahead.
+
+    Raises
+    ------
+    StoreCorruptError
+        When the file is missing or its size differs.
+    """
+    check_size(path, entry)
+    dtype = np.dtype(entry.dtype)
+    if entry.bytes == 0:
+        return np.empty(0, dtype)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if scattered and hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype)
+
+
+_REBUILD = "Restore the file from a copy, or build the store again."

@@ -1,0 +1,93 @@
+"""Tokenizers: from a path or an object to the `tokenizers` backend and a fingerprint of how it maps text to ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from retrieve_spec.errors import BuildError
+
+PREFIX = "sha256:"
+
+
+def load_tokenizer(tokenizer: Any) -> Tokenizer:
+    """Get the `tokenizers` backend.
+
+    Parameters
+    ----------
+    tokenizer
+        A `tokenizers.Tokenizer`, a fast Transformers tokenizer, a ``tokenizer.json``, or a folder that holds one.
+
+    Returns
+    -------
+    tokenizers.Tokenizer
+        Without truncation or padding when read from a file; objects are handed through untouched.
+
+    Raises
+    ------
+    BuildError
+        When there is no such file, or it is no tokenizer.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, Tokenizer):
+        return backend
+    if not isinstance(tokenizer, str | Path):
+        raise BuildError(
+            "a tokenizer of the `tokenizers` library, or a path to its tokenizer.json",
+            type(tokenizer).__name__,
+            "Save the tokenizer with save_pretrained() and give the folder.",
+        )
+    path = Path(tokenizer)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    try:
+        loaded = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise BuildError(
+            "a tokenizer.json, or a model folder that holds one", f"{tokenizer} ({error})", "Check the path."
+        ) from error
+    loaded.no_truncation()
+    loaded.no_padding()
+    return loaded
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Hash what decides which id a piece of text gets: vocabulary, merges and normaliser, not names.
+
+    Added tokens stay out: chat variants of one model differ in them, and share their stores.
+
+    Parameters
+    ----------
+    tokenizer
+        As for `load_tokenizer`; a string that is already a fingerprint is returned as it is.
+
+    Returns
+    -------
+    str
+        ``"sha256:"`` and 64 hexadecimal digits.
+
+    Raises
+    ------
+    BuildError
+        When there is no such file, or it is no tokenizer.
+    """
+    if isinstance(tokenizer, str) and tokenizer.startswith(PREFIX):
+        return tokenizer
+    content = json.loads(load_tokenizer(tokenizer).to_str())
+    model = content["model"]
+    added = {token["content"] for token in content["added_tokens"]}
+    vocabulary = model["vocab"]
+    pieces = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
+    parts = {
+        "model": model["type"],
+        "vocabulary": sorted((i, piece) for piece, i in pieces if piece not in added),
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()],
+        "normalizer": content["normalizer"],
+    }
+    return PREFIX + hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

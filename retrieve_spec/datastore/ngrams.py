@@ -1,0 +1,130 @@
+"""N-gram tables: from a segment's suffix array to arrays of top continuations within a size limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.kernels import ngram
+
+LOAD = 0.7
+"""Share of slots in use; searches read about two slots on a hit and six on a miss."""
+_HISTOGRAM = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class NgramTable:
+    """Contexts of 1 … 5 tokens and what followed them (`retrieve_spec.kernels.ngram` says how they are found).
+
+    Attributes
+    ----------
+    keys
+        (capacity,) uint32 fingerprints, 0 in empty slots.
+    total
+        (capacity,) uint32, how often the context was continued, before any pruning.
+    distinct
+        (capacity,) uint16, by how many different tokens, at most 65,535.
+    start
+        (capacity + 1,) uint32, where the slot's continuations start.
+    succ_tokens, succ_counts
+        (k,) uint16 or uint32 token ids, and (k,) uint32 counts, most frequent first within a slot.
+    """
+
+    keys: NDArray[np.uint32]
+    total: NDArray[np.uint32]
+    distinct: NDArray[np.uint16]
+    start: NDArray[np.uint32]
+    succ_tokens: NDArray[Any]
+    succ_counts: NDArray[np.uint32]
+
+    @property
+    def contexts(self) -> int:
+        """Contexts in the table."""
+        return int(np.count_nonzero(self.keys))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all arrays in bytes."""
+        return sum(getattr(self, f.name).nbytes for f in fields(self))
+
+
+def _bytes_needed(contexts: int, continuations: int, token_bytes: int) -> int:
+    return int(contexts / LOAD + 2) * (4 + 4 + 2 + 4) + continuations * (token_bytes + 4)
+
+
+def _choose_min_count(
+    histograms: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]], limit: int, width: int
+) -> int:
+    """Smallest count (≥ 2) a context of two or more tokens must have for the table to fit; order 1 is kept whole."""
+    contexts = np.zeros(_HISTOGRAM + 1, np.int64)
+    continuations = np.zeros(_HISTOGRAM + 1, np.int64)
+    for order, (c, k) in histograms.items():
+        if order > 1:
+            contexts += c
+            continuations += k
+    at_least = np.cumsum(contexts[::-1])[::-1], np.cumsum(continuations[::-1])[::-1]
+    first = tuple(int(h.sum()) for h in histograms[1])
+    for count in range(2, _HISTOGRAM + 1):
+        needed = _bytes_needed(first[0] + int(at_least[0][count]), first[1] + int(at_least[1][count]), width)
+        if needed <= limit:
+            return count
+    return 2**31
+
+
+def build_ngrams(
+    tokens: NDArray[Any],
+    sa: NDArray[Any],
+    to_global: NDArray[Any],
+    config: StoreConfig,
+) -> NgramTable:
+    """Count the contexts of a segment and keep as many as fit, the most frequent ones.
+
+    Contexts of one token are all kept; longer ones from a common minimum count, the smallest (≥ 2) for which the table
+    takes at most ``config.ngram_share`` of the tokens and suffix array, or ``config.ngram_floor`` bytes where that is
+    more.
+
+    Parameters
+    ----------
+    tokens, sa
+        Local ids and suffix array of the segment.
+    to_global
+        (v,) uint32, token id of each local id.
+    config
+        Limits: orders, continuations per context, size.
+
+    Returns
+    -------
+    NgramTable
+        Deterministic in its inputs.
+    """
+    dtype = np.uint16 if int(to_global.max(initial=0)) < 1 << 16 else np.uint32
+    limit = max(int(config.ngram_share * (tokens.nbytes + len(sa) * 4)), config.ngram_floor)
+    shared = np.empty(len(sa), np.uint8)
+    ngram.shared_prefixes(tokens, sa, shared)
+
+    top = config.ngram_successors
+    histograms = {}
+    for order in range(1, config.ngram_orders + 1):
+        histograms[order] = np.zeros(_HISTOGRAM + 1, np.int64), np.zeros(_HISTOGRAM + 1, np.int64)
+        ngram.count_contexts(tokens, sa, shared, order, top, *histograms[order])
+    min_count = _choose_min_count(histograms, limit, np.dtype(dtype).itemsize)
+    kept = sum(int(c[1 if k == 1 else min(min_count, _HISTOGRAM + 1) :].sum()) for k, (c, _) in histograms.items())
+
+    capacity = int(kept / LOAD) + 2
+    keys = np.zeros(capacity, np.uint32)
+    total = np.zeros(capacity, np.uint32)
+    distinct = np.zeros(capacity, np.uint16)
+    start = np.zeros(capacity + 1, np.uint32)
+    owner = np.full(capacity, -1, np.int64)
+    for order in range(1, config.ngram_orders + 1):
+        least = 1 if order == 1 else min_count
+        ngram.insert_contexts(tokens, sa, shared, to_global, order, least, top, keys, total, distinct, start, owner)
+    np.cumsum(start, out=start)
+    succ_tokens = np.zeros(int(start[-1]), dtype)
+    succ_counts = np.zeros(int(start[-1]), np.uint32)
+    ngram.fill_continuations(tokens, sa, shared, to_global, owner, start, succ_tokens, succ_counts)
+    return NgramTable(keys, total, distinct, start, succ_tokens, succ_counts)

@@ -1,0 +1,174 @@
+"""Segments: from a flat array of token ids and document lengths to the files of one immutable part, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.files import FileEntry, check_size, map_array, write_array
+from retrieve_spec.datastore.manifest import SegmentEntry
+from retrieve_spec.datastore.ngrams import NgramTable, build_ngrams
+from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.kernels.suffix_array import sa_top_table
+
+SUFFIX = ".bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One part of a store, opened. Arrays are read-only memory maps unless said otherwise.
+
+    Attributes
+    ----------
+    name
+        Folder of the segment.
+    tokens
+        (n,) uint16 or uint32 *local* ids: 0 between documents and at the end, tokens from 1 in the order of their ids.
+        Empty when the store keeps n-grams only.
+    suffix_array
+        (m,) uint32, positions of all tokens of documents that are not removed, sorted by the text that starts there.
+    top
+        (⌈m / 64⌉,) uint64, packed beginnings of every 64th suffix.
+    bits
+        Bits of one packed token in `top`.
+    to_global
+        (v + 1,) uint32, token id of each local id (entry 0 means nothing).
+    to_local
+        (vocabulary,) int32 in memory, local id of each token id, 0 when the segment does not use it.
+    document_starts
+        (d + 1,) uint32, where each document begins in `tokens`; document i ends before the separator at
+        ``document_starts[i + 1] - 1``.
+    removed
+        Numbers of removed documents, ascending.
+    ngram
+        The segment's n-gram table, or None.
+    """
+
+    name: str
+    tokens: NDArray[Any]
+    suffix_array: NDArray[np.uint32]
+    top: NDArray[np.uint64]
+    bits: int
+    to_global: NDArray[np.uint32]
+    to_local: NDArray[np.int32]
+    document_starts: NDArray[np.uint32]
+    removed: tuple[int, ...]
+    ngram: NgramTable | None
+
+    def document_of(self, position: int) -> int:
+        """Number of the document that covers a token position."""
+        return int(np.searchsorted(self.document_starts, position, side="right")) - 1
+
+    def text_ids(self, document: int) -> NDArray[np.uint32]:
+        """Token ids of one document, (length,) uint32."""
+        start, end = int(self.document_starts[document]), int(self.document_starts[document + 1]) - 1
+        ids: NDArray[np.uint32] = self.to_global[self.tokens[start:end]]
+        return ids
+
+    def localise(self, token_ids: NDArray[Any]) -> NDArray[np.int64]:
+        """Local ids of token ids, (n,) int64; 0 where the segment does not use the token."""
+        ids = np.asarray(token_ids, np.int64)
+        known = (ids >= 0) & (ids < len(self.to_local))
+        return np.where(known, self.to_local[np.where(known, ids, 0)], 0).astype(np.int64)
+
+
+def bits_of(vocabulary: int) -> int:
+    """Bits of a packed local id in a segment that uses `vocabulary` different tokens."""
+    return max(1, int(vocabulary).bit_length())
+
+
+def write_segment(
+    folder: Path, token_ids: NDArray[np.uint32], starts: NDArray[np.uint32], config: StoreConfig
+) -> dict[str, FileEntry]:
+    """Index a text and write the files of a segment.
+
+    Parameters
+    ----------
+    folder
+        Empty folder, to be renamed into place when this returns.
+    token_ids
+        (n,) uint32 token ids; entries at ``starts[1:] - 1`` are separators, whatever they hold.
+    starts
+        (d + 1,) uint32, beginning of each document, and n.
+    config
+        What to keep, and limits.
+
+    Returns
+    -------
+    dict
+        Files by name.
+    """
+    used = np.zeros(int(token_ids.max(initial=0)) + 1, np.bool_)
+    ends = starts[1:].astype(np.int64) - 1
+    is_token = np.ones(len(token_ids), np.bool_)
+    is_token[ends] = False
+    used[token_ids[is_token]] = True
+    to_global = np.concatenate([[0], np.flatnonzero(used)]).astype(np.uint32)
+    dtype = np.uint16 if len(to_global) <= 1 << 16 else np.uint32
+    to_local = np.zeros(len(used), dtype)
+    to_local[to_global[1:]] = np.arange(1, len(to_global), dtype=dtype)
+    tokens = to_local[np.where(is_token, token_ids, 0)]
+    tokens[ends] = 0
+    del is_token
+    return write_arrays(folder, tokens, to_global, starts, suffix_array(tokens), config)
+
+
+def write_arrays(
+    folder: Path,
+    tokens: NDArray[Any],
+    to_global: NDArray[np.uint32],
+    starts: NDArray[np.uint32],
+    sa: NDArray[np.uint32],
+    config: StoreConfig,
+) -> dict[str, FileEntry]:
+    """Write the files of a segment whose text is already sorted (`write_segment` describes the arrays)."""
+    arrays: dict[str, NDArray[Any]] = {"vocabulary": to_global, "documents": starts}
+    if config.index != "ngram":
+        top = sa_top_table(tokens, sa, bits_of(len(to_global) - 1))
+        arrays |= {"tokens": tokens, "suffix_array": sa, "top": top}
+    if config.index != "exact":
+        table = build_ngrams(tokens, sa, to_global, config)
+        arrays |= {f"ngram_{field.name}": getattr(table, field.name) for field in fields(table)}
+    return {name + SUFFIX: write_array(folder / (name + SUFFIX), array) for name, array in sorted(arrays.items())}
+
+
+def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int) -> Segment:
+    """Map a segment into memory, with cheap checks (files and sizes).
+
+    Raises
+    ------
+    StoreCorruptError
+        When a file is missing or has the wrong size.
+    """
+    for name, file in entry.files.items():
+        check_size(folder / name, file)
+
+    def load(name: str, dtype: type, scattered: bool = False) -> NDArray[Any]:
+        file = entry.files.get(name + SUFFIX)
+        return np.empty(0, dtype) if file is None else map_array(folder / (name + SUFFIX), file, scattered=scattered)
+
+    to_global = load("vocabulary", np.uint32)
+    to_local = np.zeros(vocabulary, np.int32)
+    known = to_global[1:]
+    inside = known < vocabulary  # a damaged vocabulary must not break the opening: verify reports it
+    to_local[known[inside]] = np.arange(1, len(to_global), dtype=np.int32)[inside]
+    table = None
+    if "ngram_keys" + SUFFIX in entry.files:
+        table = NgramTable(*(load(f"ngram_{field.name}", np.uint32) for field in fields(NgramTable)))
+    return Segment(
+        entry.name,
+        load("tokens", np.uint16, scattered=True),
+        load("suffix_array", np.uint32, scattered=True),
+        load("top", np.uint64),
+        bits_of(len(to_global) - 1),
+        to_global,
+        to_local,
+        load("documents", np.uint32),
+        entry.removed,
+        table,
+    )

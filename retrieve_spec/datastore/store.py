@@ -1,0 +1,152 @@
+"""Open datastores: from a folder to memory-mapped segments, n-gram tables and the documents behind a position."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from retrieve_spec.datastore.catalog import Catalog, Document
+from retrieve_spec.datastore.files import check_size
+from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, TOKENIZER, Manifest, read_manifest
+from retrieve_spec.datastore.ngrams import NgramTable
+from retrieve_spec.datastore.segment import Segment, open_segment
+from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
+
+_ATTEMPTS = 5
+
+
+class Datastore:
+    """A datastore as it was when it was opened; later changes of the folder do not reach it.
+
+    Attributes
+    ----------
+    path
+        The folder.
+    manifest
+        What the store is made of.
+    segments
+        Its parts, in order; counts of different segments add up.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, segments: tuple[Segment, ...]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.segments = segments
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the tokenizer the store was built with."""
+        return self.manifest.fingerprint
+
+    @property
+    def ngrams(self) -> tuple[NgramTable, ...]:
+        """N-gram tables of the segments that have one; counts of different tables add up."""
+        return tuple(segment.ngram for segment in self.segments if segment.ngram is not None)
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """The catalogue, opened read-only on first use."""
+        return Catalog(self.path / CATALOG)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer the store was built with, from its copy in the store."""
+        return load_tokenizer(self.path / TOKENIZER)
+
+    def document_at(self, segment: int, position: int) -> Document:
+        """Find the document that covers a token position.
+
+        Parameters
+        ----------
+        segment
+            Index into `segments`.
+        position
+            Token position in that segment.
+
+        Raises
+        ------
+        IndexError
+            When there is no such segment or position.
+        StoreCorruptError
+            When the catalogue is damaged or belongs to another state of the store.
+        """
+        part = self.segments[segment]
+        if not 0 <= position < int(part.document_starts[-1]):
+            raise IndexError(f"position {position} in segment {segment} of {int(part.document_starts[-1])} tokens")
+        return self.catalog.document(part.name, part.document_of(position))
+
+    def calibration_path(self, model_key: str) -> Path | None:
+        """File beside the catalogue where the calibration of one model may be kept; None if the store is read-only."""
+        folder = self.path / "calibration"
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", model_key).strip(".-")[:120] or "model"
+        if not os.access(folder if folder.exists() else self.path, os.W_OK):
+            return None
+        folder.mkdir(exist_ok=True)
+        return folder / f"{name}.npy"
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        return f"<Datastore {self.path}: {m.documents:,} documents, {m.tokens:,} tokens, {len(m.segments)} segments>"
+
+
+def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Datastore:
+    """Open a datastore by mapping its arrays; takes milliseconds whatever its size.
+
+    Parameters
+    ----------
+    path
+        Folder of the store.
+    tokenizer
+        The tokenizer drafts are for (anything `tokenizer_fingerprint` takes, a fingerprint included), or None to skip
+        the comparison.
+
+    Raises
+    ------
+    StoreNotFoundError, StoreIncompleteError, StoreVersionError
+        When there is no store, an interrupted build, or one of a newer version.
+    StoreCorruptError
+        When a file is missing or has the wrong size (`verify_datastore` checks every byte).
+    TokenizerMismatchError
+        When the store was built with another tokenizer.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    if tokenizer is not None:
+        check_tokenizer(folder, manifest, tokenizer_fingerprint(tokenizer))
+    for attempt in range(_ATTEMPTS):
+        try:
+            return Datastore(folder, manifest, _open_segments(folder, manifest))
+        except StoreCorruptError:
+            # A compaction may have replaced the segments since the manifest was read.
+            newer = read_manifest(folder)
+            if newer.generation == manifest.generation or attempt == _ATTEMPTS - 1:
+                raise
+            manifest = newer
+    raise AssertionError("unreachable")
+
+
+def _open_segments(folder: Path, manifest: Manifest) -> tuple[Segment, ...]:
+    check_size(folder / TOKENIZER, manifest.tokenizer)
+    return tuple(open_segment(folder / SEGMENTS / s.name, s, manifest.vocabulary) for s in manifest.segments)
+
+
+def check_tokenizer(folder: Path, manifest: Manifest, fingerprint: str) -> None:
+    """Compare the tokenizer of a store with the one at hand.
+
+    Raises
+    ------
+    TokenizerMismatchError
+        When the fingerprints differ.
+    """
+    if fingerprint != manifest.fingerprint:
+        raise TokenizerMismatchError(
+            f"a store built with the model's tokenizer ({fingerprint[7:19]})",
+            f"{folder}, built with tokenizer {manifest.fingerprint[7:19]}",
+            f"Convert it with `retrieve-spec retokenize {folder} --tokenizer MODEL`, or build one for this model.",
+        )
