@@ -1,0 +1,215 @@
+"""Recorded answers in, acceptance figures out: replays greedy verification of a drafter without the model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
+from retrieve_spec.drafting.tree import ROOT, DraftTree
+from retrieve_spec.errors import TraceError
+from retrieve_spec.sources import SOURCE_NAMES
+
+Ids = NDArray[np.int32]
+
+
+class Encoder(Protocol):
+    """What replay needs of a tokenizer (`tokenizers.Tokenizer`)."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Any:
+        """Object with ``.ids``."""
+
+
+class FeedingDrafter(Drafter, Protocol):
+    """A drafter that can be given text which was neither drafted nor generated."""
+
+    def feed(self, token_ids: Ids) -> None:
+        """Append text to the text so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded conversation: the prompt, then segments in order; only generated ones are drafted."""
+
+    task: str
+    prompt: Ids
+    segments: list[tuple[Ids, bool]]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one group of rows."""
+
+    passes: int = 0
+    tokens: int = 0
+    nodes: int = 0
+    expected: float = 0.0
+    accepted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, other: Tally) -> None:
+        """Sum two tallies."""
+        self.passes += other.passes
+        self.tokens += other.tokens
+        self.nodes += other.nodes
+        self.expected += other.expected
+        for name, count in other.accepted.items():
+            self.accepted[name] += count
+
+
+def read_trace(path: str | Path, tokenizer: Encoder, limit: int | None = None) -> Iterator[TraceRow]:
+    """Rows of a trace file, encoded: the prompt with special tokens, every later segment without.
+
+    Parameters
+    ----------
+    path
+        JSON Lines with ``prompt``, ``output`` and optionally ``more`` ([[context, generation], …]), ``task``,
+        ``meta.loop`` (true: the row is left out).
+    tokenizer
+        Encodes text.
+    limit
+        Rows read at most, in file order, left-out rows counted.
+
+    Raises
+    ------
+    TraceError
+        When a line is not JSON or lacks a field.
+    """
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit is not None and number > limit:
+                return
+            row = _parse(line, number, path)
+            if (row.get("meta") or {}).get("loop"):
+                continue
+            segments = [(_ids(tokenizer, row["output"], False), True)]
+            for context, generated in row.get("more") or []:
+                segments += [(_ids(tokenizer, context, False), False), (_ids(tokenizer, generated, False), True)]
+            yield TraceRow(row.get("task") or "", _ids(tokenizer, row["prompt"], True), segments)
+
+
+def _parse(line: str, number: int, path: str | Path) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        if not isinstance(row["prompt"], str) or not isinstance(row["output"], str):
+            raise TypeError
+    except (ValueError, KeyError, TypeError):
+        raise TraceError(
+            "one JSON object per line with the strings 'prompt' and 'output'",
+            f"line {number} of {path}: {line[:60].rstrip()!r}",
+            "Write the log in that form (docs/benchmarks.md).",
+        ) from None
+    return row  # type: ignore[no-any-return]
+
+
+def _ids(tokenizer: Encoder, text: str, special: bool) -> Ids:
+    return np.array(tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
+
+
+class Replay:
+    """Replays rows through one drafter and keeps the figures.
+
+    Parameters
+    ----------
+    drafter
+        Anything that fulfils the `Drafter` door and can `feed`.
+    nodes
+        Draft nodes per pass at most.
+    """
+
+    def __init__(self, drafter: FeedingDrafter, nodes: int = 60) -> None:
+        self.drafter = drafter
+        self.nodes = nodes
+        self.by_task: dict[str, Tally] = defaultdict(Tally)
+        self.propose_us: list[float] = []
+        self.observe_us: list[float] = []
+
+    def run(self, rows: Iterable[TraceRow], progress: Callable[[Tally], None] | None = None) -> dict[str, Any]:
+        """Replay all rows; see `result`."""
+        for row in rows:
+            tally = self.by_task[row.task]
+            self.drafter.start(row.prompt)
+            for ids, generated in row.segments:
+                if generated:
+                    self._generate(ids, tally)
+                else:
+                    self.drafter.feed(ids)
+            self.drafter.finish()
+            if progress:
+                progress(tally)
+        return self.result()
+
+    def _generate(self, output: Ids, tally: Tally) -> None:
+        at = 0
+        while at < len(output):
+            began = time.perf_counter()
+            tree = self.drafter.propose(Budget(self.nodes, len(output) - at))
+            proposed = time.perf_counter()
+            path = walk(tree, output[at:])
+            emitted = output[at : at + len(path) + 1]
+            verified = VerifiedPass(tree, path, emitted)
+            middle = time.perf_counter()
+            self.drafter.observe(verified)
+            self.observe_us.append((time.perf_counter() - middle) * 1e6)
+            self.propose_us.append((proposed - began) * 1e6)
+            tally.passes += 1
+            tally.tokens += len(emitted)
+            tally.nodes += len(tree)
+            tally.expected += 1.0 + tree.expected_accepted
+            for node in path:
+                tally.accepted[SOURCE_NAMES[tree.source[node]]] += 1
+            at += len(emitted)
+
+    def result(self) -> dict[str, Any]:
+        """Figures so far, as one JSON-ready object."""
+        total = Tally()
+        for tally in self.by_task.values():
+            total.add(tally)
+        passes = max(total.passes, 1)
+        return {
+            "tokens_per_pass": total.tokens / passes,
+            "nodes_per_pass": total.nodes / passes,
+            "passes": total.passes,
+            "tokens": total.tokens,
+            "propose_us": _quantiles(self.propose_us),
+            "observe_us": _quantiles(self.observe_us),
+            "pass_us": _quantiles([a + b for a, b in zip(self.propose_us, self.observe_us, strict=True)]),
+            "expected_tokens_per_pass": total.expected / passes,
+            "by_task": {
+                task: {"tokens_per_pass": t.tokens / max(t.passes, 1), "passes": t.passes, "tokens": t.tokens}
+                for task, t in sorted(self.by_task.items())
+            },
+            "accepted_by_source": dict(sorted(total.accepted.items())),
+        }
+
+
+def walk(tree: DraftTree, output: Ids) -> Ids:
+    """Nodes of the path that the recorded output takes; the bonus token is left for the end of the output."""
+    path: list[int] = []
+    at = ROOT
+    children: dict[tuple[int, int], int] = {}
+    if len(tree):
+        children = {
+            (int(p), int(t)): i
+            for i, (p, t) in enumerate(zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True))
+        }
+    for token in output.tolist():
+        node = children.get((at, token))
+        if node is None:
+            break
+        path.append(node)
+        at = node
+    return np.array(path, np.int32)
+
+
+def _quantiles(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {"p50": 0.0, "p99": 0.0}
+    return {"p50": float(np.median(values)), "p99": float(np.percentile(values, 99))}

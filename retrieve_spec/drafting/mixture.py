@@ -1,0 +1,256 @@
+"""All sources' cursors in, one calibrated draft tree out: the engine behind `auto`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import MAX_NODES, SpeculationConfig
+from retrieve_spec.drafting.calibration import Calibration
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels import blend, expand
+from retrieve_spec.sources import SOURCE_NAMES
+from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.prediction import HYPOTHESES, Prediction
+from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.sources.session import SessionMemory
+
+CONTEXT, SESSION, PREDICTION, RECYCLING = (
+    SOURCE_NAMES.index(name) for name in ("context", "session", "prediction", "recycling")
+)
+_NO_COST = np.empty(0, np.float32)
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """Arrays of the expansion kernel, reused from pass to pass."""
+
+    rows: int
+    cursors: NDArray[np.int64] = field(init=False)
+    tails: NDArray[np.int32] = field(init=False)
+    pool_p: NDArray[np.float32] = field(init=False)
+    pool_ids: NDArray[np.int64] = field(init=False)
+    heap: NDArray[np.int64] = field(init=False)
+    slots: NDArray[np.int64] = field(init=False)
+    nodes: NDArray[np.int64] = field(init=False)
+    node_p: NDArray[np.float32] = field(init=False)
+    order: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pool = 24 * MAX_NODES
+        self.cursors = np.zeros((MAX_NODES + 1, self.rows, blend.CURSOR), np.int64)
+        self.tails = np.zeros((MAX_NODES + 1, blend.TAIL), np.int32)
+        self.pool_p = np.empty(pool, np.float32)
+        self.pool_ids = np.empty((pool, 3), np.int64)
+        self.heap = np.empty(pool, np.int64)
+        self.slots = np.zeros(blend.HASH, np.int64)
+        self.nodes = np.empty((MAX_NODES, 4), np.int64)
+        self.node_p = np.empty(MAX_NODES, np.float32)
+        self.order = np.empty(MAX_NODES, np.int64)
+
+
+class MixtureDrafter:
+    """Drafts from every open source at once, most probable nodes first, and learns from every verified token.
+
+    Parameters
+    ----------
+    config
+        Limits of the tree.
+    recycling
+        Use the target's own top tokens.
+    session
+        Memory of earlier generations to draft from and to add to, or None.
+    calibration
+        Learned weights to start from and to go on learning; a fresh one when None.
+    """
+
+    wants_hidden = False
+
+    def __init__(
+        self,
+        config: SpeculationConfig | None = None,
+        *,
+        recycling: bool = True,
+        session: SessionMemory | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.config = config or SpeculationConfig()
+        self.calibration = calibration or Calibration()
+        self.context = SuffixAutomaton(4096)
+        self.session = session
+        self.recycling = RecyclingTable() if recycling else None
+        self.prediction: Prediction | None = None
+        self.top_k = self.recycling.k if self.recycling else 0
+        self._stamp = 0
+        self._scratch = _Scratch(1)
+        self._history: list[NDArray[np.int32]] = []
+        self._open()
+
+    def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
+        """Begin a request: forget the last one's text, read the prompt and the expected text."""
+        prompt = np.ascontiguousarray(prompt_ids, np.int32)
+        self.context.reset()
+        self.context.extend(prompt)
+        self.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
+        if self.recycling:
+            self.recycling.reset()
+        self._history = []
+        self._emitted = 0
+        self._open()
+        newest = prompt[::-1][: blend.TAIL]
+        self._tail[: len(newest)] = newest
+        self._tail_len = len(prompt)
+        self._place_session(prompt)
+
+    def feed(self, token_ids: NDArray[np.int32]) -> None:
+        """Append text that was neither drafted nor generated (a later turn's context)."""
+        ids = np.ascontiguousarray(token_ids, np.int32)
+        self.context.extend(ids)
+        self._place_session(ids)
+        self._tail = np.roll(self._tail, len(ids))
+        newest = ids[::-1][: blend.TAIL]
+        self._tail[: len(newest)] = newest
+        self._tail_len += len(ids)
+
+    def _place_session(self, token_ids: NDArray[np.int32]) -> None:
+        if self.session is not None:
+            cursors = self.session.cursors_after(token_ids)
+            self._cursors[self._session_row : self._session_row + len(cursors), :2] = cursors
+
+    def observe_prompt(
+        self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
+    ) -> None:
+        """Fill the recycling table from the prompt's own logits."""
+        if not self.recycling or len(token_ids) == 0:
+            return
+        m = len(token_ids)
+        tails = np.zeros((m, 3), np.int32)
+        for back in range(3):
+            tails[back:, back] = token_ids[: m - back]
+        lens = np.minimum(np.arange(1, m + 1), 3).astype(np.int32)
+        self.recycling.learn(tails, lens, top_ids, top_logits)
+
+    def propose(self, budget: Budget) -> DraftTree:
+        """Draft within the budget; with a cost curve, only as many nodes as pay."""
+        limit = min(budget.max_nodes, MAX_NODES)
+        if limit <= 0 or budget.max_depth <= 0:
+            return DraftTree()
+        cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
+        s = self._scratch
+        self._sync()
+        n, _grown, self._stamp = expand.expand(
+            self._table,
+            self._cursors,
+            self._tail,
+            self._tail_len,
+            self.calibration.cells,
+            self.calibration.scale,
+            cost,
+            limit,
+            min(budget.max_depth, self.config.max_depth),
+            self.config.max_children,
+            self.config.min_path_probability,
+            s.cursors,
+            s.tails,
+            s.pool_p,
+            s.pool_ids,
+            s.heap,
+            s.slots,
+            self._stamp,
+            s.nodes,
+            s.node_p,
+        )
+        return self._tree(n)
+
+    def _tree(self, n: int) -> DraftTree:
+        if n == 0:
+            return DraftTree()
+        s = self._scratch
+        order = s.order[:n]
+        expand.depth_first(s.nodes, n, order)
+        place = np.empty(n + 1, np.int32)
+        place[order] = np.arange(n, dtype=np.int32)
+        place[n] = -1  # parents of -1 index the last entry
+        rows = s.nodes[order]
+        return DraftTree(
+            rows[:, 0].astype(np.int32),
+            place[rows[:, 1]],
+            rows[:, 2].astype(np.int32),
+            np.log(s.node_p[order]),
+            self._numbers[rows[:, 3]],
+            np.full(n, -1, np.int64),
+        )
+
+    def observe(self, verified: VerifiedPass) -> None:
+        """Learn from the emitted tokens, then take them into the text so far."""
+        emitted = np.ascontiguousarray(verified.emitted, np.int32)
+        self._sync()
+        if self.recycling and verified.top_ids is not None and verified.top_logits is not None:
+            self._recycle(verified)
+        self._stamp = expand.learn(
+            self._table,
+            self._cursors,
+            self._tail,
+            self._tail_len,
+            self.calibration.cells,
+            self.calibration.scale,
+            self.config.min_path_probability,
+            emitted,
+            self._scratch.slots,
+            self._stamp,
+        )
+        self._tail_len += len(emitted)
+        self._emitted += len(emitted)
+        self.context.extend(emitted)
+        self._history.append(emitted)
+        if self.prediction:
+            self.prediction.follow(emitted, self._recent())
+
+    def _recent(self) -> NDArray[np.int32]:
+        return np.ascontiguousarray(self._tail[: min(self._tail_len, blend.TAIL)][::-1])
+
+    def _recycle(self, verified: VerifiedPass) -> None:
+        assert self.recycling is not None and verified.top_ids is not None and verified.top_logits is not None
+        tree = verified.tree
+        tails = np.empty((len(tree) + 1, 3), np.int32)
+        lens = np.empty(len(tree) + 1, np.int32)
+        expand.node_tails(tree.token_ids, tree.parent, self._tail, self._tail_len, tails, lens)
+        self.recycling.learn(tails, lens, verified.top_ids, verified.top_logits)
+
+    def finish(self) -> None:
+        """End the request: the session, if there is one, remembers what was generated."""
+        if self.session is not None and self._history:
+            self.session.remember(np.concatenate(self._history))
+        self._history = []
+
+    def _open(self) -> None:
+        """Build the source table for this request; earlier rows win ties in match length."""
+        rows: list[NDArray[np.int64]] = []
+        self._prediction_row = 0
+        if self.prediction:
+            rows += [self.prediction.row(PREDICTION)] * HYPOTHESES
+        self._context_row = len(rows)
+        rows.append(self.context.row(CONTEXT))
+        self._session_row = len(rows)
+        if self.session is not None:
+            rows += self.session.rows(SESSION)
+        if self.recycling:
+            rows.append(self.recycling.row(RECYCLING))
+        self._table = np.array(rows, np.int64).reshape(len(rows), blend.ROW)
+        self._numbers = self._table[:, blend.NUMBER].astype(np.uint8)
+        self._cursors = np.zeros((len(rows), blend.CURSOR), np.int64)
+        if self._scratch.rows != len(rows):
+            self._scratch = _Scratch(len(rows))
+            self._stamp = 0
+        self._tail: NDArray[np.int32] = np.zeros(blend.TAIL, np.int32)
+        self._tail_len = 0
+
+    def _sync(self) -> None:
+        """Bring table and cursors up to date with sources that changed under them."""
+        self._table[self._context_row] = self.context.row(CONTEXT)
+        self._cursors[self._context_row, :2] = self.context.root()
+        if self.prediction:
+            self._cursors[:HYPOTHESES] = self.prediction.cursors

@@ -1,0 +1,411 @@
+"""Numba kernels that grow a draft tree best-first from the sources' cursors, and learn from the tokens that came."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels import automaton
+from retrieve_spec.kernels.blend import (
+    AUTOMATON,
+    CELL_MEMORY,
+    CURSOR,
+    KIND,
+    MAX_CANDIDATES,
+    MAX_LEVELS,
+    NUMBER,
+    PREDICTION,
+    TAIL,
+    advance_row,
+    blend,
+    collect_levels,
+    edges_of,
+    recency_weight,
+    slots_of,
+    states_of,
+)
+from retrieve_spec.kernels.views import view_f32, view_i32
+
+SCALE_BINS = 33
+"""Bins of the final probability scale over log-odds -8 … 8."""
+SCALE_MEMORY = 1000.0
+SCALE_PRIOR = 8.0
+
+
+@njit(cache=True, nogil=True)
+def _bin(p: float) -> tuple[int, float]:
+    """Lower bin of a probability on the log-odds scale and its fractional part."""
+    p = min(max(p, 1e-6), 1.0 - 1e-6)
+    x = (min(max(np.log(p / (1.0 - p)), -7.999), 7.999) + 8.0) * 2.0
+    i = int(x)
+    return i, x - i
+
+
+@njit(cache=True, nogil=True)
+def scaled(scale: NDArray[np.float32], source: int, p: float) -> float:
+    """Probability after the learned correction of (source, log-odds bin)."""
+    i, f = _bin(p)
+    low = (scale[source, i, 0] + SCALE_PRIOR * 1.0) / (scale[source, i, 1] + SCALE_PRIOR)
+    high = (scale[source, i + 1, 0] + SCALE_PRIOR * 1.0) / (scale[source, i + 1, 1] + SCALE_PRIOR)
+    return min(p * ((1.0 - f) * low + f * high), 0.9999)
+
+
+@njit(cache=True, nogil=True)
+def _before(pool_p: NDArray[np.float32], pool_ids: NDArray[np.int64], a: int, b: int) -> bool:
+    """Heap order: higher probability, then lower token id, then earlier candidate."""
+    if pool_p[a] != pool_p[b]:
+        return bool(pool_p[a] > pool_p[b])
+    if pool_ids[a, 0] != pool_ids[b, 0]:
+        return bool(pool_ids[a, 0] < pool_ids[b, 0])
+    return a < b
+
+
+@njit(cache=True, nogil=True)
+def _push(
+    heap: NDArray[np.int64], size: int, item: int, pool_p: NDArray[np.float32], pool_ids: NDArray[np.int64]
+) -> None:
+    i = size
+    while i > 0:
+        above = (i - 1) >> 1
+        if not _before(pool_p, pool_ids, item, heap[above]):
+            break
+        heap[i] = heap[above]
+        i = above
+    heap[i] = item
+
+
+@njit(cache=True, nogil=True)
+def _pop(heap: NDArray[np.int64], size: int, pool_p: NDArray[np.float32], pool_ids: NDArray[np.int64]) -> None:
+    """Remove the first of ``size`` items."""
+    item = heap[size - 1]
+    n = size - 1
+    i = 0
+    while True:
+        child = 2 * i + 1
+        if child >= n:
+            break
+        if child + 1 < n and _before(pool_p, pool_ids, heap[child + 1], heap[child]):
+            child += 1
+        if not _before(pool_p, pool_ids, heap[child], item):
+            break
+        heap[i] = heap[child]
+        i = child
+    if n > 0:
+        heap[i] = item
+
+
+@njit(cache=True, nogil=True)
+def _best_possible(cost: NDArray[np.float32], n: int, gain: float, p: float, rate: float) -> bool:
+    """Whether adding more nodes of probability at most ``p`` can still raise tokens per second above ``rate``."""
+    for m in range(n + 1, len(cost)):
+        if (gain + (m - n) * p) > rate * cost[m]:
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def expand(
+    table: NDArray[np.int64],
+    root_cursors: NDArray[np.int64],
+    tail: NDArray[np.int32],
+    tail_len: int,
+    cells: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    cost: NDArray[np.float32],
+    max_nodes: int,
+    max_depth: int,
+    max_children: int,
+    min_p: float,
+    cursors: NDArray[np.int64],
+    tails: NDArray[np.int32],
+    pool_p: NDArray[np.float32],
+    pool_ids: NDArray[np.int64],
+    heap: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    stamp: int,
+    nodes: NDArray[np.int64],
+    node_p: NDArray[np.float32],
+) -> tuple[int, int, int]:
+    """Take the nodes of highest path probability, as long as they pay.
+
+    Parameters
+    ----------
+    cost
+        (max_nodes + 1,) float32 seconds of a pass over n nodes, or (0,) to fill the budget.
+    cursors, tails
+        (max_nodes + 1, s, CURSOR) int64 and (max_nodes + 1, TAIL) int32 scratch; entry 0 is the root's.
+    pool_p, pool_ids, heap
+        (c,) float32, (c, 3) int64 (token, parent, source row), (c,) int64 scratch for candidates.
+    slots, stamp
+        (HASH,) int64 scratch and a counter that only grows.
+    nodes, node_p
+        Output: (max_nodes, 4) int64 (token, parent, depth, source row) in best-first order, (max_nodes,) float32.
+
+    Returns
+    -------
+    n, grown, stamp
+        Nodes worth verifying (a prefix of those grown), nodes grown, the new stamp.
+    """
+    tokens = np.empty(MAX_CANDIDATES, np.int32)
+    probs = np.empty(MAX_CANDIDATES, np.float32)
+    credit = np.empty(MAX_CANDIDATES, np.int64)
+    levels = np.empty((MAX_LEVELS, 4), np.int64)
+    weights = np.empty(MAX_LEVELS, np.float32)
+    cursors[0] = root_cursors
+    tails[0] = tail
+    pool = 0
+    size = 0
+    n = 0
+    gain = 1.0
+    best_n = 0
+    best_rate = 1.0 / cost[0] if len(cost) > 0 else 0.0
+    at = 0  # index into cursors: node + 1
+    path_p = 1.0
+    depth = 0
+    while True:
+        if depth < max_depth and n < max_nodes:
+            valid = min(tail_len + depth, TAIL)
+            k = collect_levels(table, cursors[at], tails[at], valid, cells, levels, weights)
+            stamp += 1
+            c = blend(table, cells, levels, weights, k, slots, stamp, tokens, probs, credit)
+            pushed = 0
+            floor = min_p / path_p
+            if c > max_children:
+                floor = max(floor, _kth_largest(probs, c, max_children))
+            for i in range(c):
+                if probs[i] < floor or pushed >= max_children or pool >= len(pool_p):
+                    continue
+                p = path_p * scaled(scale, table[credit[i], NUMBER], probs[i])
+                pool_p[pool] = p
+                pool_ids[pool, 0] = tokens[i]
+                pool_ids[pool, 1] = at - 1
+                pool_ids[pool, 2] = credit[i]
+                _push(heap, size, pool, pool_p, pool_ids)
+                size += 1
+                pool += 1
+                pushed += 1
+        if size == 0 or n >= max_nodes:
+            break
+        top = heap[0]
+        _pop(heap, size, pool_p, pool_ids)
+        size -= 1
+        path_p = pool_p[top]
+        if len(cost) > 0 and not _best_possible(cost, n, gain, path_p, best_rate):
+            break
+        parent = pool_ids[top, 1]
+        depth = 1 if parent < 0 else nodes[parent, 2] + 1
+        nodes[n, 0] = pool_ids[top, 0]
+        nodes[n, 1] = parent
+        nodes[n, 2] = depth
+        nodes[n, 3] = pool_ids[top, 2]
+        node_p[n] = path_p
+        n += 1
+        gain += path_p
+        if len(cost) == 0:
+            best_n = n
+        elif gain > best_rate * cost[n]:
+            best_rate = gain / cost[n]
+            best_n = n
+        at = n
+        if depth < max_depth and n < max_nodes:
+            token = np.int32(pool_ids[top, 0])
+            tails[at, 0] = token
+            for i in range(1, TAIL):
+                tails[at, i] = tails[parent + 1, i - 1]
+            for s in range(len(table)):
+                advance_row(table[s], cursors[parent + 1, s], token, cursors[at, s])
+    return best_n, n, stamp
+
+
+@njit(cache=True, nogil=True)
+def _kth_largest(values: NDArray[np.float32], n: int, k: int) -> float:
+    """The k-th largest of the first n values."""
+    return np.float64(np.partition(values[:n], n - k)[n - k])
+
+
+@njit(cache=True, nogil=True)
+def depth_first(nodes: NDArray[np.int64], n: int, order: NDArray[np.int64]) -> None:
+    """Order of the first n nodes (best-first, parents first) in which each first branch is contiguous.
+
+    ``order[i]`` is the best-first index of the i-th node in depth-first order.
+    """
+    first = np.full(n + 1, -1, np.int64)
+    after = np.full(n, -1, np.int64)
+    for i in range(n - 1, -1, -1):
+        parent = nodes[i, 1] + 1
+        after[i] = first[parent]
+        first[parent] = i
+    stack = np.empty(n + 1, np.int64)
+    top = 0
+    filled = 0
+    at = first[0]
+    while at >= 0 or top > 0:
+        if at < 0:
+            top -= 1
+            at = after[stack[top]]
+            continue
+        order[filled] = at
+        filled += 1
+        stack[top] = at
+        top += 1
+        at = first[at + 1]
+
+
+@njit(cache=True, nogil=True)
+def _share_of(row: NDArray[np.int64], handle: int, total: int, recency: float, token: int) -> tuple[float, float]:
+    """(share of a level that goes to ``token`` by count, 1 if the token is its most recent continuation)."""
+    if row[KIND] == AUTOMATON:
+        states = states_of(row)
+        edges = edges_of(row)
+        count = automaton.count_of(states, edges, slots_of(row), handle, token)
+        recent = 1.0 if automaton.most_recent(states, edges, handle) == token else 0.0
+        return count / total, recent
+    if row[KIND] == PREDICTION:
+        hit = 1.0 if view_i32(row[2], row[3])[handle] == token else 0.0
+        return hit, hit
+    k = row[10]
+    ids = view_i32(row[6], row[3] * k)
+    p = view_f32(row[8], row[3] * k)
+    for i in range(k):
+        if ids[handle * k + i] == token:
+            return np.float64(p[handle * k + i]), 0.0
+    return 0.0, 0.0
+
+
+@njit(cache=True, nogil=True)
+def learn_weights(
+    table: NDArray[np.int64],
+    cells: NDArray[np.float32],
+    levels: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    num_levels: int,
+    token: int,
+) -> None:
+    """One step of online expectation maximisation: which level explains the token that came.
+
+    The mass that no level took explains it with a small uniform probability, so a surprise lowers every weight.
+    """
+    joint = np.empty(MAX_LEVELS, np.float64)
+    by_count = np.empty(MAX_LEVELS, np.float64)
+    by_recency = np.empty(MAX_LEVELS, np.float64)
+    mass = 1.0
+    total = 0.0
+    for i in range(num_levels):
+        row = table[levels[i, 0]]
+        recency = recency_weight(cells, levels[i, 2]) if row[KIND] == AUTOMATON else 0.0
+        share, recent = _share_of(row, levels[i, 1], levels[i, 3], recency, token)
+        by_count[i] = (1.0 - recency) * share
+        by_recency[i] = recency * recent
+        joint[i] = mass * weights[i] * (by_count[i] + by_recency[i])
+        mass *= 1.0 - weights[i]
+        total += joint[i]
+    total += mass * 1e-4
+    reached = 1.0
+    for i in range(num_levels):
+        cell = levels[i, 2]
+        r = joint[i] / total
+        seen = cells[cell, 1]
+        keep = 1.0 if seen < CELL_MEMORY else 1.0 - reached / CELL_MEMORY
+        cells[cell, 0] = cells[cell, 0] * keep + r
+        cells[cell, 1] = cells[cell, 1] * keep + reached
+        part = by_count[i] + by_recency[i]
+        if part > 0:
+            cells[cell, 2] = cells[cell, 2] * keep + r * by_recency[i] / part
+            cells[cell, 3] = cells[cell, 3] * keep + r
+        reached -= r
+        if reached <= 1e-9:
+            break
+
+
+@njit(cache=True, nogil=True)
+def learn_scale(
+    scale: NDArray[np.float32],
+    table: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    probs: NDArray[np.float32],
+    credit: NDArray[np.int64],
+    n: int,
+    min_p: float,
+    token: int,
+) -> None:
+    """Compare every candidate's probability with what came."""
+    for i in range(n):
+        if probs[i] < min_p:
+            continue
+        source = table[credit[i], NUMBER]
+        b, f = _bin(probs[i])
+        hit = 1.0 if tokens[i] == token else 0.0
+        for j in range(2):
+            w = (1.0 - f) if j == 0 else f
+            cell = scale[source, b + j]
+            if cell[1] > SCALE_MEMORY:
+                cell[0] *= 0.999
+                cell[1] *= 0.999
+            cell[0] += w * hit
+            cell[1] += w * probs[i]
+
+
+@njit(cache=True, nogil=True)
+def learn(
+    table: NDArray[np.int64],
+    cursors: NDArray[np.int64],
+    tail: NDArray[np.int32],
+    tail_len: int,
+    cells: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    min_p: float,
+    emitted: NDArray[np.int32],
+    slots: NDArray[np.int64],
+    stamp: int,
+) -> int:
+    """Follow the emitted tokens with all cursors and learn at every position; cursors and tail end after the last.
+
+    Returns
+    -------
+    int
+        The new stamp.
+    """
+    tokens = np.empty(MAX_CANDIDATES, np.int32)
+    probs = np.empty(MAX_CANDIDATES, np.float32)
+    credit = np.empty(MAX_CANDIDATES, np.int64)
+    levels = np.empty((MAX_LEVELS, 4), np.int64)
+    weights = np.empty(MAX_LEVELS, np.float32)
+    moved = np.empty(CURSOR, np.int64)
+    for i in range(len(emitted)):
+        token = emitted[i]
+        k = collect_levels(table, cursors, tail, min(tail_len + i, TAIL), cells, levels, weights)
+        stamp += 1
+        c = blend(table, cells, levels, weights, k, slots, stamp, tokens, probs, credit)
+        learn_scale(scale, table, tokens, probs, credit, c, min_p, token)
+        learn_weights(table, cells, levels, weights, k, token)
+        for s in range(len(table)):
+            moved[:] = cursors[s]
+            advance_row(table[s], cursors[s], token, moved)
+            cursors[s] = moved
+        for j in range(TAIL - 1, 0, -1):
+            tail[j] = tail[j - 1]
+        tail[0] = token
+    return stamp
+
+
+@njit(cache=True, nogil=True)
+def node_tails(
+    token_ids: NDArray[np.int32],
+    parent: NDArray[np.int32],
+    tail: NDArray[np.int32],
+    tail_len: int,
+    tails: NDArray[np.int32],
+    lens: NDArray[np.int32],
+) -> None:
+    """Newest tokens of the context after the root (row 0) and after every node (row i + 1), newest first."""
+    width = tails.shape[1]
+    for j in range(width):
+        tails[0, j] = tail[j]
+    lens[0] = min(tail_len, width)
+    for i in range(len(token_ids)):
+        above = parent[i] + 1
+        tails[i + 1, 0] = token_ids[i]
+        for j in range(1, width):
+            tails[i + 1, j] = tails[above, j - 1]
+        lens[i + 1] = min(lens[above] + 1, width)

@@ -1,0 +1,114 @@
+"""A growing text as an incremental suffix automaton: the context source, and the building block of the session."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels import automaton as kernels
+
+BOUNDARY = -1
+"""In place of a token id: no context reaches back over this point."""
+
+
+class SuffixAutomaton:
+    """Incremental suffix automaton over token ids, in flat arrays.
+
+    Appending is amortised O(1) per token. Every context of the text knows its continuations, how often each came and
+    which came last.
+
+    Parameters
+    ----------
+    capacity
+        Tokens to make room for at first; the arrays grow as needed.
+
+    Notes
+    -----
+    Blumer et al. 1985, with occurrence counts on transitions instead of states; contexts longer than
+    `retrieve_spec.kernels.automaton.COUNTED` tokens count their continuations once.
+    """
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._capacity = max(capacity, 16)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self.states: NDArray[np.int32] = np.empty((2 * self._capacity, 5), np.int32)
+        self.edges: NDArray[np.int32] = np.empty((self._capacity, 6), np.int32)
+        self.slots: NDArray[np.int32] = np.empty(_power_of_two(self._capacity * 4 // 3 + 1), np.int32)
+        self.meta: NDArray[np.int64] = np.zeros(6, np.int64)
+        kernels.reset(self.states, self.slots, self.meta)
+
+    def __len__(self) -> int:
+        return int(self.meta[kernels.M_TOKENS])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in use (states, edges and their hash slots), without room for growth."""
+        states, edges = int(self.meta[kernels.M_STATES]), int(self.meta[kernels.M_EDGES])
+        return states * 20 + edges * 24 + int(edges * 4 / 0.75)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        kernels.reset(self.states, self.slots, self.meta)
+
+    def extend(self, token_ids: NDArray[np.int32]) -> None:
+        """Append tokens; `BOUNDARY` in their place ends a document.
+
+        Parameters
+        ----------
+        token_ids
+            (n,) int32.
+        """
+        done = kernels.extend(self.states, self.edges, self.slots, self.meta, token_ids)
+        while done < len(token_ids):
+            self._grow()
+            token_ids = token_ids[done:]
+            done = kernels.extend(self.states, self.edges, self.slots, self.meta, token_ids)
+
+    def _grow(self) -> None:
+        """Half as much room again for the array that is full; the hash table always has room for all edges."""
+        num_states, num_edges = int(self.meta[kernels.M_STATES]), int(self.meta[kernels.M_EDGES])
+        if num_states + 2 > len(self.states):
+            self.states = _grown(self.states, num_states)
+            return
+        self.edges = _grown(self.edges, num_edges)
+        size = _power_of_two(len(self.edges) * 4 // 3 + 1)
+        if size > len(self.slots):
+            self.slots = np.full(size, -1, np.int32)
+            kernels.rehash(self.edges, self.slots, num_edges)
+
+    def root(self) -> tuple[int, int]:
+        """(state, matched length) of the text so far."""
+        last = int(self.meta[kernels.M_LAST])
+        return last, int(self.states[last, kernels.LENGTH])
+
+    def advance(self, state: int, matched: int, token_id: int) -> tuple[int, int]:
+        """Follow one more token; the match shrinks when it falls off."""
+        s, m = kernels.advance(self.states, self.edges, self.slots, state, matched, token_id)
+        return int(s), int(m)
+
+    def successors(self, state: int, limit: int = 64) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+        """Continuations of a state: token ids and counts, most recent first, and the total count."""
+        ids, counts = np.empty(limit, np.int32), np.empty(limit, np.int32)
+        n = kernels.successors(self.states, self.edges, state, limit, ids, counts)
+        return ids[:n], counts[:n], int(self.states[state, kernels.COUNT])
+
+    def row(self, number: int) -> NDArray[np.int64]:
+        """Descriptor for the mixture's source table; valid until the next `extend`."""
+        row = np.zeros(16, np.int64)
+        row[1] = number
+        row[2], row[3] = self.states.ctypes.data, len(self.states)
+        row[4], row[5] = self.edges.ctypes.data, len(self.edges)
+        row[6], row[7] = self.slots.ctypes.data, len(self.slots)
+        return row
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(4, (n - 1).bit_length())
+
+
+def _grown(rows: NDArray[np.int32], used: int) -> NDArray[np.int32]:
+    more = np.empty((len(rows) * 3 // 2 + 64, rows.shape[1]), np.int32)
+    more[:used] = rows[:used]
+    return more

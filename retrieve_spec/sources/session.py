@@ -1,0 +1,53 @@
+"""Texts of earlier generations as two automata, an old and a young one, so that memory is bounded and old text fades."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.sources.automaton import BOUNDARY, SuffixAutomaton
+
+FOLLOWED = 64
+"""How much of a prompt's end is matched against the session."""
+
+
+class SessionMemory:
+    """Bounded memory of what was generated before.
+
+    New texts go to the young automaton; when it holds half the bound it becomes the old one and the old one is
+    forgotten. Nothing is ever rebuilt, so remembering costs the same at any size.
+
+    Parameters
+    ----------
+    max_tokens
+        Tokens kept at most.
+    """
+
+    def __init__(self, max_tokens: int = 1_000_000) -> None:
+        self.max_tokens = max_tokens
+        self.automata = [SuffixAutomaton(1024), SuffixAutomaton(1024)]
+
+    def __len__(self) -> int:
+        return sum(len(a) for a in self.automata)
+
+    def remember(self, token_ids: NDArray[np.int32]) -> None:
+        """Add one generated text, (n,) int32."""
+        half = self.max_tokens // 2
+        if len(self.automata[1]) + len(token_ids) > half and len(self.automata[1]):
+            self.automata = [self.automata[1], SuffixAutomaton(1024)]
+        text = np.append(np.ascontiguousarray(token_ids[-half:], np.int32), np.int32(BOUNDARY))
+        self.automata[1].extend(text)
+
+    def cursors_after(self, token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """(2, 2) int64 (state, matched length) per automaton after a text that is followed, not remembered."""
+        cursors = np.zeros((len(self.automata), 2), np.int64)
+        for i, automaton in enumerate(self.automata):
+            state, matched = 0, 0
+            for token in token_ids[-FOLLOWED:]:
+                state, matched = automaton.advance(state, matched, int(token))
+            cursors[i] = state, matched
+        return cursors
+
+    def rows(self, number: int) -> list[NDArray[np.int64]]:
+        """Descriptors for the mixture's source table."""
+        return [a.row(number) for a in self.automata]
