@@ -74,6 +74,35 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PassConfig:
+    """How the static verifying pass uses memory.
+
+    Attributes
+    ----------
+    cache_block
+        Rows by which a key-value cache grows at least.
+    mask_bytes
+        Largest mask buffer; beyond it the prefix is attended to without a mask and merged.
+    layout_bytes
+        Column-major copies of weights that narrow matrix products read faster, all together; 0 keeps none.
+    max_rows
+        Root tokens and draft nodes of one captured pass at most.
+    graph_bytes
+        GPU memory that captured graphs may hold.
+    """
+
+    cache_block: int = 256
+    mask_bytes: int = 64 << 20
+    layout_bytes: int = 256 << 20
+    max_rows: int = 512
+    graph_bytes: int = 512 << 20
+
+
+PASS = PassConfig()
+"""The defaults of the static pass."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServeConfig:
     """How the IDE backend serves.
 
