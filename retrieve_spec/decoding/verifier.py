@@ -22,12 +22,14 @@ class VerifierInputs:
     Attributes
     ----------
     input_ids
-        (1, L) long, the whole prompt, cached part included when the caller passed a cache and the full text.
+        (1, L) long, the prompt as `generate` got it.
     model_kwargs
         Keyword arguments `generate` prepared for the model's forward: `past_key_values`, `attention_mask` (2-D or
         None), `position_ids`, model-specific extras. Owned by the verifier from here on.
     past_length
         Tokens of the row that `past_key_values` already holds.
+    holds_past
+        Whether `input_ids` begins with those tokens (a caller may pass only the new ones).
     max_length
         Longest the row can become, in tokens; no pass is asked for a position at or beyond it.
     """
@@ -35,7 +37,14 @@ class VerifierInputs:
     input_ids: torch.Tensor
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     past_length: int = 0
+    holds_past: bool = True
     max_length: int = 0
+
+    @property
+    def uncached_ids(self) -> NDArray[np.int32]:
+        """(m,) int32, the tokens of the first passes: those of `input_ids` that the cache does not hold."""
+        skip = self.past_length if self.holds_past else 0
+        return self.input_ids[0, skip:].cpu().numpy().astype(np.int32)
 
 
 @dataclass(slots=True)

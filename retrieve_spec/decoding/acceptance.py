@@ -1,0 +1,245 @@
+"""Logits of a verified tree in, the target's own tokens out: the walk that makes drafting lossless.
+
+At every node the target's next token is chosen, by argmax or by a sample from its processed distribution; if a child
+carries it the walk steps down, else it stops and the token is the bonus token. The choice never looks at the draft, so
+the emitted text is that of plain decoding whatever was drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.generation import logits_process as hf
+
+from retrieve_spec.decoding.text import RowText
+from retrieve_spec.drafting.tree import ROOT, DraftTree
+from retrieve_spec.kernels.sampling import gumbel_argmax, gumbel_argmax_row, noise_key, truncate_row
+from retrieve_spec.kernels.topk import row_topk
+
+
+@dataclass(slots=True)
+class PassLogits:
+    """Logits of one pass, read to the host only as far as needed.
+
+    Attributes
+    ----------
+    logits
+        (rows, vocab), on the model's device, any float dtype.
+    top_ids, top_logits
+        (rows, k) int32 and float32, most probable first, k >= 1; column 0 is the argmax.
+    """
+
+    logits: torch.Tensor
+    top_ids: NDArray[np.int32]
+    top_logits: NDArray[np.float32]
+    _host: NDArray[np.float32] | None = None
+
+    def row(self, i: int) -> NDArray[np.float32]:
+        """(vocab,) float32 logits of one row on the host."""
+        if self._host is not None:
+            return self._host[i]
+        row: NDArray[np.float32] = self.logits[i].float().cpu().numpy()
+        return row
+
+
+def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
+    """Find the `top_k` (at least 1) largest entries of every row, with one copy from the device."""
+    k = min(max(top_k, 1), logits.shape[-1])
+    if logits.device.type == "cpu":
+        host = np.ascontiguousarray(logits.detach().float().numpy())
+        ids = np.empty((len(host), k), np.int32)
+        values = np.empty((len(host), k), np.float32)
+        row_topk(host, ids, values)
+        return PassLogits(logits, ids, values, host)
+    values_, ids_ = torch.topk(logits.float(), k, dim=-1)
+    best = logits.argmax(dim=-1, keepdim=True).int()  # ties go to the lowest id, which topk does not promise
+    packed = torch.cat([best, ids_.int(), values_.view(torch.int32)], dim=-1).cpu().numpy()
+    ids = np.ascontiguousarray(packed[:, 1 : k + 1])
+    swap = ids[:, 0] != packed[:, 0]
+    for r in np.flatnonzero(swap):
+        ids[r] = np.concatenate([packed[r, :1], ids[r][ids[r] != packed[r, 0]]])[:k]
+    return PassLogits(logits, ids, np.ascontiguousarray(packed[:, k + 1 :]).view(np.float32))
+
+
+class Chooser(Protocol):
+    """Chooses the target's next token after one row of a pass."""
+
+    scores: list[torch.Tensor] | None
+    """Processed scores (1, vocab) of every chosen token, where they are asked for."""
+    raw: list[torch.Tensor] | None
+    """Raw logits (1, vocab) of every chosen token, where they are asked for."""
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return the token that follows `text`, given the logits at `row`."""
+
+
+class GreedyChooser:
+    """The most probable token, no processors."""
+
+    scores = None
+    raw = None
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return the argmax of the row."""
+        return int(logits.top_ids[row, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class Warpers:
+    """The sampling rules that `SamplingChooser` applies without building tensors; neutral values switch them off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+class SamplingChooser:
+    """A sample from softmax(logits) under temperature, top-k, top-p and min-p.
+
+    Gumbel-max with counted noise: the noise of a token depends on (seed, row, position, token) alone, so the sample
+    is the same whether the row came from a tree, a chain or a pass over one token.
+    """
+
+    scores = None
+    raw = None
+
+    def __init__(self, warpers: Warpers, seed: int, row: int = 0) -> None:
+        self.warpers = warpers
+        self._seed = seed
+        self._row = row
+        self._ids = np.empty(0, np.int32)
+        self._scores = np.empty(0, np.float64)
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return a sample."""
+        key = noise_key(self._seed, self._row, text.length)
+        values = logits.row(row)
+        w = self.warpers
+        if w.top_k == 0 and w.top_p >= 1.0 and w.min_p <= 0.0:
+            return int(gumbel_argmax_row(values, w.temperature, key))
+        if len(self._ids) < len(values):
+            self._ids = np.empty(len(values), np.int32)
+            self._scores = np.empty(len(values), np.float64)
+        count = truncate_row(values, w.temperature, w.top_k, w.top_p, w.min_p, self._ids, self._scores)
+        return int(gumbel_argmax(self._ids, self._scores, count, key))
+
+
+class ProcessorChooser:
+    """Any list of logits processors, called once per emitted token in order, as plain decoding calls them."""
+
+    def __init__(
+        self, processors: Any, seed: int | None, *, row: int = 0, keep_scores: bool = False, keep_raw: bool = False
+    ) -> None:
+        self._processors = processors
+        self._seed = seed
+        self._row = row
+        self.scores: list[torch.Tensor] | None = [] if keep_scores else None
+        self.raw: list[torch.Tensor] | None = [] if keep_raw else None
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return the argmax of, or a sample from, the processed scores (`seed` None: argmax)."""
+        input_ids = text.tensor()
+        raw = logits.logits[row : row + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+        scores = self._processors(input_ids, raw)
+        if self.scores is not None:
+            self.scores.append(scores)
+        if self.raw is not None:
+            self.raw.append(raw)
+        if self._seed is None:
+            return int(torch.argmax(scores, dim=-1))
+        host = np.ascontiguousarray(scores[0].detach().float().cpu().numpy())
+        return int(gumbel_argmax_row(host, 1.0, noise_key(self._seed, self._row, text.length)))
+
+
+def make_chooser(
+    processors: Any, seed: int | None, *, keep_scores: bool = False, keep_raw: bool = False
+) -> GreedyChooser | SamplingChooser | ProcessorChooser:
+    """Pick the cheapest chooser that applies `processors` exactly; `seed` None chooses greedily."""
+    if not (keep_scores or keep_raw):
+        if seed is None and not len(processors):
+            return GreedyChooser()
+        warpers = _read_warpers(processors) if seed is not None else None
+        if seed is not None and warpers is not None:
+            return SamplingChooser(warpers, seed)
+    return ProcessorChooser(processors, seed, keep_scores=keep_scores, keep_raw=keep_raw)
+
+
+def _read_warpers(processors: Any) -> Warpers | None:
+    """Read the rules off a list of plain warpers in their usual order; None when anything else is in it."""
+    readers: list[tuple[type, Callable[[Any], dict[str, Any]]]] = [
+        (hf.TemperatureLogitsWarper, lambda p: {"temperature": float(p.temperature)}),
+        (hf.TopKLogitsWarper, lambda p: {"top_k": int(p.top_k)}),
+        (hf.TopPLogitsWarper, lambda p: {"top_p": float(p.top_p)}),
+        (hf.MinPLogitsWarper, lambda p: {"min_p": float(p.min_p)}),
+    ]
+    rules: dict[str, Any] = {}
+    at = 0
+    for processor in processors:
+        while at < len(readers) and type(processor) is not readers[at][0]:
+            at += 1
+        if at == len(readers) or getattr(processor, "min_tokens_to_keep", 1) > 1:
+            return None
+        if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
+            return None
+        rules.update(readers[at][1](processor))
+        at += 1
+    return Warpers(**rules)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Where a walk went.
+
+    Attributes
+    ----------
+    path
+        (a,) int32, accepted nodes from the root down.
+    emitted
+        (e,) int32 tokens: the accepted ones and the bonus token (a + 1 = e). When a stop cut the run the last of them
+        is the last visible token, and the path ends one node earlier.
+    stopped
+        Whether generation is over.
+    """
+
+    path: NDArray[np.int32]
+    emitted: NDArray[np.int32]
+    stopped: bool
+
+
+def walk(
+    tree: DraftTree,
+    logits: PassLogits,
+    first_row: int,
+    chooser: Chooser,
+    text: RowText,
+    stop: Callable[[RowText, int, tuple[Any, ...] | None], bool],
+) -> Walk:
+    """Follow the target's own choices down a tree, appending each to `text` (modified in place).
+
+    `first_row` is the row of `logits` that follows the root; row `first_row + 1 + i` follows node i.
+    """
+    children = (
+        {edge: i for i, edge in enumerate(zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True))}
+        if len(tree)
+        else {}
+    )
+    path: list[int] = []
+    emitted: list[int] = []
+    at = ROOT
+    while True:
+        token = chooser.choose(logits, first_row + 1 + at, text)
+        text.append(token)
+        emitted.append(token)
+        if stop(text, token, tuple(chooser.scores) if chooser.scores is not None else None):
+            return Walk(np.array(path, np.int32), np.array(emitted, np.int32), True)
+        child = children.get((at, token))
+        if child is None:
+            return Walk(np.array(path, np.int32), np.array(emitted, np.int32), False)
+        path.append(child)
+        at = child

@@ -1,0 +1,58 @@
+"""The cache after a pass over a draft in, the cache that holds the accepted path only out; rows move in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+def keep_path(cache: Any, path: NDArray[np.int32], num_nodes: int) -> None:
+    """Drop the last `num_nodes` rows of every layer but those of `path` (a,) int32, ascending node indices.
+
+    The first branch is a crop; otherwise only the accepted rows move. Layers that record their past (sliding
+    windows, convolutions) are cropped even when nothing is dropped, because cropping is what trims them.
+    """
+    accepted = len(path)
+    if accepted and path[-1] != accepted - 1:
+        _move_rows(cache, path, num_nodes)
+    if num_nodes > accepted:
+        cache.crop(accepted - num_nodes)
+    elif num_nodes:
+        trim(cache)
+
+
+def trim(cache: Any) -> None:
+    """Let layers that record their past forget what no later token can see."""
+    for layer in cache.layers:
+        if getattr(layer, "record_past", False):
+            layer.crop(0)
+
+
+def _move_rows(cache: Any, path: NDArray[np.int32], num_nodes: int) -> None:
+    stay = int(np.argmax(path != np.arange(len(path))))  # the rows before the first gap already lie right
+    indices: dict[torch.device, torch.Tensor] = {}
+    for layer in cache.layers:
+        keys = getattr(layer, "keys", None)
+        if keys is None or not isinstance(keys, torch.Tensor) or keys.numel() == 0:
+            continue  # layers that read another layer's cache hold nothing
+        if keys.device not in indices:
+            indices[keys.device] = torch.as_tensor(path[stay:].astype(np.int64), device=keys.device)
+        index = indices[keys.device]
+        for rows in (layer.keys, layer.values):
+            tail = rows.narrow(-2, rows.shape[-2] - num_nodes, num_nodes)
+            tail.narrow(-2, stay, len(index)).copy_(tail.index_select(-2, index))
+
+
+def recording(cache: Any) -> list[bool]:
+    """Which layers record their past, to be restored with `set_recording`."""
+    return [bool(getattr(layer, "record_past", False)) for layer in cache.layers]
+
+
+def set_recording(cache: Any, flags: list[bool]) -> None:
+    """Put the layers' recording back to what `recording` saw; layers made since then do not record."""
+    for i, layer in enumerate(cache.layers):
+        if getattr(layer, "record_past", None) is not None:
+            layer.record_past = flags[i] if i < len(flags) else False

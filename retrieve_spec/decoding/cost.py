@@ -1,0 +1,136 @@
+"""Times of past passes in, the expected time of a pass over n nodes at context length L out: T(n, L)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import MAX_NODES
+
+NODE_KNOTS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])
+_FIRST_CONTEXT = 7  # contexts up to 2**7 tokens share a bucket, then one bucket per factor of two
+_CONTEXTS = 16
+_RATE = 0.2
+_OUTLIER = 2.5
+_REBUILD = 8  # passes between two rebuilds of a curve
+
+
+class CostModel:
+    """Seconds per pass by number of nodes and context length, learned from passes as they happen.
+
+    A grid of (node knot, context bucket) cells, interpolated between node knots and made monotone. A sample updates
+    its two neighbouring knots; one that is far above its cell counts as that many times the cell at most, so that a
+    hiccup of the machine does not switch drafting off. Contexts never seen borrow from the nearest one seen.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = np.full((_CONTEXTS, len(NODE_KNOTS)), np.nan)
+        self._weight = np.zeros((_CONTEXTS, len(NODE_KNOTS)))
+        self._overhead = 0.0
+        self._curves: dict[int, NDArray[np.float64]] = {}
+        self._age = np.zeros(_CONTEXTS, np.int64)
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of a step spent outside the model's forward, running mean."""
+        return self._overhead
+
+    def observe(self, nodes: int, context: int, forward_s: float, overhead_s: float = 0.0) -> None:
+        """Learn from one pass over `nodes` nodes behind `context` tokens."""
+        row = _bucket(context)
+        curve = self._forward_curve(row)
+        right = min(int(np.searchsorted(NODE_KNOTS, nodes)), len(NODE_KNOTS) - 1)
+        left = right if NODE_KNOTS[right] == nodes else right - 1
+        for knot in {left, right}:
+            at = int(NODE_KNOTS[knot])
+            share, sample = 1.0, forward_s
+            if left != right:
+                share = 1.0 - abs(nodes - at) / float(NODE_KNOTS[right] - NODE_KNOTS[left])
+                if curve is not None:  # carry the sample along the curve to the knot
+                    sample = forward_s * float(curve[at] / curve[nodes])
+            self._update(row, knot, sample, share)
+        if self._overhead == 0.0:
+            self._overhead = overhead_s
+        else:
+            self._overhead += 0.1 * (min(overhead_s, 4.0 * self._overhead) - self._overhead)
+        self._age[row] += 1
+
+    def seconds(self, context: int, max_nodes: int) -> NDArray[np.float32] | None:
+        """(max_nodes + 1,) float32: seconds of a step with 0 … max_nodes nodes, the loop's own time included.
+
+        None while nothing has been measured.
+        """
+        curve = self._forward_curve(_bucket(context))
+        return None if curve is None else (curve[: max_nodes + 1] + self._overhead).astype(np.float32)
+
+    def _forward_curve(self, row: int) -> NDArray[np.float64] | None:
+        """(MAX_NODES + 1,) seconds of the forward pass at one context bucket; rebuilt now and then, not each step."""
+        if self._age[row] >= _REBUILD or row not in self._curves:
+            if not self._weight.any():
+                return None
+            self._curves[row] = self._curve(row)
+            self._age[row] = 0
+        return self._curves[row]
+
+    def _update(self, row: int, knot: int, sample: float, share: float) -> None:
+        old, weight = self._seconds[row, knot], self._weight[row, knot]
+        if weight == 0.0:
+            self._seconds[row, knot] = sample
+            self._weight[row, knot] = share
+            return
+        if weight >= 2.0:
+            sample = min(sample, _OUTLIER * old)
+        rate = max(_RATE, 1.0 / (weight + 1.0)) * share
+        self._seconds[row, knot] = old + rate * (sample - old)
+        self._weight[row, knot] = weight + share
+
+    def _curve(self, row: int) -> NDArray[np.float64]:
+        """(MAX_NODES + 1,) seconds of the forward pass alone at one context bucket."""
+        seen = [r for r in range(_CONTEXTS) if self._weight[r].any()]
+        nearest = min(seen, key=lambda r: abs(r - row))
+        knots = self._seconds[row].copy()
+        if nearest != row or self._weight[row].sum() < 1.0:
+            return _interpolate(self._seconds[nearest])
+        other = min((r for r in seen if r != row), key=lambda r: abs(r - row), default=None)
+        if other is not None:
+            knots = _fill(knots, _interpolate(self._seconds[other]))
+        return _interpolate(knots)
+
+
+def _bucket(context: int) -> int:
+    return min(max(math.ceil(math.log2(max(context, 1))) - _FIRST_CONTEXT, 0), _CONTEXTS - 1)
+
+
+def _fill(knots: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Fill knots never measured with another context's curve, scaled where both are known."""
+    known = ~np.isnan(knots)
+    scale = float(np.median(knots[known] / other[NODE_KNOTS[known]]))
+    return np.where(known, knots, other[NODE_KNOTS] * scale)
+
+
+def _interpolate(knots: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Line through the known knots, never falling; beyond the last one it goes on with the mean slope."""
+    known = np.flatnonzero(~np.isnan(knots))
+    at, values = NODE_KNOTS[known], _never_falling(knots[known])
+    curve = np.interp(np.arange(MAX_NODES + 1), at, values)
+    if at[-1] < MAX_NODES and len(at) > 1:
+        slope = (values[-1] - values[0]) / (at[-1] - at[0])
+        beyond = np.arange(at[-1] + 1, MAX_NODES + 1)
+        curve[beyond] = values[-1] + slope * (beyond - at[-1])
+    return curve
+
+
+def _never_falling(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Closest never-falling sequence in least squares (pool adjacent violators; Ayer et al., 1955)."""
+    sums: list[float] = []
+    counts: list[int] = []
+    for value in values:
+        sums.append(float(value))
+        counts.append(1)
+        while len(sums) > 1 and sums[-2] / counts[-2] > sums[-1] / counts[-1]:
+            total, count = sums.pop(), counts.pop()
+            sums[-1] += total
+            counts[-1] += count
+    return np.repeat([s / c for s, c in zip(sums, counts, strict=True)], counts)

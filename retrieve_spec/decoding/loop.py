@@ -1,0 +1,194 @@
+"""The decoding loop: draft → verify → commit → learn, yielding the visible tokens of every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.config import MAX_NODES
+from retrieve_spec.decoding.acceptance import Chooser, PassLogits, Walk, read_logits, walk
+from retrieve_spec.decoding.cost import CostModel
+from retrieve_spec.decoding.report import GenerationReport
+from retrieve_spec.decoding.stopping import Stopper
+from retrieve_spec.decoding.text import RowText
+from retrieve_spec.decoding.verifier import Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
+from retrieve_spec.drafting.tree import DraftTree
+
+_NO_DRAFT = DraftTree()
+
+
+@dataclass(slots=True)
+class Limits:
+    """How much one pass may draft.
+
+    Attributes
+    ----------
+    nodes
+        Draft nodes at most; None leaves it to the drafter and the measured cost.
+    max_depth
+        Longest drafted path.
+    max_length
+        Tokens the row may grow to.
+    draft_end
+        Length of the row that no drafted token may reach beyond (position limit, rotary switch); 0 for no limit.
+    prefill_chunk
+        Prompt tokens per pass at most; 0 feeds the prompt in one pass.
+    prompt_logits
+        Positions at the end of the prompt whose top tokens the drafter sees.
+    """
+
+    nodes: int | None
+    max_depth: int
+    max_length: int
+    draft_end: int = 0
+    prefill_chunk: int = 0
+    prompt_logits: int = 0
+
+
+class Decoding:
+    """One generation of one row.
+
+    Iterating yields (t,) int32 arrays: the visible tokens of each pass, once. Nothing about the draft can change them.
+    The caller may stop at any point.
+    """
+
+    def __init__(
+        self,
+        inputs: VerifierInputs,
+        verifier: Verifier,
+        drafter: Drafter | None,
+        chooser: Chooser,
+        stopper: Stopper,
+        limits: Limits,
+        cost: CostModel,
+        prediction_ids: NDArray[np.int32] | None = None,
+    ) -> None:
+        self.text = RowText(inputs.input_ids, limits.max_length + 1)
+        self.report = GenerationReport(mode=verifier.mode, reason=verifier.reason)
+        self.accepted = np.zeros(256, np.int64)
+        """Accepted draft tokens by source index."""
+        self._inputs, self._verifier, self._chooser, self._stopper = inputs, verifier, chooser, stopper
+        self._drafter, self._limits, self._cost, self._prediction_ids = drafter, limits, cost, prediction_ids
+        self._want_hidden = drafter is not None and drafter.wants_hidden
+
+    def run(self) -> Iterator[NDArray[np.int32]]:
+        """Decode until a stop; every item is what became visible since the last one."""
+        verified = yield from self._prefill()
+        while not verified.stopped:
+            began = perf_counter()
+            tree = self._draft()
+            drafted = perf_counter()
+            output = self._verify(tree)
+            checked = perf_counter()
+            logits = self._read(output)
+            verified = walk(tree, logits, 0, self._chooser, self.text, self._stopper)
+            self._verifier.commit(verified.path)
+            committed = perf_counter()
+            self._learn(tree, verified, logits, output)
+            self._count(tree, verified, began, drafted, checked, committed)
+            yield verified.emitted
+
+    def _prefill(self) -> Iterator[NDArray[np.int32]]:
+        """Feed the prompt, chunk by chunk; an empty item after each chunk lets the caller cancel."""
+        began = perf_counter()
+        self._verifier.start(self._inputs)
+        self.report.mode, self.report.reason = self._verifier.mode, self._verifier.reason
+        plain = self._verifier.mode == "plain"
+        if plain:
+            self._drafter = None
+        if self._drafter is not None:
+            self._drafter.start(self.text.prompt_ids, self._prediction_ids)
+        prompt = self._inputs.uncached_ids
+        size = len(prompt) if plain else (self._limits.prefill_chunk or len(prompt))
+        while len(prompt) > size:
+            with torch.no_grad():
+                self._verifier.forward(prompt[:size])
+                self._verifier.commit(_NO_DRAFT.parent)
+            prompt = prompt[size:]
+            yield _NO_DRAFT.token_ids
+        learns = self._drafter is not None and self._drafter.top_k > 0
+        keep = min(max(self._limits.prompt_logits, 1), len(prompt)) if learns else 1
+        with torch.no_grad():
+            output = self._verifier.forward(prompt, keep=keep, want_hidden=self._want_hidden)
+        logits = self._read(output)
+        verified = walk(_NO_DRAFT, logits, keep - 1, self._chooser, self.text, self._stopper)
+        self._verifier.commit(verified.path)
+        if self._drafter is not None:
+            if learns:
+                self._drafter.observe_prompt(prompt[-keep:], logits.top_ids, logits.top_logits)
+            hidden = _host(output.hidden, keep - 1)
+            self._drafter.observe(VerifiedPass(_NO_DRAFT, verified.path, verified.emitted, hidden=hidden))
+        self.report.prefill_ms = (perf_counter() - began) * 1e3
+        self.report.passes = self.report.new_tokens = 1
+        yield verified.emitted
+        return verified
+
+    def _draft(self) -> DraftTree:
+        """Ask the drafter for a tree that fits everything the row may still become."""
+        if self._drafter is None:
+            return _NO_DRAFT
+        limits = self._limits
+        depth = min(limits.max_depth, limits.max_length - self.text.length - 1)
+        if limits.draft_end:
+            depth = min(depth, limits.draft_end - self.text.length)
+        nodes = MAX_NODES if limits.nodes is None else limits.nodes
+        cost = self._cost.seconds(self.text.length, nodes) if limits.nodes is None else None
+        if depth < 1:
+            nodes, cost = 0, None
+        tree = self._drafter.propose(Budget(nodes, max(depth, 0), cost))
+        return tree.first_branch() if self._verifier.mode == "chain" and not tree.is_chain else tree
+
+    def _verify(self, tree: DraftTree) -> VerifierOutput:
+        root = self.text.last_ids
+        with torch.no_grad():
+            return self._verifier.forward(root, tree if len(tree) else None, want_hidden=self._want_hidden)
+
+    def _read(self, output: VerifierOutput) -> PassLogits:
+        return read_logits(output.logits, self._drafter.top_k if self._drafter is not None else 1)
+
+    def _learn(self, tree: DraftTree, verified: Walk, logits: PassLogits, output: VerifierOutput) -> None:
+        """Tell the drafter what the pass showed."""
+        if self._drafter is None:
+            return
+        seen = self._drafter.top_k > 0
+        self._drafter.observe(
+            VerifiedPass(
+                tree,
+                verified.path,
+                verified.emitted,
+                logits.top_ids if seen else None,
+                logits.top_logits if seen else None,
+                _host(output.hidden, int(verified.path[-1]) + 1 if len(verified.path) else 0),
+            )
+        )
+
+    def _count(
+        self, tree: DraftTree, verified: Walk, began: float, drafted: float, checked: float, committed: float
+    ) -> None:
+        """Book the pass: figures for the report, seconds for the cost model."""
+        ended = perf_counter()
+        report = self.report
+        report.passes += 1
+        report.new_tokens += len(verified.emitted)
+        report.nodes += len(tree)
+        report.draft_ms += (drafted - began) * 1e3
+        report.verify_ms += (checked - drafted) * 1e3
+        report.commit_ms += (committed - checked) * 1e3
+        report.learn_ms += (ended - committed) * 1e3
+        for node in verified.path:
+            self.accepted[tree.source[node]] += 1
+        forward = checked - drafted
+        self._cost.observe(len(tree), self.text.length, forward, ended - began - forward)
+
+
+def _host(hidden: torch.Tensor | None, row: int) -> NDArray[np.float32] | None:
+    if hidden is None:
+        return None
+    state: NDArray[np.float32] = hidden[row].float().cpu().numpy()
+    return state

@@ -1,0 +1,165 @@
+"""A row of logits and a key in, one token drawn from the processed distribution out (Gumbel-max with counted noise)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.topk import collect_at_least, row_topk
+
+
+@njit(cache=True, nogil=True)
+def mix(x: np.uint64) -> np.uint64:
+    """Scramble 64 bits (the finaliser of splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
+    x = np.uint64(x)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.uint64(x ^ (x >> np.uint64(31)))
+
+
+@njit(cache=True, nogil=True)
+def noise_key(seed: int, row: int, position: int) -> np.uint64:
+    """Return the key of all noise at one position of one row of one request."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    key = mix(np.uint64(seed) + golden)
+    key = mix(key + (np.uint64(row) + np.uint64(1)) * golden)
+    return mix(key + (np.uint64(position) + np.uint64(1)) * golden)
+
+
+@njit(cache=True, nogil=True)
+def uniform(key: np.uint64, token_id: int) -> float:
+    """Return the noise of one token under a key, uniform in (0, 1)."""
+    bits = mix(key + (np.uint64(token_id) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    return (np.float64(bits >> np.uint64(11)) + 0.5) * (1.0 / 9007199254740992.0)
+
+
+@njit(cache=True, nogil=True)
+def gumbel_argmax(ids: NDArray[np.int32], scores: NDArray[np.float64], count: int, key: np.uint64) -> int:
+    """Draw one of `ids[:count]` with probability softmax(`scores[:count]`): largest score plus Gumbel noise."""
+    best = ids[0]
+    best_score = -np.inf
+    for i in range(count):
+        score = scores[i] - np.log(-np.log(uniform(key, ids[i])))
+        if score > best_score:
+            best_score = score
+            best = ids[i]
+    return best
+
+
+@njit(cache=True, nogil=True)
+def gumbel_argmax_row(row: NDArray[np.float32], temperature: float, key: np.uint64) -> int:
+    """Draw an index of `row` (v,) with probability softmax(row / temperature); -inf is never drawn.
+
+    The noise of a token whose score lies g below the best so far only matters when its uniform number is above
+    exp(-exp(-g)) >= 1 - exp(-g), so most tokens cost a hash and no logarithm.
+    """
+    heat = np.float32(temperature)
+    best = 0
+    best_score = -np.inf
+    for i in range(row.shape[0]):
+        scaled = np.float64(row[i] / heat)
+        if scaled == -np.inf:
+            continue
+        u = uniform(key, i)
+        gap = best_score - scaled
+        if gap > 3.0 and (1.0 - u) > 0.05:
+            continue
+        if gap > 9.0 and (1.0 - u) > 1.3e-4:
+            continue
+        score = scaled - np.log(-np.log(u))
+        if score > best_score:
+            best_score = score
+            best = i
+    return best
+
+
+@njit(cache=True, nogil=True)
+def _nucleus(
+    row: NDArray[np.float32], heat: np.float32, top_p: float, ids: NDArray[np.int32], total: float, top: float
+) -> int:
+    """Write to `ids` the fewest most probable tokens of the whole `row` that reach `top_p`; return how many."""
+    v = row.shape[0]
+    k = min(64, v)
+    while True:
+        best_ids = np.empty((1, k), np.int32)
+        best = np.empty((1, k), np.float32)
+        row_topk(row.reshape(1, v), best_ids, best)
+        before = 0.0
+        for i in range(k):
+            ids[i] = best_ids[0, i]
+            before += np.exp(np.float64(best[0, i] / heat) - top) / total
+            if before >= top_p:
+                return i + 1
+        if k == v:
+            return v
+        if k >= 1024:
+            break
+        k = min(k * 4, v)
+    order = np.argsort(-row)
+    before = 0.0
+    for i in range(v):
+        ids[i] = order[i]
+        before += np.exp(np.float64(row[order[i]] / heat) - top) / total
+        if before >= top_p:
+            return i + 1
+    return v
+
+
+@njit(cache=True, nogil=True)
+def truncate_row(
+    row: NDArray[np.float32],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    ids: NDArray[np.int32],
+    scores: NDArray[np.float64],
+) -> int:
+    """Apply temperature, top-k, top-p and min-p in that order to `row` (v,).
+
+    Writes the tokens that stay to `ids` and their scaled logits to `scores`, both of length >= v, and returns how
+    many stay. `top_k` 0, `top_p` 1 and `min_p` 0 switch a rule off; ties at the k-th place all stay.
+    """
+    v = row.shape[0]
+    heat = np.float32(temperature)
+    count = v
+    if 0 < top_k < v:
+        best_ids = np.empty((1, top_k), np.int32)
+        best = np.empty((1, top_k), np.float32)
+        row_topk(row.reshape(1, v), best_ids, best)
+        count = collect_at_least(row, best[0, top_k - 1], ids)
+        order = np.argsort(-row[ids[:count]], kind="mergesort")
+        ids[:count] = ids[:count][order]
+        top = np.float64(best[0, 0] / heat)
+    else:
+        highest = row[0]
+        for i in range(v):
+            highest = max(highest, row[i])
+        top = np.float64(highest / heat)
+    if top_p < 1.0:
+        total = 0.0
+        if count < v:
+            for i in range(count):
+                total += np.exp(np.float64(row[ids[i]] / heat) - top)
+            before = 0.0
+            for i in range(count):
+                before += np.exp(np.float64(row[ids[i]] / heat) - top) / total
+                if before >= top_p:
+                    count = i + 1
+                    break
+        else:
+            for i in range(v):
+                total += np.exp(np.float64(row[i] / heat) - top)
+            count = _nucleus(row, heat, top_p, ids, total, top)
+    elif count == v:
+        floor = -np.inf if min_p <= 0.0 else np.float64(np.float32((top + np.log(min_p)) * temperature))
+        count = collect_at_least(row, floor, ids)
+    kept = 0
+    for i in range(count):
+        scaled = np.float64(row[ids[i]] / heat)
+        if min_p <= 0.0 or scaled - top >= np.log(min_p):
+            ids[kept] = ids[i]
+            scores[kept] = scaled
+            kept += 1
+    return kept

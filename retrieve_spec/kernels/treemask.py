@@ -1,0 +1,54 @@
+"""A draft tree in, the attention mask of one pass over it out: who may look at which cached or drafted token."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+
+@njit(cache=True, nogil=True)
+def fill_tree_mask(
+    mask: NDArray[np.bool_],
+    parent: NDArray[np.int32],
+    depth: NDArray[np.int32],
+    num_roots: int,
+    past: int,
+    kv_offset: int,
+    window: int,
+    chunk: int,
+    left_padding: int,
+    padded: NDArray[np.bool_],
+) -> None:
+    """Fill `mask` (m + n, kv) for m root tokens and n nodes behind `past` cached tokens.
+
+    Rows and the last m + n columns are the root tokens, then the nodes; the columns before them are the cached
+    tokens from slot `kv_offset` on. A row sees the cached tokens, the root tokens up to itself, its ancestors and
+    itself; of those only the last `window` slots (0: no limit) and only slots of its own chunk (0: no chunks;
+    chunks of `chunk` slots count from `left_padding`). `padded` (p,) marks cached slots that nobody sees, p may be 0.
+    """
+    n = parent.shape[0]
+    m = num_roots
+    rows, kv = mask.shape
+    cached = kv - m - n
+    for r in range(rows):
+        slot = past + r if r < m else past + m - 1 + depth[r - m]
+        first = 0  # first visible slot: both limits only ever cut off the oldest ones
+        if window > 0:
+            first = max(first, slot - window + 1)
+        if chunk > 0:
+            first = max(first, (slot - left_padding) // chunk * chunk + left_padding)
+        begin = min(max(first - kv_offset, 0), cached)
+        mask[r, :begin] = False
+        mask[r, begin:cached] = True
+        for j in range(begin, min(cached, padded.shape[0] - kv_offset)):
+            if padded[kv_offset + j]:
+                mask[r, j] = False
+        for j in range(m):
+            mask[r, cached + j] = past + j >= first and j <= r
+        above = parent[r - m] if r >= m else -1
+        for i in range(n):
+            seen = above >= 0 and mask[m + above, cached + m + i]
+            mask[r, cached + m + i] = seen and past + m - 1 + depth[i] >= first
+        if r >= m:
+            mask[r, cached + r] = True
