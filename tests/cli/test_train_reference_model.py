@@ -1,0 +1,90 @@
+"""The training script makes, from a tiny corpus and in one step, a model that loads and completes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrieve_spec.reference_model import load_model, reference_path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "train_reference_model.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("train_reference_model", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A site-packages with one package of each licence that matters."""
+
+    def package(name, licence, text):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__init__.py").write_text(text)
+        info = tmp_path / f"{name}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\nLicense: {licence}\n")
+        (info / "RECORD").write_text(f"{name}/__init__.py,,\n")
+
+    code = "".join(f"def function_{i}(value):\n    return value + {i}\n\n\n" for i in range(30))
+    package("friendly", "MIT", code)
+    package("copy", "MIT", code.replace("\n\n\n", "\n\n"))
+    package("viral", "GPLv3", code + "# viral\n")
+    package("networkx", "BSD", code + "# held out\n")
+    return tmp_path
+
+
+def test_corpus_takes_permissive_unique_files_and_leaves_the_holdout_out(script, site):
+    documents, used = script.collect([str(site)], per_package_mb=0.01)
+    ours = [d for d in documents if d.package != "python-stdlib"]
+    assert len(ours) == 1  # the other one differs in blank lines only
+    assert ours[0].path in ("friendly/__init__.py", "copy/__init__.py")
+    assert used["python-stdlib"]["chars"] > 0
+    assert "viral" not in used
+    assert "networkx" not in used
+
+
+def test_holdout_is_the_one_the_shipped_model_was_trained_with(script):
+    assert sorted(script.HOLDOUT) == json.loads((reference_path() / "corpus.json").read_text())["holdout"]
+
+
+def test_the_shipped_tokenizer_knows_the_special_tokens(script):
+    ids = json.loads((reference_path() / "tokenizer.json").read_text())["added_tokens"]
+    assert [entry["content"] for entry in ids] == script.SPECIAL_TOKENS
+
+
+def test_fill_in_the_middle_keeps_every_token_once(script):
+    ids = {token: 1000 + i for i, token in enumerate(script.SPECIAL_TOKENS)}
+    body = list(range(900))
+    parts = list(script.fill_in_the_middle([1000], body, ids, random.Random(3)))
+    assert sorted(t for part in parts for t in part if t < 1000) == body
+    holed = next(part for part in parts if ids["<|fim_middle|>"] in part)
+    at = [holed.index(ids[f"<|fim_{name}|>"]) for name in ("prefix", "suffix", "middle")]
+    assert at == sorted(at)
+    prefix, suffix, middle = holed[at[0] + 1 : at[1]], holed[at[1] + 1 : at[2]], holed[at[2] + 1 : -1]
+    window = prefix + middle + suffix
+    assert window == list(range(window[0], window[0] + len(window)))
+    assert len(middle) <= 128
+
+
+def test_one_step_on_a_tiny_corpus_gives_a_model_that_completes(script, site, tmp_path):
+    out = tmp_path / "out"
+    sizes = "--vocab 400 --seq 64 --long-seq 64 --micro-tokens 64 --tokens-per-step 128 --threads 1".split()
+    words = ["--out", str(out), "--roots", str(site), "--per-package-mb", "0.01", "--budget", "tiny=5", "--no-compile"]
+    script.main([*words, "--max-steps", "1", *sizes])
+    facts = json.loads((out / "tiny" / "training.json").read_text())
+    assert facts["steps"] == 1
+    assert facts["tokens"] == 128
+    model, tokenizer = load_model(str(out / "tiny"), device="cpu")
+    output = model.generate(**tokenizer("def f", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert output.shape[1] > 3
