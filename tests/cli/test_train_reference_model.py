@@ -79,7 +79,8 @@ def test_fill_in_the_middle_keeps_every_token_once(script):
 
 def test_one_step_on_a_tiny_corpus_gives_a_model_that_completes(script, site, tmp_path):
     out = tmp_path / "out"
-    sizes = "--vocab 400 --seq 64 --long-seq 64 --micro-tokens 64 --tokens-per-step 128 --threads 1".split()
+    options = {"vocab": 400, "seq": 64, "long-seq": 64, "micro-tokens": 64, "tokens-per-step": 128, "threads": 1}
+    sizes = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     words = ["--out", str(out), "--roots", str(site), "--per-package-mb", "0.01", "--budget", "tiny=5", "--no-compile"]
     script.main([*words, "--max-steps", "1", *sizes])
     facts = json.loads((out / "tiny" / "training.json").read_text())

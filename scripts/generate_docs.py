@@ -1,0 +1,182 @@
+"""Turn what the code says of itself (help texts, config docstrings, module sentences) into the generated docs.
+
+::
+
+    python scripts/generate_docs.py            # write
+    python scripts/generate_docs.py --check    # exit 1 and name the files that are out of date
+
+A generated part stands between ``<!-- generated:NAME -->`` and ``<!-- /generated -->``; the rest of a page is written
+by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/cli.md", "docs/configuration.md")
+PART = re.compile(r"<!-- generated:(?P<name>[\w-]+) -->\n.*?<!-- /generated -->", re.DOTALL)
+ENVIRONMENT = {
+    "RETRIEVE_SPEC_CACHE": "Folder for what can be made again; by default `$XDG_CACHE_HOME/retrieve-spec` or "
+    "`~/.cache/retrieve-spec`.",
+    "NUMBA_DISABLE_JIT": "`1` runs the kernels as plain Python (very slow; for finding errors).",
+    "HF_HUB_OFFLINE": "`1` keeps Hugging Face libraries from asking the hub.",
+}
+TREE_FOLDERS = {
+    "datastores": "recipes of the stores one can build",
+    "docs": "how it works, how to use it, what was measured",
+    "scripts": "training, docs, reproduction of every published number",
+    "tests": "by room; naive twins of every kernel; conformance over model families",
+    "tools": "comparison with peers, editor settings",
+}
+
+
+def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Every command with its help text, parents first."""
+    name = " ".join(("retrieve-spec", *path))
+    context = click.Context(command, info_name=name, max_content_width=100, terminal_width=100)
+    yield name, command.get_help(context)
+    if isinstance(command, click.Group):
+        for child in command.list_commands(context):
+            found = command.get_command(context, child)
+            assert found is not None
+            yield from commands(found, (*path, child))
+
+
+def cli() -> str:
+    """The help text of every command."""
+    from retrieve_spec.cli import cli as root
+
+    return "\n".join(f"## {name}\n\n```text\n{text}\n```\n" for name, text in commands(root))
+
+
+def config_classes() -> list[type]:
+    """The dataclasses of `config.py`, in the order of the file."""
+    from retrieve_spec import config
+
+    own = [c for c in vars(config).values() if dataclasses.is_dataclass(c) and c.__module__ == config.__name__]
+    return [c for c in own if isinstance(c, type)]
+
+
+def attributes(cls: type) -> dict[str, str]:
+    """Descriptions from the Attributes section of a NumPy docstring, by field name."""
+    found: dict[str, list[str]] = {}
+    names: list[str] = []
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes\n----------\n")[2]
+    for line in section.splitlines():
+        if re.fullmatch(r"-{3,}", line):
+            break
+        if line and not line.startswith(" "):
+            names = [name.strip() for name in line.split(":")[0].split(",")]
+            found |= {name: [] for name in names}
+        elif line.strip():
+            for name in names:
+                found[name].append(line.strip())
+    return {name: " ".join(lines) for name, lines in found.items()}
+
+
+def config() -> str:
+    """One table for each config class."""
+    parts = []
+    for cls in config_classes():
+        described = attributes(cls)
+        rows = [
+            f"| `{field.name}` | {_default(field)} | {described[field.name]} |" for field in dataclasses.fields(cls)
+        ]
+        head = inspect.cleandoc(cls.__doc__ or "").splitlines()[0]
+        parts.append(
+            "\n".join(
+                [f"## {cls.__name__}", "", head, "", "| option | default | meaning |", "|---|---|---|", *rows, ""]
+            )
+        )
+    return "\n".join(parts)
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`"
+    return f"`{field.default_factory()!r}`" if field.default_factory is not dataclasses.MISSING else "required"
+
+
+def environment() -> str:
+    """The environment variables."""
+    return "\n".join(["| variable | meaning |", "|---|---|", *(f"| `{n}` | {t} |" for n, t in ENVIRONMENT.items()), ""])
+
+
+def first_sentence(path: Path) -> str:
+    """First sentence of a module's docstring, without what the file name already says."""
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    text = " ".join(doc.split("\n\n")[0].split())
+    return re.split(r"(?<=[.:;]) ", text)[0].rstrip(".:;")
+
+
+def tree() -> str:
+    """The package as a file tree, each file with its first sentence."""
+    package = ROOT / "retrieve_spec"
+    lines = ["```text", "retrieve_spec/"]
+    files = sorted(path for path in package.rglob("*.py") if first_sentence(path) and path.stat().st_size)
+    top = [path for path in files if path.parent == package and path.name != "__init__.py"]
+    folders = sorted({path.parent for path in files if path.parent != package})
+    for path in top:
+        lines.append(f"  {path.name:<22}{first_sentence(path)}")
+    for folder in folders:
+        lines.append(f"  {folder.relative_to(package)}/")
+        lines += [
+            f"    {p.name:<20}{first_sentence(p)}" for p in files if p.parent == folder and p.name != "__init__.py"
+        ]
+        init = folder / "__init__.py"
+        if init in files:
+            lines[-1 - sum(p.parent == folder and p.name != "__init__.py" for p in files)] += (
+                f"  — {first_sentence(init)}"
+            )
+    lines.append("  reference/            the bundled model, its tokenizer and its card")
+    lines += [f"{name + '/':<24}{text}" for name, text in TREE_FOLDERS.items()]
+    return "\n".join([*lines, "```", ""])
+
+
+PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment, "tree": tree}
+
+
+def render(text: str) -> str:
+    """A page with its generated parts made anew."""
+
+    def part(match: re.Match[str]) -> str:
+        name = match["name"]
+        return f"<!-- generated:{name} -->\n{PARTS[name]().rstrip()}\n<!-- /generated -->"
+
+    return PART.sub(part, text)
+
+
+def stale() -> dict[Path, str]:
+    """Pages that differ from what they should be, with the text they should have."""
+    pages = {ROOT / page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    return {path: fresh for path, text in pages.items() if (fresh := render(text)) != text}
+
+
+def main() -> None:
+    """Write the pages, or only say which are out of date."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
+    check = parser.parse_args().check
+    found = stale()
+    for path, text in found.items():
+        print(
+            f"{path.relative_to(ROOT)} is out of date: run `make docs`" if check else f"wrote {path.relative_to(ROOT)}"
+        )
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    sys.exit(1 if check and found else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""`retrieve-spec generate` with the bundled model: text, figures, identity, and every wrong input."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from retrieve_spec import cli
+from retrieve_spec.reference_model import load_model
+
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
+FIELDS = {
+    "text",
+    "token_ids",
+    "new_tokens",
+    "passes",
+    "tokens_per_pass",
+    "seconds",
+    "tokens_per_second",
+    "accepted_by_source",
+    "mode",
+}
+
+
+@pytest.fixture(scope="module")
+def plain_ids():
+    model, tokenizer = load_model(device="cpu")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    return output[0, inputs["input_ids"].shape[1] :].tolist(), tokenizer
+
+
+def run_json(capsys, *words):
+    assert cli.run(["generate", "--json", "--device", "cpu", "--max-new-tokens", "24", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return json.loads(lines[-1]), lines
+
+
+def test_json_is_one_object_with_the_plain_text(capsys, plain_ids):
+    result, lines = run_json(capsys, "--prompt", PROMPT)
+    ids, tokenizer = plain_ids
+    assert len(lines) == 1
+    assert set(result) >= FIELDS
+    assert result["token_ids"] == ids
+    assert result["text"] == tokenizer.decode(ids, skip_special_tokens=True)
+    assert result["new_tokens"] == len(ids)
+    assert result["tokens_per_pass"] == pytest.approx(len(ids) / result["passes"])
+    assert sum(result["accepted_by_source"].values()) <= len(ids)
+
+
+def test_text_streams_to_stdout_and_figures_to_stderr(capsys, plain_ids):
+    assert cli.run(["generate", "--device", "cpu", "--max-new-tokens", "24", "--prompt", PROMPT]) == 0
+    ids, tokenizer = plain_ids
+    streams = capsys.readouterr()
+    assert streams.out == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+    assert f"{len(ids)} tokens in" in streams.err
+    assert "tokens per pass" in streams.err
+
+
+def test_compare_reports_identity_and_speed(capsys, plain_ids):
+    result, _ = run_json(capsys, "--prompt", PROMPT, "--compare")
+    assert result["identical"] is True
+    assert result["plain_tokens_per_second"] > 0
+    assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["plain_tokens_per_second"])
+
+
+def test_sampled_text_is_identical_with_and_without_drafts_and_follows_the_seed(capsys):
+    words = ["--prompt", PROMPT, "--temperature", "0.8", "--top-p", "0.9", "--top-k", "40"]
+    first, _ = run_json(capsys, *words, "--seed", "3", "--compare")
+    assert first["identical"] is True
+    off, _ = run_json(capsys, *words, "--seed", "3", "--draft", "off")
+    other, _ = run_json(capsys, *words, "--seed", "4")
+    assert off["token_ids"] == first["token_ids"]
+    assert other["token_ids"] != first["token_ids"]
+
+
+def test_nodes_zero_drafts_nothing(capsys, plain_ids):
+    result, _ = run_json(capsys, "--prompt", PROMPT, "--nodes", "0")
+    assert result["token_ids"] == plain_ids[0]
+    assert sum(result["accepted_by_source"].values()) == 0
+
+
+def test_a_model_folder_a_prompt_file_and_a_dtype(capsys, tmp_path):
+    model, tokenizer = load_model(device="cpu")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompt.py").write_text(PROMPT)
+    words = ["--model", str(tmp_path / "model"), "--prompt-file", str(tmp_path / "prompt.py")]
+    own, _ = run_json(capsys, *words)
+    bundled, _ = run_json(capsys, "--prompt", PROMPT)
+    assert own["token_ids"] == bundled["token_ids"]
+    halved, _ = run_json(capsys, *words, "--dtype", "bfloat16")
+    assert halved["new_tokens"] == 24
+
+
+def test_the_prompt_can_come_from_standard_input(capsys, monkeypatch, tmp_path):
+    (tmp_path / "prompt.py").write_text(PROMPT)
+    with open(tmp_path / "prompt.py") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        piped, _ = run_json(capsys)
+    given, _ = run_json(capsys, "--prompt", PROMPT)
+    assert piped["token_ids"] == given["token_ids"]
+
+
+def test_the_reference_model_is_float32_on_a_cpu():
+    model, _ = load_model(device="cpu")
+    assert str(model.dtype) == "torch.float32"
+    halved, _ = load_model(device="cpu", dtype="bfloat16")
+    assert str(halved.dtype) == "torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--prompt", ""], 1, "expected a prompt of at least one character"),
+        (["--prompt", "x", "--nodes", "-1"], 1, "expected nodes"),
+        (["--prompt", "x", "--nodes", "many"], 2, "neither 'auto' nor a whole number"),
+        (["--prompt", "x", "--draft", "sma"], 1, "'sma'"),
+        (["--prompt", "x", "--temperature", "-1"], 2, "--temperature"),
+        (["--prompt", "x", "--top-p", "0"], 2, "--top-p"),
+        (["--prompt", "x", "--max-new-tokens", "0"], 2, "--max-new-tokens"),
+        (["--prompt", "x", "--model", "/no/such/folder"], 1, "expected a model folder at '/no/such/folder'"),
+        (["--prompt", "x", "--model", "a/b/c"], 1, "expected a model folder"),
+        (["--prompt", "x", "--device", "abacus"], 1, "expected a device torch can use"),
+        (["--prompt", "x", "--store", "/no/such/store"], 1, "/no/such/store"),
+        (["--prompt-file", "/no/such/file"], 2, "/no/such/file"),
+        (["--prompt", "x", "--nodse", "3"], 2, "--nodes"),
+    ],
+)
+def test_bad_input_is_explained(words, code, text, capsys):
+    assert cli.run(["generate", *words]) == code
+    streams = capsys.readouterr()
+    assert text in streams.err
+    assert "Traceback" not in streams.err
+    assert streams.out == ""
+
+
+def test_a_prompt_given_twice_is_wrong_usage(capsys, tmp_path):
+    (tmp_path / "p").write_text("x")
+    assert cli.run(["generate", "--prompt", "x", "--prompt-file", str(tmp_path / "p")]) == 2
+    assert "just one of" in capsys.readouterr().err
+
+
+def test_a_prompt_in_other_bytes_is_explained(capsys, tmp_path):
+    (tmp_path / "p").write_bytes(b"\xff\xfe")
+    assert cli.run(["generate", "--prompt-file", str(tmp_path / "p")]) == 1
+    assert "UTF-8" in capsys.readouterr().err
+
+
+def test_folders_that_hold_no_causal_model(capsys, tmp_path):
+    from transformers import T5Config
+
+    (tmp_path / "empty").mkdir()
+    assert cli.run(["generate", "--prompt", "x", "--model", str(tmp_path / "empty")]) == 1
+    assert "no config.json" in capsys.readouterr().err
+    _, tokenizer = load_model(device="cpu")
+    T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1, vocab_size=10).save_pretrained(tmp_path / "t5")
+    tokenizer.save_pretrained(tmp_path / "t5")
+    assert cli.run(["generate", "--prompt", "x", "--model", str(tmp_path / "t5")]) == 1
+    assert "expected a causal language model" in capsys.readouterr().err
+
+
+def test_a_hub_id_goes_through_from_pretrained(monkeypatch, capsys):
+    import transformers
+
+    asked = []
+
+    def refuse(name, **options):
+        asked.append((name, options))
+        raise OSError(f"{name} is not a local folder and is not a valid model identifier")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+    assert cli.run(["generate", "--prompt", "x", "--model", "owner/name", "--device", "cpu"]) == 1
+    assert asked == [("owner/name", {})]
+    assert "expected a model and its tokenizer at 'owner/name'" in capsys.readouterr().err
