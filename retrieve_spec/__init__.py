@@ -8,7 +8,12 @@ from typing import Any
 from retrieve_spec._version import __version__
 
 _EXPORTS = {
+    "GenerationReport": "retrieve_spec.decoding.report",
     "SpeculationConfig": "retrieve_spec.config",
+    "accelerate": "retrieve_spec.acceleration",
+    "accelerated": "retrieve_spec.acceleration",
+    "generate_stream": "retrieve_spec.acceleration",
+    "restore": "retrieve_spec.acceleration",
     "DraftTree": "retrieve_spec.drafting.tree",
 }
 

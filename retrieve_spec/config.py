@@ -31,6 +31,8 @@ class SpeculationConfig:
         A node whose estimated path probability is lower is not drafted.
     prompt_logits
         How many positions at the end of the prompt teach the recycling source (0: none).
+    prefill_chunk
+        Prompt tokens read per pass, so that a stream can be closed in between (0: the whole prompt at once).
     session
         Keep the text of earlier generations of this model object and draft from it.
     session_tokens
@@ -45,6 +47,7 @@ class SpeculationConfig:
     max_children: int = 10
     min_path_probability: float = 0.002
     prompt_logits: int = 256
+    prefill_chunk: int = 0
     session: bool = False
     session_tokens: int = 1_000_000
     provenance: bool = False

@@ -39,6 +39,10 @@ class PromptError(RetrieveSpecError, ValueError):
     """The prompt is empty, or leaves no room for a new token."""
 
 
+class SupersededError(RetrieveSpecError, RuntimeError):
+    """A stream was continued after another generation of the same model had begun."""
+
+
 class TokenizerMismatchError(RetrieveSpecError, ValueError):
     """The tokenizer does not belong to the model, or a store was built with another one."""
 

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as hf
 
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.drafting.tree import ROOT, DraftTree
-from retrieve_spec.kernels.sampling import gumbel_argmax, gumbel_argmax_row, noise_key, truncate_row
+from retrieve_spec.kernels.sampling import gumbel_argmax, gumbel_argmax_row, truncate_row
 from retrieve_spec.kernels.topk import row_topk
 
 
@@ -118,16 +118,16 @@ class SamplingChooser:
 
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return a sample."""
-        key = noise_key(self._seed, self._row, text.length)
+        key = (self._seed, self._row, text.length)
         values = logits.row(row)
         w = self.warpers
         if w.top_k == 0 and w.top_p >= 1.0 and w.min_p <= 0.0:
-            return int(gumbel_argmax_row(values, w.temperature, key))
+            return int(gumbel_argmax_row(values, w.temperature, *key))
         if len(self._ids) < len(values):
             self._ids = np.empty(len(values), np.int32)
             self._scores = np.empty(len(values), np.float64)
         count = truncate_row(values, w.temperature, w.top_k, w.top_p, w.min_p, self._ids, self._scores)
-        return int(gumbel_argmax(self._ids, self._scores, count, key))
+        return int(gumbel_argmax(self._ids, self._scores, count, *key))
 
 
 class ProcessorChooser:
@@ -154,7 +154,7 @@ class ProcessorChooser:
         if self._seed is None:
             return int(torch.argmax(scores, dim=-1))
         host = np.ascontiguousarray(scores[0].detach().float().cpu().numpy())
-        return int(gumbel_argmax_row(host, 1.0, noise_key(self._seed, self._row, text.length)))
+        return int(gumbel_argmax_row(host, 1.0, self._seed, self._row, text.length))
 
 
 def make_chooser(

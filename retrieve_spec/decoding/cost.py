@@ -29,6 +29,7 @@ class CostModel:
         self._seconds = np.full((_CONTEXTS, len(NODE_KNOTS)), np.nan)
         self._weight = np.zeros((_CONTEXTS, len(NODE_KNOTS)))
         self._overhead = 0.0
+        self._passes = 0
         self._curves: dict[int, NDArray[np.float64]] = {}
         self._age = np.zeros(_CONTEXTS, np.int64)
 
@@ -56,6 +57,7 @@ class CostModel:
         else:
             self._overhead += 0.1 * (min(overhead_s, 4.0 * self._overhead) - self._overhead)
         self._age[row] += 1
+        self._passes += 1
 
     def seconds(self, context: int, max_nodes: int) -> NDArray[np.float32] | None:
         """(max_nodes + 1,) float32: seconds of a step with 0 … max_nodes nodes, the loop's own time included.
@@ -67,7 +69,7 @@ class CostModel:
 
     def _forward_curve(self, row: int) -> NDArray[np.float64] | None:
         """(MAX_NODES + 1,) seconds of the forward pass at one context bucket; rebuilt now and then, not each step."""
-        if self._age[row] >= _REBUILD or row not in self._curves:
+        if row not in self._curves or self._age[row] >= min(_REBUILD, 1 + self._passes // _REBUILD):
             if not self._weight.any():
                 return None
             self._curves[row] = self._curve(row)

@@ -35,8 +35,11 @@ def uniform(key: np.uint64, token_id: int) -> float:
 
 
 @njit(cache=True, nogil=True)
-def gumbel_argmax(ids: NDArray[np.int32], scores: NDArray[np.float64], count: int, key: np.uint64) -> int:
+def gumbel_argmax(
+    ids: NDArray[np.int32], scores: NDArray[np.float64], count: int, seed: int, row: int, position: int
+) -> int:
     """Draw one of `ids[:count]` with probability softmax(`scores[:count]`): largest score plus Gumbel noise."""
+    key = noise_key(seed, row, position)
     best = ids[0]
     best_score = -np.inf
     for i in range(count):
@@ -48,17 +51,18 @@ def gumbel_argmax(ids: NDArray[np.int32], scores: NDArray[np.float64], count: in
 
 
 @njit(cache=True, nogil=True)
-def gumbel_argmax_row(row: NDArray[np.float32], temperature: float, key: np.uint64) -> int:
-    """Draw an index of `row` (v,) with probability softmax(row / temperature); -inf is never drawn.
+def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
+    """Draw an index of `logits` (v,) with probability softmax(logits / temperature); -inf is never drawn.
 
     The noise of a token whose score lies g below the best so far only matters when its uniform number is above
     exp(-exp(-g)) >= 1 - exp(-g), so most tokens cost a hash and no logarithm.
     """
+    key = noise_key(seed, row, position)
     heat = np.float32(temperature)
     best = 0
     best_score = -np.inf
-    for i in range(row.shape[0]):
-        scaled = np.float64(row[i] / heat)
+    for i in range(logits.shape[0]):
+        scaled = np.float64(logits[i] / heat)
         if scaled == -np.inf:
             continue
         u = uniform(key, i)

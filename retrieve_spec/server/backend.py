@@ -95,7 +95,7 @@ class HuggingFaceBackend:
     """
 
     def __init__(self, model: Any, tokenizer: Any, infill: Any = None) -> None:
-        from retrieve_spec.accelerate import generate_stream
+        from retrieve_spec import generate_stream
 
         self.model = model
         self.tokenizer = tokenizer

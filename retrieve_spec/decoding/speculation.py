@@ -1,0 +1,232 @@
+"""What an accelerated model carries: its verifier, drafters, measured costs and the report of the last generation."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
+from retrieve_spec.decoding.acceptance import Chooser, make_chooser
+from retrieve_spec.decoding.cost import CostModel
+from retrieve_spec.decoding.loop import Decoding, Limits
+from retrieve_spec.decoding.probe import Finding
+from retrieve_spec.decoding.report import GenerationReport
+from retrieve_spec.decoding.request import Prepared
+from retrieve_spec.decoding.stopping import Stopper
+from retrieve_spec.decoding.verifier import Verifier
+from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.errors import ConfigError, SupersededError
+
+logger = logging.getLogger(__name__)
+
+OFF = "off"
+
+
+class Speculation:
+    """State of an accelerated model, found at `model.speculation`.
+
+    Attributes
+    ----------
+    config
+        How the model drafts unless a call says otherwise.
+    mode, reason
+        How drafts are verified ("tree", "chain" or "plain") and why not better.
+    cost
+        Measured seconds per pass.
+    last
+        Report of the last generation, None before the first.
+    """
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        finding: Finding,
+        make_verifier: Callable[[], Verifier],
+        tokenizer: Any = None,
+        datastores: Sequence[Any] = (),
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.config = config
+        self.interface = finding.interface
+        self.mode, self.reason = finding.mode, finding.reason
+        self.tokenizer = tokenizer
+        self.cost = CostModel()
+        self.last: GenerationReport | None = None
+        self._make_verifier = make_verifier
+        self._datastores = list(datastores)
+        self._given = drafter
+        self._drafters: dict[str, Drafter] = {}
+        self._lock = threading.RLock()
+        self._generation = 0
+        self._said: set[str] = set()
+
+    def drafter(self, draft: str | None = None) -> Drafter | None:
+        """Drafter for a call: the one given to `accelerate`, a preset's, or None when drafting is off.
+
+        Raises
+        ------
+        UnknownPresetError
+            No preset has the name.
+        MissingSourceError
+            The preset needs a source that was not given.
+        """
+        name = self.config.draft if draft is None else draft
+        if name == OFF:
+            return None
+        if self._given is not None and name in (AUTO, self.config.draft):
+            return self._given
+        if name not in self._drafters:
+            from retrieve_spec.drafting.presets import build_drafter
+
+            self._drafters[name] = build_drafter(self.config.with_options(draft=name), datastores=self._datastores)
+        return self._drafters[name]
+
+    def delegated(self, reason: str) -> None:
+        """Record a call that the original `generate` decodes; the first time for each reason, say so in the log."""
+        self.last = GenerationReport(mode="delegated", reason=reason)
+        self.say_once(f"left to the original generate: {reason}")
+
+    def say_once(self, message: str) -> None:
+        """Log a line unless this model has logged it before."""
+        if message not in self._said:
+            self._said.add(message)
+            logger.info(message)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the model for a whole generation; other threads wait."""
+        with self._lock:
+            yield
+
+    def decode(
+        self,
+        prepared: Prepared,
+        *,
+        draft: str | None,
+        nodes: int | str | None,
+        prediction_ids: NDArray[np.int32] | None,
+        seed: int | None,
+        keep_scores: bool = False,
+        keep_raw: bool = False,
+    ) -> Running:
+        """Set up the decoding of a prepared call; nothing runs before the first item is asked for."""
+        nodes = self.config.nodes if nodes is None else nodes
+        if nodes != AUTO and not (isinstance(nodes, int) and 0 <= nodes <= MAX_NODES):
+            raise ConfigError(f"nodes to be 'auto' or 0 … {MAX_NODES}", repr(nodes), "Leave it at 'auto'.")
+        drafter = self.drafter(draft) if nodes != 0 else None
+        if not prepared.config.do_sample:
+            seed = None
+        elif seed is None:
+            seed = int(torch.randint(2**62, (), dtype=torch.int64).item())
+        stopper = Stopper(prepared.criteria)
+        chooser = make_chooser(prepared.processors, seed, keep_scores=keep_scores, keep_raw=keep_raw)
+        limits = self._limits(prepared, stopper, None if nodes == AUTO else int(nodes))
+        verifier = self._make_verifier()
+        decoding = Decoding(
+            prepared.inputs, verifier, drafter, chooser, stopper, limits, self.cost, prediction_ids
+        )
+        return Running(self, decoding, verifier, drafter, chooser)
+
+    def _limits(self, prepared: Prepared, stopper: Stopper, nodes: int | None) -> Limits:
+        inputs = prepared.inputs
+        unseen = 0 if inputs.holds_past else inputs.past_length
+        length = prepared.inputs.input_ids.shape[1] + unseen
+        ends = [self.interface.max_positions] if self.interface.max_positions else []
+        if self.interface.rope_switch and not (self.interface.rope_rescans and length > self.interface.rope_switch):
+            ends.append(self.interface.rope_switch)
+        return Limits(
+            nodes=nodes,
+            max_depth=self.config.max_depth,
+            max_length=stopper.max_length if stopper.max_length is not None else prepared.config.max_length,
+            draft_end=max(min(ends) - unseen, 1) if ends else 0,
+            prefill_chunk=self.config.prefill_chunk,
+            prompt_logits=self.config.prompt_logits,
+        )
+
+    def _begin(self) -> int:
+        with self._lock:
+            self._generation += 1
+            return self._generation
+
+    def _step(self, generation: int, passes: Iterator[NDArray[np.int32]]) -> NDArray[np.int32] | None:
+        """One pass of a running generation, None at its end."""
+        with self._lock:
+            if generation != self._generation:
+                raise SupersededError(
+                    "one generation of a model at a time", "another one started since", "Finish or close a stream first."
+                )
+            return next(passes, None)
+
+
+class Running:
+    """A generation under way: an iterator over the visible tokens of each pass, (t,) int32.
+
+    `close` (also at the end of iteration and on any error) ends it: the drafter keeps what it may keep, the report is
+    written, the cache is handed back as `cache`.
+    """
+
+    def __init__(
+        self,
+        owner: Speculation,
+        decoding: Decoding,
+        verifier: Verifier,
+        drafter: Drafter | None,
+        chooser: Chooser,
+    ) -> None:
+        self.decoding, self.chooser = decoding, chooser
+        self.cache: Any = None
+        self._owner, self._verifier, self._drafter = owner, verifier, drafter
+        self._passes: Iterator[NDArray[np.int32]] | None = None
+        self._generation = 0
+        self._began = 0.0
+        self._closed = False
+
+    def __iter__(self) -> Iterator[NDArray[np.int32]]:
+        try:
+            while not self._closed:
+                if self._passes is None:
+                    self._generation = self._owner._begin()
+                    self._began = perf_counter()
+                    self._passes = self.decoding.run()
+                visible = self._owner._step(self._generation, self._passes)
+                if visible is None:
+                    return
+                yield visible
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the generation; safe to call more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._passes is None:
+            return
+        self._passes.close()  # type: ignore[attr-defined]
+        self.cache = self._verifier.finish()
+        if self._drafter is not None and self._verifier.mode != "plain":
+            self._drafter.finish()
+        report = self.decoding.report
+        report.seconds = perf_counter() - self._began
+        if self._drafter is None and self._verifier.mode != "plain":
+            report.mode, report.reason = "plain", "drafting is off"
+        report.accepted_by_source = _by_name(self.decoding.accepted)
+        self._owner.last = report
+
+
+def _by_name(accepted: NDArray[np.int64]) -> dict[str, int]:
+    """Accepted draft tokens by source name."""
+    from retrieve_spec import sources
+
+    names: Sequence[str] = getattr(sources, "SOURCE_NAMES", ())
+    return {
+        names[i] if i < len(names) else f"source {i}": int(accepted[i]) for i in np.flatnonzero(accepted).tolist()
+    }

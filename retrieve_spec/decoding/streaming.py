@@ -1,0 +1,99 @@
+"""Runs of token ids in, runs of text out: text appears as soon as no later token can change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What became visible with one pass.
+
+    Attributes
+    ----------
+    token_ids
+        (t,) int32, the accepted tokens and the bonus token.
+    text
+        Their text; a character whose bytes are spread over tokens appears with the last of them. Empty without a
+        tokenizer.
+    """
+
+    token_ids: NDArray[np.int32]
+    text: str = ""
+
+
+class TextDecoder:
+    """Decodes a growing list of token ids piece by piece; the pieces joined are the decoded whole.
+
+    Parameters
+    ----------
+    tokenizer
+        A Hugging Face tokenizer.
+    skip_special_tokens
+        Leave special tokens out of the text.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._begin = 0  # decoding starts here: far enough back for joining rules (leading spaces) to apply
+        self._shown = 0  # tokens whose text has been shown
+
+    def push(self, token_ids: Sequence[int] | NDArray[np.int32]) -> str:
+        """Add tokens; return the text that is certain by now."""
+        self._ids.extend(int(token) for token in token_ids)
+        return self._take(final=False)
+
+    def flush(self) -> str:
+        """Return what is left, incomplete characters included."""
+        return self._take(final=True)
+
+    def _take(self, final: bool) -> str:
+        before = self._decode(self._ids[self._begin : self._shown])
+        whole = self._decode(self._ids[self._begin :])
+        if not final and whole.endswith("\ufffd"):
+            return ""
+        self._begin, self._shown = self._shown, len(self._ids)
+        return whole[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class StreamerFeed:
+    """Feeds a `transformers` streamer as plain decoding does: the prompt, then every visible token once, then the end.
+
+    Parameters
+    ----------
+    streamer
+        Object with `put` and `end`, or None.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+
+    def prompt(self, input_ids: torch.Tensor) -> None:
+        """Show the prompt, (1, L)."""
+        if self._streamer is not None:
+            self._streamer.put(input_ids.cpu())
+
+    def put(self, token_ids: NDArray[np.int32]) -> None:
+        """Show tokens, one call each."""
+        if self._streamer is not None:
+            for token in token_ids.tolist():
+                self._streamer.put(torch.tensor([token]))
+
+    def end(self) -> None:
+        """Tell the streamer that nothing follows."""
+        if self._streamer is not None:
+            self._streamer.end()
