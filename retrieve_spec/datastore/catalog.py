@@ -122,6 +122,9 @@ class Catalog:
             documents.create_index(["segment", "number"], unique=True)
             documents.create_index(["sha256"])
             documents.enable_fts(["path"], create_triggers=True)
+        skipped = self.db.table("skipped")
+        if not skipped.exists():
+            skipped.create({"generation": int, "path": str, "source": str, "reason": str})
         statistics = self.db.table("statistics")
         if not statistics.exists():
             columns = {"model": str, "source": str, "drafted": int, "accepted": int, "updated_at": str}
@@ -170,6 +173,27 @@ class Catalog:
                 f"insert into documents ({', '.join(c for c in _COLUMNS if c != 'id')}) values ({'?,' * 9}?)",
                 (tuple(getattr(d, c) if c != "segment" else segment for c in _COLUMNS if c != "id") for d in documents),
             )
+
+    def mark_replaced(self, segments: Iterable[str], now: str) -> None:
+        """Mark the rows of segments that are no longer part of the store as removed."""
+        with self.db.conn:
+            self.db.conn.executemany(
+                "update documents set removed_at = ? where segment = ? and removed_at is null",
+                [(now, segment) for segment in segments],
+            )
+
+    def put_skipped(self, generation: int, skipped: Iterable[tuple[str, str, str]]) -> None:
+        """Record what a change left out: (path, source, reason)."""
+        with self.db.conn:
+            self.db.conn.execute("delete from skipped where generation = ?", (generation,))
+            self.db.conn.executemany(
+                "insert into skipped (generation, path, source, reason) values (?, ?, ?, ?)",
+                [(generation, *row) for row in skipped],
+            )
+
+    def live_hashes(self) -> set[str]:
+        """Content hashes of the documents that can be drafted from."""
+        return {row[0] for row in self.query("select sha256 from documents where removed_at is null")}
 
     def keep_segments(self, segments: Iterable[str]) -> None:
         """Drop the rows of all other segments (left behind by an interrupted change, or merged away)."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.errors import BuildError, StoreCorruptError
+from retrieve_spec.errors import StoreCorruptError
 
 _BLOCK = 1 << 22
 
@@ -40,21 +38,6 @@ def sha256_of(path: Path) -> str:
 def little_endian(dtype: Any) -> str:
     """Name of a dtype as stored: little-endian, whatever the machine."""
     return str(np.dtype(dtype).newbyteorder("<").str)
-
-
-@contextmanager
-def explain_write_errors(where: Path) -> Iterator[None]:
-    """Turn a full disk, a quota or missing permission into a `BuildError` that says so."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, BuildError) or error.errno is None:
-            raise
-        raise BuildError(
-            f"to write to {where}",
-            os.strerror(error.errno),
-            "Free some space or choose another folder, then continue with --resume.",
-        ) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,0 +1,294 @@
+"""Building and growing stores: from sources and a tokenizer to a store on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.catalog import Catalog
+from retrieve_spec.datastore.change import (
+    ChangeReport,
+    Stopwatch,
+    begin_change,
+    existing_manifest,
+    publish,
+    resumed_plan,
+    writer,
+)
+from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
+from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.ingest import Tokenised, texts_of, tokenise
+from retrieve_spec.datastore.manifest import CATALOG, TOKENIZER, Manifest, read_manifest
+from retrieve_spec.datastore.sources import STDIN, Source, SourceFile, list_files
+from retrieve_spec.datastore.work import WorkFolder, build_segments, read_into_chunks
+from retrieve_spec.errors import BuildError, StoreIncompleteError
+
+
+def build_datastore(
+    path: str | os.PathLike[str],
+    sources: Source | str | list[Source | str] | None = None,
+    tokenizer: Any = None,
+    *,
+    config: StoreConfig | None = None,
+    licence: str = "",
+    max_tokens: int | None = None,
+    workers: int | None = None,
+    resume: bool = False,
+    progress: bool = False,
+    recipe: str = "",
+) -> ChangeReport:
+    """Build a new datastore.
+
+    Parameters
+    ----------
+    path
+        Folder to create.
+    sources
+        Files, folders, checkouts, or `Source` objects with options; not needed to resume.
+    tokenizer
+        Tokenizer of the model that will draft: an object, a tokenizer.json or a model folder; not needed to resume.
+    config
+        What to keep, and limits.
+    licence
+        Licence of the sources given as plain paths.
+    max_tokens
+        Stop before the document that would exceed this.
+    workers
+        Threads that read and encode; all CPUs by default. The store is the same for any number.
+    resume
+        Continue an interrupted build with the options it was begun with.
+    progress
+        Show bars on standard error.
+    recipe
+        Name of the recipe, for the record.
+
+    Returns
+    -------
+    ChangeReport
+        Counts, what was skipped and why, and seconds by stage.
+
+    Raises
+    ------
+    BuildError
+        When there is a store already, a source is missing, nothing can be indexed or the disk cannot be written.
+    StoreIncompleteError
+        When an interrupted build lies there and `resume` is not set.
+    StoreLockedError
+        When another process is writing there.
+    """
+    store = Path(path)
+    with writer(store) as work:
+        if resume:
+            plan = resumed_plan(work, "build")
+            if existing_manifest(store) is not None:  # killed between taking effect and tidying up
+                work.end()
+                return _finished(store, "build")
+        else:
+            _check_free(store, work)
+            listed = as_sources(sources, licence)
+            replace_file(store / TOKENIZER, _own_copy(tokenizer).to_str().encode())
+            plan = begin_change(work, None, _plan("build", listed, config or StoreConfig(), max_tokens, recipe))
+        return _grow(work, first_manifest(store / TOKENIZER), plan, workers, progress)
+
+
+def _check_free(store: Path, work: WorkFolder) -> None:
+    """Check that a folder holds neither a store nor an interrupted build."""
+    if existing_manifest(store) is not None:
+        raise BuildError(f"no datastore at {store}", "one that is there", "Use `add`, or choose another folder.")
+    if work.plan() is not None:
+        raise StoreIncompleteError(
+            f"an empty folder at {store}",
+            "an interrupted build",
+            f"Continue with `retrieve-spec build {store} --resume`, or delete the folder.",
+        )
+
+
+def add_documents(
+    path: str | os.PathLike[str],
+    sources: Source | str | list[Source | str] | None = None,
+    *,
+    config: StoreConfig | None = None,
+    licence: str = "",
+    max_tokens: int | None = None,
+    workers: int | None = None,
+    resume: bool = False,
+    progress: bool = False,
+) -> ChangeReport:
+    """Add documents to a datastore as new segments; texts it already has are skipped as duplicates.
+
+    Parameters and errors are those of `build_datastore`; the tokenizer is the store's own.
+    """
+    store = Path(path)
+    read_manifest(store)
+    with writer(store) as work:
+        manifest = read_manifest(store)
+        if resume:
+            plan = resumed_plan(work, "add")
+            if plan["generation"] != manifest.generation:
+                work.end()
+                return _finished(store, "add")
+        else:
+            plan = _plan("add", as_sources(sources, licence), config or _config_of(manifest), max_tokens, "")
+            plan = begin_change(work, manifest, plan)
+        return _grow(work, manifest, plan, workers, progress)
+
+
+def as_sources(sources: Source | str | list[Source | str] | None, licence: str) -> tuple[Source, ...]:
+    """Normalise what the caller gave.
+
+    Raises
+    ------
+    BuildError
+        When nothing was given.
+    """
+    given = [sources] if isinstance(sources, Source | str | os.PathLike) else list(sources or ())
+    if not given:
+        raise BuildError("at least one file or folder to build from", "none", "Give a source.")
+    return tuple(s if isinstance(s, Source) else Source(str(s), licence) for s in given)
+
+
+def _own_copy(tokenizer: Any) -> Tokenizer:
+    if tokenizer is None:
+        raise BuildError("a tokenizer", "none", "Give the model folder or tokenizer.json that drafts are for.")
+    backend = Tokenizer.from_str(load_tokenizer(tokenizer).to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _plan(
+    verb: str, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None, recipe: str
+) -> dict[str, Any]:
+    return {
+        "verb": verb,
+        "sources": [asdict(source) for source in sources],
+        "files": [asdict(file) for file in list_files(sources)],
+        "config": asdict(config),
+        "max_tokens": max_tokens,
+        "recipe": recipe,
+    }
+
+
+def first_manifest(tokenizer: Path) -> Manifest:
+    """Manifest of a store without segments, for the copy of the tokenizer that lies in it."""
+    backend = load_tokenizer(tokenizer)
+    vocabulary = max(backend.get_vocab().values(), default=0) + 1
+    return Manifest(
+        tokenizer_fingerprint(backend), FileEntry(tokenizer.stat().st_size, sha256_of(tokenizer)), vocabulary
+    )
+
+
+def _config_of(manifest: Manifest) -> StoreConfig:
+    """Settings of the store's first build."""
+    recorded = manifest.history[0].get("config") if manifest.history else None
+    return StoreConfig(**recorded) if recorded else StoreConfig()
+
+
+def _grow(
+    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], workers: int | None, progress: bool
+) -> ChangeReport:
+    """Read the files of a plan and add them as segments."""
+    sources = tuple(
+        Source(**{**s, "include": tuple(s["include"]), "exclude": tuple(s["exclude"])}) for s in plan["sources"]
+    )
+    files = [SourceFile(**file) for file in plan["files"]]
+    config = StoreConfig(**plan["config"])
+    backend = load_tokenizer(work.store / TOKENIZER)
+    threads = workers or os.cpu_count() or 1
+
+    def stream(consumed: int) -> Iterator[Tokenised]:
+        if consumed and any(file.location == STDIN for file in files):
+            raise BuildError("sources that can be read again", "standard input", "Start the build again.")
+        texts = texts_of(files, sources, config.document_bytes)
+        for _ in range(consumed):
+            next(texts, None)
+        return tokenise(texts, sources, backend, threads, config.document_bytes)
+
+    known: set[str] = set()
+    if (work.store / CATALOG).exists():
+        with Catalog(work.store / CATALOG) as catalog:
+            known = catalog.live_hashes()
+    size = sum(file.size for file in files if not file.skip)
+    return grow(work, manifest, plan, stream, config, known=known, size=size or None, progress=progress)
+
+
+def grow(
+    work: WorkFolder,
+    manifest: Manifest,
+    plan: dict[str, Any],
+    stream: Callable[[int], Iterator[Tokenised]],
+    config: StoreConfig,
+    *,
+    known: set[str],
+    size: int | None,
+    progress: bool,
+    replace: bool = False,
+) -> ChangeReport:
+    """Read a stream of documents into new segments and publish them.
+
+    Parameters
+    ----------
+    work, manifest, plan
+        The change, and the manifest it starts from.
+    stream
+        Called with the number of results to leave out.
+    config, known, size, progress
+        Limits, hashes that count as duplicates, bytes to read if known, whether to show bars.
+    replace
+        The new segments replace all old ones instead of joining them.
+    """
+    watch = Stopwatch(progress)
+    read = 0
+    with watch.stage("reading", size, "B") as bar:
+
+        def tick(result: Tokenised) -> None:
+            nonlocal read
+            read += len(result.ids)
+            bar.set_postfix_str(f"{read:,} tokens", refresh=False)
+            bar.update(result.bytes)
+
+        chunks = read_into_chunks(work, stream, config, known=known, max_tokens=plan.get("max_tokens"), tick=tick)
+    skipped = tuple((path, source, reason) for chunk in chunks for path, source, reason in chunk.skipped)
+    total = sum(document[4] for chunk in chunks for document in chunk.documents)
+    if total == 0 and not manifest.segments:
+        work.end()
+        raise BuildError("text to index", f"none ({len(skipped)} files skipped)", "Check the sources and filters.")
+    with watch.stage("indexing", total, "tok") as bar:
+        entries, documents = build_segments(
+            work, chunks, manifest.next_segment, config, plan["at"], tick=lambda tokens, _: bar.update(tokens)
+        )
+    report = ChangeReport(
+        plan["verb"],
+        sum(entry.documents for entry in entries),
+        sum(entry.tokens for entry in entries),
+        len(entries) + (0 if replace else len(manifest.segments)),
+        skipped,
+        watch.seconds,
+    )
+    segments = (*(() if replace else manifest.segments), *entries)
+    publish(work, manifest, segments, documents, event_of(plan, report), skipped)
+    return report
+
+
+def event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
+    """Entry of a store's history."""
+    left_out = ("files", "generation")
+    return {
+        **{key: value for key, value in plan.items() if key not in left_out and value not in (None, "")},
+        "documents": report.documents,
+        "tokens": report.tokens,
+        "skipped": report.skipped_by_reason,
+    }
+
+
+def _finished(store: Path, verb: str) -> ChangeReport:
+    """Report of a change that had taken effect before it was killed."""
+    manifest = read_manifest(store)
+    event = manifest.history[-1]
+    return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))

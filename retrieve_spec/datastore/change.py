@@ -1,0 +1,209 @@
+"""Changes of a store: one writer at a time, and a new manifest that takes effect at once or not at all."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from retrieve_spec._version import __version__
+from retrieve_spec.datastore.catalog import Catalog, Document
+from retrieve_spec.datastore.manifest import CATALOG, MANIFEST, Manifest, SegmentEntry, read_manifest, write_manifest
+from retrieve_spec.datastore.work import WorkFolder, drop_stale_segments, publish_segments
+from retrieve_spec.errors import BuildError, StoreError, StoreLockedError
+
+LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeReport:
+    """What a change of a store did.
+
+    Attributes
+    ----------
+    verb
+        build, add, remove, merge, compact or retokenize.
+    documents, tokens
+        Added by the change (for `remove`: taken out).
+    segments
+        Segments of the store now.
+    skipped
+        ``(path, source, reason)`` of everything that was left out.
+    seconds
+        Wall time by stage.
+    """
+
+    verb: str
+    documents: int
+    tokens: int
+    segments: int
+    skipped: tuple[tuple[str, str, str], ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def skipped_by_reason(self) -> dict[str, int]:
+        """How many were left out, by reason."""
+        counts: dict[str, int] = {}
+        for _, _, reason in self.skipped:
+            counts[reason] = counts.get(reason, 0) + 1
+        return dict(sorted(counts.items()))
+
+
+def utc_now() -> str:
+    """Time now in UTC, to the second; ``SOURCE_DATE_EPOCH`` replaces it for reproducible builds."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    moment = float(epoch) if epoch else time.time()
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@contextmanager
+def explain_write_errors(store: Path) -> Iterator[None]:
+    """Turn a full disk, a quota or missing permission into a `BuildError` that says so."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except (OSError, sqlite3.OperationalError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BuildError(
+            f"to write to {store}",
+            reason,
+            "Check permissions and free space; the store is as it was, and --resume continues an interrupted change.",
+        ) from error
+
+
+@contextmanager
+def writer(store: Path) -> Iterator[WorkFolder]:
+    """Be the only writer of a store.
+
+    Raises
+    ------
+    StoreLockedError
+        When another process is writing to it.
+    BuildError
+        When the folder cannot be written.
+    """
+    with explain_write_errors(store):
+        store.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(store / LOCK, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise StoreLockedError(
+                f"{store} to be free", "another process writing to it", "Wait until it has finished, then try again."
+            ) from error
+        try:
+            yield WorkFolder(store)
+        finally:
+            lock.release()
+
+
+def existing_manifest(store: Path) -> Manifest | None:
+    """Manifest of a store, or None where none was ever finished."""
+    return read_manifest(store) if (store / MANIFEST).exists() else None
+
+
+def begin_change(work: WorkFolder, manifest: Manifest | None, plan: dict[str, Any]) -> dict[str, Any]:
+    """Record the plan of a new change, and clear away what interrupted ones left."""
+    names = [segment.name for segment in manifest.segments] if manifest else []
+    drop_stale_segments(work.store, names)
+    if (work.store / CATALOG).exists():
+        with Catalog(work.store / CATALOG, write=True) as catalog:
+            catalog.keep_segments(names)
+    plan = {**plan, "generation": manifest.generation if manifest else 0, "at": utc_now(), "version": __version__}
+    work.begin(plan)
+    return plan
+
+
+def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
+    """Plan of the interrupted change.
+
+    Raises
+    ------
+    BuildError
+        When there is none, or it is of another verb.
+    """
+    plan = work.plan()
+    if plan is None:
+        raise BuildError(f"an interrupted {verb} in {work.store}", "none", "Run the command again without --resume.")
+    if plan["verb"] != verb:
+        raise BuildError(
+            f"an interrupted {verb} in {work.store}",
+            f"an interrupted {plan['verb']}",
+            f"Continue that one with `retrieve-spec {plan['verb']} … --resume`, or run the command without --resume.",
+        )
+    return plan
+
+
+def publish(
+    work: WorkFolder,
+    manifest: Manifest,
+    segments: tuple[SegmentEntry, ...],
+    documents: dict[str, list[Document]],
+    event: dict[str, Any],
+    skipped: Iterable[tuple[str, str, str]] = (),
+) -> Manifest:
+    """Make a change take effect: folders, catalogue, then the manifest, then clearing up.
+
+    Parameters
+    ----------
+    work
+        Folder of the change; holds the new segments.
+    manifest
+        The manifest that the change started from.
+    segments
+        Segments of the store from now on.
+    documents
+        Catalogue rows of the new segments, by name.
+    event
+        Entry of the history.
+    skipped
+        What was left out.
+    """
+    publish_segments(work, documents)
+    kept = {segment.name for segment in segments}
+    replaced = [segment.name for segment in manifest.segments if segment.name not in kept]
+    with Catalog(work.store / CATALOG, write=True) as catalog:
+        for name, rows in documents.items():
+            catalog.put_segment(name, rows)
+        catalog.put_skipped(manifest.generation + 1, skipped)
+        numbers = [int(name) for name in documents]
+        following = manifest.following(segments, max([manifest.next_segment, *(n + 1 for n in numbers)]), event)
+        write_manifest(work.store, following)
+        # Rows of replaced segments stay until the next change, for readers that still have the old arrays mapped.
+        catalog.mark_replaced(replaced, event["at"])
+    drop_stale_segments(work.store, kept)
+    work.end()
+    return following
+
+
+class Stopwatch:
+    """Wall time by stage, with a progress bar per stage when asked for.
+
+    Parameters
+    ----------
+    bars
+        Show bars on standard error (only where it is a terminal).
+    """
+
+    def __init__(self, bars: bool) -> None:
+        self.bars = bars
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[tqdm[Any]]:
+        """Time a stage and show how far it is: amount, rate and time left."""
+        started = time.perf_counter()
+        options = {"disable": None} if self.bars else {"disable": True}
+        with tqdm(total=total, unit=unit, unit_scale=True, desc=name, dynamic_ncols=True, **options) as bar:
+            yield bar
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - started, 3)

@@ -1,0 +1,151 @@
+"""What to build from: from files, folders and checkouts to an ordered list of files, with what is skipped and why."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrieve_spec.errors import BuildError
+
+STDIN = "-"
+_IGNORED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__"})
+_RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_COMPRESSED = {".gz": "gz", ".zst": "zst"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One thing to build from.
+
+    Attributes
+    ----------
+    path
+        File, folder, git checkout (its tracked files) or ``-`` for standard input.
+    licence
+        Licence of its documents, recorded with each.
+    include, exclude
+        Globs over paths relative to the source (``**`` spans folders; without a slash they match names).
+    field
+        Field or column that holds the text of JSON Lines and Parquet records, dotted for nested ones.
+    """
+
+    path: str
+    licence: str = ""
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    field: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file to read: index of its source, path to record, path to open, bytes, kind and compression.
+
+    A file that is not to be read carries the reason in `skip`.
+    """
+
+    source: int
+    path: str
+    location: str
+    size: int
+    kind: str
+    compression: str = ""
+    skip: str = ""
+    licence: str = ""
+
+
+def list_files(sources: tuple[Source, ...]) -> list[SourceFile]:
+    """List the files of all sources, each source's in the order of their paths.
+
+    Symbolic links to folders are not followed; a link that leads out of its source is listed as skipped.
+
+    Raises
+    ------
+    BuildError
+        When a source does not exist, or git cannot list a checkout.
+    """
+    return [file for index, source in enumerate(sources) for file in _list_source(index, source)]
+
+
+def _list_source(index: int, source: Source) -> Iterator[SourceFile]:
+    if source.path == STDIN:
+        kind = "jsonl" if source.field != "text" else "text"
+        yield SourceFile(index, "stdin", STDIN, 0, kind, licence=source.licence)
+        return
+    root = Path(source.path)
+    if not root.exists():
+        raise BuildError(f"a file or folder at {root}", "nothing there", "Check the path.")
+    if root.is_file() or not root.is_dir():
+        yield _describe(index, source, root.name, root, root.resolve().parent)
+        return
+    included, excluded = _matcher(source.include), _matcher(source.exclude)
+    for relative in _tracked(root) if (root / ".git").exists() else _walk(root):
+        if (not source.include or included(relative)) and not excluded(relative):
+            yield _describe(index, source, relative, root / relative, root.resolve())
+
+
+def _describe(index: int, source: Source, relative: str, location: Path, root: Path) -> SourceFile:
+    suffix = location.suffix.lower()
+    compression = _COMPRESSED.get(suffix, "")
+    kind = _RECORDS.get(Path(location.stem).suffix.lower() if compression else suffix, "text")
+    size, skip = 0, ""
+    try:
+        real = location.resolve(strict=True)
+        status = real.stat()
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            skip = "not a regular file"
+        elif not real.is_relative_to(root) and location.is_symlink():
+            skip = "outside the source"
+    except (OSError, RuntimeError):
+        skip = "unreadable"
+    return SourceFile(index, relative, str(location), size, kind, compression, skip, source.licence)
+
+
+def _walk(root: Path, prefix: str = "") -> Iterator[str]:
+    try:
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+    except OSError:
+        yield prefix.rstrip("/")
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name not in _IGNORED_FOLDERS:
+                yield from _walk(Path(entry.path), f"{prefix}{entry.name}/")
+        elif not (entry.is_symlink() and entry.is_dir()):
+            yield prefix + entry.name
+
+
+def _tracked(root: Path) -> list[str]:
+    """Paths of the files git tracks in a checkout, sorted."""
+    try:
+        listed = subprocess.run(
+            ["git", "-C", str(root), "ls-files", "-z", "--cached"], capture_output=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", b"") or str(error).encode()
+        raise BuildError(
+            f"git to list the files of {root}",
+            detail.decode(errors="replace").strip(),
+            "Install git, or copy the files.",
+        ) from error
+    paths = (os.fsdecode(name) for name in listed.split(b"\0") if name)
+    return sorted({path for path in paths if not (root / path).is_dir()})
+
+
+def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    expressions = [_glob(pattern) for pattern in patterns]
+    return lambda path: any(expression.fullmatch(path) for expression in expressions)
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """Compile a glob; ``**/`` spans any number of folders, a pattern without a slash matches in every folder."""
+    if "/" not in pattern:
+        pattern = "**/" + pattern
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(translated.get(part) or re.escape(part) for part in parts), re.DOTALL)
