@@ -90,20 +90,22 @@ class HuggingFaceBackend:
         A model prepared by `retrieve_spec.accelerate`.
     tokenizer
         Its tokenizer.
-    infill
-        Factory of the processor for the ``infill`` sampler (`samplers.make_infill_processor`).
     """
 
-    def __init__(self, model: Any, tokenizer: Any, infill: Any = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any) -> None:
         from retrieve_spec import generate_stream
 
         self.model = model
         self.tokenizer = tokenizer
         self._stream = generate_stream
         self._accepts = frozenset(inspect.signature(generate_stream).parameters)
-        self._infill = infill
+        self._infill: Any = None
         config = model.config.get_text_config()
         self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
+
+    def set_infill(self, factory: Any) -> None:
+        """Give the factory of the processor for the ``infill`` sampler (`samplers.make_infill_processor`)."""
+        self._infill = factory
 
     def new_cache(self) -> Any:
         """An empty key-value cache."""

@@ -21,6 +21,7 @@ from pathspec import GitIgnoreSpec
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
+from retrieve_spec.paths import cache_dir
 from retrieve_spec.server.continuations import Continuation, TextIndex, key_starts
 
 log = logging.getLogger("retrieve_spec.server")
@@ -308,9 +309,8 @@ def _mtime(path: Path) -> float:
 
 def memory_folder(roots: Iterable[Path]) -> Path:
     """Where the store of a workspace lives: the user's cache folder, one entry per set of folders."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retrieve-spec" / "workspaces"
     key = hashlib.sha256("\0".join(sorted(str(root.expanduser().resolve()) for root in roots)).encode()).hexdigest()
-    return base / key[:24]
+    return cache_dir() / "workspaces" / key[:24]
 
 
 def forget_workspace(roots: Iterable[Path]) -> bool:

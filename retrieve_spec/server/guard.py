@@ -1,0 +1,195 @@
+"""Turns away what must not reach a handler: wrong keys, browser pages of other origins, bodies that are too large."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from retrieve_spec.errors import ServeError
+
+OPEN_PATHS = frozenset({"/health", "/v1/health"})
+
+
+class Refusal(Exception):
+    """A request that is answered with an error.
+
+    Parameters
+    ----------
+    status
+        HTTP status.
+    message
+        What was wrong, for the client.
+    kind
+        Error type in the answer.
+    """
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        body = {"error": {"code": self.status, "message": self.message, "type": self.kind}}
+        headers = {"Retry-After": "1"} if self.status == 503 else {}
+        return JSONResponse(body, self.status, headers)
+
+
+def read_keys(path: Path) -> tuple[bytes, ...]:
+    """API keys of a file, one a line; blank lines and lines that start with # are skipped.
+
+    Raises
+    ------
+    ServeError
+        The file cannot be read or holds no key.
+    """
+    try:
+        lines = path.expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServeError("a readable file of API keys", f"{path} ({error})", "Give a text file, one key a line.") from error
+    keys = tuple(line.strip().encode() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ServeError("at least one API key", f"none in {path}", "Put one key on each line.")
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's own."""
+    if host.lower().rstrip(".") in ("localhost", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_binding(host: str, keys: Sequence[bytes]) -> None:
+    """Refuse to serve others without a key.
+
+    Raises
+    ------
+    ServeError
+        The host can be reached from other machines and there is no key.
+    """
+    if not is_loopback(host) and not keys:
+        raise ServeError(
+            "an API key for a host that others can reach", f"--host {host} without one", "Give --api-key-file."
+        )
+
+
+class Guard:
+    """ASGI middleware in front of all routes.
+
+    Parameters
+    ----------
+    app
+        What it guards.
+    keys
+        Accepted API keys; none: no key is asked for.
+    origins
+        Browser origins that may call.
+    host
+        Where the server listens; on a loopback address the Host header must name one too, so that a page cannot
+        reach the server under a name of its own (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[bytes] = (), origins: Sequence[str] = (), host: str = "") -> None:
+        self._app = app
+        self._keys = tuple(keys)
+        self._origins = frozenset(origins)
+        self._local = is_loopback(host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a refused request, pass the others on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refusal = self._refuse(scope["path"], headers)
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+            return
+        origin = headers.get("origin")
+        if origin is None:
+            await self._app(scope, receive, send)
+        elif scope["method"] == "OPTIONS":
+            await JSONResponse(None, 204, _cors(origin))(scope, receive, send)
+        else:
+            await self._app(scope, receive, _with_headers(send, _cors(origin)))
+
+    def _refuse(self, path: str, headers: Headers) -> Refusal | None:
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._origins:
+            return Refusal(403, f"browser pages of {origin} may not call this server (--origin allows one)", "origin")
+        if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            return Refusal(403, "browser pages of other sites may not call this server", "origin")
+        if self._local and not is_loopback(_host_name(headers.get("host", "localhost"))):
+            return Refusal(403, "the Host header does not name this machine", "host")
+        if self._keys and path not in OPEN_PATHS and not self._known(headers):
+            return Refusal(401, "a valid API key is required (Authorization: Bearer …)", "authentication_error")
+        return None
+
+    def _known(self, headers: Headers) -> bool:
+        given = given_key(headers)
+        found = False
+        for key in self._keys:  # every key is compared, in constant time each
+            found |= hmac.compare_digest(given, key)
+        return found
+
+
+def given_key(headers: Headers) -> bytes:
+    """The key a request carries, empty when none."""
+    value = headers.get("authorization", "")
+    scheme, _, key = value.partition(" ")
+    return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip().encode("utf-8", "replace")
+
+
+def _host_name(host: str) -> str:
+    if host.startswith("["):
+        return host[1 : host.find("]")]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+def _cors(origin: str) -> dict[str, str]:
+    return {
+        "Access-Control-Allow-Origin": origin,
+        "Access-Control-Allow-Headers": "authorization, content-type, x-api-key, x-client-id",
+        "Access-Control-Allow-Methods": "GET, POST, DELETE",
+        "Vary": "Origin",
+    }
+
+
+def _with_headers(send: Send, extra: dict[str, str]) -> Send:
+    async def wrapped(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *((k.lower().encode(), v.encode()) for k, v in extra.items())]
+        await send(message)
+
+    return wrapped
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body of a request.
+
+    Raises
+    ------
+    Refusal
+        The body is larger than the limit (413); nothing beyond it is read.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise Refusal(413, f"the body has {declared} bytes, at most {limit} are read")
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise Refusal(413, f"the body has more than {limit} bytes")
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,135 @@
+"""Puts a server together: model, stores, workspace, engine, HTTP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.server.app import create_app
+from retrieve_spec.server.backend import HuggingFaceBackend
+from retrieve_spec.server.guard import check_binding, read_keys
+from retrieve_spec.server.jobs import Completion, Task
+from retrieve_spec.server.metrics import Metrics
+from retrieve_spec.server.provenance import Provenance
+from retrieve_spec.server.samplers import make_infill_processor
+from retrieve_spec.server.service import Service
+from retrieve_spec.server.workspace import Workspace
+
+log = logging.getLogger("retrieve_spec.server")
+
+
+@dataclass(slots=True)
+class Served:
+    """A service ready to start, and what belongs to it."""
+
+    service: Service
+    metrics: Metrics
+    provenance: Provenance
+
+
+def build_service(
+    model_name: str,
+    config: ServeConfig,
+    *,
+    workspaces: Sequence[Path] = (),
+    stores: Sequence[Path] = (),
+    dtype: str = "auto",
+    device: str = "auto",
+    provenance: bool = True,
+) -> Served:
+    """Load a model and put everything around it.
+
+    Parameters
+    ----------
+    model_name
+        `"reference"`, a folder or a hub id.
+    config
+        Limits.
+    workspaces
+        Folders to draft from.
+    stores
+        Datastores to draft from.
+    dtype, device
+        As in `retrieve_spec.reference_model.load_model`.
+    provenance
+        Record where accepted runs stand in the stores.
+    """
+    from retrieve_spec.reference_model import load_model
+
+    model, tokenizer = load_model(model_name, dtype=dtype, device=device)
+    return assemble(model, tokenizer, display_name(model_name), config, workspaces=workspaces, stores=stores, provenance=provenance)
+
+
+def assemble(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    config: ServeConfig,
+    *,
+    workspaces: Sequence[Path] = (),
+    stores: Sequence[Path] = (),
+    provenance: bool = True,
+) -> Served:
+    """Put everything around a loaded model; parameters as in `build_service`."""
+    from retrieve_spec.accelerate import accelerate
+
+    accelerate(model, tokenizer=tokenizer, datastores=list(stores), provenance=provenance)
+    backend = HuggingFaceBackend(model, tokenizer)
+    workspace = Workspace(workspaces, config) if workspaces else None
+    metrics: Metrics | None = None
+
+    def on_done(task: Task, done: Completion) -> None:
+        if metrics is not None:
+            metrics.completion(task, done)
+
+    service = Service(backend, tokenizer, name, config, workspace, on_done)
+    end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
+    backend.set_infill(make_infill_processor(service.codec, service.end_ids, end_of_text))
+    metrics = Metrics(lambda: service.engine.queue_length)
+    return Served(service, metrics, Provenance())
+
+
+def display_name(model_name: str) -> str:
+    """How a model is called in answers: the last part of its path, which some editors choose a prompt format by."""
+    return "retrieve-spec-qwen2.5-coder-reference" if model_name == "reference" else Path(model_name).name
+
+
+def make_app(served: Served, keys: Sequence[bytes] = ()) -> Starlette:
+    """The ASGI application of a service."""
+    return create_app(served.service, served.metrics, keys=keys, provenance=served.provenance)
+
+
+def serve(
+    model_name: str,
+    config: ServeConfig,
+    *,
+    workspaces: Sequence[Path] = (),
+    stores: Sequence[Path] = (),
+    key_file: Path | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> None:
+    """Serve until interrupted.
+
+    Raises
+    ------
+    ServeError
+        The binding is refused, or keys or workspaces are not as they should be.
+    """
+    import uvicorn
+
+    keys = read_keys(key_file) if key_file is not None else ()
+    check_binding(config.host, keys)
+    served = build_service(model_name, config, workspaces=workspaces, stores=stores, dtype=dtype, device=device)
+    app = make_app(served, keys)
+    fim = served.service.fim
+    log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())
+    uvicorn.run(
+        app, host=config.host, port=config.port, log_level="warning", access_log=False, timeout_graceful_shutdown=2
+    )

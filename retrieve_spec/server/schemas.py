@@ -1,0 +1,203 @@
+"""What clients send, as they send it: every field optional unless its dialect demands it, unknown fields ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
+
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
+Count = Annotated[int, Field(ge=-1, le=1 << 31)]
+Text = StrictStr
+TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+Stops = Annotated[list[Text], Field(max_length=256)] | Text | None
+
+
+class _Lenient(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class PredictionPart(_Lenient):
+    """A piece of a predicted output."""
+
+    text: Text = ""
+    type: str | None = None
+
+
+class Prediction(_Lenient):
+    """The text a client expects (OpenAI's predicted outputs)."""
+
+    content: Text | list[PredictionPart]
+    type: str | None = "content"
+
+    def as_text(self) -> str:
+        """The expected text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class Common(_Lenient):
+    """Fields of every dialect that asks for text."""
+
+    model: Any = None
+    stream: StrictBool | None = None
+    temperature: Number | None = None
+    top_k: Count | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    stop: Stops = None
+    samplers: list[Text] | Text | None = None
+    n_predict: Count | None = None
+    n_indent: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    t_max_prompt_ms: Number | None = None
+    t_max_predict_ms: Number | None = None
+    cache_prompt: StrictBool | None = None
+    id_slot: int | None = Field(None, ge=-1, le=1 << 20)
+    response_fields: list[Text] | None = None
+    return_tokens: StrictBool | None = None
+    user: Text | None = None
+    prediction: Prediction | None = None
+    speculative: StrictBool | None = Field(None, description="False decodes plainly; the text is the same.")
+    provenance: StrictBool | None = Field(None, description="Say where copied lines stand, and under which licence.")
+    deadline_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
+
+
+class ExtraChunk(_Lenient):
+    """A piece of another file (`input_extra`); `time` comes in several shapes and is not read."""
+
+    text: Text
+    filename: Text | None = None
+
+
+class InfillRequest(Common):
+    """`POST /infill`, llama.cpp's dialect."""
+
+    input_prefix: Text
+    input_suffix: Text
+    prompt: Text | None = None
+    input_extra: Annotated[list[ExtraChunk], Field(max_length=1024)] | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=4)] | None = None
+    n: Annotated[int, Field(ge=1, le=4)] | None = None
+
+
+class CompletionRequest(Common):
+    """`POST /completion`, llama.cpp's dialect."""
+
+    prompt: Text | list[TokenId]
+
+
+class StreamOptions(_Lenient):
+    """What a stream carries besides text."""
+
+    include_usage: StrictBool | None = None
+
+
+class OpenAIOptions(Common):
+    """Fields of both OpenAI dialects."""
+
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=4)] | None = None
+
+
+class OpenAICompletionRequest(OpenAIOptions):
+    """`POST /v1/completions`."""
+
+    prompt: Text | list[TokenId] | Annotated[list[Text], Field(min_length=1, max_length=16)] | None = None
+    suffix: Text | None = None
+    echo: StrictBool | None = None
+
+
+class ContentPart(_Lenient):
+    """A piece of a message; only text is read."""
+
+    type: str = "text"
+    text: Text = ""
+
+
+class Message(_Lenient):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | list[ContentPart] | None = None
+
+    def as_text(self) -> str:
+        """The text of the turn."""
+        content = self.content
+        return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+class ChatRequest(OpenAIOptions):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1024)]
+    max_completion_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+
+
+class TabbySnippet(_Lenient):
+    """A piece of code that Tabby's client found."""
+
+    body: Text
+    filepath: Text | None = None
+
+
+class TabbySegments(_Lenient):
+    """What Tabby's client knows at the cursor."""
+
+    prefix: Text
+    suffix: Text | None = None
+    filepath: Text | None = None
+    declarations: list[TabbySnippet] | None = None
+    relevant_snippets_from_changed_files: list[TabbySnippet] | None = None
+    relevant_snippets_from_recently_opened_files: list[TabbySnippet] | None = None
+    clipboard: Text | None = None
+    edit_history: Any = None
+
+
+class TabbyRequest(Common):
+    """`POST /v1/completions` with `segments`, Tabby's dialect."""
+
+    segments: TabbySegments
+    language: Text | None = None
+    mode: Text | None = None
+
+
+class TabbyEvent(_Lenient):
+    """`POST /v1/events`: what became of a suggestion."""
+
+    type: Text
+    completion_id: Text | None = None
+    choice_index: int | None = None
+
+
+class TokenizeRequest(_Lenient):
+    """`POST /tokenize`."""
+
+    content: Text
+    add_special: StrictBool = False
+    parse_special: StrictBool = True
+    with_pieces: StrictBool = False
+
+
+class DetokenizeRequest(_Lenient):
+    """`POST /detokenize`."""
+
+    tokens: list[TokenId]
+
+
+class TemplateRequest(_Lenient):
+    """`POST /apply-template`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1024)]
+
+
+def reason(error: ValidationError) -> str:
+    """One sentence that says which field is wrong and what it should be."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = [str(part) for part in first["loc"] if isinstance(part, int) or part.islower()]
+    name = '"' + ".".join(path) + '"' if path else "the body"
+    if first["type"] == "missing":
+        return f"{name} is required"
+    if first["type"] == "string_type":
+        return f"{name} must be a string"
+    return f"{name}: {first['msg'][:1].lower()}{first['msg'][1:]}"

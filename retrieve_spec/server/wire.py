@@ -1,0 +1,191 @@
+"""Turns completions into the JSON bodies that each dialect's clients read."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from retrieve_spec.server.jobs import Completion, Delta
+from retrieve_spec.server.schemas import Common
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event on one line, without blanks after the colons (clients match on that)."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def timings(done: Completion) -> dict[str, Any]:
+    """Counters of one completion under llama.cpp's names, and ours."""
+    evaluated = max(0, done.prompt_tokens - done.cached_tokens)
+    predicted = len(done.token_ids)
+    prompt_ms, predicted_ms = 1000 * done.prompt_s, 1000 * done.predict_s
+    return {
+        "cache_n": done.cached_tokens,
+        "prompt_n": evaluated,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / evaluated if evaluated else 0.0,
+        "prompt_per_second": 1000 * evaluated / prompt_ms if prompt_ms else 0.0,
+        "predicted_n": predicted,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / predicted if predicted else 0.0,
+        "predicted_per_second": 1000 * predicted / predicted_ms if predicted_ms else 0.0,
+        "draft_n": done.figures.drafted,
+        "draft_n_accepted": done.figures.accepted,
+        "passes": done.figures.passes,
+        "accepted_by_source": done.figures.accepted_by_source,
+        "waited_ms": 1000 * done.waited_s,
+    }
+
+
+def generation_settings(request: Common, n_ctx: int) -> dict[str, Any]:
+    """The settings a completion ran with; the editors' status bars need `n_ctx`."""
+    return {
+        "n_ctx": n_ctx,
+        "n_predict": request.n_predict if request.n_predict is not None else -1,
+        "temperature": request.temperature if request.temperature is not None else 0.0,
+        "top_k": request.top_k or 0,
+        "top_p": request.top_p if request.top_p is not None else 1.0,
+        "min_p": request.min_p or 0.0,
+        "seed": request.seed if request.seed is not None else 0,
+        "samplers": request.samplers or [],
+        "stop": request.stop or [],
+        "n_indent": request.n_indent or 0,
+        "t_max_predict_ms": request.t_max_predict_ms or 0,
+        "stream": bool(request.stream),
+        "speculative": request.speculative is not False,
+    }
+
+
+def llama_body(
+    done: Completion, request: Common, *, model: str, n_ctx: int, prompt: str, truncated: bool, streamed: bool = False
+) -> dict[str, Any]:
+    """The answer of `/infill` and `/completion`, or the last event of its stream."""
+    return {
+        "index": 0,
+        "content": "" if streamed or done.outcome != "done" else done.text,
+        "tokens": done.token_ids if request.return_tokens and not streamed else [],
+        "id_slot": request.id_slot if request.id_slot is not None else -1,
+        "stop": True,
+        "model": model,
+        "tokens_predicted": len(done.token_ids),
+        "tokens_evaluated": done.prompt_tokens,
+        "generation_settings": generation_settings(request, n_ctx),
+        "prompt": prompt,
+        "has_new_line": "\n" in done.text,
+        "truncated": truncated,
+        "stop_type": done.stop_type,
+        "stopping_word": done.stopping_word,
+        "tokens_cached": done.prompt_tokens + max(0, len(done.token_ids) - 1),
+        "timings": timings(done),
+        **({"superseded": True} if done.outcome == "superseded" else {}),
+    }
+
+
+def llama_delta(delta: Delta, request: Common) -> dict[str, Any]:
+    """One event of a `/infill` or `/completion` stream."""
+    return {
+        "index": 0,
+        "content": delta.text,
+        "tokens": list(delta.token_ids) if request.return_tokens else [],
+        "stop": False,
+        "id_slot": request.id_slot if request.id_slot is not None else -1,
+    }
+
+
+def project(body: dict[str, Any], fields: Sequence[str] | None) -> dict[str, Any]:
+    """Only the named fields; a path such as ``timings/prompt_n`` stays the key of its value."""
+    if fields is None:
+        return body
+    out: dict[str, Any] = {}
+    for path in fields:
+        value: Any = body
+        for part in path.split("/"):
+            if not isinstance(value, dict) or part not in value:
+                break
+            value = value[part]
+        else:
+            out[path] = value
+    return out
+
+
+def finish_reason(done: Completion) -> str:
+    """OpenAI's word for why a completion ended."""
+    return "stop" if done.stop_type in ("eos", "word") else "length"
+
+
+class OpenAIAnswer:
+    """The bodies of one OpenAI answer, streamed or whole; they share an id.
+
+    Parameters
+    ----------
+    model
+        Name of the model.
+    chat
+        Chat completions rather than text completions.
+    """
+
+    def __init__(self, model: str, *, chat: bool) -> None:
+        self.chat = chat
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {
+            "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, finished: Sequence[Completion], predicted: int, **extra: Any) -> dict[str, Any]:
+        """The answer without streaming."""
+        choices = []
+        for index, done in enumerate(finished):
+            body: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish_reason(done)}
+            if self.chat:
+                body["message"] = {"role": "assistant", "content": done.text, "refusal": None}
+            else:
+                body["text"] = done.text
+            choices.append(body)
+        marks = {"superseded": True} if any(done.outcome == "superseded" for done in finished) else {}
+        return {**self._head, "choices": choices, "usage": usage(finished, predicted), **self._timings(finished), **marks, **extra}
+
+    def chunk(self, text: str, index: int = 0, finish: str | None = None, *, first: bool = False) -> dict[str, Any]:
+        """One event of a stream."""
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish}
+        if self.chat:
+            delta: dict[str, Any] = {"role": "assistant"} if first else {}
+            choice["delta"] = {**delta, "content": text} if text or first else delta
+        else:
+            choice["text"] = text
+        head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
+        return {**head, "choices": [choice]}
+
+    def usage_chunk(self, finished: Sequence[Completion], predicted: int) -> dict[str, Any]:
+        """The event that carries usage; sent only when asked for, since it has no choices."""
+        head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
+        return {**head, "choices": [], "usage": usage(finished, predicted), **self._timings(finished)}
+
+    def _timings(self, finished: Sequence[Completion]) -> dict[str, Any]:
+        return {"timings": timings(finished[0])} if finished else {}
+
+
+def usage(finished: Sequence[Completion], predicted: int) -> dict[str, Any]:
+    """Token counts; of a prediction, what was accepted and what was not."""
+    prompt = sum(done.prompt_tokens for done in finished)
+    completion = sum(len(done.token_ids) for done in finished)
+    accepted = sum(done.figures.accepted_by_source.get("prediction", 0) for done in finished) if predicted else 0
+    accepted = min(accepted, predicted)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in finished)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": max(0, predicted - accepted),
+        },
+    }

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    from retrieve_spec.reference_model import reference_path
+
+    return AutoTokenizer.from_pretrained(str(reference_path()), local_files_only=True)
+
+
+@pytest.fixture(scope="session")
+def codec(tokenizer):
+    from retrieve_spec.server.text import TextCodec
+
+    return TextCodec(tokenizer)

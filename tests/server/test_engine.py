@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from scripted import Collector, ScriptedBackend
+
+from retrieve_spec.server.engine import Engine, QueueFullError
+from retrieve_spec.server.jobs import Task, same_document
+from retrieve_spec.server.slots import SlotPool, common_prefix
+from retrieve_spec.server.stopping import StopRules
+
+RULES = StopRules(max_tokens=8, end_ids=frozenset({0}))
+
+
+def count_up(prompt):
+    return [prompt[-1] + i for i in range(1, 200)]
+
+
+@pytest.fixture
+def backend():
+    return ScriptedBackend(count_up)
+
+
+@pytest.fixture
+def engine(backend, codec):
+    engine = Engine(backend, codec, slots=2, max_queue=3, prefill_chunk=16)
+    engine.start()
+    yield engine
+    if backend.gate is not None:
+        backend.gate.release(10_000)
+    engine.close()
+
+
+def ask(engine, prompt, **fields):
+    sink = Collector()
+    sink.ticket = engine.submit(Task(tuple(prompt), fields.pop("rules", RULES), **fields), sink)
+    return sink
+
+
+def wait_for(condition, timeout=5.0):
+    limit = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < limit, "did not happen"
+        time.sleep(0.002)
+
+
+def test_a_task_is_decoded_by_runs(engine, codec):
+    sink = ask(engine, [500, 501])
+    done = sink.result()
+    assert done.outcome == "done"
+    assert done.token_ids == list(range(502, 510))
+    assert done.stop_type == "limit"
+    assert sink.text == done.text == codec.decode(done.token_ids)
+    assert done.figures.passes == 4
+
+
+def test_end_inside_a_run_costs_no_further_pass(engine, backend):
+    backend.script = lambda prompt: [500, 501, 0, 502, 503, 504]
+    done = ask(engine, [600]).result()
+    assert done.token_ids == [500, 501]
+    assert done.stop_type == "eos"
+    assert backend.passes == 2
+
+
+def test_long_prompts_are_read_by_chunks(engine, backend):
+    ask(engine, range(1000, 1100)).result()
+    assert backend.prefilled == [16] * 6
+
+
+def test_next_keystroke_reads_only_what_is_new(engine, backend):
+    prompt = list(range(1000, 1090))
+    assert ask(engine, prompt).result().cached_tokens == 0
+    done = ask(engine, [*prompt[:80], 7, 8]).result()
+    assert done.cached_tokens == 80
+    # What was decoded counts as read: accepting the completion continues the same cache.
+    longer = [*prompt[:80], 7, 8, *done.token_ids]
+    assert ask(engine, [*longer, 9]).result().cached_tokens == len(longer) - 1
+
+
+def test_same_prompt_again_reads_one_token(engine):
+    prompt = list(range(1000, 1060))
+    ask(engine, prompt).result()
+    assert ask(engine, prompt).result().cached_tokens == 59
+
+
+def test_without_reuse_everything_is_read(engine):
+    prompt = list(range(1000, 1060))
+    ask(engine, prompt).result()
+    assert ask(engine, prompt, reuse=False).result().cached_tokens == 0
+
+
+def test_slots_serve_two_documents_in_turn(engine):
+    one, two = list(range(1000, 1050)), list(range(3000, 3050))
+    ask(engine, one).result()
+    ask(engine, two).result()
+    assert ask(engine, [*one, 5]).result().cached_tokens >= 50
+    assert ask(engine, [*two, 5]).result().cached_tokens >= 50
+
+
+def test_a_shared_beginning_is_copied_and_both_caches_stay(backend):
+    pool = SlotPool(backend, 3)
+    first, _ = pool.take(list(range(300)))
+    first.cache.extend(range(300))
+    pool.settle(first, list(range(300)))
+    branch, keep = pool.take([*range(100), 7, 8])
+    assert keep == 100
+    assert branch is not first
+    assert branch.cache == list(range(100))
+    assert first.cache == list(range(300))
+
+
+def test_newest_request_of_a_client_wins(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    running = ask(engine, [500], client="me")
+    wait_for(lambda: engine.busy)
+    waiting = ask(engine, [510], client="me")
+    newest = ask(engine, [520], client="me")
+    other = ask(engine, [530], client="you")
+    assert waiting.result().outcome == "superseded"
+    backend.gate.release(1000)
+    assert running.result().outcome == "superseded"
+    assert running.result().passes_after_cancel <= 1
+    assert newest.result().outcome == other.result().outcome == "done"
+    assert backend.prompts == [(500,), (520,), (530,)]
+
+
+def test_another_document_of_the_same_client_is_not_replaced(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    a = ask(engine, [500], client="me", document="import os\nprint(os")
+    wait_for(lambda: engine.busy)
+    b = ask(engine, [510], client="me", document="class A:\n    x")
+    c = ask(engine, [520], client="me", document="class A:\n    xy")
+    assert b.result().outcome == "superseded"
+    backend.gate.release(1000)
+    assert a.result().outcome == c.result().outcome == "done"
+
+
+def test_same_document_by_the_lines_above():
+    assert same_document("import os\n\nx = o", "import os\n\nx = os.p")
+    assert same_document("import os\n\nx = os.p", "import os\n\nx = ")
+    assert same_document("b\nc = 1\nd", "a\nb\nc = 1\nde")
+    assert not same_document("import os\n\nx = o", "import sys\n\nx = o")
+    assert same_document("x = 1 + ", "x = 1 + y")
+
+
+def test_disconnect_costs_at_most_one_pass(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    sink = ask(engine, [500], rules=StopRules(max_tokens=100))
+    backend.gate.release(2)
+    wait_for(lambda: backend.passes == 2)
+    wait_for(lambda: len(sink.events) == 2)
+    sink.ticket.cancel()
+    backend.gate.release(100)
+    wait_for(lambda: not engine.busy)
+    assert backend.passes <= 3
+
+
+def test_disconnect_while_the_prompt_is_read(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    sink = ask(engine, range(1000, 1400))
+    backend.gate.release(1)
+    wait_for(lambda: backend.passes == 1)
+    sink.ticket.cancel()
+    backend.gate.release(100)
+    wait_for(lambda: not engine.busy)
+    assert backend.passes <= 2
+    assert ask(engine, range(1000, 1400)).result().cached_tokens >= 16
+
+
+def test_identical_tasks_are_decoded_once(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    sinks = [ask(engine, [500])]
+    backend.gate.release(2)
+    wait_for(lambda: len(sinks[0].events) == 2)
+    sinks += [ask(engine, [500]), ask(engine, [500])]
+    sinks[0].ticket.cancel()
+    backend.gate.release(100)
+    for sink in sinks[1:]:
+        assert sink.result().token_ids == list(range(501, 509))
+        assert sink.text == sink.result().text
+    assert len(backend.prompts) == 1
+
+
+def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    ask(engine, [500])
+    wait_for(lambda: engine.busy)
+    old = ask(engine, [510], client="a")
+    ask(engine, [520])
+    ask(engine, [530])
+    ask(engine, [540])
+    assert old.result().outcome == "superseded"
+    with pytest.raises(QueueFullError, match="Try again"):
+        ask(engine, [550])
+
+
+def test_stale_keystrokes_are_not_served(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    ask(engine, [500])
+    wait_for(lambda: engine.busy)
+    late = ask(engine, [510], client="a", stale_s=0.0)
+    backend.gate.release(100)
+    assert late.result().outcome == "superseded"
+
+
+def test_deadline_ends_with_what_there_is(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    sink = ask(engine, [500], deadline_s=0.05, rules=StopRules(max_tokens=100))
+    backend.gate.release(1)
+    time.sleep(0.06)
+    backend.gate.release(100)
+    done = sink.result()
+    assert done.deadline_hit
+    assert done.outcome == "done"
+    assert backend.passes == 2
+
+
+def test_warming_reads_the_prompt_and_gives_way(engine, backend):
+    done = ask(engine, range(1000, 1050), warm=True).result()
+    assert (done.outcome, done.text) == ("done", "")
+    assert ask(engine, range(1000, 1050)).result().cached_tokens == 49
+    backend.gate = threading.Semaphore(0)
+    warm = ask(engine, range(3000, 3400), warm=True)
+    backend.gate.release(1)
+    wait_for(lambda: engine.busy)
+    real = ask(engine, [500])
+    backend.gate.release(100)
+    assert real.result().outcome == "done"
+    assert warm.result().outcome == "superseded"
+
+
+def test_a_failing_model_fails_one_task(engine, backend):
+    backend.fail = True
+    done = ask(engine, [500]).result()
+    assert done.outcome == "failed"
+    assert "out of memory" in done.error
+    backend.fail = False
+    assert ask(engine, [500]).result().outcome == "done"
+
+
+def test_alternatives_begin_with_other_tokens(engine, backend, codec):
+    newline = codec.encode("\n")[0]
+    backend.script = lambda prompt: [prompt[-1] + 400, newline, 600, 601]
+    done = ask(engine, [100, 101], alternatives=2).result()
+    assert done.alternatives == [codec.decode([100, 500, newline]), codec.decode([101, 501, newline])]
+
+
+def test_drafting_off_reaches_the_backend(engine, backend):
+    ask(engine, [500], drafting=False).result()
+    assert not backend.hints[0].enabled
+
+
+def test_common_prefix():
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([1, 2], [1, 2, 3]) == 2

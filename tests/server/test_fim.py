@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from retrieve_spec.server.fim import FORMATS, Chunk, FimAssembler, FimParts, find_format, missing_tokens, stable_tail
+from retrieve_spec.server.text import TextCodec
+
+
+def tiny(tokens, bos=None):
+    """A byte-level tokenizer with some control tokens."""
+    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    from tokenizers import decoders
+
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(tokens))
+    if bos:
+        from tokenizers.processors import TemplateProcessing
+
+        backend.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos)
+
+
+def spelled(codec, ids):
+    return codec.decode(ids)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: f"{fmt.family}:{fmt.prefix}")
+def test_every_family_is_found_by_its_vocabulary(fmt):
+    codec = TextCodec(tiny([*fmt.needed, *(t for t in (fmt.repo, fmt.sep) if t)]))
+    found = find_format(codec)
+    assert found is not None
+    assert found.fmt is fmt
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        (
+            "qwen",
+            "<|repo_name|>myproject\n<|file_sep|>a.py\nA<|file_sep|>filename\n"
+            "<|fim_prefix|>pre<|fim_suffix|>post<|fim_middle|>",
+        ),
+        ("codegemma", "\n\n--- snippet ---\n\nA<|fim_prefix|>pre<|fim_suffix|>post<|fim_middle|>"),
+        (
+            "starcoder2",
+            "<repo_name>myproject<file_sep>a.py\nA<file_sep><fim_prefix>filename\npre<fim_suffix>post<fim_middle>",
+        ),
+        ("deepseek", "\n\n--- snippet ---\n\nA<｜fim▁begin｜>pre<｜fim▁hole｜>post<｜fim▁end｜>"),
+        ("codestral", "+++++ a.py\nA\n[SUFFIX]post[PREFIX]pre"),
+        ("seed-coder", "\n\n--- snippet ---\n\nA<[fim-suffix]>post<[fim-prefix]>pre<[fim-middle]>"),
+        ("glm", "\n\n--- snippet ---\n\nA<|code_prefix|>pre<|code_suffix|>post<|code_middle|>"),
+    ],
+)
+def test_prompt_of_each_family(family, expected):
+    fmt = next(fmt for fmt in FORMATS if fmt.family == family)
+    codec = TextCodec(tiny([*fmt.needed, *(t for t in (fmt.repo, fmt.sep) if t)]))
+    found = find_format(codec)
+    prompt = FimAssembler(codec, found, 4096, 1024).assemble(FimParts("pre", "post", (Chunk("A", "a.py"),)), 64)
+    assert spelled(codec, prompt.token_ids) == expected
+    assert not prompt.truncated
+
+
+def test_without_chunks_there_is_no_snippet():
+    fmt = next(fmt for fmt in FORMATS if fmt.family == "deepseek")
+    codec = TextCodec(tiny(fmt.needed))
+    prompt = FimAssembler(codec, find_format(codec), 4096, 1024).assemble(FimParts("pre", "post"), 64)
+    assert spelled(codec, prompt.token_ids) == "<｜fim▁begin｜>pre<｜fim▁hole｜>post<｜fim▁end｜>"
+
+
+def test_begin_of_text_stands_once_before_the_prefix_and_behind_the_chunks():
+    fmt = next(fmt for fmt in FORMATS if fmt.family == "codegemma")
+    codec = TextCodec(tiny([*fmt.needed, "<bos>"], bos="<bos>"))
+    prompt = FimAssembler(codec, find_format(codec), 4096, 1024).assemble(FimParts("p", "s", (Chunk("A"),)), 64)
+    text = spelled(codec, prompt.token_ids)
+    assert text.count("<bos>") == 1
+    assert "A<bos><|fim_prefix|>p" in text
+
+
+def test_control_tokens_in_code_stay_text(codec):
+    found = find_format(codec)
+    parts = FimParts("a<|fim_suffix|>b", "<|fim_middle|>", (Chunk("<|file_sep|>", "<|repo_name|>"),))
+    ids = FimAssembler(codec, found, 2048, 1024).assemble(parts, 64).token_ids
+    assert ids.count(found.suffix) == 1
+    assert ids.count(found.middle) == 1
+    assert ids.count(found.sep) == 2
+    assert ids.count(found.repo) == 1
+
+
+def test_a_model_without_the_tokens_is_told_which_are_missing():
+    assert find_format(TextCodec(tiny(["<|endoftext|>"]))) is None
+    assert "no fill-in-the-middle tokens" in missing_tokens(TextCodec(tiny(["<|endoftext|>"])))
+    assert "<fim_middle>" in missing_tokens(TextCodec(tiny(["<fim_prefix>", "<fim_suffix>"])))
+
+
+def test_budgets_hold_and_the_latest_chunks_stay(codec):
+    found = find_format(codec)
+    assembler = FimAssembler(codec, found, 2048, 1024)
+    code = "".join(f"    value_{i} = compute({i})\n" for i in range(2000))
+    chunks = tuple(Chunk(f"chunk_{i} = 1\n" * 40, f"f{i}.py") for i in range(12))
+    prompt = assembler.assemble(FimParts(code, code, chunks), 128)
+    assert len(prompt.token_ids) < 2048 - 128
+    assert prompt.truncated
+    text = codec.decode(prompt.token_ids)
+    assert "chunk_11" in text
+    assert "chunk_0 " not in text
+    assert text.rstrip().endswith("<|fim_middle|>")
+    assert "value_1999 = compute(1999)\n<|fim_suffix|>    value_0" in text
+
+
+def test_the_cut_of_a_long_prefix_stays_while_typing():
+    lines = [f"line {i * 7919 % 1000} = {i}" for i in range(400)]
+    text = "\n".join(lines) + "\n"
+    cuts = set()
+    for typed in range(60):
+        tail = stable_tail(text + "x" * typed, 3000)
+        assert 2250 - 40 <= len(tail) <= 3000
+        cuts.add(len(text) + typed - len(tail))
+    assert len(cuts) == 1
+
+
+def test_the_cut_moves_seldom_while_lines_are_added():
+    text, starts = "", []
+    for i in range(600):
+        text += f"item_{i * 7919 % 1000} = {i}\n"
+        tail = stable_tail(text, 3000)
+        starts.append(len(text) - len(tail))
+    moves = sum(a != b for a, b in zip(starts[300:], starts[301:], strict=False))
+    assert moves < 60
+
+
+def test_table_spells_each_token_once():
+    assert len({fmt.needed for fmt in FORMATS}) == len(FORMATS)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import torch
+
+from retrieve_spec.server.samplers import Sampling, infill_survivors, make_infill_processor, normalise_chain
+
+END = frozenset({0, 5})
+
+
+def survivors(*candidates):
+    return infill_survivors(candidates, END, 0)
+
+
+def test_a_likely_end_keeps_only_ends():
+    assert survivors((7, 0.5, " x"), (0, 0.3, ""), (5, 0.2, "")) == [0, 5]
+
+
+def test_unlikely_tokens_go():
+    assert survivors((7, 0.7, "aa"), (8, 0.25, "b"), (9, 0.05, "c")) == [7]
+    assert survivors((7, 0.5, "aa"), (8, 0.45, "b"), (9, 0.05, "c")) == [7, 8]
+
+
+def test_prefixes_join_the_likelier():
+    # " re" and " return" say the same: together they pass the threshold that " re" alone would not.
+    assert survivors((7, 0.4, "x"), (8, 0.31, " return"), (9, 0.29, " re")) == [7, 8]
+
+
+def test_nothing_likely_ends_the_text():
+    assert survivors(*[(10 + i, 0.1, f"w{i}") for i in range(10)]) == [0]
+
+
+def test_chain_of_stock_clients():
+    assert normalise_chain(["top_k", "top_p", "infill"]) == ("top_k", "top_p", "infill")
+    assert normalise_chain("top_k;bogus;infill") == ("top_k", "infill")
+    assert not Sampling(0.0, 40, 0.9, chain=("top_k", "top_p", "infill")).greedy
+    assert Sampling(0.0, 1, chain=("top_k", "infill")).greedy
+    assert Sampling(0.0).greedy
+    kwargs = Sampling(0.7, 40, 0.9, chain=("top_k", "top_p")).generate_kwargs()
+    assert (kwargs["temperature"], kwargs["top_k"], kwargs["top_p"]) == (1.0, 40, 0.9)
+
+
+def test_processor_masks_rows_on_their_own(codec):
+    processor = make_infill_processor(codec, frozenset({0}), 0)(top_k=40, top_p=1.0)
+    scores = torch.full((2, 8192), -20.0)
+    x, y = codec.encode("x")[0], codec.encode("y")[0]
+    scores[0, x], scores[0, y] = 5.0, 4.5
+    scores[1, 0], scores[1, x] = 5.0, 4.0
+    out = processor(torch.zeros((2, 1), dtype=torch.long), scores)
+    assert torch.isfinite(out[0]).nonzero().flatten().tolist() == sorted([x, y])
+    assert torch.isfinite(out[1]).nonzero().flatten().tolist() == [0]

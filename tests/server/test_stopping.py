@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrieve_spec.server.stopping import StopRules, StopScanner
+
+
+def scan(codec, text, rules, step=3, clock=lambda: 0.0):
+    ids = codec.encode(text)
+    scanner = StopScanner(codec, rules, clock)
+    shown = ""
+    for at in range(0, len(ids), step):
+        scanner.push(ids[at : at + step])
+        shown += scanner.visible()
+        if scanner.stopped:
+            break
+    scanner.finish()
+    assert scanner.text == shown + scanner.remaining()
+    return scanner
+
+
+def test_end_token_ends_and_is_not_shown(codec):
+    scanner = StopScanner(codec, StopRules(end_ids=frozenset({0})))
+    assert scanner.push([*codec.encode("a = 1"), 0, 77]) == len(codec.encode("a = 1")) + 1
+    assert (scanner.text, scanner.stop_type) == ("a = 1", "eos")
+
+
+def test_stop_word_across_tokens_is_cut(codec):
+    scanner = scan(codec, "first\nsecond STOP here third", StopRules(words=("OP he", "zzz")))
+    assert (scanner.text, scanner.stop_type, scanner.stopping_word) == ("first\nsecond ST", "word", "OP he")
+
+
+def test_earliest_stop_word_wins(codec):
+    assert scan(codec, "abc def ghi", StopRules(words=("ghi", "c d"))).text == "ab"
+
+
+def test_beginning_of_a_stop_word_is_held_back(codec):
+    scanner = StopScanner(codec, StopRules(words=("\n\ndef",)))
+    scanner.push(codec.encode("x = 1\n"))
+    assert scanner.visible() == "x = 1"
+    scanner.push(codec.encode("y"))
+    assert scanner.visible() == "\ny"
+
+
+def test_token_limit_inside_a_run(codec):
+    ids = codec.encode("one two three four five six")
+    scanner = StopScanner(codec, StopRules(max_tokens=4))
+    assert scanner.push(ids) == 4
+    assert (scanner.token_ids, scanner.stop_type) == (ids[:4], "limit")
+
+
+def test_less_indented_line_is_cut_after_its_blanks(codec):
+    text = "x = 1\n        y = 2\n    return y\n"
+    scanner = scan(codec, text, StopRules(min_indent=8))
+    assert (scanner.text, scanner.stop_type) == ("x = 1\n        y = 2\n    ", "limit")
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 50])
+def test_the_cut_does_not_depend_on_the_runs(codec, step):
+    text = "a\n        b\n\nc = 1\n"
+    assert scan(codec, text, StopRules(min_indent=4), step).text == "a\n        b\n"
+
+
+def test_time_limit_waits_for_a_newline(codec):
+    now = iter([0.0, 0.1, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3])
+    scanner = scan(codec, "alpha beta gamma delta\nepsilon zeta\n", StopRules(newline_after_s=0.3), 1, lambda: next(now))
+    assert scanner.text == "alpha beta gamma delta\n"
+    assert scanner.stop_type == "limit"
+
+
+def test_long_line_is_never_cut_by_time(codec):
+    now = iter(range(1000))
+    scanner = scan(codec, "word " * 50, StopRules(newline_after_s=0.3), 1, lambda: float(next(now)))
+    assert scanner.stop_type == "none"
+    assert scanner.text == "word " * 50
+
+
+@given(st.text(alphabet="ab \n", max_size=40), st.text(alphabet="ab \n", min_size=1, max_size=4), st.integers(1, 7))
+def test_text_before_the_first_stop_word(codec, text, word, step):
+    assert scan(codec, text, StopRules(words=(word,)), step).text == text.split(word)[0]

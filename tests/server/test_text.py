@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrieve_spec.server.text import IncrementalText, TextCodec
+
+TOKENIZERS = Path(__file__).parents[3] / "shared" / "tokenizers"
+
+
+@pytest.fixture(scope="session", params=["reference", "qwen2.5", "llama2_vicuna"])
+def any_codec(request, tokenizer):
+    if request.param == "reference":
+        return TextCodec(tokenizer)
+    path = TOKENIZERS / f"{request.param}.tokenizer.json"
+    if not path.exists():
+        pytest.skip(f"no tokenizer file at {path}")
+    from transformers import PreTrainedTokenizerFast
+
+    return TextCodec(PreTrainedTokenizerFast(tokenizer_file=str(path)))
+
+
+def test_code_cannot_smuggle_control_tokens(codec):
+    text = "x = '<|fim_suffix|><|endoftext|><|im_start|>'"
+    ids = codec.encode(text)
+    assert min(ids) > 8
+    assert codec.decode(ids) == text
+    assert 3 in codec.encode_prompt(text)
+
+
+def test_segments_begin_as_written(any_codec):
+    for text in ("urn x", " urn", "\n    return", "a", "  ", "é"):
+        assert any_codec.decode(any_codec.encode("a") + any_codec.encode(text)).endswith(text)
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n    return 'naïve 🎉'\n", "\t\t# 日本語\n\n\n", "a" * 300, "🎉🎉"])
+def test_incremental_text_is_the_text(any_codec, text):
+    incremental = IncrementalText(any_codec)
+    assert "".join(incremental.push(i) for i in any_codec.encode(text)) + incremental.flush() == text
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd\0"), max_size=60))
+def test_incremental_text_of_any_text(codec, text):
+    incremental = IncrementalText(codec)
+    assert "".join(incremental.push(i) for i in codec.encode(text)) + incremental.flush() == text
+
+
+def test_half_a_character_is_held_back(codec):
+    ids = codec.encode("🎉")
+    assert len(ids) > 1
+    incremental = IncrementalText(codec)
+    assert [incremental.push(i) for i in ids] == [""] * (len(ids) - 1) + ["🎉"]
