@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from retrieve_spec.datastore.change import (
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.ingest import Tokenised, texts_of, tokenise
-from retrieve_spec.datastore.manifest import CATALOG, TOKENIZER, Manifest, read_manifest
+from retrieve_spec.datastore.manifest import CATALOG, Manifest, read_manifest, tokenizer_name
 from retrieve_spec.datastore.sources import STDIN, Source, SourceFile, list_files
 from retrieve_spec.datastore.work import WorkFolder, build_segments, read_into_chunks
 from retrieve_spec.errors import BuildError, StoreIncompleteError
@@ -87,17 +88,17 @@ def build_datastore(
         if resume:
             plan = resumed_plan(work, "build")
             if existing_manifest(store) is not None:  # killed between taking effect and tidying up
-                work.end()
-                return _finished(store, "build")
+                return finished(work, "build")
         else:
-            _check_free(store, work)
+            check_free(store, work)
             listed = as_sources(sources, licence)
-            replace_file(store / TOKENIZER, _own_copy(tokenizer).to_str().encode())
-            plan = begin_change(work, None, _plan("build", listed, config or StoreConfig(), max_tokens, recipe))
-        return _grow(work, first_manifest(store / TOKENIZER), plan, workers, progress)
+            plan = _plan("build", listed, config or StoreConfig(), max_tokens)
+            plan |= {"recipe": recipe, "tokenizer": write_tokenizer(store, tokenizer)}
+            plan = begin_change(work, None, plan)
+        return _grow(work, first_manifest(store, plan["tokenizer"]), plan, workers, progress)
 
 
-def _check_free(store: Path, work: WorkFolder) -> None:
+def check_free(store: Path, work: WorkFolder) -> None:
     """Check that a folder holds neither a store nor an interrupted build."""
     if existing_manifest(store) is not None:
         raise BuildError(f"no datastore at {store}", "one that is there", "Use `add`, or choose another folder.")
@@ -131,10 +132,9 @@ def add_documents(
         if resume:
             plan = resumed_plan(work, "add")
             if plan["generation"] != manifest.generation:
-                work.end()
-                return _finished(store, "add")
+                return finished(work, "add")
         else:
-            plan = _plan("add", as_sources(sources, licence), config or _config_of(manifest), max_tokens, "")
+            plan = _plan("add", as_sources(sources, licence), config or config_of(manifest), max_tokens)
             plan = begin_change(work, manifest, plan)
         return _grow(work, manifest, plan, workers, progress)
 
@@ -153,30 +153,38 @@ def as_sources(sources: Source | str | list[Source | str] | None, licence: str) 
     return tuple(s if isinstance(s, Source) else Source(str(s), licence) for s in given)
 
 
-def _own_copy(tokenizer: Any) -> Tokenizer:
+def write_tokenizer(store: Path, tokenizer: Any) -> str:
+    """Put a copy of a tokenizer into a store, without truncation and padding; returns its file name.
+
+    Raises
+    ------
+    BuildError
+        When none is given, or it is none of the `tokenizers` library.
+    """
     if tokenizer is None:
         raise BuildError("a tokenizer", "none", "Give the model folder or tokenizer.json that drafts are for.")
     backend = Tokenizer.from_str(load_tokenizer(tokenizer).to_str())
     backend.no_truncation()
     backend.no_padding()
-    return backend
+    content = backend.to_str().encode()
+    name = tokenizer_name(FileEntry(len(content), hashlib.sha256(content).hexdigest()))
+    replace_file(store / name, content)
+    return name
 
 
-def _plan(
-    verb: str, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None, recipe: str
-) -> dict[str, Any]:
+def _plan(verb: str, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None) -> dict[str, Any]:
     return {
         "verb": verb,
         "sources": [asdict(source) for source in sources],
         "files": [asdict(file) for file in list_files(sources)],
         "config": asdict(config),
         "max_tokens": max_tokens,
-        "recipe": recipe,
     }
 
 
-def first_manifest(tokenizer: Path) -> Manifest:
-    """Manifest of a store without segments, for the copy of the tokenizer that lies in it."""
+def first_manifest(store: Path, name: str) -> Manifest:
+    """Manifest of a store without segments, for the copy of the tokenizer that lies in it under a name."""
+    tokenizer = store / name
     backend = load_tokenizer(tokenizer)
     vocabulary = max(backend.get_vocab().values(), default=0) + 1
     return Manifest(
@@ -184,7 +192,7 @@ def first_manifest(tokenizer: Path) -> Manifest:
     )
 
 
-def _config_of(manifest: Manifest) -> StoreConfig:
+def config_of(manifest: Manifest) -> StoreConfig:
     """Settings of the store's first build."""
     recorded = manifest.history[0].get("config") if manifest.history else None
     return StoreConfig(**recorded) if recorded else StoreConfig()
@@ -199,7 +207,7 @@ def _grow(
     )
     files = [SourceFile(**file) for file in plan["files"]]
     config = StoreConfig(**plan["config"])
-    backend = load_tokenizer(work.store / TOKENIZER)
+    backend = load_tokenizer(work.store / manifest.tokenizer_name)
     threads = workers or os.cpu_count() or 1
 
     def stream(consumed: int) -> Iterator[Tokenised]:
@@ -228,7 +236,7 @@ def grow(
     known: set[str],
     size: int | None,
     progress: bool,
-    replace: bool = False,
+    replaces: bool = False,
 ) -> ChangeReport:
     """Read a stream of documents into new segments and publish them.
 
@@ -240,7 +248,7 @@ def grow(
         Called with the number of results to leave out.
     config, known, size, progress
         Limits, hashes that count as duplicates, bytes to read if known, whether to show bars.
-    replace
+    replaces
         The new segments replace all old ones instead of joining them.
     """
     watch = Stopwatch(progress)
@@ -267,11 +275,11 @@ def grow(
         plan["verb"],
         sum(entry.documents for entry in entries),
         sum(entry.tokens for entry in entries),
-        len(entries) + (0 if replace else len(manifest.segments)),
+        len(entries) + (0 if replaces else len(manifest.segments)),
         skipped,
         watch.seconds,
     )
-    segments = (*(() if replace else manifest.segments), *entries)
+    segments = (*(() if replaces else manifest.segments), *entries)
     publish(work, manifest, segments, documents, event_of(plan, report), skipped)
     return report
 
@@ -287,8 +295,9 @@ def event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
     }
 
 
-def _finished(store: Path, verb: str) -> ChangeReport:
-    """Report of a change that had taken effect before it was killed."""
-    manifest = read_manifest(store)
+def finished(work: WorkFolder, verb: str) -> ChangeReport:
+    """Tidy up after a change that had taken effect before it was killed, and report it."""
+    work.end()
+    manifest = read_manifest(work.store)
     event = manifest.history[-1]
     return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))

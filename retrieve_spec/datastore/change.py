@@ -139,7 +139,7 @@ def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
         raise BuildError(
             f"an interrupted {verb} in {work.store}",
             f"an interrupted {plan['verb']}",
-            f"Continue that one with `retrieve-spec {plan['verb']} … --resume`, or run the command without --resume.",
+            "Resume that one, or run the command without --resume.",
         )
     return plan
 
@@ -182,6 +182,9 @@ def publish(
         # Rows of replaced segments stay until the next change, for readers that still have the old arrays mapped.
         catalog.mark_replaced(replaced, event["at"])
     drop_stale_segments(work.store, kept)
+    for copy in work.store.glob("tokenizer-*.json"):
+        if copy.name != following.tokenizer_name:
+            copy.unlink()
     work.end()
     return following
 

@@ -16,7 +16,6 @@ MANIFEST = "manifest.json"
 CATALOG = "catalog.sqlite"
 WORK = "work"
 SEGMENTS = "segments"
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,11 @@ class Manifest:
     history: tuple[dict[str, Any], ...] = field(default_factory=tuple)
 
     @property
+    def tokenizer_name(self) -> str:
+        """File name of the copy of the tokenizer."""
+        return tokenizer_name(self.tokenizer)
+
+    @property
     def documents(self) -> int:
         """Documents that can be drafted from."""
         return sum(segment.documents for segment in self.segments)
@@ -121,6 +125,11 @@ class Manifest:
             **asdict(self),
         }
         return {**body, "checksum": _checksum(body)}
+
+
+def tokenizer_name(entry: FileEntry) -> str:
+    """File name of a copy of a tokenizer: by content, so that a store can change to another one atomically."""
+    return f"tokenizer-{entry.sha256[:12]}.json"
 
 
 def _checksum(body: dict[str, Any]) -> str:

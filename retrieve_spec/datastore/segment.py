@@ -125,8 +125,9 @@ def write_arrays(
     starts: NDArray[np.uint32],
     sa: NDArray[np.uint32],
     config: StoreConfig,
+    skip: tuple[str, ...] = (),
 ) -> dict[str, FileEntry]:
-    """Write the files of a segment whose text is already sorted (`write_segment` describes the arrays)."""
+    """Write the files of a segment whose text is already sorted, without the arrays named in `skip`."""
     arrays: dict[str, NDArray[Any]] = {"vocabulary": to_global, "documents": starts}
     if config.index != "ngram":
         top = sa_top_table(tokens, sa, bits_of(len(to_global) - 1))
@@ -134,7 +135,11 @@ def write_arrays(
     if config.index != "exact":
         table = build_ngrams(tokens, sa, to_global, config)
         arrays |= {f"ngram_{field.name}": getattr(table, field.name) for field in fields(table)}
-    return {name + SUFFIX: write_array(folder / (name + SUFFIX), array) for name, array in sorted(arrays.items())}
+    return {
+        name + SUFFIX: write_array(folder / (name + SUFFIX), array)
+        for name, array in sorted(arrays.items())
+        if name not in skip
+    }
 
 
 def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int) -> Segment:

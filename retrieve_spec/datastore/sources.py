@@ -138,11 +138,11 @@ def _tracked(root: Path) -> list[str]:
 
 
 def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    expressions = [_glob(pattern) for pattern in patterns]
+    expressions = [glob(pattern) for pattern in patterns]
     return lambda path: any(expression.fullmatch(path) for expression in expressions)
 
 
-def _glob(pattern: str) -> re.Pattern[str]:
+def glob(pattern: str) -> re.Pattern[str]:
     """Compile a glob; ``**/`` spans any number of folders, a pattern without a slash matches in every folder."""
     if "/" not in pattern:
         pattern = "**/" + pattern

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from retrieve_spec.datastore.catalog import Catalog, Document
 from retrieve_spec.datastore.files import check_size
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
-from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, TOKENIZER, Manifest, read_manifest
+from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, Manifest, read_manifest
 from retrieve_spec.datastore.ngrams import NgramTable
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
@@ -57,7 +57,7 @@ class Datastore:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the store was built with, from its copy in the store."""
-        return load_tokenizer(self.path / TOKENIZER)
+        return load_tokenizer(self.path / self.manifest.tokenizer_name)
 
     def document_at(self, segment: int, position: int) -> Document:
         """Find the document that covers a token position.
@@ -132,7 +132,7 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
 
 
 def _open_segments(folder: Path, manifest: Manifest) -> tuple[Segment, ...]:
-    check_size(folder / TOKENIZER, manifest.tokenizer)
+    check_size(folder / manifest.tokenizer_name, manifest.tokenizer)
     return tuple(open_segment(folder / SEGMENTS / s.name, s, manifest.vocabulary) for s in manifest.segments)
 
 

@@ -12,7 +12,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -165,23 +166,24 @@ def read_into_chunks(
         else:
             seen.add(result.sha256)
             total += len(result.ids)
-            for path, part in _parts(result, config.segment_tokens - 1):
+            for path, digest, part in _parts(result, config.segment_tokens - 1):
                 ids += [part, np.zeros(1, np.uint32)]
                 held += len(part) + 1
-                documents.append([path, result.licence, result.source, result.sha256, len(part)])
+                documents.append([path, result.licence, result.source, digest, len(part)])
         if held >= config.checkpoint_tokens or len(skipped) >= 1 << 16:
             checkpoint(complete=False)
     checkpoint(complete=True)
     return chunks
 
 
-def _parts(result: Tokenised, limit: int) -> Iterator[tuple[str, NDArray[np.uint32]]]:
-    """Cut a document that is longer than a segment."""
+def _parts(result: Tokenised, limit: int) -> Iterator[tuple[str, str, NDArray[np.uint32]]]:
+    """Path, content hash and ids of a document, or of the parts of one that is longer than a segment."""
     if len(result.ids) <= limit:
-        yield result.path, result.ids
+        yield result.path, result.sha256, result.ids
         return
     for number, start in enumerate(range(0, len(result.ids), limit), 1):
-        yield f"{result.path}#part{number}", result.ids[start : start + limit]
+        digest = result.sha256 if number == 1 else sha256(f"{result.sha256}#{number}".encode()).hexdigest()
+        yield f"{result.path}#part{number}", digest, result.ids[start : start + limit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +291,3 @@ def drop_stale_segments(store: Path, keep: Iterable[str]) -> None:
         for entry in sorted(folder.iterdir()):
             if entry.name not in kept:
                 shutil.rmtree(entry, ignore_errors=True)
-
-
-def with_removed(document: Document, removed_at: str | None) -> Document:
-    """Copy of a document with its time of removal."""
-    return replace(document, removed_at=removed_at)

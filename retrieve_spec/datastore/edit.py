@@ -1,0 +1,347 @@
+"""Editing stores: remove documents, compact, merge, and rewrite for another tokenizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.build import (
+    check_free,
+    config_of,
+    event_of,
+    finished,
+    first_manifest,
+    grow,
+    write_tokenizer,
+)
+from retrieve_spec.datastore.catalog import Catalog, Document, rows_checksum
+from retrieve_spec.datastore.change import (
+    ChangeReport,
+    Stopwatch,
+    begin_change,
+    existing_manifest,
+    publish,
+    resumed_plan,
+    writer,
+)
+from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder
+from retrieve_spec.datastore.fingerprint import load_tokenizer
+from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map
+from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, Manifest, SegmentEntry, read_manifest
+from retrieve_spec.datastore.segment import SUFFIX, Segment, write_arrays
+from retrieve_spec.datastore.sources import glob
+from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
+from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.errors import BuildError
+
+_SHARED = ("tokens", "vocabulary", "documents")
+
+
+def remove_documents(
+    path: str | os.PathLike[str],
+    documents: Sequence[str] = (),
+    *,
+    where: str = "",
+    progress: bool = False,
+) -> ChangeReport:
+    """Take documents out of a datastore: from then on nothing is drafted from them.
+
+    Their text stays in the token arrays until `compact_datastore`, but no index leads to it.
+
+    Parameters
+    ----------
+    path
+        Folder of the store.
+    documents
+        Paths as the catalogue lists them, or globs over them.
+    where
+        SQL condition over the catalogue's `documents` table, as ``licence like 'GPL%'``.
+    progress
+        Show bars on standard error.
+
+    Raises
+    ------
+    BuildError
+        When nothing matches, the condition is no SQL, or the store keeps n-grams only.
+    """
+    store = Path(path)
+    read_manifest(store)
+    with writer(store) as work:
+        manifest = read_manifest(store)
+        chosen = _choose(store, manifest, documents, where)
+        if not chosen:
+            raise BuildError("documents that match", "none", "See `select path from documents` in catalog.sqlite.")
+        arguments = {"verb": "remove", "documents": list(documents), "where": where}
+        plan = begin_change(work, manifest, {k: v for k, v in arguments.items() if v})
+        return _remove(work, manifest, plan, chosen, progress)
+
+
+def _choose(store: Path, manifest: Manifest, paths: Sequence[str], where: str) -> dict[str, set[int]]:
+    """Numbers of the documents to remove, by segment."""
+    if not paths and not where:
+        raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
+    patterns = [glob(path) for path in paths]
+    chosen: dict[str, set[int]] = {}
+    with Catalog(store / CATALOG) as catalog:
+        try:
+            rows = catalog.db.conn.execute(
+                f"select segment, number, path from documents where removed_at is null and ({where or '1'})"
+            ).fetchall()
+        except sqlite3.OperationalError as error:
+            raise BuildError("an SQL condition over the documents table", f"{where!r} ({error})", "Mend it.") from error
+    live = {segment.name for segment in manifest.segments}
+    for segment, number, name in rows:
+        if segment in live and (not paths or name in paths or any(p.fullmatch(name) for p in patterns)):
+            chosen.setdefault(segment, set()).add(number)
+    return chosen
+
+
+def _remove(
+    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], chosen: dict[str, set[int]], progress: bool
+) -> ChangeReport:
+    store = open_datastore(work.store)
+    config = config_of(manifest)
+    watch = Stopwatch(progress)
+    segments = []
+    catalog: dict[str, list[Document]] = {}
+    with watch.stage("indexing", sum(s.tokens for s in manifest.segments if s.name in chosen), "tok") as bar:
+        for segment, entry in zip(store.segments, manifest.segments, strict=True):
+            gone = chosen.get(entry.name, set())
+            if not gone:
+                segments.append(entry)
+            elif len(gone) < entry.documents:
+                name = f"{manifest.next_segment + len(catalog):06d}"
+                rows = [
+                    replace(row, segment=name, removed_at=plan["at"] if row.number in gone else row.removed_at)
+                    for row in store.catalog.documents(entry.name)
+                ]
+                rewritten = _without(work, name, segment, entry, gone, config)
+                segments.append(replace(rewritten, catalog=rows_checksum(rows)))
+                catalog[name] = rows
+            bar.update(entry.tokens if gone else 0)
+    store.catalog.close()
+    count = sum(len(numbers) for numbers in chosen.values())
+    removed = manifest.tokens - sum(segment.tokens for segment in segments)
+    report = ChangeReport("remove", count, removed, len(segments), (), watch.seconds)
+    publish(work, manifest, tuple(segments), catalog, event_of(plan, report))
+    return report
+
+
+def _without(
+    work: WorkFolder, name: str, segment: Segment, entry: SegmentEntry, numbers: set[int], config: StoreConfig
+) -> SegmentEntry:
+    """Write a segment anew whose index leaves out some documents; the text is shared through hard links."""
+    if not len(segment.tokens):
+        raise BuildError(
+            "a store that keeps its text", f"{work.store}, which keeps n-grams only", "Build it again without them."
+        )
+    removed = sorted({*entry.removed, *numbers})
+    starts = segment.document_starts.astype(np.int64)
+    gone = np.zeros(len(segment.tokens), np.bool_)
+    for number in removed:
+        gone[starts[number] : starts[number + 1]] = True
+    sa = segment.suffix_array[~gone[segment.suffix_array]]
+    folder = work.path / f"segment-{name}"
+    folder.mkdir()
+    shared: dict[str, FileEntry] = {}
+    for file in (part + SUFFIX for part in _SHARED):
+        _link(work.store / SEGMENTS / entry.name / file, folder / file)
+        shared[file] = entry.files[file]
+    written = write_arrays(folder, segment.tokens, segment.to_global, segment.document_starts, sa, config, skip=_SHARED)
+    sync_folder(folder)
+    return SegmentEntry(name, len(starts) - 1 - len(removed), len(sa), tuple(removed), "", shared | written)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
+
+
+def _documents_of(store: Datastore) -> Iterator[tuple[Document, NDArray[np.uint32]]]:
+    """Documents of a store that can be drafted from, with their token ids, in order."""
+    for segment in store.segments:
+        if not len(segment.tokens):
+            raise BuildError(
+                "a store that keeps its text", f"{store.path}, which keeps n-grams only", "Build it again from sources."
+            )
+        for document in store.catalog.documents(segment.name):
+            if document.number not in segment.removed:
+                yield document, segment.text_ids(document.number)
+
+
+def _as_result(document: Document, ids: NDArray[np.uint32]) -> Tokenised:
+    return Tokenised(document.path, document.licence, document.source, document.sha256, ids, 4 * len(ids))
+
+
+def compact_datastore(path: str | os.PathLike[str], *, resume: bool = False, progress: bool = False) -> ChangeReport:
+    """Rewrite a datastore into as few segments as possible, without the text of removed documents.
+
+    Readers keep what they have opened.
+
+    Parameters
+    ----------
+    path
+        Folder of the store.
+    resume
+        Continue an interrupted compaction.
+    progress
+        Show bars on standard error.
+
+    Raises
+    ------
+    BuildError
+        When the store keeps n-grams only, or the disk cannot be written.
+    StoreLockedError
+        When another process is writing to it.
+    """
+    store = Path(path)
+    read_manifest(store)
+    with writer(store) as work:
+        manifest = read_manifest(store)
+        if resume:
+            plan = resumed_plan(work, "compact")
+            if plan["generation"] != manifest.generation:
+                return finished(work, "compact")
+        else:
+            plan = begin_change(work, manifest, {"verb": "compact", "config": asdict(config_of(manifest))})
+        return _rewrite(work, manifest, plan, [store], progress)
+
+
+def merge_datastores(
+    out: str | os.PathLike[str],
+    stores: Sequence[str | os.PathLike[str]] = (),
+    *,
+    resume: bool = False,
+    progress: bool = False,
+) -> ChangeReport:
+    """Join datastores built with one tokenizer into a new one; a text that several hold is kept once.
+
+    Parameters
+    ----------
+    out
+        Folder to create.
+    stores
+        Folders of the stores, in order; not needed to resume.
+    resume, progress
+        As for `compact_datastore`.
+
+    Raises
+    ------
+    TokenizerMismatchError
+        When their tokenizers differ.
+    BuildError
+        When there is a store at `out` already, no store is given, or one keeps n-grams only.
+    """
+    target = Path(out)
+    with writer(target) as work:
+        if resume:
+            plan = resumed_plan(work, "merge")
+            if existing_manifest(target) is not None:
+                return finished(work, "merge")
+        else:
+            check_free(target, work)
+            plan = _plan_merge(work, [Path(store) for store in stores])
+        manifest = first_manifest(target, plan["tokenizer"])
+        return _rewrite(work, manifest, plan, [Path(store) for store in plan["stores"]], progress)
+
+
+def _plan_merge(work: WorkFolder, stores: list[Path]) -> dict[str, Any]:
+    if not stores:
+        raise BuildError("at least one store to merge", "none", "Give the folders of the stores.")
+    manifests = [read_manifest(store) for store in stores]
+    for store, manifest in zip(stores, manifests, strict=True):
+        check_tokenizer(store, manifest, manifests[0].fingerprint)
+    tokenizer = (stores[0] / manifests[0].tokenizer_name).read_bytes()
+    replace_file(work.store / manifests[0].tokenizer_name, tokenizer)
+    plan = {"verb": "merge", "stores": [str(store) for store in stores], "tokenizer": manifests[0].tokenizer_name}
+    return begin_change(work, None, {**plan, "config": asdict(config_of(manifests[0]))})
+
+
+def _rewrite(
+    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], stores: list[Path], progress: bool
+) -> ChangeReport:
+    """Write the documents of stores into new segments that replace the old ones."""
+    opened = [open_datastore(store, tokenizer=manifest.fingerprint) for store in stores]
+
+    def stream(consumed: int) -> Iterator[Tokenised]:
+        documents = (pair for store in opened for pair in _documents_of(store))
+        return (_as_result(document, ids) for document, ids in islice(documents, consumed, None))
+
+    size = 4 * sum(store.manifest.tokens for store in opened)
+    config = StoreConfig(**plan["config"])
+    return grow(work, manifest, plan, stream, config, known=set(), size=size, progress=progress, replaces=True)
+
+
+def retokenize_datastore(
+    path: str | os.PathLike[str],
+    tokenizer: Any = None,
+    *,
+    workers: int | None = None,
+    resume: bool = False,
+    progress: bool = False,
+) -> ChangeReport:
+    """Rewrite a datastore for another tokenizer, from its own text: the sources are not needed.
+
+    Parameters
+    ----------
+    path
+        Folder of the store.
+    tokenizer
+        The tokenizer to convert to (anything `load_tokenizer` takes); not needed to resume.
+    workers
+        Threads that decode and encode; all CPUs by default.
+    resume, progress
+        As for `compact_datastore`.
+
+    Raises
+    ------
+    BuildError
+        When the store keeps n-grams only, no tokenizer is given, or the disk cannot be written.
+    StoreLockedError
+        When another process is writing to it.
+    """
+    store = Path(path)
+    read_manifest(store)
+    with writer(store) as work:
+        manifest = read_manifest(store)
+        if resume:
+            plan = resumed_plan(work, "retokenize")
+            if plan["generation"] != manifest.generation:
+                return finished(work, "retokenize")
+        else:
+            name = write_tokenizer(store, tokenizer)
+            arguments = {"verb": "retokenize", "tokenizer": name, "config": asdict(config_of(manifest))}
+            plan = begin_change(work, manifest, arguments)
+        return _retokenize(work, manifest, plan, workers or os.cpu_count() or 1, progress)
+
+
+def _retokenize(
+    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], workers: int, progress: bool
+) -> ChangeReport:
+    opened = open_datastore(work.store)
+    backend = load_tokenizer(work.store / plan["tokenizer"])
+
+    def convert(pair: tuple[Document, NDArray[np.uint32]]) -> Tokenised:
+        document, ids = pair
+        text = opened.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return replace(_as_result(document, encode(backend, text)), bytes=4 * len(ids))
+
+    def stream(consumed: int) -> Iterator[Tokenised]:
+        return ordered_map(convert, islice(_documents_of(opened), consumed, None), workers)
+
+    target = first_manifest(work.store, plan["tokenizer"])
+    base = replace(manifest, fingerprint=target.fingerprint, tokenizer=target.tokenizer, vocabulary=target.vocabulary)
+    size, config = 4 * manifest.tokens, StoreConfig(**plan["config"])
+    return grow(work, base, plan, stream, config, known=set(), size=size, progress=progress, replaces=True)

@@ -1,0 +1,127 @@
+"""Searching by hand: from a text to its longest match in a store, what followed, and in which documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.datastore.catalog import Document
+from retrieve_spec.datastore.segment import Segment
+from retrieve_spec.datastore.store import Datastore
+from retrieve_spec.kernels.suffix_array import sa_longest, sa_successors
+
+MAX_READS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """One place where the match stands: segment index, position of its first token, document, and what follows."""
+
+    segment: int
+    position: int
+    document: Document
+    continuation: str
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a store knows about a text.
+
+    Attributes
+    ----------
+    tokens
+        Tokens of the text.
+    matched
+        Tokens at its end that occur in the store, as many as possible.
+    text
+        The matched end of the text.
+    count
+        How often it occurs (drafting documents only).
+    continuations
+        ``(token as text, count)``, most frequent first; estimated from a sample where there are many.
+    occurrences
+        Places, spread evenly over the matches.
+    """
+
+    tokens: int
+    matched: int
+    text: str
+    count: int
+    continuations: tuple[tuple[str, float], ...]
+    occurrences: tuple[Occurrence, ...]
+
+
+def search_datastore(store: Datastore, text: str, *, limit: int = 10, span: int = 16) -> SearchResult:
+    """Find the longest end of a text that occurs in a store.
+
+    Parameters
+    ----------
+    store
+        An open store that keeps its text.
+    text
+        What to look for; encoded with the store's tokenizer.
+    limit
+        Continuations and occurrences to return at most.
+    span
+        Tokens of each occurrence's continuation.
+
+    Returns
+    -------
+    SearchResult
+        With ``matched == 0`` when not even the last token occurs.
+    """
+    ids = np.array(store.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+    found = [_longest(segment, ids) for segment in store.segments]
+    matched = max((depth for _, _, depth in found), default=0)
+    if matched == 0:
+        return SearchResult(len(ids), 0, "", 0, (), ())
+    parts = [(i, lo, hi) for i, (lo, hi, depth) in enumerate(found) if depth == matched]
+    count = sum(hi - lo for _, lo, hi in parts)
+    counts: dict[int, float] = {}
+    for i, lo, hi in parts:
+        for token, n in _successors(store.segments[i], lo, hi, matched):
+            counts[token] = counts.get(token, 0.0) + n
+    best = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]
+    decode = store.tokenizer.decode
+    places = []
+    for i, lo, hi in parts:
+        share = max(1, round(limit * (hi - lo) / count))
+        for at in np.unique(np.linspace(lo, hi - 1, min(share, hi - lo)).astype(np.int64)):
+            places.append(_occurrence(store, i, int(store.segments[i].suffix_array[at]), matched, span))
+    return SearchResult(
+        len(ids),
+        matched,
+        decode(ids[len(ids) - matched :].tolist(), skip_special_tokens=False),
+        count,
+        tuple((decode([token], skip_special_tokens=False), n) for token, n in best),
+        tuple(places[:limit]),
+    )
+
+
+def _longest(segment: Segment, ids: NDArray[np.int64]) -> tuple[int, int, int]:
+    if not len(segment.suffix_array):
+        return 0, 0, 0
+    recent = segment.localise(ids)
+    lo, hi, depth = sa_longest(
+        segment.tokens, segment.suffix_array, segment.top, segment.bits, recent, len(recent), len(recent)
+    )
+    return int(lo), int(hi), int(depth)
+
+
+def _successors(segment: Segment, lo: int, hi: int, depth: int) -> list[tuple[int, float]]:
+    tokens, counts = np.empty(MAX_READS, np.int64), np.empty(MAX_READS, np.float64)
+    n, _ = sa_successors(segment.tokens, segment.suffix_array, lo, hi, depth, MAX_READS, tokens, counts)
+    return list(zip(segment.to_global[tokens[:n]].tolist(), counts[:n].tolist(), strict=True))
+
+
+def _occurrence(store: Datastore, index: int, position: int, matched: int, span: int) -> Occurrence:
+    segment = store.segments[index]
+    document = store.document_at(index, position)
+    start = position + matched
+    end = min(start + span, document.start + document.tokens)
+    ids: Any = segment.to_global[segment.tokens[start:end]]
+    text = store.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    return Occurrence(index, position, document, text)

@@ -1,0 +1,187 @@
+"""Verification: from a store on disk to certainty that every byte, every order and every count is as it was built."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from retrieve_spec.datastore.catalog import rows_checksum
+from retrieve_spec.datastore.files import FileEntry, sha256_of
+from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
+from retrieve_spec.datastore.manifest import SEGMENTS
+from retrieve_spec.datastore.ngrams import NgramTable
+from retrieve_spec.datastore.segment import Segment
+from retrieve_spec.datastore.store import Datastore, open_datastore
+from retrieve_spec.errors import StoreCorruptError
+from retrieve_spec.kernels.ngram import ngram_find, ngram_hash
+from retrieve_spec.kernels.suffix_array import sa_search, sa_top_table
+
+QUERIES = 32
+"""Sampled queries per segment that are compared with a scan."""
+_REMEDY = "Restore the store from a copy, or build it again."
+
+
+def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) -> dict[str, Any]:
+    """Check a datastore completely: checksums, structure, and sampled queries against a scan of the text.
+
+    Parameters
+    ----------
+    path
+        Folder of the store.
+    progress
+        Show a bar on standard error.
+
+    Returns
+    -------
+    dict
+        ``segments``, ``documents``, ``tokens``, ``files``, ``bytes`` and ``queries`` that were checked.
+
+    Raises
+    ------
+    StoreCorruptError
+        Naming the first file or rule that does not hold.
+    StoreNotFoundError, StoreIncompleteError, StoreVersionError
+        As `open_datastore`.
+    """
+    store = open_datastore(path)
+    manifest = store.manifest
+    files = [(store.path / manifest.tokenizer_name, manifest.tokenizer)]
+    for entry in manifest.segments:
+        files += [(store.path / SEGMENTS / entry.name / name, file) for name, file in sorted(entry.files.items())]
+    _check_files(files, progress)
+    if tokenizer_fingerprint(store.tokenizer) != manifest.fingerprint:
+        raise StoreCorruptError(f"tokenizer {manifest.fingerprint[7:19]}", "another one in the store", _REMEDY)
+    queries = 0
+    for segment in store.segments:
+        _check_structure(segment, manifest.vocabulary)
+        queries += _check_queries(segment)
+    _check_catalog(store)
+    return {
+        "segments": len(manifest.segments),
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+        "files": len(files) + 2,
+        "bytes": sum(entry.bytes for _, entry in files),
+        "queries": queries,
+    }
+
+
+def _check_files(files: list[tuple[Path, FileEntry]], progress: bool) -> None:
+    total = sum(entry.bytes for _, entry in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="checksums", disable=None if progress else True) as bar:
+        for path, entry in files:
+            found = sha256_of(path)
+            if found != entry.sha256:
+                raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12], _REMEDY)
+            bar.update(entry.bytes)
+
+
+def _require(holds: Any, segment: Segment, rule: str) -> None:
+    if not holds:
+        raise StoreCorruptError(f"{rule} in segment {segment.name}", "something else", _REMEDY)
+
+
+@njit(cache=True, nogil=True)
+def _out_of_order(tokens, sa):  # type: ignore[no-untyped-def]
+    """First index whose suffix sorts before the one above it within their documents, or -1."""
+    for i in range(1, len(sa)):
+        a = np.int64(sa[i - 1])
+        b = np.int64(sa[i])
+        while tokens[a] == tokens[b] and tokens[a] != 0:
+            a += 1
+            b += 1
+        if tokens[a] > tokens[b]:
+            return i
+    return -1
+
+
+def _check_structure(segment: Segment, vocabulary: int) -> None:
+    starts = segment.document_starts.astype(np.int64)
+    _require(len(starts) and starts[0] == 0 and (np.diff(starts) > 1).all(), segment, "rising document starts")
+    ids = segment.to_global
+    _require(len(ids) and ids[0] == 0 and (np.diff(ids[1:].astype(np.int64)) > 0).all(), segment, "rising token ids")
+    _require(int(ids.max()) < vocabulary, segment, "token ids of the tokenizer")
+    if len(segment.tokens):
+        _check_suffix_array(segment, starts)
+    if segment.ngram is not None:
+        _check_table(segment, segment.ngram, vocabulary)
+
+
+def _check_suffix_array(segment: Segment, starts: NDArray[np.int64]) -> None:
+    tokens, sa = segment.tokens, segment.suffix_array
+    _require(len(tokens) == starts[-1], segment, "as many tokens as its documents have")
+    separators = np.flatnonzero(np.asarray(tokens) == 0)
+    _require(np.array_equal(separators, starts[1:] - 1), segment, "separators at the ends of documents")
+    _require(int(tokens.max()) < len(segment.to_global), segment, "tokens of its vocabulary")
+    expected = np.asarray(tokens) != 0
+    for number in segment.removed:
+        expected[starts[number] : starts[number + 1]] = False
+    listed = np.zeros(len(tokens), np.bool_)
+    _require(len(sa) == 0 or int(sa.max()) < len(tokens), segment, "positions inside the text")
+    listed[sa] = True
+    _require(len(sa) == int(expected.sum()) and (listed == expected).all(), segment, "every position once")
+    _require(_out_of_order(tokens, sa) < 0, segment, "a sorted suffix array")
+    _require(np.array_equal(sa_top_table(tokens, sa, segment.bits), segment.top), segment, "a matching top table")
+
+
+def _check_table(segment: Segment, table: NgramTable, vocabulary: int) -> None:
+    start = table.start.astype(np.int64)
+    used = table.keys != 0
+    _require(len(start) == len(table.keys) + 1 and not used.all(), segment, "an n-gram table with a free slot")
+    _require((np.diff(start) >= 0).all() and start[-1] == len(table.succ_tokens), segment, "rising n-gram offsets")
+    _require((np.diff(start)[used] > 0).all(), segment, "continuations of every n-gram")
+    _require(len(table.succ_tokens) == len(table.succ_counts), segment, "a count for every continuation")
+    _require(int(table.succ_tokens.max(initial=0)) < vocabulary, segment, "n-gram tokens of the tokenizer")
+
+
+def _check_queries(segment: Segment) -> int:
+    """Compare sampled matches of the index and of the n-gram table with a scan of the text."""
+    tokens, sa = np.asarray(segment.tokens), segment.suffix_array
+    if not len(sa):
+        return 0
+    random = np.random.default_rng(len(sa))
+    in_index = np.zeros(len(tokens), np.bool_)
+    in_index[sa] = True
+    for _ in range(QUERIES):
+        start = int(sa[random.integers(len(sa))])
+        length = int(random.integers(1, 6))
+        pattern = tokens[start : start + length].astype(np.int64)
+        pattern = pattern[: int(np.argmin(pattern != 0)) if (pattern == 0).any() else length]
+        length = len(pattern)
+        hits = in_index[: len(tokens) - length].copy()
+        for i in range(length):
+            hits &= tokens[i : len(tokens) - length + i] == pattern[i]
+        lo, hi = sa_search(tokens, sa, segment.top, segment.bits, pattern, 0, length)
+        _require(hi - lo == int(hits.sum()), segment, f"{int(hits.sum())} matches of a sampled text")
+        if segment.ngram is not None:
+            followers = tokens[np.flatnonzero(hits) + length]
+            _check_ngram(segment, segment.ngram, pattern, int((followers != 0).sum()))
+    return QUERIES
+
+
+def _check_ngram(segment: Segment, table: NgramTable, pattern: NDArray[np.int64], continued: int) -> None:
+    h = np.uint64(0)
+    for token in segment.to_global[pattern[::-1]]:
+        h = np.uint64(ngram_hash(h, token))
+    slot = ngram_find(table.keys, h)
+    _require(slot < 0 or int(table.total[slot]) == continued, segment, f"{continued} continuations of a sampled n-gram")
+    _require(slot >= 0 or continued == 0 or len(pattern) > 1, segment, "all n-grams of order 1")
+
+
+def _check_catalog(store: Datastore) -> None:
+    store.catalog.check()
+    for entry in store.manifest.segments:
+        rows = store.catalog.documents(entry.name)
+        if rows_checksum(rows) != entry.catalog:
+            raise StoreCorruptError(
+                f"the rows of segment {entry.name} in {store.catalog.path} as they were written", "others", _REMEDY
+            )
+        removed = tuple(row.number for row in rows if row.removed_at is not None)
+        if removed != entry.removed:
+            raise StoreCorruptError(f"{len(entry.removed)} removed documents", f"{len(removed)}", _REMEDY)
