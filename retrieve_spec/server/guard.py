@@ -10,12 +10,14 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retrieve_spec.errors import ServeError
 
-OPEN_PATHS = frozenset({"/health", "/v1/health"})
+OPEN = "/health"
+OPEN_PATHS = frozenset({OPEN, "/v1/health"})
+"""What answers without a key."""
 
 
 class Refusal(Exception):
@@ -112,7 +114,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        refusal = self._refuse(scope["path"], headers)
+        preflight = scope["method"] == "OPTIONS" and "origin" in headers
+        refusal = self._refuse(OPEN if preflight else scope["path"], headers)
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
@@ -120,7 +123,7 @@ class Guard:
         if origin is None:
             await self._app(scope, receive, send)
         elif scope["method"] == "OPTIONS":
-            await JSONResponse(None, 204, _cors(origin))(scope, receive, send)
+            await Response(status_code=204, headers=_cors(origin))(scope, receive, send)
         else:
             await self._app(scope, receive, _with_headers(send, _cors(origin)))
 

@@ -22,3 +22,19 @@ def codec(tokenizer):
     from retrieve_spec.server.text import TextCodec
 
     return TextCodec(tokenizer)
+
+
+@pytest.fixture
+def live(codec, tokenizer):
+    """Start servers on free ports; `live(backend, ...)` gives one with its base address."""
+    from live import Live
+
+    started = []
+
+    def start(backend, **options):
+        started.append(Live(backend, tokenizer, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()

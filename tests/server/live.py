@@ -1,0 +1,65 @@
+"""A server in a thread of the test process, listening on a free port."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import httpx
+import uvicorn
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.server.app import create_app
+from retrieve_spec.server.metrics import Metrics
+from retrieve_spec.server.service import Service
+
+
+class Live:
+    def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, log=None):
+        self.done = []
+        self.metrics = None
+        self.backend = backend
+        self.service = Service(backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done)
+        self.metrics = Metrics(lambda: self.service.engine.queue_length)
+        app = create_app(self.service, self.metrics, keys=keys)
+        self.requests = []
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        settings = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(settings)
+        self._server.install_signal_handlers = lambda: None
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self._thread.start()
+        limit = time.monotonic() + 20
+        while not self._server.started:
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+        self.client = httpx.Client(base_url=self.url, timeout=30, trust_env=False)
+
+    def _on_done(self, task, done):
+        self.done.append((task, done))
+        if self.metrics is not None:
+            self.metrics.completion(task, done)
+
+    def post(self, path, body, **kwargs):
+        return self.client.post(path, json=body, **kwargs)
+
+    def events(self, path, body):
+        """The events of a stream, as they stand behind `data: `."""
+        with self.client.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, response.read()
+            text = "".join(response.iter_text())
+        blocks = text.split("\n\n")
+        assert blocks.pop() == ""
+        assert all(block.startswith("data: ") and "\n" not in block for block in blocks), blocks
+        return [block.removeprefix("data: ") for block in blocks]
+
+    def stop(self):
+        if getattr(self.backend, "gate", None) is not None:
+            self.backend.gate.release(100_000)
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(timeout=10)

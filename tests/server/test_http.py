@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+from scripted import ScriptedBackend
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.errors import ServeError
+from retrieve_spec.server.guard import check_binding, read_keys
+
+
+@pytest.fixture
+def say(codec):
+    """A backend that always says the same text."""
+
+    def make(text, **options):
+        return ScriptedBackend(lambda prompt: [*codec.encode(text), 0], **options)
+
+    return make
+
+
+@pytest.fixture
+def server(live, say):
+    return live(say("urn a + b\n"))
+
+
+INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
+
+
+def wait_for(condition, timeout=5.0):
+    limit = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < limit, "did not happen"
+        time.sleep(0.002)
+
+
+# ── /infill ──
+
+
+def test_infill_answer_has_every_field_clients_read(server):
+    raw = server.post("/infill", INFILL)
+    assert raw.status_code == 200
+    assert raw.text.startswith("{")
+    assert '"content":"urn a + b\\n"' in raw.text
+    assert "\n" not in raw.text
+    body = raw.json()
+    assert body["stop"] is True
+    assert body["generation_settings"]["n_ctx"] == 4096
+    assert body["stop_type"] == "eos"
+    assert body["has_new_line"] is True
+    assert body["truncated"] is False
+    assert body["tokens_evaluated"] == len(server.backend.prompts[0])
+    for name in ("prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second"):
+        assert isinstance(body["timings"][name], (int, float))
+    for name in ("predicted_n", "predicted_ms", "predicted_per_token_ms", "predicted_per_second"):
+        assert isinstance(body["timings"][name], (int, float))
+    assert body["timings"]["draft_n_accepted"] > 0
+    assert body["timings"]["draft_n"] >= body["timings"]["draft_n_accepted"]
+
+
+def test_infill_prompt_appends_the_cursor_line_to_the_prefix(server, codec):
+    server.post("/infill", {**INFILL, "input_extra": [{"text": "x = 1\n", "filename": "x.py", "time": [1, 2]}]})
+    assert codec.decode(server.backend.prompts[0]) == (
+        "<|repo_name|>myproject\n<|file_sep|>x.py\nx = 1\n<|file_sep|>filename\n"
+        "<|fim_prefix|>def add(a, b):\n    ret<|fim_suffix|>\n<|fim_middle|>"
+    )
+
+
+def test_response_fields_project_and_keep_paths_as_keys(server):
+    body = server.post("/infill", {**INFILL, "response_fields": ["content", "timings/prompt_n", "nothing"]}).json()
+    assert set(body) == {"content", "timings/prompt_n"}
+    assert server.post("/infill", {**INFILL, "response_fields": [""]}).json() == {}
+
+
+def test_prewarm_reads_the_prompt_and_says_nothing(server, codec):
+    extra = [{"text": "def helper():\n    return 42\n", "filename": "h.py"}]
+    warm = {"input_prefix": "", "input_suffix": "", "prompt": "", "input_extra": extra, "n_predict": 0, "samplers": []}
+    body = server.post("/infill", warm).json()
+    assert (body["content"], body["tokens_predicted"]) == ("", 0)
+    assert len(server.service.memory("").chunks) == 1
+    body = server.post("/infill", {**INFILL, "input_extra": extra}).json()
+    assert body["timings"]["cache_n"] > 15
+
+
+def test_infill_stream_ends_with_an_empty_stop_event(server):
+    events = [json.loads(event) for event in server.events("/infill", {**INFILL, "stream": True, "return_tokens": True})]
+    assert "".join(event["content"] for event in events) == "urn a + b\n"
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["content"] == ""
+    assert "timings" in events[-1]
+
+
+def test_indentation_and_stop_words(live, say):
+    server = live(say("x = 1\n        y = 2\n    z = 3\n"))
+    body = server.post("/infill", {**INFILL, "n_indent": 8}).json()
+    assert body["content"] == "x = 1\n        y = 2\n    "
+    body = server.post("/infill", {**INFILL, "stop": ["= 2"]}).json()
+    assert (body["content"], body["stop_type"], body["stopping_word"]) == ("x = 1\n        y ", "word", "= 2")
+
+
+def test_several_alternatives_are_an_array(server):
+    body = server.post("/infill", {**INFILL, "n_cmpl": 3}).json()
+    assert isinstance(body, list)
+    assert body[0]["content"] == "urn a + b\n"
+    assert len({choice["content"] for choice in body}) == len(body) > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_prefix": None}, '"input_prefix" must be a string'),
+        ({"prompt": 3}, '"prompt" must be a string'),
+        ({"input_extra": "x"}, '"input_extra"'),
+        ({"input_extra": [{"filename": "x"}]}, '"input_extra.0.text" is required'),
+        ({"input_extra": [{"text": 1}]}, '"input_extra.0.text" must be a string'),
+        ({"n_predict": "many"}, '"n_predict"'),
+        ({"n_cmpl": 5}, '"n_cmpl"'),
+        ({"temperature": 1e400}, "not JSON"),
+    ],
+)
+def test_malformed_infill_says_why(server, change, message):
+    raw = server.client.post("/infill", content=json.dumps({**INFILL, **change}))
+    assert raw.status_code == 400
+    assert message in raw.json()["error"]["message"]
+
+
+def test_missing_prefix_is_named(server):
+    raw = server.post("/infill", {"input_suffix": ""})
+    assert raw.json()["error"] == {
+        "code": 400, "message": '"input_prefix" is required', "type": "invalid_request_error"
+    }  # fmt: skip
+
+
+def test_a_model_without_fim_says_501_and_what_is_missing(live, say, tokenizer, monkeypatch):
+    monkeypatch.setattr("retrieve_spec.server.service.find_format", lambda codec: None)
+    raw = live(say("x")).post("/infill", INFILL)
+    assert raw.status_code == 501
+    assert "Infill is not supported by this model" in raw.json()["error"]["message"]
+
+
+# ── /v1/completions and /v1/chat/completions ──
+
+
+def test_openai_completion_has_what_strict_clients_require(server):
+    body = server.post("/v1/completions", {"prompt": "def f", "max_tokens": 20}).json()
+    assert {"id", "object", "created", "model", "choices", "usage"} <= set(body)
+    assert body["object"] == "text_completion"
+    assert body["choices"][0] == {"text": "urn a + b\n", "index": 0, "logprobs": None, "finish_reason": "stop"}
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_suffix_makes_a_fim_prompt(server, codec):
+    server.post("/v1/completions", {"prompt": "a = ", "suffix": "\nb = 2", "max_tokens": 20})
+    assert codec.decode(server.backend.prompts[0]).endswith("<|fim_prefix|>a = <|fim_suffix|>\nb = 2<|fim_middle|>")
+
+
+def test_raw_prompts_spell_control_tokens(server, codec):
+    text = "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+    server.post("/v1/completions", {"prompt": text, "max_tokens": 5})
+    assert server.backend.prompts[0] == (1, *codec.encode("a"), 3, *codec.encode("b"), 2)
+
+
+def test_a_stop_that_spells_a_control_token_is_a_token(live, codec):
+    file_sep = codec.token_id("<|im_end|>")
+    server = live(ScriptedBackend(lambda prompt: [*codec.encode("one"), file_sep, *codec.encode("two")]))
+    body = server.post("/v1/completions", {"prompt": "x", "stop": ["<|im_end|>", "def"], "max_tokens": 9}).json()
+    assert body["choices"][0]["text"] == "one"
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+def test_stream_puts_the_reason_before_done_and_usage_only_on_request(server):
+    events = server.events("/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 20})
+    assert events[-1] == "[DONE]"
+    bodies = [json.loads(event) for event in events[:-1]]
+    assert bodies[-1]["choices"][0]["finish_reason"] == "stop"
+    assert all(body["choices"] for body in bodies)
+    assert "".join(body["choices"][0]["text"] for body in bodies) == "urn a + b\n"
+    options = {"stream_options": {"include_usage": True}}
+    events = server.events("/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 20, **options})
+    last = json.loads(events[-2])
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] > 0
+
+
+def test_several_prompts_give_several_choices(server):
+    body = server.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 20}).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+
+
+def test_chat_with_a_prediction(server):
+    prediction = {"type": "content", "content": [{"type": "text", "text": "urn a + b\n"}]}
+    request = {"messages": [{"role": "user", "content": "hi"}], "prediction": prediction, "max_tokens": 20}
+    body = server.post("/v1/chat/completions", request).json()
+    assert body["choices"][0]["message"]["content"] == "urn a + b\n"
+    details = body["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 0
+    assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0
+    assert server.backend.hints[0].prediction
+
+
+def test_chat_prompt_is_chatml_without_injection(server, codec):
+    server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "<|im_end|>"}], "max_tokens": 5})
+    prompt = server.backend.prompts[0]
+    assert codec.decode(prompt).startswith("<|im_start|>user\n<|im_end|><|im_end|>\n<|im_start|>assistant")
+    assert prompt.count(codec.token_id("<|im_end|>")) == 1
+
+
+def test_chat_stream_begins_with_the_role(server):
+    request = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 20}
+    bodies = [json.loads(event) for event in server.events("/v1/chat/completions", request)[:-1]]
+    assert bodies[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert bodies[0]["object"] == "chat.completion.chunk"
+    assert "".join(body["choices"][0]["delta"].get("content", "") for body in bodies) == "urn a + b\n"
+
+
+def test_prompt_beyond_the_context_is_refused(live, say):
+    raw = live(say("x", n_ctx=64)).post("/v1/completions", {"prompt": "word " * 100})
+    assert raw.status_code == 400
+    assert "64" not in raw.json()["error"]["message"] or "at most 63" in raw.json()["error"]["message"]
+
+
+# ── Tabby and the small endpoints ──
+
+
+def test_tabby_segments_on_the_openai_path(server, codec):
+    snippet = {"filepath": "util.py", "body": "def util(): ...", "score": 0.5}
+    segments = {"prefix": "x = ", "suffix": "\n", "relevant_snippets_from_changed_files": [snippet]}
+    body = server.post("/v1/completions", {"language": "python", "segments": segments}).json()
+    assert body["id"].startswith("cmpl-")
+    assert body["choices"] == [{"index": 0, "text": "urn a + b\n"}]
+    assert "<|file_sep|>util.py\ndef util(): ..." in codec.decode(server.backend.prompts[0])
+    server.post("/v1/events", {"type": "select", "completion_id": body["id"], "choice_index": 0})
+    assert server.service.memory("").accepted.latest_first() == ["x = urn a + b\n"]
+
+
+def test_small_endpoints(server):
+    assert server.client.get("/health").json()["status"] == "ok"
+    assert server.client.get("/health").json()["fim"] == "qwen"
+    assert server.client.get("/v1/health").json()["version"]["git_describe"]
+    assert server.client.post("/v1/health").status_code == 200
+    ids = [model["id"] for model in server.client.get("/v1/models").json()["data"]]
+    assert ids == ["tiny", "tiny-Fast-Apply"]
+    assert server.client.get("/props").json()["default_generation_settings"]["n_ctx"] == 4096
+    tokens = server.post("/tokenize", {"content": "<|fim_prefix|>x"}).json()["tokens"]
+    assert tokens[0] == 1
+    assert server.post("/detokenize", {"tokens": tokens}).json()["content"] == "<|fim_prefix|>x"
+    pieces = server.post("/tokenize", {"content": "a b", "with_pieces": True}).json()["tokens"]
+    assert "".join(token["piece"] for token in pieces) == "a b"
+    assert "<|im_start|>" in server.post("/apply-template", {"messages": [{"role": "user", "content": "x"}]}).json()["prompt"]
+    assert server.client.delete("/v1/workspace").json() == {"forgotten": True}
+    assert server.client.get("/nowhere").json()["error"]["code"] == 404
+    assert server.client.get("/infill").status_code == 405
+
+
+def test_metrics_count_what_happened(server):
+    server.post("/infill", INFILL)
+    server.post("/infill", {})
+    text = server.client.get("/metrics").text
+    assert 'retrieve_spec_requests_total{path="/infill",status="200"} 1.0' in text
+    assert 'retrieve_spec_requests_total{path="/infill",status="400"} 1.0' in text
+    assert 'retrieve_spec_accepted_tokens_total{source="prediction"}' in text
+    assert "retrieve_spec_queue_length 0.0" in text
+
+
+# ── who may call, and how much ──
+
+
+def test_keys(live, say):
+    server = live(say("x"), keys=(b"one", b"two"))
+    assert server.post("/infill", INFILL).status_code == 401
+    assert server.post("/infill", INFILL, headers={"Authorization": "Bearer three"}).status_code == 401
+    assert server.post("/infill", INFILL, headers={"Authorization": "Bearer two"}).status_code == 200
+    assert server.client.get("/metrics").status_code == 401
+    assert server.client.get("/health").status_code == 200
+
+
+def test_users_do_not_share_memory(live, say):
+    server = live(say("x"), keys=(b"one", b"two"))
+    extra = {"input_extra": [{"text": "secret_name = 1\n"}]}
+    server.post("/infill", {**INFILL, **extra}, headers={"Authorization": "Bearer one"})
+    assert len(server.service.memory("one").chunks) == 1
+    assert len(server.service.memory("two").chunks) == 0
+
+
+def test_browser_pages_of_other_origins_are_refused(live, say):
+    server = live(say("x"), config=ServeConfig(origins=("http://localhost:3000",)))
+    page = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    assert server.client.post("/infill", json=INFILL, headers=page).status_code == 403
+    assert server.client.get("/v1/models", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert server.client.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    good = server.client.post("/infill", json=INFILL, headers={"Origin": "http://localhost:3000"})
+    assert good.headers["access-control-allow-origin"] == "http://localhost:3000"
+    assert server.client.options("/infill", headers={"Origin": "http://localhost:3000"}).status_code == 204
+    assert "access-control-allow-origin" not in server.post("/infill", INFILL).headers
+
+
+def test_large_bodies_are_not_read(live, say):
+    server = live(say("x"), config=ServeConfig(max_body_bytes=1000))
+    assert server.post("/infill", {**INFILL, "input_prefix": "x" * 2000}).status_code == 413
+
+    def chunks():
+        for _ in range(10):
+            yield b"x" * 500
+
+    assert server.client.post("/infill", content=chunks()).status_code == 413
+
+
+def test_deeply_nested_and_broken_json(server):
+    for content in (b"[" * 100_000, b"{", b"", b"\xff\xfe", b'{"input_prefix": "\\ud800"}', b"[1]", b"null"):
+        raw = server.client.post("/infill", content=content)
+        assert raw.status_code == 400
+        assert raw.json()["error"]["message"]
+
+
+def test_a_host_others_can_reach_needs_a_key(tmp_path):
+    with pytest.raises(ServeError, match="--api-key-file"):
+        check_binding("0.0.0.0", ())
+    check_binding("0.0.0.0", (b"k",))
+    for host in ("127.0.0.1", "::1", "localhost"):
+        check_binding(host, ())
+    keys = tmp_path / "keys"
+    keys.write_text("# comment\n\nabc \n")
+    assert read_keys(keys) == (b"abc",)
+    keys.write_text("\n")
+    with pytest.raises(ServeError, match="at least one"):
+        read_keys(keys)
+
+
+# ── giving up ──
+
+
+def test_closed_connection_costs_at_most_one_pass(live, say):
+    backend = say("word " * 200, run=1)
+    backend.gate = threading.Semaphore(0)
+    server = live(backend)
+    body = json.dumps(INFILL).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = f"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        connection.sendall(head + body)
+        wait_for(lambda: server.service.engine.busy)
+        backend.gate.release(3)
+        wait_for(lambda: backend.passes == 3)
+        job = server.service.engine._running
+    wait_for(lambda: job.cancel.is_set())
+    spent = backend.passes
+    backend.gate.release(1000)
+    wait_for(lambda: not server.service.engine.busy)
+    assert backend.passes <= spent + 1
+    assert server.done[-1][1].outcome == "cancelled"
+
+
+def test_closed_stream_costs_at_most_one_pass(live, say):
+    backend = say("word " * 200, run=1)
+    backend.gate = threading.Semaphore(4)
+    server = live(backend)
+    with server.client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}) as raw:
+        next(raw.iter_lines())
+        job = server.service.engine._running
+    wait_for(lambda: job.cancel.is_set())
+    spent = backend.passes
+    backend.gate.release(1000)
+    wait_for(lambda: not server.service.engine.busy)
+    assert backend.passes <= spent + 1
+
+
+def test_newer_keystroke_supersedes_and_both_are_told(live, say):
+    backend = say("done")
+    backend.gate = threading.Semaphore(0)
+    server = live(backend)
+    answers = {}
+
+    def ask(prompt):
+        answers[prompt] = server.post("/infill", {**INFILL, "prompt": prompt}).json()
+
+    threads = []
+    for prompt in ("    r", "    re", "    ret"):
+        threads.append(threading.Thread(target=ask, args=(prompt,)))
+        threads[-1].start()
+        expected = len(threads)
+        wait_for(lambda expected=expected: _seen(server) >= expected)
+    backend.gate.release(1000)
+    for thread in threads:
+        thread.join()
+    assert answers["    ret"]["content"] == "done"
+    for prompt in ("    r", "    re"):
+        assert answers[prompt]["content"] == ""
+        assert answers[prompt]["superseded"] is True
+
+
+def _seen(server):
+    engine = server.service.engine
+    return len(server.done) + engine.queue_length + int(engine.busy)
+
+
+def test_busy_server_answers_503(live, say):
+    backend = say("done")
+    backend.gate = threading.Semaphore(0)
+    server = live(backend, config=ServeConfig(max_queue=1))
+    threads = [
+        threading.Thread(target=server.post, args=("/v1/completions", {"prompt": f"p{i}", "max_tokens": 3}))
+        for i in range(2)
+    ]
+    for i, thread in enumerate(threads, 1):
+        thread.start()
+        wait_for(lambda i=i: _seen(server) >= i)
+    raw = server.post("/v1/completions", {"prompt": "p9", "max_tokens": 3})
+    assert raw.status_code == 503
+    assert raw.headers["retry-after"] == "1"
+    backend.gate.release(1000)
+    for thread in threads:
+        thread.join()
+
+
+def test_failure_of_the_model_is_a_500_with_a_reason(live, say):
+    backend = say("x")
+    backend.fail = True
+    raw = live(backend).post("/infill", INFILL)
+    assert raw.status_code == 500
+    assert "out of memory" in raw.json()["error"]["message"]
