@@ -181,6 +181,7 @@ class Decoding:
         report.verify_ms += (checked - drafted) * 1e3
         report.commit_ms += (committed - checked) * 1e3
         report.learn_ms += (ended - committed) * 1e3
+        report.per_pass.append((len(tree), len(verified.path), tree.expected_accepted, (checked - drafted) * 1e3))
         for node in verified.path:
             self.accepted[tree.source[node]] += 1
         forward = checked - drafted

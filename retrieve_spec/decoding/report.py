@@ -28,6 +28,8 @@ class GenerationReport:
         Where the time went, summed over the generation, in milliseconds.
     seconds
         Wall time of the generation.
+    per_pass
+        (nodes, accepted, expected to be accepted, verify ms) of every pass after the prompt's, in order.
     provenance
         With `provenance=True`: (position in the text, number of tokens, origin) of every accepted drafted run.
     """
@@ -44,6 +46,7 @@ class GenerationReport:
     commit_ms: float = 0.0
     learn_ms: float = 0.0
     seconds: float = 0.0
+    per_pass: list[tuple[int, int, float, float]] = field(default_factory=list)
     provenance: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
