@@ -161,7 +161,8 @@ def generate_stream(
     Yields
     ------
     Piece
-        `token_ids` (t,) int32 and `text`. Both empty after a chunk of a long prompt has been read.
+        `token_ids` (t,) int32 and `text`. Both empty after a chunk of a long prompt has been read; a last piece may
+        carry text without tokens (bytes that never became a character).
 
     Raises
     ------
@@ -202,13 +203,10 @@ def _stream(
         running = speculation.decode(prepared, draft=draft, nodes=nodes, prediction_ids=predicted, seed=seed)
         runs = iter(running)
     try:
-        held = None  # one pass late, so that the last piece can carry the text that was held back
         for visible in runs:
-            if held is not None:
-                yield Piece(held, decoder.push(held) if decoder else "")
-            held = visible
-        if held is not None:
-            yield Piece(held, decoder.push(held) + decoder.flush() if decoder else "")
+            yield Piece(visible, decoder.push(visible) if decoder else "")
+        if rest := decoder.flush() if decoder else "":
+            yield Piece(np.empty(0, np.int32), rest)
     finally:
         if not isinstance(prepared, str):
             runs.close()
