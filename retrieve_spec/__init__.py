@@ -12,7 +12,9 @@ _EXPORTS = {
     "SpeculationConfig": "retrieve_spec.config",
     "accelerate": "retrieve_spec.acceleration",
     "accelerated": "retrieve_spec.acceleration",
+    "build_datastore": "retrieve_spec.datastore.build",
     "generate_stream": "retrieve_spec.acceleration",
+    "open_datastore": "retrieve_spec.datastore.store",
     "restore": "retrieve_spec.acceleration",
     "DraftTree": "retrieve_spec.drafting.tree",
 }

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from retrieve_spec.errors import BuildError
+from retrieve_spec.reference_model import REFERENCE, reference_path
 
 PREFIX = "sha256:"
 
@@ -20,7 +21,8 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
     Parameters
     ----------
     tokenizer
-        A `tokenizers.Tokenizer`, a fast Transformers tokenizer, a ``tokenizer.json``, or a folder that holds one.
+        A `tokenizers.Tokenizer`, a fast Transformers tokenizer, a ``tokenizer.json``, a folder that holds one,
+        ``"reference"`` for the bundled model's, or a Hugging Face hub id.
 
     Returns
     -------
@@ -43,14 +45,19 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
             type(tokenizer).__name__,
             "Save the tokenizer with save_pretrained() and give the folder.",
         )
-    path = Path(tokenizer)
+    path = reference_path() if tokenizer == REFERENCE else Path(tokenizer)
     if path.is_dir():
         path = path / "tokenizer.json"
     try:
-        loaded = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:
+        if path.exists() or isinstance(tokenizer, Path):
+            loaded = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        else:
+            loaded = Tokenizer.from_pretrained(str(tokenizer))
+    except Exception as error:  # the library raises bare Exception
         raise BuildError(
-            "a tokenizer.json, or a model folder that holds one", f"{tokenizer} ({error})", "Check the path."
+            "a tokenizer.json, a model folder that holds one, or a hub id",
+            f"{tokenizer} ({error})",
+            "Check the path or name.",
         ) from error
     loaded.no_truncation()
     loaded.no_padding()

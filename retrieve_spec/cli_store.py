@@ -1,0 +1,284 @@
+"""Turns the datastore commands into one call of a library function each, and its result into text or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from retrieve_spec.errors import BuildError
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.change import ChangeReport
+    from retrieve_spec.datastore.sources import Source
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_LISTED = 20
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else.")
+_QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bars.")
+_RESUME = click.option("--resume", is_flag=True, help="Continue an interrupted run with the options it began with.")
+_WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Threads; all CPUs by default.")
+_STORE = click.argument("store", type=click.Path(path_type=Path))
+
+
+def _source_options(command: _F) -> _F:
+    """Options that say what is read."""
+    for option in reversed(
+        [
+            click.argument("sources", nargs=-1, metavar="[SOURCE]..."),
+            click.option("--include", multiple=True, metavar="GLOB", help="Only these files; can be repeated."),
+            click.option("--exclude", multiple=True, metavar="GLOB", help="Not these files; can be repeated."),
+            click.option("--licence", default="", metavar="NAME", help="Licence to record with every document."),
+            click.option(
+                "--field", default="text", show_default=True, metavar="NAME", help="Text field of JSON Lines, Parquet."
+            ),
+            click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Stop before exceeding N."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def _sources(options: dict[str, Any]) -> list[Source | str]:
+    from retrieve_spec.datastore.sources import Source
+
+    names = ("licence", "include", "exclude", "field")
+    return [Source(path, **{name: options[name] for name in names}) for path in options["sources"]]
+
+
+@click.command(short_help="Build a datastore from files, folders or a recipe.")
+@_STORE
+@_source_options
+@click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'.")
+@click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="A TOML file that names the sources.")
+@click.option(
+    "--index",
+    type=click.Choice(["both", "exact", "ngram"]),
+    help="What to keep; n-grams alone are small enough to ship.",
+)
+@_WORKERS
+@_RESUME
+@_QUIET
+@_JSON
+def build(
+    store: Path,
+    tokenizer: str | None,
+    recipe: Path | None,
+    index: Any,
+    resume: bool,
+    quiet: bool,
+    as_json: bool,
+    workers: int | None,
+    max_tokens: int | None,
+    **options: Any,
+) -> None:
+    """Build a datastore in the folder STORE.
+
+    A SOURCE is a file, a folder, a git checkout (its tracked files), JSON Lines, Parquet, text compressed with gzip or
+    zstd, or - for standard input.
+    """
+    from dataclasses import replace
+
+    from retrieve_spec.config import StoreConfig
+    from retrieve_spec.datastore.build import build_datastore
+    from retrieve_spec.datastore.recipes import load_recipe
+
+    config, sources, name = StoreConfig(), _sources(options), ""
+    if recipe is not None and not resume:
+        loaded = load_recipe(recipe, options["sources"])
+        config, sources, name = loaded.config, list(loaded.sources), loaded.name
+    config = replace(config, index=index) if index else config
+    if not resume and not sources:
+        raise click.UsageError("Give at least one SOURCE, or --recipe FILE.")
+    if not resume and tokenizer is None:
+        raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
+    report = build_datastore(
+        store,
+        sources,
+        tokenizer,
+        config=config,
+        max_tokens=max_tokens,
+        workers=workers,
+        resume=resume,
+        progress=not quiet,
+        recipe=name,
+    )
+    _print_report(report, store, as_json)
+
+
+@click.command(short_help="Add documents to a datastore.")
+@_STORE
+@_source_options
+@_WORKERS
+@_RESUME
+@_QUIET
+@_JSON
+def add(
+    store: Path,
+    resume: bool,
+    quiet: bool,
+    as_json: bool,
+    workers: int | None,
+    max_tokens: int | None,
+    **options: Any,
+) -> None:
+    """Add documents to the datastore STORE; texts it already holds are skipped."""
+    from retrieve_spec.datastore.build import add_documents
+
+    sources = _sources(options)
+    if not resume and not sources:
+        raise click.UsageError("Give at least one SOURCE.")
+    report = add_documents(store, sources, max_tokens=max_tokens, workers=workers, resume=resume, progress=not quiet)
+    _print_report(report, store, as_json)
+
+
+@click.command(short_help="Remove documents from a datastore.")
+@_STORE
+@click.argument("documents", nargs=-1, metavar="[DOCUMENT]...")
+@click.option("--where", default="", metavar="SQL", help="Condition over the catalogue's documents table.")
+@_QUIET
+@_JSON
+def remove(store: Path, documents: tuple[str, ...], where: str, quiet: bool, as_json: bool) -> None:
+    """Remove documents, by path or glob, or those for which an SQL condition holds; nothing is drafted from them."""
+    from retrieve_spec.datastore.edit import remove_documents
+
+    if not documents and not where:
+        raise click.UsageError("Give DOCUMENT paths or globs, or --where SQL.")
+    _print_report(remove_documents(store, documents, where=where, progress=not quiet), store, as_json)
+
+
+@click.command(short_help="Join several datastores into a new one.")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("stores", nargs=-1, type=click.Path(path_type=Path), metavar="STORE...")
+@_RESUME
+@_QUIET
+@_JSON
+def merge(out: Path, stores: tuple[Path, ...], resume: bool, quiet: bool, as_json: bool) -> None:
+    """Join STOREs that were built with one tokenizer into the new datastore OUT."""
+    from retrieve_spec.datastore.edit import merge_datastores
+
+    if not resume and not stores:
+        raise click.UsageError("Give at least one STORE to merge.")
+    _print_report(merge_datastores(out, stores, resume=resume, progress=not quiet), out, as_json)
+
+
+@click.command(short_help="Rewrite a datastore without removed documents.")
+@_STORE
+@_RESUME
+@_QUIET
+@_JSON
+def compact(store: Path, resume: bool, quiet: bool, as_json: bool) -> None:
+    """Rewrite a datastore into as few segments as possible, without the text of removed documents."""
+    from retrieve_spec.datastore.edit import compact_datastore
+
+    _print_report(compact_datastore(store, resume=resume, progress=not quiet), store, as_json)
+
+
+@click.command(short_help="Rewrite a datastore for another tokenizer.")
+@_STORE
+@click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'.")
+@_WORKERS
+@_RESUME
+@_QUIET
+@_JSON
+def retokenize(
+    store: Path, tokenizer: str | None, workers: int | None, resume: bool, quiet: bool, as_json: bool
+) -> None:
+    """Rewrite a datastore for another tokenizer, from its own text."""
+    from retrieve_spec.datastore.edit import retokenize_datastore
+
+    if not resume and tokenizer is None:
+        raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
+    report = retokenize_datastore(store, tokenizer, workers=workers, resume=resume, progress=not quiet)
+    _print_report(report, store, as_json)
+
+
+@click.command(short_help="Show what a datastore holds.")
+@_STORE
+@_JSON
+def info(store: Path, as_json: bool) -> None:
+    """Show what a datastore holds; reads its manifest only."""
+    from retrieve_spec.datastore.manifest import read_manifest
+
+    manifest = read_manifest(store)
+    if as_json:
+        click.echo(json.dumps(manifest.to_json()))
+        return
+    per_token = manifest.bytes / max(manifest.tokens, 1)
+    rows = [
+        ("documents", f"{manifest.documents:,}"),
+        ("tokens", f"{manifest.tokens:,}"),
+        ("size", f"{manifest.bytes / 1e6:,.1f} MB ({per_token:.2f} bytes per token)"),
+        ("segments", f"{len(manifest.segments)}"),
+        ("tokenizer", manifest.fingerprint[7:19]),
+        ("content", manifest.content[:12]),
+        *((event["verb"], f"{event['at']}  {event['documents']:,} documents") for event in manifest.history),
+    ]
+    click.echo(f"{store}")
+    for name, value in rows:
+        click.echo(f"  {name:<10} {value}")
+
+
+@click.command(short_help="Check every byte of a datastore.")
+@_STORE
+@_QUIET
+@_JSON
+def verify(store: Path, quiet: bool, as_json: bool) -> None:
+    """Check checksums and structure, and compare sampled queries with a scan of the text."""
+    from retrieve_spec.datastore.verify import verify_datastore
+
+    checked = verify_datastore(store, progress=not quiet)
+    if as_json:
+        click.echo(json.dumps({"store": str(store), "sound": True, **checked}))
+    else:
+        click.echo(f"{store} is sound: {checked['files']} files, {checked['tokens']:,} tokens.")
+
+
+@click.command(short_help="Find where a text stands in a datastore.")
+@_STORE
+@click.argument("text")
+@click.option("--limit", type=click.IntRange(min=1), default=10, show_default=True, metavar="N")
+@_JSON
+def search(store: Path, text: str, limit: int, as_json: bool) -> None:
+    """Find the longest end of TEXT that occurs, what followed it, and in which documents."""
+    from retrieve_spec.datastore.search import search_datastore
+    from retrieve_spec.datastore.store import open_datastore
+
+    opened = open_datastore(store)
+    if opened.segments and not any(len(segment.tokens) for segment in opened.segments):
+        raise BuildError("a store that keeps its text", f"{store}, which keeps n-grams only", "Search another store.")
+    result = search_datastore(opened, text, limit=limit)
+    if as_json:
+        click.echo(json.dumps(asdict(result)))
+        return
+    click.echo(f"{result.matched} of {result.tokens} tokens match, {result.count:,} times: {result.text!r}")
+    for token, count in result.continuations:
+        click.echo(f"  {count:>12,.0f}  {token!r}")
+    for place in result.occurrences:
+        document = place.document
+        licence = f" ({document.licence})" if document.licence else ""
+        click.echo(f"  {document.path}{licence} @ {place.position - document.start}: {place.continuation!r}")
+
+
+def _print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
+    if as_json:
+        rate = report.tokens / max(sum(report.seconds.values()), 1e-9)
+        extra = {"store": str(store), "skipped_by_reason": report.skipped_by_reason, "tokens_per_second": rate}
+        click.echo(json.dumps(asdict(report) | extra))
+        return
+    seconds = sum(report.seconds.values())
+    click.echo(
+        f"{report.verb}: {report.documents:,} documents, {report.tokens:,} tokens in {seconds:.1f} s; "
+        f"{store} has {report.segments} segment{'s' * (report.segments != 1)}."
+    )
+    for reason, count in report.skipped_by_reason.items():
+        click.echo(f"  skipped {count:,} ({reason})")
+    for path, _, reason in report.skipped[:_LISTED]:
+        click.echo(f"    {path}: {reason}")
+    if len(report.skipped) > _LISTED:
+        click.echo(f"    … and {len(report.skipped) - _LISTED:,} more (all with --json, and in catalog.sqlite)")

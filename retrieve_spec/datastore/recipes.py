@@ -1,0 +1,136 @@
+"""Recipes: from a TOML file that says what a store is made of to sources and settings."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sysconfig
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.errors import BuildError
+
+_KEYS = {"name", "description", "expected", "source", "index"}
+_SOURCE_KEYS = {"path", "distributions", "licence", "include", "exclude", "field"}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a store is made of.
+
+    Attributes
+    ----------
+    name, description
+        For people.
+    sources
+        What to build from, in order.
+    config
+        Settings that differ from the defaults.
+    """
+
+    name: str
+    description: str
+    sources: tuple[Source, ...]
+    config: StoreConfig
+
+
+def load_recipe(path: str | os.PathLike[str], given: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and find its sources on this machine.
+
+    A source names a ``path``, in which ``{stdlib}`` stands for the standard library of the running interpreter,
+    ``{repository}`` for the git checkout of the working directory and ``{given}`` for each source given on the command
+    line; or ``distributions = true``, which stands for every installed distribution with the licence it states.
+
+    Parameters
+    ----------
+    path
+        The TOML file.
+    given
+        Sources given by the user.
+
+    Raises
+    ------
+    BuildError
+        When the file is no recipe, or a place it names is not there.
+    """
+    file = Path(path)
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BuildError(f"a recipe in {file}", str(error), "See docs/datastores.md for the keys.") from error
+    _check_keys(file, content, _KEYS)
+    listed = content.get("source")
+    if not isinstance(listed, list) or not listed or "name" not in content:
+        raise BuildError(f"a name and at least one [[source]] in {file}", "none", "See docs/datastores.md.")
+    sources: list[Source] = []
+    for source in listed:
+        _check_keys(file, source, _SOURCE_KEYS)
+        sources += _sources_of(file, source, given)
+    config = StoreConfig(index=content.get("index", "both"))
+    return Recipe(content["name"], content.get("description", ""), tuple(sources), config)
+
+
+def _check_keys(file: Path, table: dict[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise BuildError(f"keys {', '.join(sorted(known))} in {file}", ", ".join(unknown), "Correct the recipe.")
+
+
+def _sources_of(file: Path, source: dict[str, Any], given: Sequence[str]) -> list[Source]:
+    template = Source(
+        source.get("path", ""),
+        source.get("licence", ""),
+        tuple(source.get("include", ())),
+        tuple(source.get("exclude", ())),
+        source.get("field", "text"),
+    )
+    if source.get("distributions"):
+        return _distributions(template)
+    if template.path == "{given}":
+        if not given:
+            raise BuildError(f"the sources that {file} is about", "none", "Give files or folders after the store.")
+        return [replace(template, path=path) for path in given]
+    return [replace(template, path=_place(template.path))]
+
+
+def _place(path: str) -> str:
+    if "{stdlib}" in path:
+        path = path.replace("{stdlib}", sysconfig.get_path("stdlib"))
+    if "{repository}" in path:
+        found = subprocess.run(["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False)
+        if found.returncode:
+            raise BuildError("a git checkout around the working directory", "none", "Change into the checkout.")
+        path = path.replace("{repository}", found.stdout.strip())
+    return path
+
+
+def _distributions(template: Source) -> list[Source]:
+    """One source per top-level package or module of every installed distribution, in the order of their names."""
+    sources = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        tops = {file.parts[0] for file in distribution.files or () if file.suffix == ".py" and file.parts[0] != ".."}
+        for top in sorted(tops):
+            location = Path(str(distribution.locate_file(top)))
+            if name and location.exists():
+                sources[name.lower(), top] = replace(template, path=str(location), licence=licence_of(distribution))
+    return [sources[key] for key in sorted(sources)]
+
+
+def licence_of(distribution: metadata.Distribution) -> str:
+    """Licence a distribution states: its expression, its trove classifiers, or the first line of its licence field."""
+    about = distribution.metadata
+    if expression := about.get("License-Expression"):
+        return str(expression)
+    classifiers = [c.rpartition(" :: ")[2] for c in about.get_all("Classifier") or () if c.startswith("License ::")]
+    if classifiers:
+        return "; ".join(sorted(set(classifiers)))
+    lines = re.split(r"[\r\n]", (about.get("License") or "").strip())
+    return lines[0][:80]
