@@ -1,0 +1,252 @@
+"""Turns queries of a draft tree and preallocated keys and values into attention outputs, without copying the prefix.
+
+Every row of a pass sees the whole committed prefix, so only the last `rows × rows` block of scores needs a mask. Three
+backends compute the same thing behind `attend`:
+
+masked
+    one `scaled_dot_product_attention`; queries that share a key head are stacked, so keys are never repeated, and the
+    mask is a view into a buffer whose prefix columns are always zero, so it is never rebuilt.
+split
+    prefix without a mask and tree block with one, merged by log-sum-exp; also applies soft-capping and sinks.
+triton
+    both parts in one launch on a GPU (`retrieve_spec.kernels.triton_tree_attention`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from retrieve_spec.config import PASS
+from retrieve_spec.drafting.tree import DraftTree
+
+Backend = Literal["masked", "split", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """What one layer's attention does beyond softmax(q·k) v.
+
+    Attributes
+    ----------
+    scale
+        Factor of the scores.
+    window
+        Keys a query sees at most, itself included; 0 for all.
+    softcap
+        Scores s become softcap · tanh(s / softcap); 0 for none.
+    sinks
+        (heads,) logits of a key without a value that every query also attends to, or None.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+def visible_rows(roots: int, tree: DraftTree | None) -> NDArray[np.bool_]:
+    """Who may look at whom within a pass: (roots + n, roots + n) bool over the root tokens and then the nodes."""
+    nodes = 0 if tree is None else len(tree)
+    rows = roots + nodes
+    seen = np.tri(rows, dtype=np.bool_)
+    if tree is not None and nodes and not tree.is_chain:
+        seen[roots:, roots:] = tree.ancestor_mask()
+    return seen
+
+
+def row_depths(roots: int, tree: DraftTree | None) -> NDArray[np.int64]:
+    """Offset of every row of a pass from its first row in positions: (roots + n,) int64."""
+    head = np.arange(roots, dtype=np.int64)
+    return head if tree is None or not len(tree) else np.concatenate([head, tree.depth.astype(np.int64) + roots - 1])
+
+
+class PassMask:
+    """The mask of one pass in every form a backend asks for, kept in buffers that live from pass to pass.
+
+    Parameters
+    ----------
+    groups
+        Query heads per key head.
+    dtype, device
+        Of the queries.
+    """
+
+    def __init__(self, groups: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.groups = groups
+        self.dtype, self.device = dtype, device
+        self.rows = self.prefix = 0
+        self.seen: NDArray[np.bool_] = np.ones((1, 1), np.bool_)
+        self._depths: NDArray[np.int64] = np.zeros(1, np.int64)
+        self._buffer = torch.empty((0, 0), dtype=dtype, device=device)
+        self._margin = self._spare = 0
+        self._written = False
+        self._windows: dict[int, torch.Tensor] = {}
+
+    def set(self, prefix: int, seen: NDArray[np.bool_], depths: NDArray[np.int64]) -> None:
+        """Describe the next pass: committed rows before it, who sees whom, and positions relative to its first row."""
+        self.rows, self.prefix, self.seen, self._depths = len(seen), prefix, seen, depths
+        self._windows.clear()
+        self._written = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the zero-prefix buffer stays within `config.PASS.mask_bytes`."""
+        columns = self.prefix + self.rows
+        return self.groups * self.rows * columns * self.dtype.itemsize <= PASS.mask_bytes
+
+    def block(self) -> torch.Tensor:
+        """(rows, rows) additive mask of the tree block."""
+        block = torch.zeros((self.rows, self.rows), dtype=self.dtype)
+        block.masked_fill_(torch.from_numpy(~self.seen), float("-inf"))
+        return block.to(self.device, non_blocking=True)
+
+    def packed(self) -> torch.Tensor:
+        """(1, 1, groups · rows, prefix + rows) additive mask: zeros, then the tree block once per group."""
+        height, columns = self.groups * self.rows, self.prefix + self.rows
+        if height > self._buffer.shape[0] or columns > self._margin + self.rows or self.rows > self._spare:
+            self._grow(height)
+        if not self._written:
+            target = self._buffer[:height, self._margin : self._margin + self.rows]
+            target.view(self.groups, self.rows, self.rows).copy_(self.block())
+            self._written = True
+        return self._buffer[:height, self._margin - self.prefix : self._margin + self.rows][None, None]
+
+    def _grow(self, height: int) -> None:
+        block = PASS.cache_block
+        self._spare = max(-(-self.rows // 32) * 32, self._spare)
+        self._margin = max(self._margin, -(-(self.prefix + 1) // block) * block)
+        self._buffer = torch.zeros(
+            (max(height, self.groups * self._spare), self._margin + self._spare), dtype=self.dtype, device=self.device
+        )
+
+    def windowed(self, window: int) -> torch.Tensor:
+        """(1, 1, groups · rows, prefix + rows) additive mask of a layer that sees `window` keys back at most."""
+        if window not in self._windows:
+            position = np.concatenate([np.arange(self.prefix), self.prefix + self._depths])
+            near = position[None, :] > (self.prefix + self._depths - window)[:, None]
+            near[:, self.prefix :] &= self.seen
+            mask = torch.zeros(near.shape, dtype=self.dtype)
+            mask.masked_fill_(torch.from_numpy(~near), float("-inf"))
+            self._windows[window] = mask.repeat(self.groups, 1).to(self.device)[None, None]
+        return self._windows[window]
+
+
+def choose_backend(mask: PassMask, rule: LayerRule) -> Backend:
+    """Pick the backend for one layer of one pass."""
+    if rule.softcap or rule.sinks is not None or not (mask.fits or rule.window):
+        return "split"
+    return "masked"
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: PassMask, rule: LayerRule
+) -> torch.Tensor:
+    """Attention of one pass in one layer.
+
+    Parameters
+    ----------
+    query
+        (1, heads, rows, d), rotated already.
+    keys, values
+        (1, kv_heads, prefix + rows, d), the pass's own rows last.
+    mask
+        The pass.
+    rule
+        The layer.
+
+    Returns
+    -------
+    Tensor
+        (1, rows, heads, d_v).
+    """
+    batch, heads, rows, width = query.shape
+    kv_heads = keys.shape[1]
+    packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+    if choose_backend(mask, rule) == "split":
+        out = attend_split(packed, keys, values, mask, rule)
+    else:
+        out = attend_masked(packed, keys, values, mask, rule)
+    return out.reshape(batch, heads, rows, values.shape[-1]).transpose(1, 2)
+
+
+def attend_masked(
+    packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: PassMask, rule: LayerRule
+) -> torch.Tensor:
+    """One fused call over prefix and tree block: (1, kv_heads, groups · rows, d) in and out."""
+    if rule.window and rule.window <= mask.prefix + mask.rows:
+        additive: torch.Tensor | None = mask.windowed(rule.window)
+    else:
+        additive = mask.packed() if mask.rows > 1 else None
+    return functional.scaled_dot_product_attention(packed, keys, values, attn_mask=additive, scale=rule.scale)
+
+
+def attend_split(
+    packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: PassMask, rule: LayerRule
+) -> torch.Tensor:
+    """Prefix and tree block apart, merged by log-sum-exp: (1, kv_heads, groups · rows, d) in and out."""
+    prefix = mask.prefix
+    if rule.window and rule.window <= prefix + mask.rows:
+        full = mask.windowed(rule.window)
+        parts = [(slice(0, prefix), full[..., :prefix]), (slice(prefix, None), full[..., prefix:])]
+    else:
+        parts = [(slice(0, prefix), None), (slice(prefix, None), mask.block().repeat(mask.groups, 1)[None, None])]
+    if not prefix:
+        parts = parts[1:]
+    outs, lses = [], []
+    for rows, additive in parts:
+        scores = torch.matmul(packed, keys[:, :, rows].transpose(2, 3)).float() * rule.scale
+        if rule.softcap:
+            scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        if additive is not None:
+            scores = scores + additive
+        lse = torch.logsumexp(scores, -1, keepdim=True)
+        weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min))
+        outs.append(torch.matmul(weights.to(values.dtype), values[:, :, rows]).float())
+        lses.append(lse)
+    return merge_parts(outs, lses, rule, mask).to(packed.dtype)
+
+
+def merge_parts(
+    outs: list[torch.Tensor], lses: list[torch.Tensor], rule: LayerRule, mask: PassMask
+) -> torch.Tensor:
+    """Weigh partial attention outputs by their share of the softmax denominator, sinks included."""
+    shares = list(lses)
+    if rule.sinks is not None:
+        kv_heads = lses[0].shape[1]
+        sinks = rule.sinks.float().view(1, kv_heads, mask.groups, 1).expand(-1, -1, -1, mask.rows)
+        shares.append(sinks.reshape(1, kv_heads, mask.groups * mask.rows, 1))
+    weights = torch.softmax(torch.cat(shares, -1), -1)
+    return sum((out * weights[..., i : i + 1] for i, out in enumerate(outs)), torch.zeros_like(outs[0]))
+
+
+KNOWN_RULES = ("sliding_window", "softcap", "s_aux")
+IGNORED_ARGUMENTS = (
+    "dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "is_causal", "cu_seq_lens_q",
+)  # fmt: skip
+
+
+def rule_from_call(module: torch.nn.Module, scaling: float | None, width: int, arguments: dict[str, Any]) -> LayerRule:
+    """Read a layer's rule from what it passed to its attention function.
+
+    Raises
+    ------
+    NotImplementedError
+        When it passed something this module does not implement.
+    """
+    for name, value in arguments.items():
+        if value is None or name in KNOWN_RULES or name in IGNORED_ARGUMENTS:
+            continue
+        if isinstance(value, torch.Tensor) or name in ("position_bias", "cache", "head_mask"):
+            raise NotImplementedError(f"its attention takes {name}")
+    return LayerRule(
+        scale=width**-0.5 if scaling is None else float(scaling),
+        window=int(arguments.get("sliding_window") or 0),
+        softcap=float(arguments.get("softcap") or 0.0),
+        sinks=arguments.get("s_aux"),
+    )
