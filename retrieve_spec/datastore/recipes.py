@@ -127,10 +127,10 @@ def _distributions(template: Source) -> list[Source]:
 def licence_of(distribution: metadata.Distribution) -> str:
     """Licence a distribution states: its expression, its trove classifiers, or the first line of its licence field."""
     about = distribution.metadata
-    if expression := about.get("License-Expression"):
-        return str(expression)
+    if "License-Expression" in about:
+        return str(about["License-Expression"])
     classifiers = [c.rpartition(" :: ")[2] for c in about.get_all("Classifier") or () if c.startswith("License ::")]
     if classifiers:
         return "; ".join(sorted(set(classifiers)))
-    lines = re.split(r"[\r\n]", (about.get("License") or "").strip())
-    return lines[0][:80]
+    stated = str(about["License"]) if "License" in about else ""
+    return re.split(r"[\r\n]", stated.strip())[0][:80]

@@ -21,11 +21,18 @@ TOP_SHIFT = 6
 
 
 @njit(cache=True, nogil=True)
+def sa_token(tokens, sa, i, depth):  # type: ignore[no-untyped-def]
+    """Token at `depth` of suffix i; a separator where a damaged array points outside the text."""
+    at = np.int64(sa[i]) + depth
+    return np.int64(tokens[at]) if at < len(tokens) else np.int64(SEPARATOR)
+
+
+@njit(cache=True, nogil=True)
 def sa_lower(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     """First index in ``[lo, hi)`` whose suffix has a token of at least `token` at `depth`, or `hi`."""
     while lo < hi:
         mid = (lo + hi) >> 1
-        if tokens[np.int64(sa[mid]) + depth] < token:
+        if sa_token(tokens, sa, mid, depth) < token:
             lo = mid + 1
         else:
             hi = mid
@@ -36,7 +43,7 @@ def sa_lower(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
 def sa_upper(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     """First index in ``[lo, hi)`` whose suffix has a token above `token` at `depth`, galloping from `lo`."""
     step = 1
-    while lo + step < hi and tokens[np.int64(sa[lo + step]) + depth] <= token:
+    while lo + step < hi and sa_token(tokens, sa, lo + step, depth) <= token:
         lo += step
         step <<= 1
     return sa_lower(tokens, sa, lo, min(lo + step, hi), depth, token + 1)
@@ -67,7 +74,7 @@ def sa_narrow(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     if token <= 0 or lo >= hi:
         return lo, lo
     lo = sa_lower(tokens, sa, lo, hi, depth, token)
-    if lo >= hi or tokens[np.int64(sa[lo]) + depth] != token:
+    if lo >= hi or sa_token(tokens, sa, lo, depth) != token:
         return lo, lo
     return lo, sa_upper(tokens, sa, lo, hi, depth, token)
 
@@ -75,8 +82,7 @@ def sa_narrow(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def _block_token(tokens, sa, lo, hi, depth, unit, block):  # type: ignore[no-untyped-def]
     """Token that follows the suffix in the middle of a block of `unit` suffixes."""
-    at = min(lo + block * unit + (unit >> 1), hi - 1)
-    return np.int64(tokens[np.int64(sa[at]) + depth])
+    return sa_token(tokens, sa, min(lo + block * unit + (unit >> 1), hi - 1), depth)
 
 
 @njit(cache=True, nogil=True)
@@ -184,10 +190,9 @@ def _suffix_not_below(tokens, sa, lo, hi, skip, pattern, start, n, above):  # ty
     """
     while lo < hi:
         mid = (lo + hi) >> 1
-        at = np.int64(sa[mid])
         order = 0
         for i in range(skip, n):
-            token = np.int64(tokens[at + i])
+            token = sa_token(tokens, sa, mid, i)
             wanted = np.int64(pattern[start + i])
             if token != wanted:
                 order = -1 if token < wanted else 1
