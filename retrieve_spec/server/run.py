@@ -77,7 +77,7 @@ def assemble(
     provenance: bool = True,
 ) -> Served:
     """Put everything around a loaded model; parameters as in `build_service`."""
-    from retrieve_spec.accelerate import accelerate
+    from retrieve_spec.acceleration import accelerate
 
     accelerate(model, tokenizer=tokenizer, datastores=list(stores), provenance=provenance)
     backend = HuggingFaceBackend(model, tokenizer)
