@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.decoding.costprobe import measure_passes
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.decoding.plain import StepVerifier
 from retrieve_spec.decoding.probe import Finding, probe
 from retrieve_spec.decoding.request import Prepared, prepare
-from retrieve_spec.decoding.speculation import Running, Speculation
+from retrieve_spec.decoding.speculation import OFF, Running, Speculation
 from retrieve_spec.decoding.streaming import Piece, StreamerFeed, TextDecoder
 from retrieve_spec.decoding.verifier import Verifier
 from retrieve_spec.drafting.drafter import Drafter
@@ -97,7 +97,8 @@ def accelerate(
     model.__dict__["generate"] = types.MethodType(_generate, model)
     if finding.mode != "tree":
         speculation.say_once(f"drafts are verified in {finding.mode} mode: {finding.reason}")
-    measure_passes(model, speculation)
+    if config.nodes == AUTO and config.draft != OFF:
+        measure_passes(model, speculation)
     return model
 
 

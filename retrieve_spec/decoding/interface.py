@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from retrieve_spec.decoding.verifier import Mode
 
@@ -138,7 +145,8 @@ def cache_mode(cache: Any) -> tuple[Mode, str]:
         return "plain", "an offloaded cache cannot be rolled back"
     for layer in cache.layers:
         if type(layer) not in _TREE_LAYERS:
-            if getattr(layer, "is_croppable", False):
+            # a linear layer can tell only after its first pass; models with recurrent state are plain for that reason
+            if getattr(layer, "is_croppable", False) or isinstance(layer, LinearAttentionCacheLayerMixin):
                 return "chain", f"a {type(layer).__name__} keeps tokens in one line"
             return "plain", f"a {type(layer).__name__} cannot be rolled back"
     return "tree", ""

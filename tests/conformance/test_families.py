@@ -1,0 +1,154 @@
+"""Every family says what plain `generate` says, whatever is drafted."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, Family, build
+from scripted_drafter import SCRIPTS, ScriptedDrafter
+
+import retrieve_spec as rs
+
+NEW = 20
+CASES = [pytest.param(family, attention, id=f"{family.name}-{attention}") for family in FAMILIES for attention in family.attention]  # fmt: skip
+DRAFTED = [case for case in CASES if case.values[0].mode != "plain"]
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def ids(length: int, step: int = 37) -> torch.Tensor:
+    return torch.tensor([[3 + (i * step + 11) % (VOCAB - 3) for i in range(length)]])
+
+
+@functools.lru_cache(maxsize=None)
+def model_of(family: Family, attention: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return build(family, attention)
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> Any:
+    made = model_of(*request.param)
+    yield made
+    rs.restore(made)
+
+
+def greedy(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+
+
+def with_answer(model: Any, answer: Any, script: str) -> ScriptedDrafter:
+    drafter = ScriptedDrafter(answer, script, vocab=VOCAB)
+    rs.accelerate(model, drafter=drafter, nodes=24)
+    return drafter
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_greedy_output_is_that_of_generate(family: Family, attention: str, modes: dict[Any, str]) -> None:
+    model = model_of(family, attention)
+    try:
+        for length in (40, 5):  # longer than every window; crossing it while generating
+            inputs = {"input_ids": ids(length)}
+            expected = greedy(model, inputs)
+            for script in SCRIPTS:
+                drafter = with_answer(model, expected[0], script)
+                modes[family, attention] = model.speculation.mode
+                assert model.speculation.mode == family.mode, model.speculation.reason
+                assert torch.equal(greedy(model, inputs), expected), script
+                report = model.speculation.last
+                assert report.mode == family.mode
+                if family.mode != "plain" and "ntk" not in family.name:
+                    check_acceptance(script, report, drafter, family.mode)
+                rs.restore(model)
+    finally:
+        rs.restore(model)
+
+
+def check_acceptance(script: str, report: Any, drafter: ScriptedDrafter, mode: str) -> None:
+    """Right drafts are all accepted: six and a bonus per pass after the first token; wrong ones never are."""
+    if script == "right":
+        assert report.passes == 1 + -(-(NEW - 1) // 7)
+    elif script == "wrong":
+        assert report.passes == NEW
+        assert not report.accepted_by_source
+    elif script == "half" or mode == "tree":
+        assert 1 < report.tokens_per_pass < 4
+    assert drafter.finished == 1
+    assert drafter.text == drafter.answer
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_sampled_output_does_not_depend_on_drafting(family: Family, attention: str) -> None:
+    model = model_of(family, attention)
+    try:
+        rs.accelerate(model, draft="off")
+        options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0}
+        torch.manual_seed(7)
+        plain = model.generate(ids(40), **options)
+        for script in ("right", "branchy"):
+            with_answer(model, plain[0], script)
+            torch.manual_seed(7)
+            assert torch.equal(model.generate(ids(40), **options), plain)
+    finally:
+        rs.restore(model)
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_left_padding_is_honoured(family: Family, attention: str) -> None:
+    model = model_of(family, attention)
+    inputs = {
+        "input_ids": torch.cat([torch.zeros(1, 5, dtype=torch.long), ids(30)], dim=1),
+        "attention_mask": torch.tensor([[0] * 5 + [1] * 30]),
+    }
+    try:
+        expected = greedy(model, inputs)
+        for script in ("right", "branchy"):
+            with_answer(model, expected[0], script)
+            assert torch.equal(greedy(model, inputs), expected)
+    finally:
+        rs.restore(model)
+
+
+def layers_of(cache: Any) -> list[dict[str, Any]]:
+    """What a cache holds, layer by layer."""
+    names = ("keys", "values", "cumulative_length", "record_past", "conv_states", "recurrent_states")
+    return [{name: getattr(layer, name) for name in names if hasattr(layer, name)} for layer in cache.layers]
+
+
+def assert_same_cache(cache: Any, expected: Any) -> None:
+    assert type(cache) is type(expected)
+    for layer, wanted in zip(layers_of(cache), layers_of(expected), strict=True):
+        assert layer.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(layer[name], value, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_cache_is_left_as_generate_leaves_it(family: Family, attention: str) -> None:
+    model = model_of(family, attention)
+    if family.model_type in ("mamba", "mamba2", "recurrent_gemma"):
+        pytest.skip("returns no cache of attention layers")
+    inputs = {"input_ids": ids(30)}
+    more = ids(6, step=53)
+    try:
+        plain = greedy(model, inputs, return_dict_in_generate=True)
+        for script in ("right", "branchy"):
+            with_answer(model, plain.sequences[0], script)
+            ours = greedy(model, inputs, return_dict_in_generate=True)
+            assert torch.equal(ours.sequences, plain.sequences)
+            if script == "right":
+                assert_same_cache(ours.past_key_values, plain.past_key_values)
+            rs.restore(model)
+        longer = {"input_ids": torch.cat([plain.sequences, more], dim=1)}
+        expected = greedy(model, longer, past_key_values=plain.past_key_values)
+        with_answer(model, expected[0], "branchy")
+        got = greedy(model, longer, past_key_values=ours.past_key_values)
+        assert torch.equal(got, expected)
+        assert_same_cache(ours.past_key_values, plain.past_key_values)
+    finally:
+        rs.restore(model)
