@@ -89,6 +89,21 @@ class Speculation:
             self._drafters[name] = build_drafter(self.config.with_options(draft=name), datastores=self._datastores)
         return self._drafters[name]
 
+    def use_datastores(self, datastores: Sequence[Any]) -> None:
+        """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
+        with self._lock:
+            self._datastores = list(datastores)
+            drafters, self._drafters = self._drafters, {}
+            for name, old in drafters.items():
+                from retrieve_spec.drafting.presets import build_drafter
+
+                self._drafters[name] = build_drafter(
+                    self.config.with_options(draft=name),
+                    datastores=self._datastores,
+                    session=getattr(old, "session", None),
+                    calibration=getattr(old, "calibration", None),
+                )
+
     def delegated(self, reason: str) -> None:
         """Record a call that the original `generate` decodes; the first time for each reason, say so in the log."""
         self.last = GenerationReport(mode="delegated", reason=reason)
