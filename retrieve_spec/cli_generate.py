@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -16,8 +17,11 @@ from retrieve_spec.errors import PromptError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from retrieve_spec.datastore.store import Datastore
     from retrieve_spec.decoding.report import GenerationReport
 
+OFF = "off"
+ORIGIN_BITS = 40
 WARM_UP_TOKENS = 8
 
 
@@ -105,20 +109,23 @@ class Run:
 def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, compare: bool, **options: Any) -> None:
     """Continue a prompt; the text streams to standard output, figures go to standard error."""
     text = read_prompt(prompt, prompt_file)
-    SpeculationConfig().with_options(draft=options["draft"], nodes=options["nodes"])  # wrong values fail before loading
+    config = SpeculationConfig().with_options(**{name: options[name] for name in ("draft", "nodes", "provenance")})
+    _check(config, options["stores"])  # what can fail fails before the model loads
 
     import retrieve_spec as rs
+    from retrieve_spec.datastore.store import open_datastore
 
     lm, tokenizer = _load(model, options)
     request = _request(lm, tokenizer, text, options)
-    rs.accelerate(lm, tokenizer=tokenizer, **_speculation(options))
+    datastores = [open_datastore(path, tokenizer=tokenizer) for path in options["stores"]]
+    rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
     if compare:
         _run(lm, tokenizer, request, max_new_tokens=WARM_UP_TOKENS)
     run = _run(lm, tokenizer, request, echo=not as_json)
     report = lm.speculation.last
     result = summary(run, report, tokenizer)
     if options["provenance"]:
-        result["provenance"] = _provenance(report)
+        result["provenance"] = _provenance(report, run, datastores, tokenizer)
     if compare:
         result |= _compare(lm, tokenizer, request, run)
     if as_json:
@@ -169,6 +176,15 @@ def summary(run: Run, report: GenerationReport, tokenizer: PreTrainedTokenizerBa
     }
 
 
+def _check(config: SpeculationConfig, stores: Sequence[str]) -> None:
+    from retrieve_spec.datastore.store import open_datastore
+    from retrieve_spec.drafting.presets import build_drafter
+
+    datastores = [open_datastore(path) for path in stores]
+    if config.draft != OFF:
+        build_drafter(config, datastores=datastores)
+
+
 def _load(model: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers.utils import logging
 
@@ -194,13 +210,6 @@ def _request(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: s
         choice = dict.fromkeys(choice)  # a checkpoint's own sampling defaults would only warn
     generation = {"max_new_tokens": options["max_new_tokens"], "do_sample": sampled, **choice}
     return Request(inputs, generation, options["seed"])
-
-
-def _speculation(options: dict[str, Any]) -> dict[str, Any]:
-    chosen = {name: options[name] for name in ("draft", "nodes", "provenance")}
-    if options["stores"]:
-        chosen["stores"] = list(options["stores"])
-    return chosen
 
 
 def _run(
@@ -242,8 +251,32 @@ def _compare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request
     }
 
 
-def _provenance(report: GenerationReport) -> list[Any]:
-    return [list(item) if isinstance(item, tuple) else item for item in report.provenance]
+def _provenance(
+    report: GenerationReport, run: Run, datastores: Sequence[Datastore], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """Say for every accepted drafted run that came from a store what it is and where it stands.
+
+    An origin packs the number of a segment, counted over all stores in order, and a token position in it.
+    """
+    segments = [(store, index) for store in datastores for index in range(len(store.segments))]
+    found = []
+    for position, length, origin in report.provenance:
+        if origin < 0 or origin >> ORIGIN_BITS >= len(segments):
+            continue
+        store, segment = segments[origin >> ORIGIN_BITS]
+        document = store.document_at(segment, origin & ((1 << ORIGIN_BITS) - 1))
+        found.append(
+            {
+                "position": position,
+                "tokens": length,
+                "text": tokenizer.decode(run.token_ids[position : position + length]),
+                "store": str(store.path),
+                "path": document.path,
+                "licence": document.licence,
+                "store_position": origin & ((1 << ORIGIN_BITS) - 1),
+            }
+        )
+    return found
 
 
 def _print_figures(result: dict[str, Any]) -> None:
@@ -259,5 +292,7 @@ def _print_figures(result: dict[str, Any]) -> None:
             f"plain {result['plain_tokens_per_second']:.0f} tokens/s, speed-up {result['speedup']:.2f}, "
             f"identical: {'yes' if result['identical'] else 'NO'}"
         )
-    lines += [f"provenance: {item}" for item in result.get("provenance", [])]
+    for item in result.get("provenance", []):
+        where = f"{item['path']} ({item['licence'] or 'no licence stated'}) in {item['store']}"
+        lines.append(f"tokens {item['position']}-{item['position'] + item['tokens'] - 1}: {where}")
     click.echo("\n".join(lines), err=True)
