@@ -32,6 +32,7 @@ COMMANDS = {
     "retokenize": ("retrieve_spec.cli_store", "Rewrite a datastore for another tokenizer."),
     "serve": ("retrieve_spec.cli_serve", "Serve completions to editors over HTTP."),
     "lsp": ("retrieve_spec.cli_serve", "Serve inline completions as a language server."),
+    "forget": ("retrieve_spec.cli_serve", "Delete what is kept about workspaces."),
 }
 BENCH_COMMANDS = {
     "run": ("retrieve_spec.bench.cli_run", "Compare methods on prompts, interleaved, and write a report."),

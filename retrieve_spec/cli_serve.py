@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -41,17 +42,11 @@ _store = click.option(
 
 
 def _need_extra() -> None:
-    try:
-        import prometheus_client
-        import pygls
-        import sse_starlette
-        import starlette
-        import uvicorn
-        import watchfiles  # noqa: F401
-    except ImportError as error:
-        raise ServeError(
-            "the packages of the server", f"no {error.name}", "Install them with: pip install 'retrieve-spec[serve]'"
-        ) from error
+    for package in ("starlette", "uvicorn", "pydantic", "sse_starlette", "prometheus_client", "pygls", "watchfiles"):
+        if find_spec(package) is None:
+            raise ServeError(
+                "the packages of the server", f"no {package}", "Install them with: pip install 'retrieve-spec[serve]'"
+            )
 
 
 @click.command(short_help="Serve completions to editors over HTTP.")
@@ -104,9 +99,7 @@ def serve(
 @_store
 @_dtype
 @_device
-def lsp(
-    model: str, workspaces: tuple[Path, ...], stores: tuple[Path, ...], dtype: str, device: str
-) -> None:
+def lsp(model: str, workspaces: tuple[Path, ...], stores: tuple[Path, ...], dtype: str, device: str) -> None:
     """Serve inline completions as a language server on standard input and output.
 
     Answers textDocument/inlineCompletion (LSP 3.18) and drafts from the client's workspace folders.

@@ -289,7 +289,11 @@ class Handlers:
             raise Refusal(400, schemas.reason(error)) from error
 
     async def _llama(
-        self, request: Request, body: schemas.InfillRequest | schemas.CompletionRequest, prepared: Prepared, begun: float
+        self,
+        request: Request,
+        body: schemas.InfillRequest | schemas.CompletionRequest,
+        prepared: Prepared,
+        begun: float,
     ) -> Response:
         service = self.service
         named = body.response_fields
@@ -305,7 +309,7 @@ class Handlers:
                 truncated=prepared.truncated,
                 streamed=streamed,
             )
-            return wire.project({**out, **self.provenance.of(body, prepared, done)}, named)
+            return wire.project({**out, **self.provenance.of(body, done)}, named)
 
         if body.stream:
             stream = Stream(service, prepared)
@@ -354,7 +358,7 @@ class Handlers:
             self._remember(item, done)
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-        extra = self.provenance.of(body, prepared[0], finished[0])
+        extra = self.provenance.of(body, finished[0])
         return JSONResponse(wire.project(answer.whole(finished, predicted, **extra), body.response_fields))
 
     async def _openai_events(
@@ -373,7 +377,7 @@ class Handlers:
                     continue
                 self._remember(stream.prepared, event)
                 # The reason stands on a chunk of its own before [DONE]: some clients read no further than that.
-                extra = self.provenance.of(body, stream.prepared, event)
+                extra = self.provenance.of(body, event)
                 yield wire.event({**answer.chunk("", finish=wire.finish_reason(event)), **extra})
                 if body.stream_options is not None and body.stream_options.include_usage:
                     yield wire.event(answer.usage_chunk([event], predicted))
@@ -385,12 +389,12 @@ class Handlers:
         """Completions of some tasks; all are given up when the client goes away."""
         submitted = perf_counter()
         streams: list[Stream] = []
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
             for item in prepared:
                 streams.append(Stream(self.service, item))
-            work = asyncio.gather(*(stream.result() for stream in streams))
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            work: asyncio.Future[Any] = asyncio.gather(*(stream.result() for stream in streams))
+            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()
                 raise Refusal(_CLIENT_CLOSED, "the client closed the connection", "cancelled")

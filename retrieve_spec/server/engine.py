@@ -147,11 +147,10 @@ class Engine:
         return gone
 
     def _make_room(self, task: Task) -> list[Job]:
-        for wanted in (lambda job: job.task.warm, lambda job: job.keystroke):
-            for job in self._waiting:
-                if wanted(job) and not task.warm:
-                    self._waiting.remove(job)
-                    return [job]
+        replaceable = [job for job in self._waiting if job.task.warm] + [job for job in self._waiting if job.keystroke]
+        if replaceable and not task.warm:
+            self._waiting.remove(replaceable[0])
+            return replaceable[:1]
         raise QueueFullError(
             f"fewer than {self._max_queue} waiting requests", f"{len(self._waiting)}", "Try again in a moment."
         )

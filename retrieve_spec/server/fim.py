@@ -157,7 +157,8 @@ def find_format(codec: TextCodec) -> FimVocabulary | None:
         end = {i for i in map(known, fmt.end) if i is not None}
         end |= {i for i in map(known, (fmt.repo, fmt.sep)) if i is not None}
         prefix, suffix = known(fmt.prefix), known(fmt.suffix)
-        assert prefix is not None and suffix is not None
+        assert prefix is not None
+        assert suffix is not None
         repo, sep = known(fmt.repo), known(fmt.sep)
         return FimVocabulary(fmt, prefix, suffix, known(fmt.middle), repo, sep, _bos(codec), frozenset(end))
     return None

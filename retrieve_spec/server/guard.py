@@ -55,7 +55,9 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     try:
         lines = path.expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ServeError("a readable file of API keys", f"{path} ({error})", "Give a text file, one key a line.") from error
+        raise ServeError(
+            "a readable file of API keys", f"{path} ({error})", "Give a text file, one key a line."
+        ) from error
     keys = tuple(line.strip().encode() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
         raise ServeError("at least one API key", f"none in {path}", "Put one key on each line.")
@@ -102,7 +104,9 @@ class Guard:
         reach the server under a name of its own (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[bytes] = (), origins: Sequence[str] = (), host: str = "") -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: Sequence[bytes] = (), origins: Sequence[str] = (), host: str = ""
+    ) -> None:
         self._app = app
         self._keys = tuple(keys)
         self._origins = frozenset(origins)

@@ -156,7 +156,7 @@ def _add_completion(server: CompletionServer) -> None:
             left = source[: document.offset_at_position(chosen.range.start)] + chosen.text
             given = chosen.text
         kind = params.context.trigger_kind
-        request = Common(t_max_predict_ms=_LINE_MS[kind], stop=None)
+        request = Common.model_validate({"t_max_predict_ms": _LINE_MS[kind]})
         others = 2 if kind == lsp.InlineCompletionTriggerKind.Invoked else 0
         caller = Caller("", f"lsp\0{document.uri}", explicit=True)
         try:

@@ -50,7 +50,9 @@ def describe() -> dict[str, Any]:
     paths["/metrics"] = {
         "get": {
             "summary": "Prometheus metrics.",
-            "responses": {"200": {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+            "responses": {
+                "200": {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+            },
         }
     }
     paths["/v1/workspace"] = {

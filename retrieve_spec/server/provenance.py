@@ -1,45 +1,92 @@
-"""Turns the places a draft was read from into lines a user can check: which file, which lines, which licence."""
+"""Tells where the lines of a completion stand verbatim: in which file, at which line, under which licence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from retrieve_spec.server.jobs import Completion
 from retrieve_spec.server.schemas import Common
 
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.store import Datastore
+    from retrieve_spec.server.workspace import Workspace
 
-class OriginLookup(Protocol):
-    """Where a token of a store stands."""
-
-    def __call__(self, origin: int) -> dict[str, Any] | None:
-        """File, licence and the like of an origin, None if unknown."""
+_MIN_CHARS = 16
+_MAX_LINES = 64
+_PLACES = 3
 
 
 class Provenance:
-    """Answers `"provenance": true`.
+    """Answers ``"provenance": true``.
 
     Parameters
     ----------
-    lookups
-        One per attached store, asked in turn.
+    stores
+        Open datastores that are drafted from.
+    workspace
+        Opened folders.
     """
 
-    def __init__(self, lookups: Sequence[OriginLookup] = ()) -> None:
-        self._lookups = list(lookups)
+    def __init__(self, stores: Sequence[Datastore] = (), workspace: Workspace | None = None) -> None:
+        self._stores = list(stores)
+        self._workspace = workspace
 
-    def of(self, request: Common, prepared: Any, done: Completion) -> dict[str, Any]:
-        """The `provenance` field of an answer, {} when it was not asked for."""
+    def of(self, request: Common, done: Completion) -> dict[str, Any]:
+        """The ``provenance`` field of an answer, {} when it was not asked for.
+
+        One entry for each line that is not trivially short: its number in the completion, its text, and up to three
+        places; a line with no place stands in none of the sources.
+        """
         if not request.provenance:
             return {}
-        runs = []
-        for position, length, origin in done.figures.provenance:
-            begin = position - done.prompt_tokens
-            entry: dict[str, Any] = {"token": begin, "tokens": length}
-            for lookup in self._lookups:
-                place = lookup(origin)
-                if place is not None:
-                    entry.update(place)
+        entries = []
+        for number, line in enumerate(done.text.split("\n")[:_MAX_LINES], 1):
+            text = line.strip()
+            if len(text) >= _MIN_CHARS:
+                places = [*self._in_workspace(text), *self._in_stores(text)][:_PLACES]
+                entries.append({"line": number, "text": text, "places": places})
+        return {"provenance": entries}
+
+    def _in_workspace(self, text: str) -> list[dict[str, Any]]:
+        places: list[dict[str, Any]] = []
+        if self._workspace is None:
+            return places
+        for path, content in list(self._workspace.texts.items()):
+            at = content.find(text)
+            if at >= 0:
+                number = content.count("\n", 0, at) + 1
+                licence = self._licence_of(path)
+                places.append({"file": str(path), "line": number, "licence": licence, "source": "workspace"})
+                if len(places) == _PLACES:
                     break
-            runs.append(entry)
-        return {"provenance": runs}
+        return places
+
+    def _in_stores(self, text: str) -> list[dict[str, Any]]:
+        from retrieve_spec.datastore.search import search_datastore
+
+        places = []
+        for store in self._stores:
+            # Inside a line a word is usually encoded with the blank before it.
+            for spelled in (text, " " + text):
+                found = search_datastore(store, spelled, limit=_PLACES, span=1)
+                if found.tokens and found.matched == found.tokens:
+                    for place in found.occurrences:
+                        document = place.document
+                        entry = {"file": document.path, "licence": document.licence, "source": str(store.path)}
+                        if entry not in places:
+                            places.append(entry)
+                    break
+        return places
+
+    def _licence_of(self, path: Path) -> str:
+        """First line of the licence file of the workspace a file belongs to, "" if there is none."""
+        assert self._workspace is not None
+        for root in self._workspace.roots:
+            if path.is_relative_to(root):
+                for name in ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING"):
+                    text = self._workspace.texts.get(root / name, "").strip()
+                    if text:
+                        return text.splitlines()[0].strip()[:100]
+        return ""

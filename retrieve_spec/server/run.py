@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 
@@ -20,6 +20,10 @@ from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.samplers import make_infill_processor
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
+from retrieve_spec.server.workspace_store import WorkspaceStore
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.store import Datastore
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -41,7 +45,6 @@ def build_service(
     stores: Sequence[Path] = (),
     dtype: str = "auto",
     device: str = "auto",
-    provenance: bool = True,
 ) -> Served:
     """Load a model and put everything around it.
 
@@ -57,13 +60,12 @@ def build_service(
         Datastores to draft from.
     dtype, device
         As in `retrieve_spec.reference_model.load_model`.
-    provenance
-        Record where accepted runs stand in the stores.
     """
     from retrieve_spec.reference_model import load_model
 
     model, tokenizer = load_model(model_name, dtype=dtype, device=device)
-    return assemble(model, tokenizer, display_name(model_name), config, workspaces=workspaces, stores=stores, provenance=provenance)
+    name = display_name(model_name)
+    return assemble(model, tokenizer, name, config, workspaces=workspaces, stores=stores)
 
 
 def assemble(
@@ -74,14 +76,16 @@ def assemble(
     *,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path] = (),
-    provenance: bool = True,
 ) -> Served:
     """Put everything around a loaded model; parameters as in `build_service`."""
     from retrieve_spec.acceleration import accelerate
+    from retrieve_spec.datastore.store import open_datastore
 
-    accelerate(model, tokenizer=tokenizer, datastores=list(stores), provenance=provenance)
+    given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
+    accelerate(model, tokenizer, datastores=given)
     backend = HuggingFaceBackend(model, tokenizer)
     workspace = Workspace(workspaces, config) if workspaces else None
+    provenance = Provenance(given, workspace)
     metrics: Metrics | None = None
 
     def on_done(task: Task, done: Completion) -> None:
@@ -92,7 +96,14 @@ def assemble(
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     backend.set_infill(make_infill_processor(service.codec, service.end_ids, end_of_text))
     metrics = Metrics(lambda: service.engine.queue_length)
-    return Served(service, metrics, Provenance())
+    if workspace is not None:
+
+        def attach(store: Datastore | None) -> None:
+            stores_now = [*given, *([store] if store is not None else [])]
+            service.engine.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
+
+        workspace.on_change = WorkspaceStore(workspace, tokenizer, attach).follow
+    return Served(service, metrics, provenance)
 
 
 def display_name(model_name: str) -> str:

@@ -167,14 +167,18 @@ class Service:
         room = self.backend.n_ctx - len(ids)
         if room < 1:
             limit = self.backend.n_ctx
-            raise Refusal(400, f"the prompt has {len(ids)} tokens; the model reads at most {limit - 1}", "exceed_context")
+            raise Refusal(
+                400, f"the prompt has {len(ids)} tokens; the model reads at most {limit - 1}", "exceed_context"
+            )
         memory = self.memory(caller.scope)
         sides = self._split(ids)
         if sides is None:
             left = self.codec.decode(ids[-512:], skip_special=True)
             typing = caller if caller.explicit else Caller(caller.scope)
             hints = self._hints(memory, left, "", ids, request)
-            return Prepared(self._task(ids, request, wanted, typing, hints=hints), memory, False, "", self._predicted(request))
+            return Prepared(
+                self._task(ids, request, wanted, typing, hints=hints), memory, False, "", self._predicted(request)
+            )
         memory.note_typed(sides[0])
         hints = self._hints(memory, *sides, ids, request)
         task = self._task(ids, request, wanted, caller, document=sides[0], hints=hints)

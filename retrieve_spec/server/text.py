@@ -50,9 +50,7 @@ class TextCodec:
     def _sentinel_ids(self) -> list[int]:
         """Ids to strip where the tokenizer puts a blank before a text, so that a segment starts as written."""
         whole = self._plain.encode("a", add_special_tokens=False).tokens
-        return (
-            self._plain.encode(_SENTINEL, add_special_tokens=False).ids if whole and whole[0].startswith("▁") else []
-        )
+        return self._plain.encode(_SENTINEL, add_special_tokens=False).ids if whole and whole[0].startswith("▁") else []
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a piece of code; control tokens in it are ordinary characters."""

@@ -151,7 +151,14 @@ class OpenAIAnswer:
                 body["text"] = done.text
             choices.append(body)
         marks = {"superseded": True} if any(done.outcome == "superseded" for done in finished) else {}
-        return {**self._head, "choices": choices, "usage": usage(finished, predicted), **self._timings(finished), **marks, **extra}
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": usage(finished, predicted),
+            **self._timings(finished),
+            **marks,
+            **extra,
+        }
 
     def chunk(self, text: str, index: int = 0, finish: str | None = None, *, first: bool = False) -> dict[str, Any]:
         """One event of a stream."""

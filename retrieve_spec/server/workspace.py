@@ -27,14 +27,70 @@ from retrieve_spec.server.continuations import Continuation, TextIndex, key_star
 log = logging.getLogger("retrieve_spec.server")
 
 SKIPPED_FOLDERS = frozenset(
-    ".git .hg .svn .venv venv node_modules __pycache__ .mypy_cache .ruff_cache .pytest_cache .tox .nox .idea .vscode "
-    "dist build target site-packages .eggs .gradle .terraform .cache .ssh .gnupg .aws .kube .docker".split()
+    [
+        ".git",
+        ".hg",
+        ".svn",
+        ".venv",
+        "venv",
+        "node_modules",
+        "__pycache__",
+        ".mypy_cache",
+        ".ruff_cache",
+        ".pytest_cache",
+        ".tox",
+        ".nox",
+        ".idea",
+        ".vscode",
+        "dist",
+        "build",
+        "target",
+        "site-packages",
+        ".eggs",
+        ".gradle",
+        ".terraform",
+        ".cache",
+        ".ssh",
+        ".gnupg",
+        ".aws",
+        ".kube",
+        ".docker",
+    ]
 )
-SECRET_NAMES = (
-    ".env .env.* *.env *.pem *.key *.p12 *.pfx *.jks *.keystore *.kdbx *.asc *.gpg id_rsa* id_dsa* id_ecdsa* id_ed25519* "
-    ".netrc _netrc .npmrc .pypirc .htpasswd .pgpass .git-credentials credentials credentials.* secrets.* *secret*.y*ml "
-    "*secret*.json kubeconfig *.tfstate *.tfvars service-account*.json"
-).split()
+SECRET_NAMES = [
+    ".env",
+    ".env.*",
+    "*.env",
+    "*.pem",
+    "*.key",
+    "*.p12",
+    "*.pfx",
+    "*.jks",
+    "*.keystore",
+    "*.kdbx",
+    "*.asc",
+    "*.gpg",
+    "id_rsa*",
+    "id_dsa*",
+    "id_ecdsa*",
+    "id_ed25519*",
+    ".netrc",
+    "_netrc",
+    ".npmrc",
+    ".pypirc",
+    ".htpasswd",
+    ".pgpass",
+    ".git-credentials",
+    "credentials",
+    "credentials.*",
+    "secrets.*",
+    "*secret*.y*ml",
+    "*secret*.json",
+    "kubeconfig",
+    "*.tfstate",
+    "*.tfvars",
+    "service-account*.json",
+]
 _SECRET_TEXT = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36}|\bxox[baprs]-[A-Za-z0-9-]{10,}"
     r"|\bsk-[A-Za-z0-9_-]{32,}|\bAIza[0-9A-Za-z_-]{35}"
@@ -104,7 +160,8 @@ class Workspace:
     config
         Bounds.
     on_change
-        Called after the text changed, from the indexing thread (a store follows, say).
+        Called after the text changed, from the indexing thread (a store follows, say); when it answers False it is
+        called again a little later.
 
     Raises
     ------
@@ -113,7 +170,7 @@ class Workspace:
     """
 
     def __init__(
-        self, roots: Iterable[Path], config: ServeConfig, on_change: Callable[[Workspace], None] | None = None
+        self, roots: Iterable[Path], config: ServeConfig, on_change: Callable[[Workspace], bool] | None = None
     ) -> None:
         self.roots = [root.expanduser().resolve() for root in roots]
         for root in self.roots:
@@ -123,7 +180,8 @@ class Workspace:
         self.texts: dict[Path, str] = {}
         self.indexed = threading.Event()
         self.progress: Callable[[int, int], None] | None = None
-        self._on_change = on_change
+        self.on_change = on_change
+        self._dirty = False
         self._segments: list[_Segment] = []
         self._rules: dict[Path, IgnoreRules] = {}
         self._stop = threading.Event()
@@ -163,8 +221,8 @@ class Workspace:
         with self._lock:
             self.texts = texts
         self._segments = self._index(texts)
-        self._changed()
         self.indexed.set()
+        self._changed()
 
     def update(self, paths: Iterable[Path]) -> bool:
         """Read files again after they changed, appeared or went; whether anything did change."""
@@ -228,8 +286,8 @@ class Workspace:
         return segments
 
     def _changed(self) -> None:
-        if self._on_change is not None and not self._stop.is_set():
-            self._on_change(self)
+        if self.on_change is not None and not self._stop.is_set():
+            self._dirty = not self.on_change(self)
 
     def _run(self, watch: bool) -> None:
         try:
@@ -246,8 +304,8 @@ class Workspace:
         for changes in watch(*self.roots, stop_event=self._stop, debounce=400, rust_timeout=500, yield_on_timeout=True):
             if self._stop.is_set():
                 return
-            if changes:
-                self.update(Path(path) for _, path in changes)
+            if not (changes and self.update(Path(path) for _, path in changes)) and self._dirty:
+                self._changed()
 
     def _files(self) -> Iterator[Path]:
         """Files that count, the ones changed last first."""

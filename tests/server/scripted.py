@@ -103,7 +103,7 @@ class Collector:
         if isinstance(event, Completion):
             self.done.set()
 
-    def result(self, timeout: float = 10.0):  # noqa: ANN201
+    def result(self, timeout: float = 10.0):
         assert self.done.wait(timeout), "no completion came"
         return self.events[-1]
 

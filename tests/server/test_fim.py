@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,7 +22,9 @@ def tiny(tokens, bos=None):
     if bos:
         from tokenizers.processors import TemplateProcessing
 
-        backend.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
+        backend.post_processor = TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos)
 
 
@@ -129,7 +132,7 @@ def test_the_cut_moves_seldom_while_lines_are_added():
         text += f"item_{i * 7919 % 1000} = {i}\n"
         tail = stable_tail(text, 3000)
         starts.append(len(text) - len(tail))
-    moves = sum(a != b for a, b in zip(starts[300:], starts[301:], strict=False))
+    moves = sum(a != b for a, b in pairwise(starts[300:]))
     assert moves < 60
 
 

@@ -87,7 +87,9 @@ def test_prewarm_reads_the_prompt_and_says_nothing(server, codec):
 
 
 def test_infill_stream_ends_with_an_empty_stop_event(server):
-    events = [json.loads(event) for event in server.events("/infill", {**INFILL, "stream": True, "return_tokens": True})]
+    events = [
+        json.loads(event) for event in server.events("/infill", {**INFILL, "stream": True, "return_tokens": True})
+    ]
     assert "".join(event["content"] for event in events) == "urn a + b\n"
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
     assert events[-1]["content"] == ""
@@ -251,7 +253,10 @@ def test_small_endpoints(server):
     assert server.post("/detokenize", {"tokens": tokens}).json()["content"] == "<|fim_prefix|>x"
     pieces = server.post("/tokenize", {"content": "a b", "with_pieces": True}).json()["tokens"]
     assert "".join(token["piece"] for token in pieces) == "a b"
-    assert "<|im_start|>" in server.post("/apply-template", {"messages": [{"role": "user", "content": "x"}]}).json()["prompt"]
+    assert (
+        "<|im_start|>"
+        in server.post("/apply-template", {"messages": [{"role": "user", "content": "x"}]}).json()["prompt"]
+    )
     assert server.client.delete("/v1/workspace").json() == {"forgotten": True}
     assert server.client.get("/nowhere").json()["error"]["code"] == 404
     assert server.client.get("/infill").status_code == 405
@@ -358,7 +363,9 @@ def test_closed_stream_costs_at_most_one_pass(live, say):
     backend = say("word " * 200, run=1)
     backend.gate = threading.Semaphore(4)
     server = live(backend)
-    with server.client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}) as raw:
+    with server.client.stream(
+        "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}
+    ) as raw:
         next(raw.iter_lines())
         job = server.service.engine._running
     wait_for(lambda: job.cancel.is_set())

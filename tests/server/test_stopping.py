@@ -65,7 +65,9 @@ def test_the_cut_does_not_depend_on_the_runs(codec, step):
 
 def test_time_limit_waits_for_a_newline(codec):
     now = iter([0.0, 0.1, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3])
-    scanner = scan(codec, "alpha beta gamma delta\nepsilon zeta\n", StopRules(newline_after_s=0.3), 1, lambda: next(now))
+    scanner = scan(
+        codec, "alpha beta gamma delta\nepsilon zeta\n", StopRules(newline_after_s=0.3), 1, lambda: next(now)
+    )
     assert scanner.text == "alpha beta gamma delta\n"
     assert scanner.stop_type == "limit"
 
