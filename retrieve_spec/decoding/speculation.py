@@ -104,6 +104,11 @@ class Speculation:
                     calibration=getattr(old, "calibration", None),
                 )
 
+    def forget(self) -> None:
+        """Drop what was learned from earlier generations (texts, calibration); measured costs stay."""
+        with self._lock:
+            self._drafters.clear()
+
     def delegated(self, reason: str) -> None:
         """Record a call that the original `generate` decodes; the first time for each reason, say so in the log."""
         self.last = GenerationReport(mode="delegated", reason=reason)
