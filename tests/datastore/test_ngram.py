@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import naive_index as naive
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.ngrams import build_ngrams
+from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.kernels.ngram import ngram_find, ngram_hash
+
+DOCUMENTS = st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=40), min_size=1, max_size=8)
+
+
+def build(documents, config=StoreConfig(), stride=1):  # noqa: B008 (frozen)
+    tokens = np.array([token for document in documents for token in [*document, 0]], np.uint16)
+    to_global = np.arange(10, dtype=np.uint32) * stride
+    return build_ngrams(tokens, suffix_array(tokens), to_global, config)
+
+
+def look_up(table, context):
+    h = np.uint64(0)
+    for token in reversed(context):
+        h = np.uint64(ngram_hash(h, token))
+    slot = ngram_find(table.keys, h)
+    if slot < 0:
+        return None
+    part = slice(int(table.start[slot]), int(table.start[slot + 1]))
+    found = list(zip(table.succ_tokens[part].tolist(), table.succ_counts[part].tolist(), strict=True))
+    return int(table.total[slot]), int(table.distinct[slot]), found
+
+
+@settings(max_examples=50)
+@given(DOCUMENTS, st.sampled_from([1, 10_000]), st.integers(1, 5), st.integers(1, 4))
+def test_table_holds_the_counts(documents, stride, orders, top):
+    table = build(documents, StoreConfig(ngram_orders=orders, ngram_successors=top), stride)
+    expected = naive.contexts([[token * stride for token in document] for document in documents], orders)
+    kept = 0
+    for context, counts in expected.items():
+        total = sum(counts.values())
+        found = look_up(table, context)
+        if len(context) > 1 and total < 2:
+            assert found is None
+            continue
+        kept += 1
+        best = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:top]
+        assert found == (total, len(counts), best)
+    assert table.contexts == kept
+    assert len(table.succ_tokens) == int(table.start[-1])
+
+
+def test_pruning_keeps_order_one_and_the_most_frequent():
+    rng = np.random.default_rng(3)
+    documents = [rng.zipf(1.5, 4000).clip(1, 9).tolist() for _ in range(3)]
+    whole = build(documents)
+    share = 0.05
+    small = build(documents, StoreConfig(ngram_share=share, ngram_floor=0))
+    exact = sum(len(document) + 1 for document in documents) * 2 + sum(map(len, documents)) * 4
+    assert small.contexts < whole.contexts
+    assert small.nbytes <= share * exact
+    expected = naive.contexts(documents, 5)
+    missing = [sum(counts.values()) for c, counts in expected.items() if look_up(small, c) is None]
+    present = [sum(counts.values()) for c, counts in expected.items() if len(c) > 1 and look_up(small, c)]
+    assert min(present) > max(missing)
+    assert all(look_up(small, c) for c in expected if len(c) == 1)
+
+
+def test_hash_extends_from_the_newest_token():
+    h1 = np.uint64(ngram_hash(np.uint64(0), 5))
+    h2 = np.uint64(ngram_hash(h1, 7))
+    assert len({int(h1), int(h2), int(ngram_hash(np.uint64(ngram_hash(np.uint64(0), 7)), 5))}) == 3
+    assert int(h2) == int(ngram_hash(h1, np.int32(7))) == int(ngram_hash.py_func(h1, 7))
+
+
+def test_hash_spreads():
+    hashes = np.array([int(ngram_hash(np.uint64(0), t)) for t in range(20_000)], np.uint64)
+    assert len(np.unique(hashes)) == len(hashes)
+    buckets = np.bincount(((hashes >> np.uint64(32)) * np.uint64(100) >> np.uint64(32)).astype(int), minlength=100)
+    assert buckets.min() > 120
+    assert buckets.max() < 300
+
+
+def test_nothing_found_in_an_empty_table():
+    table = build([[1]])
+    assert table.contexts == 0
+    assert look_up(table, [1]) is None
+
+
+@pytest.mark.parametrize("share", [0.25])
+def test_default_share_holds_above_the_floor(share):
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(1, 9, 20_000).tolist()]
+    table = build(documents, StoreConfig(ngram_floor=1 << 14))
+    assert table.nbytes <= max(share * (20_001 * 2 + 20_000 * 4), 1 << 14)

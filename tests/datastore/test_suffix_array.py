@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import naive_index as naive
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieve_spec.datastore.segment import bits_of
+from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.kernels.suffix_array import (
+    sa_extend,
+    sa_longest,
+    sa_narrow,
+    sa_search,
+    sa_successors,
+    sa_top_table,
+)
+
+TEXTS = st.lists(st.integers(0, 6), max_size=200).map(lambda tokens: [*tokens, 0])
+
+
+def index(tokens, dtype=np.uint16, bits=3):
+    array = np.array(tokens, dtype)
+    sa = suffix_array(array)
+    return array, sa, sa_top_table(array, sa, bits)
+
+
+@given(TEXTS, st.sampled_from([1, 255, 256, 60_000, 70_000, 17_000_000]))
+def test_sort_is_the_order_of_tokens_for_every_token_width(tokens, scale):
+    scaled = [token * scale // 6 if token else 0 for token in tokens]
+    dtype = np.uint16 if max(scaled) < 1 << 16 else np.uint32
+    assert suffix_array(np.array(scaled, dtype)).tolist() == naive.suffix_array(scaled)
+
+
+@given(TEXTS, st.lists(st.integers(0, 7), min_size=1, max_size=8), st.sampled_from([np.uint16, np.uint32]))
+def test_search_and_narrow_find_every_match(tokens, pattern, dtype):
+    array, sa, top = index(tokens, dtype)
+    expected = naive.interval(tokens, sa.tolist(), pattern)
+    lo, hi = sa_search(array, sa, top, 3, np.array(pattern), 0, len(pattern))
+    assert (lo, hi) == expected if expected else lo == hi
+
+    lo, hi = 0, len(sa)
+    for depth, token in enumerate(pattern):
+        lo, hi = sa_narrow(array, sa, lo, hi, depth, token)
+    assert (lo, hi) == expected if expected else lo == hi
+
+
+@settings(max_examples=60)
+@given(TEXTS, st.lists(st.integers(0, 7), min_size=1, max_size=40), st.integers(1, 12))
+def test_cursor_keeps_the_longest_match(tokens, followed, longest):
+    array, sa, top = index(tokens)
+    state = (0, len(sa), 0)
+    for n in range(1, len(followed) + 1):
+        recent = np.array(followed[:n], np.int32)
+        # What may be kept: the match grown by one, or, where that does not occur, a shorter one up to `longest`.
+        grown = naive.longest(tokens, sa.tolist(), followed[:n], state[2] + 1)
+        limit = state[2] + 1 if grown[2] == state[2] + 1 else min(max(state[2], 1), longest)
+        state = sa_extend(array, sa, top, 3, *state, recent, n, longest)
+        assert state == naive.longest(tokens, sa.tolist(), followed[:n], limit)
+        assert sa_longest(array, sa, top, 3, recent, n, longest) == naive.longest(
+            tokens, sa.tolist(), followed[:n], longest
+        )
+
+
+@given(TEXTS, st.lists(st.integers(0, 7), min_size=1, max_size=40))
+def test_unbounded_cursor_is_the_longest_match_of_the_whole_text(tokens, followed):
+    array, sa, top = index(tokens)
+    state = (0, len(sa), 0)
+    for n in range(1, len(followed) + 1):
+        state = sa_extend(array, sa, top, 3, *state, np.array(followed[:n], np.int32), n, 64)
+    assert state == naive.longest(tokens, sa.tolist(), followed)
+
+
+@given(TEXTS, st.lists(st.integers(1, 6), max_size=3), st.sampled_from([1, 2, 8, 64]))
+def test_successors_are_the_block_sample(tokens, pattern, max_reads):
+    array, sa, _ = index(tokens)
+    found = naive.interval(tokens, sa.tolist(), pattern) if pattern else (0, len(sa))
+    if found is None:
+        return
+    out_tokens, out_counts = np.zeros(max_reads, np.int32), np.zeros(max_reads, np.int64)
+    n, total = sa_successors(array, sa, *found, len(pattern), max_reads, out_tokens, out_counts)
+    assert total == found[1] - found[0]
+    expected = naive.successors(tokens, sa.tolist(), *found, len(pattern), max_reads)
+    assert list(zip(out_tokens[:n].tolist(), out_counts[:n].tolist(), strict=True)) == expected
+
+
+def test_sample_is_fair_where_a_first_5000_would_not_be():
+    """One token, followed by 1 a hundred times and by 2 nine hundred times."""
+    tokens = [7, 1, 0] * 100 + [7, 2, 0] * 900
+    array, sa, _ = index(tokens)
+    lo, hi = sa_narrow(array, sa, 0, len(sa), 0, 7)
+    out_tokens, out_counts = np.zeros(16, np.int32), np.zeros(16, np.float64)
+    n, total = sa_successors(array, sa, lo, hi, 1, 16, out_tokens, out_counts)
+    shares = dict(zip(out_tokens[:n].tolist(), (out_counts[:n] / total).tolist(), strict=True))
+    assert shares[1] == pytest.approx(0.1, abs=64 / 1000)
+    assert shares[1] + shares[2] == 1.0
+
+
+def test_no_match_crosses_a_document():
+    array, sa, top = index([1, 2, 0, 3, 4, 0])
+    lo, hi = sa_search(array, sa, top, 3, np.array([2, 3]), 0, 2)
+    assert lo == hi
+    lo, hi = sa_search(array, sa, top, 3, np.array([2]), 0, 1)
+    assert hi - lo == 1
+    n, total = sa_successors(array, sa, lo, hi, 1, 4, np.zeros(4, np.int32), np.zeros(4, np.int64))
+    assert (n, total) == (0, 1)
+
+
+def test_a_damaged_array_reads_nothing_outside_the_text():
+    array, sa, top = index([1, 2, 1, 2, 0])
+    sa[:] = 2**32 - 1
+    assert sa_search(array, sa, top, 3, np.array([1, 2]), 0, 2) in [(0, 0), (0, 4), (4, 4)]
+    n, _ = sa_successors(array, sa, 0, 4, 1, 4, np.zeros(4, np.int32), np.zeros(4, np.int64))
+    assert n == 0
+
+
+def test_empty_index():
+    array, sa, top = index([0])
+    assert sa_search(array, sa, top, 3, np.array([1]), 0, 1) == (0, 0)
+    assert sa_longest(array, sa, top, 3, np.array([1]), 1, 8) == (0, 0, 0)
+
+
+def test_bits_hold_every_local_id():
+    assert [bits_of(v) for v in (0, 1, 2, 3, 4, 255, 256, 65535, 65536)] == [1, 1, 2, 2, 3, 8, 9, 16, 17]
