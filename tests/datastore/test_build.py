@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+
+import numpy as np
+import pytest
+from conftest import byte_tokenizer
+from filelock import FileLock
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import (
+    BuildError,
+    ConfigError,
+    StoreIncompleteError,
+    StoreLockedError,
+    StoreNotFoundError,
+    TokenizerMismatchError,
+)
+
+SMALL = StoreConfig(segment_tokens=80, checkpoint_tokens=30)
+
+
+def contents(store):
+    """Every document of a store as text, by path."""
+    opened = open_datastore(store)
+    return {
+        row.path: opened.tokenizer.decode(segment.text_ids(row.number).tolist())
+        for segment in opened.segments
+        for row in opened.catalog.documents(segment.name)
+        if row.removed_at is None
+    }
+
+
+def digest(folder):
+    """Hash of every file but the lock."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "lock")
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_build_and_open(tokenizer, texts, tmp_path):
+    report = build_datastore(tmp_path / "s", Source(str(texts), "MIT"), tokenizer)
+    assert (report.documents, report.segments, report.skipped) == (4, 1, ())
+    store = open_datastore(tmp_path / "s", tokenizer=tokenizer)
+    assert contents(tmp_path / "s") == {
+        str(p.relative_to(texts)): p.read_text() for p in texts.rglob("*") if p.is_file()
+    }
+    assert store.manifest.tokens == report.tokens == sum(map(len, contents(tmp_path / "s").values()))
+    assert verify_datastore(tmp_path / "s")["documents"] == 4
+
+
+def test_document_of_every_position(tokenizer, texts, tmp_path):
+    build_datastore(tmp_path / "s", Source(str(texts), "MIT"), tokenizer, config=SMALL)
+    store = open_datastore(tmp_path / "s")
+    assert len(store.segments) > 1
+    for i, segment in enumerate(store.segments):
+        for position in range(len(segment.tokens)):
+            document = store.document_at(i, position)
+            assert document.start <= position <= document.start + document.tokens
+            assert document.licence == "MIT"
+        with pytest.raises(IndexError):
+            store.document_at(i, len(segment.tokens))
+
+
+@pytest.mark.parametrize("config", [StoreConfig(), SMALL])
+def test_builds_are_identical_for_any_number_of_workers(tokenizer, texts, records, tmp_path, monkeypatch, config):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    sources = [Source(str(texts)), Source(str(records), field="output")]
+    found = []
+    for workers in (1, 2, 5):
+        build_datastore(tmp_path / f"s{workers}", sources, tokenizer, config=config, workers=workers)
+        found.append(digest(tmp_path / f"s{workers}"))
+    assert found[0] == found[1] == found[2]
+
+
+def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path):
+    build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(segment_tokens=100))
+    lengths = [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments]
+    assert lengths == [73, 40 + 30 + 24]
+    verify_datastore(tmp_path / "s")
+
+
+def test_document_longer_than_a_segment_is_cut(tokenizer, tmp_path):
+    (tmp_path / "long.txt").write_text("0123456789" * 5)
+    build_datastore(tmp_path / "s", str(tmp_path / "long.txt"), tokenizer, config=StoreConfig(segment_tokens=21))
+    assert contents(tmp_path / "s") == {
+        "long.txt#part1": "0123456789" * 2,
+        "long.txt#part2": "0123456789" * 2,
+        "long.txt#part3": "0123456789",
+    }
+
+
+def test_duplicates_are_kept_once(tokenizer, texts, tmp_path):
+    (texts / "z.txt").write_text((texts / "a.txt").read_text())
+    report = build_datastore(tmp_path / "s", str(texts), tokenizer)
+    assert report.skipped_by_reason == {"duplicate": 1}
+    assert add_documents(tmp_path / "s", str(texts)).skipped_by_reason == {"duplicate": 5}
+
+
+def test_max_tokens(tokenizer, texts, tmp_path):
+    report = build_datastore(tmp_path / "s", str(texts), tokenizer, max_tokens=120)
+    assert (report.documents, report.tokens) == (2, 72 + 39)
+
+
+def test_add(tokenizer, texts, records, tmp_path):
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    before = open_datastore(tmp_path / "s")
+    add_documents(tmp_path / "s", Source(str(records), "CC0-1.0", field="output"))
+    after = open_datastore(tmp_path / "s")
+    assert [len(s.segments) for s in (before, after)] == [1, 2]
+    assert after.document_at(1, 0).licence == "CC0-1.0"
+    assert before.segments[0].tokens.tolist() == after.segments[0].tokens.tolist()
+    assert [event["verb"] for event in after.manifest.history] == ["build", "add"]
+    verify_datastore(tmp_path / "s")
+
+
+@pytest.mark.parametrize("index", ["exact", "ngram"])
+def test_parts_of_the_index(tokenizer, texts, tmp_path, index):
+    build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(index=index))
+    (segment,) = open_datastore(tmp_path / "s").segments
+    assert (len(segment.tokens) > 0, segment.ngram is not None) == (index == "exact", index == "ngram")
+    assert open_datastore(tmp_path / "s").document_at(0, 0).path == "a.txt"
+    verify_datastore(tmp_path / "s")
+
+
+def test_wide_ids_are_packed_by_segment(texts, tmp_path):
+    tokenizer = byte_tokenizer(offset=200_000)
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    (segment,) = open_datastore(tmp_path / "s", tokenizer=tokenizer).segments
+    assert segment.tokens.dtype == np.uint16
+    assert segment.to_global[1:].min() >= 200_000
+    assert contents(tmp_path / "s")["c.py"] == (texts / "c.py").read_text()
+    assert segment.localise(np.array([-1, 0, 200_000, 10**7])).max() == 0
+    verify_datastore(tmp_path / "s")
+
+
+def test_other_tokenizer_is_refused_by_name_of_both(tokenizer, texts, tmp_path):
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    other = byte_tokenizer(pad=1)
+    with pytest.raises(TokenizerMismatchError, match="retokenize"):
+        open_datastore(tmp_path / "s", tokenizer=other)
+
+
+def test_errors(tokenizer, texts, tmp_path):
+    with pytest.raises(StoreNotFoundError, match="no such folder"):
+        open_datastore(tmp_path / "nowhere")
+    with pytest.raises(StoreNotFoundError, match=r"no manifest\.json"):
+        open_datastore(texts)
+    with pytest.raises(BuildError, match="source"):
+        build_datastore(tmp_path / "s", [], tokenizer)
+    with pytest.raises(BuildError, match="a tokenizer, got none"):
+        build_datastore(tmp_path / "s", str(texts))
+    with pytest.raises(BuildError, match=r"tokenizer\.json"):
+        build_datastore(tmp_path / "s", str(texts), str(texts / "a.txt"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BuildError, match="text to index"):
+        build_datastore(tmp_path / "s", str(tmp_path / "empty"), tokenizer)
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    with pytest.raises(BuildError, match="one that is there"):
+        build_datastore(tmp_path / "s", str(texts), tokenizer)
+    with pytest.raises(BuildError, match="interrupted add"):
+        add_documents(tmp_path / "s", resume=True)
+    with pytest.raises(ConfigError):
+        StoreConfig(index="all")
+
+
+def test_one_writer_at_a_time(tokenizer, texts, tmp_path):
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    with FileLock(tmp_path / "s" / "lock"), pytest.raises(StoreLockedError, match="another process"):
+        add_documents(tmp_path / "s", str(texts))
+    open_datastore(tmp_path / "s")
+
+
+class Stop(Exception):
+    """Stands for a kill in tests that stop at a chosen step."""
+
+
+def test_interrupted_build_says_how_to_resume(tokenizer, texts, tmp_path, monkeypatch):
+    from retrieve_spec.datastore import build
+
+    monkeypatch.setattr(build, "build_segments", lambda *a, **k: (_ for _ in ()).throw(Stop()))
+    with pytest.raises(Stop):
+        build_datastore(tmp_path / "s", str(texts), tokenizer)
+    monkeypatch.undo()
+    with pytest.raises(StoreIncompleteError, match="--resume"):
+        open_datastore(tmp_path / "s")
+    with pytest.raises(StoreIncompleteError, match="--resume"):
+        build_datastore(tmp_path / "s", str(texts), tokenizer)
+    (texts / "a.txt").unlink()  # read already: the checkpoint has it
+    assert build_datastore(tmp_path / "s", resume=True).documents == 4
+    assert "a.txt" in contents(tmp_path / "s")
+    assert not (tmp_path / "s" / "work").exists()
+
+
+def test_read_only_store_opens(tokenizer, texts, tmp_path):
+    store = tmp_path / "s"
+    build_datastore(store, str(texts), tokenizer)
+    assert open_datastore(store).calibration_path("a model/v1") == store / "calibration" / "a-model-v1.npy"
+    (store / "calibration").rmdir()
+    paths = [store, *store.rglob("*")]
+    for path in paths:
+        path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+    try:
+        opened = open_datastore(store)
+        assert opened.document_at(0, 0).path == "a.txt"
+        if os.geteuid():  # root may write anywhere
+            assert opened.calibration_path("m") is None
+            with pytest.raises(BuildError, match="Permission denied"):
+                add_documents(store, str(texts))
+    finally:
+        for path in paths:
+            path.chmod(path.stat().st_mode | stat.S_IWUSR)
+
+
+def test_full_disk_is_explained_and_the_store_stays(tokenizer, texts, records, tmp_path, monkeypatch):
+    from retrieve_spec.datastore import work
+
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    before = read_manifest(tmp_path / "s")
+
+    def full(*_):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(work, "write_array", full)
+    with pytest.raises(BuildError, match="No space left on device"):
+        add_documents(tmp_path / "s", Source(str(records), field="output"))
+    monkeypatch.undo()
+    assert read_manifest(tmp_path / "s") == before
+    verify_datastore(tmp_path / "s")
+    assert add_documents(tmp_path / "s", resume=True).documents == 5
+    verify_datastore(tmp_path / "s")
+
+
+def test_statistics_survive(tokenizer, texts, tmp_path):
+    from retrieve_spec.datastore.catalog import Catalog
+
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    for _ in range(2):
+        with Catalog(tmp_path / "s" / "catalog.sqlite", write=True) as catalog:
+            catalog.add_statistics("model", {"exact": (10, 4), "ngram": (3, 1)}, "now")
+    assert open_datastore(tmp_path / "s").catalog.statistics("model") == {"exact": (20, 8), "ngram": (6, 2)}
+
+
+def test_catalogue_can_be_searched_by_path(tokenizer, texts, tmp_path):
+    import sqlite_utils
+
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    database = sqlite_utils.Database(tmp_path / "s" / "catalog.sqlite")
+    assert [row["path"] for row in database["documents"].search("sub")] == ["sub/d.txt"]
+
+
+def test_history_records_what_was_done(tokenizer, texts, tmp_path):
+    (texts / "empty").write_text("")
+    build_datastore(tmp_path / "s", Source(str(texts), "MIT"), tokenizer)
+    event = json.loads((tmp_path / "s" / "manifest.json").read_text())["history"][0]
+    assert event["skipped"] == {"empty": 1}
+    assert event["sources"][0]["licence"] == "MIT"
+    assert event["config"]["index"] == "both"

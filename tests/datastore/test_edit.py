@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import byte_tokenizer
+from test_build import contents
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.edit import (
+    compact_datastore,
+    merge_datastores,
+    remove_documents,
+    retokenize_datastore,
+)
+from retrieve_spec.datastore.search import search_datastore
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import BuildError, TokenizerMismatchError
+
+
+@pytest.fixture
+def store(tokenizer, texts, records, tmp_path):
+    path = tmp_path / "s"
+    build_datastore(path, Source(str(texts), "MIT"), tokenizer)
+    add_documents(path, Source(str(records), "GPL-3.0", field="output"))
+    return path
+
+
+def test_removed_documents_are_not_found(store):
+    assert search_datastore(open_datastore(store), "def cat").matched == 7
+    report = remove_documents(store, ["c.py"])
+    assert (report.documents, report.tokens) == (1, 29)
+    opened = open_datastore(store)
+    assert search_datastore(opened, "def cat").matched == 4  # " cat" of other documents
+    assert "c.py" not in contents(store)
+    assert opened.manifest.documents == 8
+    tokens = set(opened.segments[0].ngram.succ_tokens.tolist())
+    assert opened.tokenizer.encode("(").ids[0] not in tokens
+    verify_datastore(store)
+
+
+def test_remove_by_glob_and_by_condition(store):
+    remove_documents(store, ["*.txt"])
+    assert set(contents(store)) == {"c.py", *(f"answers.jsonl#{i}" for i in range(1, 6))}
+    remove_documents(store, where="licence like 'GPL%' and tokens > 0")
+    assert set(contents(store)) == {"c.py"}
+    assert len(open_datastore(store).segments) == 1
+    verify_datastore(store)
+
+
+def test_remove_everything(store, records):
+    remove_documents(store, ["**"])
+    assert contents(store) == {}
+    assert search_datastore(open_datastore(store), "cat").matched == 0
+    verify_datastore(store)
+    add_documents(store, Source(str(records), field="output"))  # no duplicates: they were removed
+    assert len(contents(store)) == 5
+    verify_datastore(store)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"documents": ["nothing.txt"]}, "documents that match, got none"),
+        ({}, "neither paths nor a condition"),
+        ({"where": "no such column = 1"}, "SQL condition"),
+        ({"where": "1; drop table documents"}, "SQL condition"),
+    ],
+)
+def test_remove_errors(store, arguments, message):
+    with pytest.raises(BuildError, match=message):
+        remove_documents(store, **arguments)
+    verify_datastore(store)
+
+
+def test_compact(store):
+    remove_documents(store, ["a.txt"])
+    kept = contents(store)
+    before = open_datastore(store)
+    report = compact_datastore(store)
+    assert (report.segments, report.documents) == (1, 8)
+    assert contents(store) == kept
+    after = open_datastore(store)
+    assert sum(len(s.tokens) for s in after.segments) == after.manifest.tokens + 8
+    verify_datastore(store)
+    # A reader that opened the store before still has its arrays and its documents.
+    assert before.document_at(0, 100).path == "b.txt"
+    assert search_datastore(before, "number 4").matched == 8
+    assert [p.name for p in (store / "segments").iterdir()] == [after.segments[0].name]
+
+
+def test_merge_keeps_a_text_once(store, texts, tokenizer, tmp_path):
+    (texts / "new.txt").write_text("something new")
+    build_datastore(tmp_path / "t", str(texts), tokenizer)
+    report = merge_datastores(tmp_path / "out", [store, tmp_path / "t"])
+    assert report.skipped_by_reason == {"duplicate": 4}
+    assert contents(tmp_path / "out") == contents(store) | contents(tmp_path / "t")
+    verify_datastore(tmp_path / "out")
+    with pytest.raises(BuildError, match="one that is there"):
+        merge_datastores(tmp_path / "out", [store])
+
+
+def test_merge_refuses_another_tokenizer(store, texts, tmp_path):
+    build_datastore(tmp_path / "t", str(texts), byte_tokenizer(offset=5))
+    with pytest.raises(TokenizerMismatchError):
+        merge_datastores(tmp_path / "out", [store, tmp_path / "t"])
+    with pytest.raises(BuildError, match="at least one store"):
+        merge_datastores(tmp_path / "out", [])
+
+
+def test_retokenize(store):
+    kept = contents(store)
+    other = byte_tokenizer(offset=70_000)
+    before = open_datastore(store)
+    retokenize_datastore(store, other)
+    opened = open_datastore(store, tokenizer=other)
+    assert contents(store) == kept
+    assert opened.segments[0].to_global[1:].min() >= 70_000
+    assert before.segments[0].to_global.max() < 70_000
+    assert len(list(store.glob("tokenizer-*.json"))) == 1
+    verify_datastore(store)
+
+
+def test_ngram_only_stores_say_what_they_cannot_do(tokenizer, texts, tmp_path):
+    build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(index="ngram"))
+    for verb in (
+        lambda: remove_documents(tmp_path / "s", ["a.txt"]),
+        lambda: compact_datastore(tmp_path / "s"),
+        lambda: retokenize_datastore(tmp_path / "s", tokenizer),
+        lambda: merge_datastores(tmp_path / "m", [tmp_path / "s"]),
+    ):
+        with pytest.raises(BuildError, match="n-grams only"):
+            verb()
+    verify_datastore(tmp_path / "s")
+
+
+def test_search_adds_up_segments(store):
+    result = search_datastore(open_datastore(store), "zzz the cat")
+    assert result.text == " the cat"
+    assert result.count == 2 + 1 + 1
+    assert sum(count for _, count in result.continuations) <= result.count
+    assert {place.document.path for place in result.occurrences} <= {"a.txt", "b.txt", "sub/d.txt"}
+    for place in result.occurrences:
+        assert np.array_equal(
+            open_datastore(store).segments[place.segment].text_ids(place.document.number)[
+                place.position - place.document.start :
+            ][:8],
+            open_datastore(store).tokenizer.encode(" the cat").ids,
+        )

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import zstandard
+
+from retrieve_spec.datastore import ingest
+from retrieve_spec.datastore.ingest import encode, texts_of, tokenise
+from retrieve_spec.datastore.sources import Source, glob, list_files
+from retrieve_spec.errors import BuildError
+
+LIMIT = 10_000
+
+
+def read(tokenizer, *sources, workers=2, limit=LIMIT):
+    given = tuple(s if isinstance(s, Source) else Source(str(s)) for s in sources)
+    files = list_files(given)
+    return list(tokenise(texts_of(files, given, limit), given, tokenizer, workers, limit))
+
+
+def outcome(results):
+    return {r.path: r.skip for r in results}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches", "misses"),
+    [
+        ("*.py", ["a.py", "x/y/a.py"], ["a.pyc", "py"]),
+        ("**/*.py", ["a.py", "x/a.py"], ["a.txt"]),
+        ("x/**", ["x/a", "x/y/z"], ["y/x/a", "x"]),
+        ("x/*.py", ["x/a.py"], ["x/y/a.py", "a.py"]),
+        ("a?.[x]", ["ab.[x]"], ["ab.x"]),
+    ],
+)
+def test_globs(pattern, matches, misses):
+    assert all(glob(pattern).fullmatch(path) for path in matches)
+    assert not any(glob(pattern).fullmatch(path) for path in misses)
+
+
+def test_folder_in_order_with_filters(tokenizer, texts):
+    assert list(outcome(read(tokenizer, texts))) == ["a.txt", "b.txt", "c.py", "sub/d.txt"]
+    assert list(outcome(read(tokenizer, Source(str(texts), include=("*.txt",), exclude=("sub/**",))))) == [
+        "a.txt",
+        "b.txt",
+    ]
+
+
+def test_text_comes_back_from_its_ids(tokenizer, texts):
+    for result in read(tokenizer, texts):
+        assert tokenizer.decode(result.ids.tolist()) == (texts / result.path).read_text()
+
+
+def test_bad_files_are_skipped_with_a_reason(tokenizer, tmp_path):
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    (folder / "binary.bin").write_bytes(b"abc\0def")
+    (folder / "empty.txt").write_bytes(b" \n\t")
+    (folder / "good.txt").write_text("fine")
+    (folder / "huge.txt").write_text("x" * (LIMIT + 1))
+    (folder / "latin.txt").write_bytes("Grüße".encode("latin-1"))
+    (folder / "broken.gz").write_bytes(b"\x1f\x8b not gzip")
+    (folder / "broken.txt.zst").write_bytes(b"no zstd")
+    os.mkfifo(folder / "pipe")
+    (folder / "dangling").symlink_to(folder / "nowhere")
+    outside = tmp_path / "outside.txt"
+    outside.write_text("secret")
+    (folder / "leak.txt").symlink_to(outside)
+    (folder / "inside.txt").symlink_to(folder / "good.txt")
+    (folder / "loop").symlink_to(folder)
+    assert outcome(read(tokenizer, folder)) == {
+        "binary.bin": "binary",
+        "broken.gz": "unreadable",
+        "broken.txt.zst": "unreadable",
+        "dangling": "unreadable",
+        "empty.txt": "empty",
+        "good.txt": "",
+        "huge.txt": "huge",
+        "inside.txt": "",
+        "latin.txt": "undecodable",
+        "leak.txt": "outside the source",
+        "pipe": "not a regular file",
+    }
+
+
+def test_bomb_is_huge_before_it_is_unpacked(tokenizer, tmp_path):
+    path = tmp_path / "bomb.txt.gz"
+    path.write_bytes(gzip.compress(b"a" * 50_000_000))
+    assert outcome(read(tokenizer, path)) == {"bomb.txt.gz": "huge"}
+
+
+def test_checkout_gives_tracked_files_only(tokenizer, texts):
+    git = ["git", "-C", str(texts), "-c", "user.name=t", "-c", "user.email=t@t"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (texts / ".gitignore").write_text("b.txt\n")
+    subprocess.run([*git, "add", "."], check=True)
+    (texts / "untracked.txt").write_text("new")
+    assert list(outcome(read(tokenizer, texts))) == [".gitignore", "a.txt", "c.py", "sub/d.txt"]
+
+
+def test_records(tokenizer, records, tmp_path):
+    results = read(tokenizer, Source(str(records), "MIT", field="output"))
+    assert [r.path for r in results] == [f"answers.jsonl#{i}" for i in range(1, 6)]
+    assert tokenizer.decode(results[2].ids.tolist()) == "answer number 2 is 4"
+    assert {r.licence for r in results} == {"MIT"}
+    nested = read(tokenizer, Source(str(records), field="meta.text"))
+    assert tokenizer.decode(nested[1].ids.tolist()) == "nested 1"
+
+
+def test_bad_records(tokenizer, tmp_path):
+    path = tmp_path / "r.jsonl"
+    lines = ['{"text": "a"}', "", "{not json", '{"other": 1}', '{"text": 5}', json.dumps({"text": "x" * LIMIT}), "[]"]
+    path.write_text("\n".join([*lines, '{"text": "\\ud800"}', '{"text": "last"}']))
+    assert list(outcome(read(tokenizer, path)).items()) == [
+        ("r.jsonl#1", ""),
+        ("r.jsonl#3", "no JSON"),
+        ("r.jsonl#4", "no field 'text'"),
+        ("r.jsonl#5", "no field 'text'"),
+        ("r.jsonl#6", "huge"),
+        ("r.jsonl#7", "no field 'text'"),
+        ("r.jsonl#8", "undecodable"),
+        ("r.jsonl#9", ""),
+    ]
+
+
+def test_compressed_records_and_text(tokenizer, records, tmp_path):
+    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(records.read_bytes()))
+    (tmp_path / "t.txt.zst").write_bytes(zstandard.compress(b"some text"))
+    results = read(tokenizer, Source(str(tmp_path / "r.jsonl.gz"), field="output"), tmp_path / "t.txt.zst")
+    assert len(results) == 6
+    assert tokenizer.decode(results[-1].ids.tolist()) == "some text"
+
+
+def test_parquet(tokenizer, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    table = pyarrow.table({"text": ["one", None, "three"], "n": [1, 2, 3]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    assert outcome(read(tokenizer, tmp_path / "t.parquet")) == {
+        "t.parquet#1": "",
+        "t.parquet#2": "no text",
+        "t.parquet#3": "",
+    }
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
+    assert outcome(read(tokenizer, tmp_path / "bad.parquet")) == {"bad.parquet": "unreadable"}
+
+
+def test_standard_input(tokenizer, monkeypatch):
+    import io
+
+    monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": io.BytesIO(b"piped text")}))
+    assert [tokenizer.decode(r.ids.tolist()) for r in read(tokenizer, "-")] == ["piped text"]
+
+
+def test_missing_source_is_an_error(tokenizer, tmp_path):
+    with pytest.raises(BuildError, match="nothing there"):
+        read(tokenizer, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+def test_order_does_not_depend_on_workers(tokenizer, tmp_path, workers):
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"text": f"line {i} " * (i % 50)}) + "\n" for i in range(500)))
+    results = read(tokenizer, path, workers=workers)
+    assert [r.path for r in results] == [f"many.jsonl#{i}" for i in range(1, 501)]
+
+
+def test_long_text_is_encoded_in_pieces(tokenizer, monkeypatch):
+    monkeypatch.setattr(ingest, "PIECE_CHARS", 10)
+    text = "short\nlonger line without end to cut in the middle\nend"
+    ids = encode(tokenizer, text)
+    assert ids.dtype == np.uint32
+    assert tokenizer.decode(ids.tolist()) == text
