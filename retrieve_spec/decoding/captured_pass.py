@@ -9,21 +9,24 @@ fails, and the caller uses the model itself.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
-from transformers.masking_utils import sdpa_mask
 
 from retrieve_spec.config import PASS
 from retrieve_spec.decoding import graph_passes
-from retrieve_spec.decoding.graph_passes import Layouts
+from retrieve_spec.decoding.interface import input_device
 from retrieve_spec.decoding.tree_attention import LayerRule, rule_from_call
 
+NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 RECORDER = "retrieve_spec_recorder"
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
@@ -42,20 +45,46 @@ def _attend_shape(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[3])
 
 
+@dataclass(slots=True)
+class _Log:
+    """What the attention function saw; an object of its own because export undoes changes to a module's containers."""
+
+    rules: dict[int, LayerRule] = field(default_factory=dict)
+    sinks: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
+    cached: dict[int, torch.Tensor] = field(default_factory=dict)
+    groups: int = 0
+
+    def clear(self) -> None:
+        """Forget an earlier trace of the same forward."""
+        self.rules.clear()
+        self.sinks.clear()
+        self.cached.clear()
+
+    def live_rules(self) -> list[LayerRule]:
+        """The rules by layer, with the modules' own tensors where the trace saw stand-ins."""
+        for layer, (module, name) in self.sinks.items():
+            self.rules[layer] = replace(self.rules[layer], sinks=getattr(module, name))
+        return [self.rules[layer] for layer in sorted(self.rules)]
+
+
+_log: ContextVar[_Log] = ContextVar("_log")
+"""The log of the recording under way; a context variable, as not every model hands keyword arguments to its layers."""
+
+
 class _RecordedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A cache layer that holds nothing: keys and values go straight to the attention."""
 
     is_sliding = False
 
-    def __init__(self) -> None:
+    def __init__(self, index: int, log: _Log) -> None:
         super().__init__()
-        self.rule: LayerRule | None = None
+        self._index, self._log = index, log
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.shape = (key_states.shape[1], key_states.shape[3], value_states.shape[3])
+        self._log.cached[self._index] = key_states
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -68,35 +97,31 @@ class _RecordedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-@dataclass(slots=True)
-class _Log:
-    """What the attention function saw; an object of its own because export undoes changes to a module's containers."""
-
-    rules: dict[int, LayerRule] = field(default_factory=dict)
-    groups: int = 0
-
-
 class _Recording(nn.Module):
     """The function that is recorded: token ids and positions in, logits and final hidden states out."""
 
-    def __init__(self, model: nn.Module, num_layers: int) -> None:
+    def __init__(self, model: Any, num_layers: int) -> None:
         super().__init__()
         self.model = model
         self.num_layers = num_layers
         self.log = _Log()
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cache = Cache(layers=[_RecordedLayer() for _ in range(self.num_layers)])
-        self.log.rules.clear()
-        out = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            output_hidden_states=True,
-            recording=self.log,
-        )
-        return out.logits, out.hidden_states[-1]
+        cache = Cache(layers=[_RecordedLayer(i, self.log) for i in range(self.num_layers)])
+        self.log.clear()
+        hidden: list[torch.Tensor] = []
+        head = self.model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _module, args: hidden.append(args[0]))
+        try:
+            out = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        finally:
+            hook.remove()
+        return out.logits, hidden[-1]
 
 
 def _record_attention(
@@ -106,14 +131,19 @@ def _record_attention(
     value: torch.Tensor,
     attention_mask: Any,
     scaling: float | None = None,
-    recording: _Log | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    if recording is None:
-        raise CaptureError("its layers do not hand keyword arguments on to their attention")
-    layer = int(module.layer_idx)
-    recording.rules[layer] = rule_from_call(module, scaling, query.shape[-1], arguments)
-    recording.groups = query.shape[1] // key.shape[1]
+    log = _log.get()
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if log.cached.get(layer) is not key:
+        raise CaptureError("its attention reads other keys than it caches")
+    log.rules[layer] = rule_from_call(scaling, query.shape[-1], arguments)
+    log.groups = query.shape[1] // key.shape[1]
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter is arguments.get("s_aux"):
+            log.sinks[layer] = (module, name)
+    if (arguments.get("s_aux") is not None) != (layer in log.sinks):
+        raise CaptureError("its attention sinks are computed")
     return torch.ops.retrieve_spec.attend(query, key, value, layer), None
 
 
@@ -133,7 +163,7 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
 
 
 class CapturedPass:
-    """A model's forward as flat code: one version for a single row, one for any number of rows.
+    """A model's forward as flat code for any number of rows, reading the model's own weights.
 
     Parameters
     ----------
@@ -142,6 +172,13 @@ class CapturedPass:
     num_layers
         Its attention layers.
 
+    Attributes
+    ----------
+    rules
+        What every layer's attention does.
+    groups
+        Query heads per key head.
+
     Raises
     ------
     CaptureError
@@ -149,36 +186,86 @@ class CapturedPass:
     """
 
     def __init__(self, model: Any, num_layers: int) -> None:
-        self._recording = _Recording(model, num_layers)
-        self._layouts = Layouts()
-        with attention_implementation(model, RECORDER), torch.no_grad():
-            self._single = self._record(model, 1)
-            self._many = self._record(model, 4)
-        self.rules = dict(self._recording.log.rules)
-        self.groups = self._recording.log.groups
-        if sorted(self.rules) != list(range(num_layers)):
-            raise CaptureError(f"only layers {sorted(self.rules)} of {num_layers} use the attention interface")
+        if why := _why_not_recordable(model):
+            raise CaptureError(why)
+        recording = _Recording(model, num_layers)
+        self.device = input_device(model)
+        with attention_implementation(model, RECORDER), torch.no_grad(), _quiet():
+            program = self._export(recording)
+        self._code, self._weights = graph_passes.compile_program(program, recording)
+        self._stamps = self._read_stamps(model)
+        self.rules = recording.log.live_rules()
+        recording.log.clear()
+        self.groups = recording.log.groups
+        if len(self.rules) != num_layers:
+            raise CaptureError(f"{len(self.rules)} of {num_layers} layers use the attention interface")
 
-    def _record(self, model: Any, rows: int) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-        device = model.device
-        ids = torch.zeros((1, rows), dtype=torch.long, device=device)
-        positions = torch.arange(rows, device=device)[None]
-        shapes = None
-        if rows > 1:
-            many = torch.export.Dim("rows", min=2, max=PASS.max_rows)
-            shapes = {"input_ids": {1: many}, "position_ids": {1: many}}
+    def _export(self, recording: _Recording) -> torch.export.ExportedProgram:
+        ids = torch.zeros((1, 4), dtype=torch.long, device=self.device)
+        positions = torch.arange(4, device=self.device)[None]
+        rows = torch.export.Dim("rows", min=2, max=PASS.max_rows)
+        shapes = {"input_ids": {1: rows}, "position_ids": {1: rows}}
+        token = _log.set(recording.log)
         try:
-            program = torch.export.export(
-                self._recording, (ids, positions), dynamic_shapes=shapes, strict=False
-            )
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError(f"torch.export refused it: {str(error).strip().splitlines()[0][:200]}") from error
-        return graph_passes.compile_program(program, self._recording, self._layouts)
+            return torch.export.export(recording, (ids, positions), dynamic_shapes=shapes, strict=False)
+        except (CaptureError, NotImplementedError) as error:
+            raise CaptureError(str(error)) from error
+        except Exception as error:  # whatever a model's own code raises while it is traced
+            raise CaptureError(f"torch.export refused it ({_first_line(error)})") from error
+        finally:
+            _log.reset(token)
 
-    def run(self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the forward: (1, rows) ids and positions in, (1, rows, vocab) logits and (1, rows, d) states out."""
-        code, weights = self._single if input_ids.shape[1] == 1 else self._many
-        logits, hidden = code(*weights, input_ids, position_ids, attend)
+    def is_current(self, model: Any) -> bool:
+        """Whether the model still is what was recorded: same weights, unchanged in place, no hooks, no training."""
+        return not _why_not_recordable(model) and self._stamps == self._read_stamps(model)
+
+    @staticmethod
+    def _read_stamps(model: Any) -> list[tuple[int, int, int]]:
+        return [(id(p), p.data_ptr(), p._version if not p.is_inference() else 0) for p in model.parameters()]
+
+    def run(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the forward: (1, rows) ids and positions in, (1, rows, vocab) logits and (1, rows, d) states out.
+
+        The results are inference tensors: copy them before changing them in place.
+        """
+        with torch.inference_mode():
+            logits, hidden = self._code(*self._weights, input_ids, position_ids, attend)
         return logits, hidden
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
+
+
+def _why_not_recordable(model: Any) -> str:
+    """Why a recording would not stand for the model's forward; empty when it would."""
+    if model.training:
+        return "the model is in training mode"
+    if not model._supports_attention_backend:
+        return "its layers do not use transformers' attention interface"
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            # transformers' own hooks stay behind after output_hidden_states=True and do nothing unless it is asked for
+            if not getattr(hook, "__module__", "").startswith("transformers."):
+                return f"{type(module).__name__} has forward hooks"
+    return ""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging refusals that are reported as a reason."""
+    loggers = [logging.getLogger(name) for name in NOISY]
+    before = [logger.disabled for logger in loggers]
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

@@ -45,7 +45,7 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
 
 
 def compile_program(
-    program: torch.export.ExportedProgram, owner: torch.nn.Module, layouts: Layouts
+    program: torch.export.ExportedProgram, owner: torch.nn.Module
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """Rewrite a program and compile it.
 
@@ -64,7 +64,7 @@ def compile_program(
         inputs = Inputs(graph, weights)
         fuse_rms_norm(graph, inputs)
         fuse_rotary(graph, inputs)
-        layouts.route(graph, inputs)
+        prefer_columns(graph, inputs)
     _open_attention(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in BINDINGS:
@@ -268,26 +268,21 @@ def _open_attention(graph: fx.Graph) -> None:
             node.target, node.args = operator.call, (attend, *node.args)
 
 
-class Layouts:
-    """Column-major copies of weights, which products with a few dozen rows read faster than row-major originals."""
+def prefer_columns(graph: fx.Graph, inputs: Inputs) -> None:
+    """Let linear layers read column-major copies of their weights, up to `config.PASS.layout_bytes` of them.
 
-    def __init__(self) -> None:
-        self.copies: dict[int, torch.Tensor] = {}
-        self.num_bytes = 0
-
-    def route(self, graph: fx.Graph, inputs: Inputs) -> None:
-        """Let the linear layers of a graph over many rows read copies."""
-        for node in list(graph.nodes):
-            if not _is_call(node, aten.linear.default) or node.args[1] not in inputs.of_node:
+    A product with 4 … 64 rows reads a column-major weight 1.3 … 1.5 times as fast on the CPU (MKL packs the other
+    layout anew at every call); a product with one row reads both alike.
+    """
+    copied = 0
+    copies: dict[int, torch.Tensor] = {}
+    for node in list(graph.nodes):
+        if not _is_call(node, aten.linear.default) or node.args[1] not in inputs.of_node:
+            continue
+        weight = inputs.of_node[node.args[1]]
+        if id(weight) not in copies:
+            if weight.device.type != "cpu" or copied + weight.nbytes > PASS.layout_bytes:
                 continue
-            weight = inputs.of_node[node.args[1]]
-            if _value(node.args[0]).shape[-2] != 1 and self._copy(weight):
-                node.replace_input_with(node.args[1], inputs.add(id(weight), self.copies[id(weight)]))
-
-    def _copy(self, weight: torch.Tensor) -> bool:
-        if id(weight) not in self.copies:
-            if weight.device.type != "cpu" or self.num_bytes + weight.nbytes > PASS.layout_bytes:
-                return False
-            self.copies[id(weight)] = weight.detach().t().contiguous().t()
-            self.num_bytes += weight.nbytes
-        return True
+            copied += weight.nbytes
+            copies[id(weight)] = weight.detach().t().contiguous().t()
+        node.replace_input_with(node.args[1], inputs.add(id(weight), copies[id(weight)]))

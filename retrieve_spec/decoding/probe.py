@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import ModelInterface, cache_mode, input_device, weaker
-from retrieve_spec.decoding.verifier import Mode, VerifierInputs
+from retrieve_spec.decoding.verifier import Mode, Verifier, VerifierInputs
 from retrieve_spec.drafting.tree import DraftTree
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,11 @@ def probe(model: Any, interface: ModelInterface) -> Finding:
     return Finding("plain", reason, interface)
 
 
+def check_verifier(model: Any, interface: ModelInterface, verifier: Verifier) -> str:
+    """Say what is wrong with a verifier's passes over trees, by the same comparison; empty when nothing is."""
+    return _try(model, interface, "tree", verifier)
+
+
 def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:
     if not model._supports_default_dynamic_cache():
         return "plain", "the model keeps its own kind of cache"
@@ -70,11 +75,11 @@ def _mask_variants(interface: ModelInterface) -> list[ModelInterface]:
     return [interface]
 
 
-def _try(model: Any, interface: ModelInterface, mode: Mode) -> str:
+def _try(model: Any, interface: ModelInterface, mode: Mode, verifier: Verifier | None = None) -> str:
     """What is wrong with a mode; empty when nothing is."""
     try:
         with torch.no_grad():
-            deviation, scale = _deviation(model, interface, mode)
+            deviation, scale = _deviation(model, interface, mode, verifier or HFVerifier(model, interface, mode))
     except Exception as error:  # whatever a model's own code raises: the mode is not usable, and plain decoding is
         logger.debug("probing %s failed", mode, exc_info=True)
         return f"a {mode} pass fails ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
@@ -84,7 +89,7 @@ def _try(model: Any, interface: ModelInterface, mode: Mode) -> str:
     return ""
 
 
-def _deviation(model: Any, interface: ModelInterface, mode: Mode) -> tuple[float, float]:
+def _deviation(model: Any, interface: ModelInterface, mode: Mode, verifier: Verifier) -> tuple[float, float]:
     """Largest difference to separate passes, and the spread of the logits to judge it by."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     tokens = (np.arange(_PROMPT + 8) * 7919 + 13) % min(vocab, 30_000)
@@ -92,7 +97,6 @@ def _deviation(model: Any, interface: ModelInterface, mode: Mode) -> tuple[float
     a, b, c, d = (int(token) for token in draft[:4])
     tree = DraftTree.from_paths([[a, b], [c, d, a]] if mode == "tree" else [[c, d, a, b]])
     accepted = np.array([2, 3] if mode == "tree" else [0, 1], np.int32)
-    verifier = HFVerifier(model, interface, mode)
     positions = torch.arange(_PROMPT, device=input_device(model))[None]
     kwargs: dict[str, Any] = {interface.cache_name: _new_cache(model)}
     if interface.takes_position_ids:

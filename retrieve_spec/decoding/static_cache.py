@@ -122,6 +122,11 @@ class PreallocatedCache(Cache):  # type: ignore[misc]
         self._slabs, self.capacity = (slabs[0], slabs[1]), grown
         self.layer_slabs = [(slabs[0][i : i + 1], slabs[1][i : i + 1]) for i in range(len(self.layers))]
 
+    def make_room(self, rows: int) -> None:
+        """Grow to hold `rows` rows, once the first rows are in."""
+        if rows > self.capacity and self._slabs is not None:
+            self.reserve(self._slabs[0][:1], self._slabs[1][:1], rows)
+
     def _check_shape(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         assert self._slabs is not None
         for slab, states in zip(self._slabs, (key_states, value_states), strict=True):
@@ -160,33 +165,40 @@ class PreallocatedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.length = length
 
-    def load(self, cache: DynamicCache) -> None:
-        """Copy the rows of a dynamic cache without windows."""
-        for mine, theirs in zip(self.layers, cache.layers, strict=True):
-            mine.update(theirs.keys, theirs.values)
+    def load(self, cache: DynamicCache, length: int) -> None:
+        """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards.
 
-    def to_dynamic(self, config: Any) -> DynamicCache:
-        """Give the rows to a dynamic cache for the model with this config; this object is empty afterwards."""
-        cache = DynamicCache(config=config)
+        A sliding layer holds its last rows only; the rows before them are zeros that its window never shows.
+        """
+        first = cache.layers[0]
+        self.reserve(first.keys, first.values, max(length, self.capacity))
+        for i, theirs in enumerate(cache.layers):
+            keys, values = self.layer_slabs[i]
+            self._check_shape(theirs.keys, theirs.values)
+            start = length - theirs.keys.shape[2]
+            for slab, states in ((keys, theirs.keys), (values, theirs.values)):
+                slab[:, :, :start] = 0
+                slab[:, :, start:length] = states
+            self.layers[i].is_initialized = True
+            theirs.keys = theirs.values = None
+        self.set_length(length)
+
+    def unload(self, cache: DynamicCache) -> None:
+        """Give the rows back to the cache they were taken from; this object is empty afterwards."""
         length = self.length
-        while len(cache.layers) < len(self.layers):
-            cache.layers.append(DynamicLayer())
         for layer, (keys, values) in zip(cache.layers, self.layer_slabs, strict=True):
             start = 0
             if isinstance(layer, DynamicSlidingWindowLayer):
                 start = max(0, length - layer.sliding_window + 1)
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys[:, :, start:length], values[:, :, start:length]
-            if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = length
-        self._slabs, self.layer_slabs = None, []
-        for layer in self.layers:
-            layer.length, layer.is_initialized, layer.keys, layer.values = 0, False, None, None
-        return cache
+            layer.keys, layer.values = keys[:, :, start:length], values[:, :, start:length]
+        self._slabs, self.layer_slabs, self.layers = None, [], []
 
 
 def why_not_preallocated(config: Any) -> str:
     """Say why a model's cache cannot be held in slabs; empty when it can."""
+    if getattr(config, "attention_chunk_size", None):
+        return "its attention is cut into chunks"
     for layer in DynamicCache(config=config).layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"its cache has layers of type {type(layer).__name__}"

@@ -125,12 +125,17 @@ class PassMask:
             (max(height, self.groups * self._spare), self._margin + self._spare), dtype=self.dtype, device=self.device
         )
 
+    def first_key(self, window: int) -> int:
+        """First cached row that any row of the pass sees in a layer with this window."""
+        return max(0, self.prefix - window + 1)
+
     def windowed(self, window: int) -> torch.Tensor:
-        """(1, 1, groups · rows, prefix + rows) additive mask of a layer that sees `window` keys back at most."""
+        """(1, 1, groups · rows, columns) additive mask of a layer with a window, from column `first_key` on."""
         if window not in self._windows:
-            position = np.concatenate([np.arange(self.prefix), self.prefix + self._depths])
+            start = self.first_key(window)
+            position = np.concatenate([np.arange(start, self.prefix), self.prefix + self._depths])
             near = position[None, :] > (self.prefix + self._depths - window)[:, None]
-            near[:, self.prefix :] &= self.seen
+            near[:, self.prefix - start :] &= self.seen
             mask = torch.zeros(near.shape, dtype=self.dtype)
             mask.masked_fill_(torch.from_numpy(~near), float("-inf"))
             self._windows[window] = mask.repeat(self.groups, 1).to(self.device)[None, None]
@@ -168,6 +173,8 @@ def attend(
     batch, heads, rows, width = query.shape
     kv_heads = keys.shape[1]
     packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+    if rule.window and (start := mask.first_key(rule.window)):
+        keys, values = keys[:, :, start:], values[:, :, start:]
     if choose_backend(mask, rule) == "split":
         out = attend_split(packed, keys, values, mask, rule)
     else:
@@ -190,8 +197,8 @@ def attend_split(
     packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: PassMask, rule: LayerRule
 ) -> torch.Tensor:
     """Prefix and tree block apart, merged by log-sum-exp: (1, kv_heads, groups · rows, d) in and out."""
-    prefix = mask.prefix
-    if rule.window and rule.window <= prefix + mask.rows:
+    prefix = keys.shape[2] - mask.rows
+    if rule.window and rule.window <= mask.prefix + mask.rows:
         full = mask.windowed(rule.window)
         parts = [(slice(0, prefix), full[..., :prefix]), (slice(prefix, None), full[..., prefix:])]
     else:
@@ -231,7 +238,7 @@ IGNORED_ARGUMENTS = (
 )  # fmt: skip
 
 
-def rule_from_call(module: torch.nn.Module, scaling: float | None, width: int, arguments: dict[str, Any]) -> LayerRule:
+def rule_from_call(scaling: float | None, width: int, arguments: dict[str, Any]) -> LayerRule:
     """Read a layer's rule from what it passed to its attention function.
 
     Raises

@@ -1,0 +1,169 @@
+"""Verifies draft trees with a model's captured pass and a preallocated cache; prompts go through the model itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
+
+from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.decoding.captured_pass import CapturedPass, CaptureError
+from retrieve_spec.decoding.hf import HFVerifier
+from retrieve_spec.decoding.interface import ModelInterface, input_device
+from retrieve_spec.decoding.static_cache import PreallocatedCache, why_not_preallocated
+from retrieve_spec.decoding.tree_attention import PassMask, attend, row_depths, visible_rows
+from retrieve_spec.decoding.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.drafting.tree import DraftTree
+
+logger = logging.getLogger(__name__)
+
+_recorded: WeakKeyDictionary[Any, CapturedPass] = WeakKeyDictionary()
+"""Recordings of live models, so that accelerating a model again does not record it again."""
+
+
+class StaticVerifier:
+    """A `Verifier` whose passes cost what the arithmetic costs.
+
+    The prompt is read by an `HFVerifier`. At the first pass behind it the cache's rows move to slabs, every further
+    pass is one run of the captured code, and `finish` puts the rows back into the cache that `start` was given. A
+    generation that the captured pass cannot serve is left to the `HFVerifier` entirely.
+    """
+
+    def __init__(self, model: Any, ordinary: HFVerifier, captured: CapturedPass) -> None:
+        self.model = model
+        self.mode: Mode = ordinary.mode
+        self.reason = ordinary.reason
+        self.static_reason = ""
+        """Why this generation does not use the captured pass; empty when it does."""
+        self._ordinary, self._captured = ordinary, captured
+        self._device = input_device(model)
+        self._mask = PassMask(captured.groups, model.dtype, self._device)
+        self._slabs: PreallocatedCache | None = None
+        self._layers: list[Any] = []
+
+    def start(self, inputs: VerifierInputs) -> None:
+        """Begin a generation."""
+        self._ordinary.start(inputs)
+        self.mode, self.reason = self._ordinary.mode, self._ordinary.reason
+        self._slabs = None
+        self._max_length = inputs.max_length
+        self._past = inputs.past_length
+        self._unread = len(inputs.uncached_ids)
+        kwargs = inputs.model_kwargs
+        self._cache = kwargs.get(self._ordinary.interface.cache_name)
+        self._shift = 0
+        if (positions := kwargs.get("position_ids")) is not None:
+            self._shift = int(positions[0, -1]) + 1 - self._past - self._unread
+        self.static_reason = self._why_not(kwargs)
+
+    def _why_not(self, kwargs: dict[str, Any]) -> str:
+        """Why a generation is left to the ordinary verifier."""
+        known = {self._ordinary.interface.cache_name, "attention_mask", "position_ids", "logits_to_keep", "use_cache"}
+        extras = [name for name, value in kwargs.items() if name not in known and value is not None]
+        mask = kwargs.get("attention_mask")
+        if self.mode != "tree":
+            return self.reason
+        if extras:
+            return f"the model is given {', '.join(extras)}"
+        if type(self._cache) is not DynamicCache or self._cache.offloading:
+            return f"the cache is a {type(self._cache).__name__}"
+        if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
+            return "the prompt is padded"
+        if not self._captured.is_current(self.model):
+            return "the model has changed since it was recorded"
+        return ""
+
+    def forward(
+        self, root_ids: NDArray[np.int32], tree: DraftTree | None = None, *, keep: int = 1, want_hidden: bool = False
+    ) -> VerifierOutput:
+        """Run one pass (`Verifier.forward`)."""
+        roots, nodes = len(root_ids), 0 if tree is None else len(tree)
+        self._pending = roots
+        if self.static_reason or self._unread > 0:
+            return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
+        slabs = self._slabs or self._adopt()
+        ids = root_ids if not nodes or tree is None else np.concatenate([root_ids, tree.token_ids])
+        depths = row_depths(roots, tree)
+        self._mask.set(self._past, visible_rows(roots, tree), depths)
+        rows = torch.from_numpy(ids.astype(np.int64))[None].to(self._device, non_blocking=True)
+        positions = torch.from_numpy(depths + (self._past + self._shift))[None].to(self._device, non_blocking=True)
+        slabs.make_room(self._past + len(ids))
+        logits, hidden = self._captured.run(rows, positions, self._attend)
+        last = keep + nodes
+        return VerifierOutput(logits[0, -last:], hidden[0, -last:] if want_hidden else None)
+
+    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+        """Write a layer's keys and values and attend to all of them."""
+        all_keys, all_values = self._layers[layer].update(keys, values)
+        return attend(query, all_keys, all_values, self._mask, self._captured.rules[layer])
+
+    def _adopt(self) -> PreallocatedCache:
+        """Move the rows that the prompt left in the caller's cache to slabs."""
+        room = min(self._max_length, self._past + PASS.cache_block * 16) + MAX_NODES + 1
+        slabs = PreallocatedCache(len(self._captured.rules), max(room, self._past + PASS.cache_block))
+        slabs.load(self._cache, self._past)
+        self._slabs, self._layers = slabs, slabs.layers
+        return slabs
+
+    def commit(self, path: NDArray[np.int32]) -> None:
+        """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
+        if self._slabs is None:
+            self._ordinary.commit(path)
+            self._unread -= self._pending
+        else:
+            self._slabs.commit(self._past, self._pending, path)
+        self._past += self._pending + len(path)
+
+    def finish(self) -> Any:
+        """Put the rows back into the cache this generation was given, and return it."""
+        if self._slabs is not None:
+            self._slabs.set_length(self._past)
+            self._slabs.unload(self._cache)
+            self._slabs, self._layers = None, []
+        self._cache = None
+        return self._ordinary.finish()
+
+
+def try_build(
+    model: Any, interface: ModelInterface, check: Callable[[Verifier], str]
+) -> tuple[Callable[[], Verifier] | None, str]:
+    """Record a model's pass if that can be done and agrees with the model.
+
+    Parameters
+    ----------
+    model
+        A model whose trees an `HFVerifier` with this interface verifies correctly.
+    check
+        Compares a verifier's passes with separate passes of the model; says what is wrong, empty when nothing is.
+
+    Returns
+    -------
+    make
+        Makes a verifier for one generation, or None.
+    reason
+        Why there is none; completes "the pass is not captured because …".
+    """
+    config = model.config.get_text_config(decoder=True)
+    if why := why_not_preallocated(config):
+        return None, why
+    try:
+        captured = _recorded.get(model)
+        if captured is None or not captured.is_current(model):
+            captured = _recorded[model] = CapturedPass(model, len(DynamicCache(config=config).layers))
+    except CaptureError as error:
+        return None, str(error)
+    verified = captured
+
+    def make() -> Verifier:
+        return StaticVerifier(model, HFVerifier(model, interface), verified)
+
+    if problem := check(make()):
+        _recorded.pop(model, None)
+        return None, problem
+    return make, ""
