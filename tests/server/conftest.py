@@ -38,3 +38,26 @@ def live(codec, tokenizer):
     yield start
     for server in started:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """The bundled model twice: accelerated behind a service that runs, and as it is."""
+    from retrieve_spec.config import ServeConfig
+    from retrieve_spec.reference_model import load_model
+    from retrieve_spec.server.run import assemble
+
+    model, tokenizer = load_model("reference")
+    plain, _ = load_model("reference")
+    served = assemble(model, tokenizer, "reference", ServeConfig())
+    return served, plain, tokenizer
+
+
+@pytest.fixture(scope="session")
+def reference_live(reference):
+    from live import Live
+
+    served, _, tokenizer = reference
+    server = Live(served.service.backend, tokenizer, service=served.service)
+    yield server
+    server.stop()

@@ -16,14 +16,15 @@ from retrieve_spec.server.service import Service
 
 
 class Live:
-    def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, log=None):
+    def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None):
         self.done = []
         self.metrics = None
         self.backend = backend
-        self.service = Service(backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done)
+        self.service = service or Service(
+            backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done
+        )
         self.metrics = Metrics(lambda: self.service.engine.queue_length)
         app = create_app(self.service, self.metrics, keys=keys)
-        self.requests = []
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]

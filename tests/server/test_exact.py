@@ -1,0 +1,106 @@
+"""With the bundled model: every answer is what plain decoding of the same prompt says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import retrieve_spec.server.fim as sample
+from retrieve_spec.server.schemas import InfillRequest
+from retrieve_spec.server.service import Caller
+
+SOURCE = open(sample.__file__, encoding="utf-8").read()
+CUTS = [3000, 5211, 7402, 9013]
+
+
+def body(cut, **fields):
+    start, end = SOURCE.rfind("\n", 0, cut) + 1, SOURCE.find("\n", cut)
+    return {
+        "input_prefix": SOURCE[:start],
+        "prompt": SOURCE[start:cut],
+        "input_suffix": SOURCE[cut : end + 1] + SOURCE[end + 1 :],
+        "input_extra": [{"text": SOURCE[:400], "filename": "x.py"}],
+        "n_predict": 40,
+        **fields,
+    }
+
+
+def plain_text(reference, ids, max_tokens):
+    served, plain, tokenizer = reference
+    service = served.service
+    with torch.no_grad():
+        out = plain.generate(
+            torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=sorted(service.end_ids)
+        )
+    new = [i for i in out[0, len(ids) :].tolist() if i not in service.end_ids]
+    return tokenizer.decode(new)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_infill_says_what_plain_decoding_says(reference, reference_live, cut):
+    service = reference[0].service
+    ids = service.infill(InfillRequest.model_validate(body(cut)), Caller()).task.prompt_ids
+    expected = plain_text(reference, ids, 40)
+    on = reference_live.post("/infill", body(cut)).json()
+    again = reference_live.post("/infill", body(cut)).json()
+    off = reference_live.post("/infill", body(cut, speculative=False)).json()
+    fresh = reference_live.post("/infill", body(cut, cache_prompt=False)).json()
+    assert on["content"] == again["content"] == off["content"] == fresh["content"] == expected
+    assert on["timings"]["draft_n"] > 0
+    assert on["timings"]["passes"] < off["timings"]["passes"]
+    assert off["timings"]["draft_n"] == 0
+    assert again["timings"]["prompt_n"] == 1
+
+
+def test_streams_say_the_same(reference, reference_live):
+    whole = reference_live.post("/infill", body(CUTS[1])).json()["content"]
+    events = [json.loads(event) for event in reference_live.events("/infill", body(CUTS[1], stream=True))]
+    assert "".join(event["content"] for event in events) == whole
+
+
+def test_completions_and_chat_say_what_plain_decoding_says(reference, reference_live):
+    codec = reference[0].service.codec
+    prompt = SOURCE[:1500]
+    answer = reference_live.post("/v1/completions", {"prompt": prompt, "max_tokens": 32}).json()
+    assert answer["choices"][0]["text"] == plain_text(reference, codec.encode_prompt(prompt), 32)
+    messages = [{"role": "user", "content": "Repeat: " + SOURCE[:600]}]
+    request = {"messages": messages, "max_tokens": 32, "prediction": {"type": "content", "content": SOURCE[:600]}}
+    answer = reference_live.post("/v1/chat/completions", request).json()
+    ids = codec.encode("user\nRepeat: " + SOURCE[:600])
+    ids = [codec.token_id("<|im_start|>"), *ids, codec.token_id("<|im_end|>"), *codec.encode("\n")]
+    ids += [codec.token_id("<|im_start|>"), *codec.encode("assistant\n")]
+    assert answer["choices"][0]["message"]["content"] == plain_text(reference, ids, 32)
+
+
+def test_typing_on_reuses_the_prefix(reference_live):
+    service = reference_live.service
+    shares = []
+    for typed in range(12):
+        answer = reference_live.post("/infill", body(CUTS[2] + typed, n_predict=8)).json()
+        prefix = len(service.codec.encode(sample.stable_tail(SOURCE[: CUTS[2] + typed], 768 * 3)))
+        if typed:
+            shares.append(answer["timings"]["cache_n"] / prefix)
+    assert min(shares) >= 0.9
+
+
+@pytest.mark.parametrize("samplers", [["top_k", "top_p", "infill"], ["top_k", "top_p", "temperature"]])
+def test_sampling_is_the_same_with_and_without_drafts(reference_live, samplers):
+    fields = {"samplers": samplers, "top_k": 40, "top_p": 0.9, "temperature": 0.8, "seed": 7}
+    on = reference_live.post("/infill", body(CUTS[0], **fields)).json()
+    off = reference_live.post("/infill", body(CUTS[0], speculative=False, **fields)).json()
+    assert on["content"] == off["content"]
+
+
+def test_alternatives_continue_other_first_tokens(reference_live):
+    answers = reference_live.post("/infill", body(CUTS[3], n_cmpl=3)).json()
+    assert len({answer["content"] for answer in answers}) == len(answers)
+
+
+def test_stops_inside_a_run_of_accepted_tokens(reference_live):
+    whole = reference_live.post("/infill", body(CUTS[0])).json()["content"]
+    stop = whole[len(whole) // 2 :][:3]
+    for speculative in (True, False):
+        cut = reference_live.post("/infill", body(CUTS[0], stop=[stop], speculative=speculative)).json()
+        assert cut["content"] == whole[: whole.find(stop)]
