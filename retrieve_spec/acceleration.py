@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.decoding.costprobe import measure_passes
+from retrieve_spec.decoding.fast_verifier import try_build
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.decoding.plain import StepVerifier
@@ -87,9 +88,8 @@ def accelerate(
     if isinstance(getattr(model, "speculation", None), Speculation):
         restore(model)
     finding = _find_mode(model)
-    speculation = Speculation(
-        config, finding, _verifier_factory(model, finding), tokenizer, datastores or (), drafter
-    )
+    make_verifier, why_not_static = _verifier_factory(model, finding, config)
+    speculation = Speculation(config, finding, make_verifier, tokenizer, datastores or (), drafter)
     speculation.drafter()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
     original = model.__dict__.get("generate")
@@ -97,6 +97,8 @@ def accelerate(
     model.__dict__["generate"] = types.MethodType(_generate, model)
     if finding.mode != "tree":
         speculation.say_once(f"drafts are verified in {finding.mode} mode: {finding.reason}")
+    if why_not_static:
+        speculation.say_once(f"passes go through the model's own modules: {why_not_static}")
     if config.nodes == AUTO and config.draft != OFF:
         measure_passes(model, speculation)
     return model
@@ -298,13 +300,18 @@ def _find_mode(model: Any) -> Finding:
         model.train(training)
 
 
-def _verifier_factory(model: Any, finding: Finding) -> Any:
+def _verifier_factory(
+    model: Any, finding: Finding, config: SpeculationConfig
+) -> tuple[Callable[[], Verifier], str]:
+    """What makes a generation's verifier, and why it is not the static one."""
+
     def make() -> Verifier:
         if finding.mode == "plain":
             return StepVerifier(model, finding.reason)
         return HFVerifier(model, finding.interface, finding.mode, finding.reason)
 
-    return make
+    static, why = try_build(model, finding, config)
+    return static or make, why
 
 
 def _check_tokenizer(model: Any, tokenizer: Any) -> None:

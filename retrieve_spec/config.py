@@ -39,6 +39,9 @@ class SpeculationConfig:
         Bound of the session's memory, in tokens.
     provenance
         Record where every accepted drafted run stands in the stores.
+    static_pass
+        Record the model's forward once and verify with the recording and a preallocated cache, where that agrees with
+        the model: `"auto"` (models of a million parameters and more), `"always"` or `"off"`.
     """
 
     draft: str = AUTO
@@ -51,6 +54,7 @@ class SpeculationConfig:
     session: bool = False
     session_tokens: int = 1_000_000
     provenance: bool = False
+    static_pass: Literal["auto", "always", "off"] = AUTO
 
     def __post_init__(self) -> None:
         if self.nodes != AUTO and not (isinstance(self.nodes, int) and 0 <= self.nodes <= MAX_NODES):
@@ -62,6 +66,8 @@ class SpeculationConfig:
         for name in ("max_depth", "max_children", "session_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")
+        if self.static_pass not in (AUTO, "always", "off"):
+            raise ConfigError("static_pass 'auto', 'always' or 'off'", repr(self.static_pass), "Leave it at 'auto'.")
         if self.prompt_logits < 0:
             raise ConfigError("prompt_logits of at least 0", repr(self.prompt_logits), "Give 0 to switch it off.")
 
@@ -92,6 +98,8 @@ class PassConfig:
         Root tokens and draft nodes of one captured pass at most.
     graph_bytes
         GPU memory that captured graphs may hold.
+    min_parameters
+        Smallest model whose pass is recorded unasked; recording takes a second or more.
     """
 
     cache_block: int = 256
@@ -99,6 +107,7 @@ class PassConfig:
     layout_bytes: int = 256 << 20
     max_rows: int = 512
     graph_bytes: int = 512 << 20
+    min_parameters: int = 1_000_000
 
 
 PASS = PassConfig()

@@ -9,6 +9,7 @@ fails, and the caller uses the model itself.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -264,7 +265,8 @@ def _quiet() -> Iterator[None]:
     for logger in loggers:
         logger.disabled = True
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # export prints the graph of a refused forward
+            yield
     finally:
         transformers.logging.set_verbosity(verbosity)
         for logger, disabled in zip(loggers, before, strict=True):

@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.config import AUTO, MAX_NODES, PASS, SpeculationConfig
 from retrieve_spec.decoding.captured_pass import CapturedPass, CaptureError
 from retrieve_spec.decoding.hf import HFVerifier
-from retrieve_spec.decoding.interface import ModelInterface, input_device
+from retrieve_spec.decoding.interface import input_device
+from retrieve_spec.decoding.probe import Finding, check_verifier
 from retrieve_spec.decoding.static_cache import PreallocatedCache, why_not_preallocated
 from retrieve_spec.decoding.tree_attention import PassMask, attend, row_depths, visible_rows
 from retrieve_spec.decoding.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
@@ -131,39 +132,53 @@ class StaticVerifier:
 
 
 def try_build(
-    model: Any, interface: ModelInterface, check: Callable[[Verifier], str]
+    model: Any, finding: Finding, config: SpeculationConfig
 ) -> tuple[Callable[[], Verifier] | None, str]:
-    """Record a model's pass if that can be done and agrees with the model.
+    """Record a model's pass if that is wanted, can be done and agrees with the model.
 
     Parameters
     ----------
     model
-        A model whose trees an `HFVerifier` with this interface verifies correctly.
-    check
-        Compares a verifier's passes with separate passes of the model; says what is wrong, empty when nothing is.
+        The model.
+    finding
+        How an `HFVerifier` verifies it.
+    config
+        `static_pass` says whether to record.
 
     Returns
     -------
     make
         Makes a verifier for one generation, or None.
     reason
-        Why there is none; completes "the pass is not captured because …".
+        Why there is none.
     """
-    config = model.config.get_text_config(decoder=True)
-    if why := why_not_preallocated(config):
+    text_config = model.config.get_text_config(decoder=True)
+    if why := _why_not_static(model, finding, config) or why_not_preallocated(text_config):
         return None, why
     try:
         captured = _recorded.get(model)
         if captured is None or not captured.is_current(model):
-            captured = _recorded[model] = CapturedPass(model, len(DynamicCache(config=config).layers))
+            captured = _recorded[model] = CapturedPass(model, len(DynamicCache(config=text_config).layers))
     except CaptureError as error:
         return None, str(error)
-    verified = captured
+    recorded = captured
 
     def make() -> Verifier:
-        return StaticVerifier(model, HFVerifier(model, interface), verified)
+        return StaticVerifier(model, HFVerifier(model, finding.interface), recorded)
 
-    if problem := check(make()):
-        _recorded.pop(model, None)
+    if problem := check_verifier(model, finding.interface, make()):
+        del _recorded[model]
         return None, problem
     return make, ""
+
+
+def _why_not_static(model: Any, finding: Finding, config: SpeculationConfig) -> str:
+    if finding.mode != "tree":
+        return f"drafts are verified in {finding.mode} mode"
+    if config.static_pass == "off":
+        return "static_pass is off"
+    if config.static_pass == AUTO and model.num_parameters() < PASS.min_parameters:
+        return f"the model has fewer than {PASS.min_parameters:,} parameters"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "the model is spread over several devices"
+    return ""
