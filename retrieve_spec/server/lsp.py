@@ -85,7 +85,7 @@ class CompletionServer(LanguageServer):
         workspace.start()
         await asyncio.to_thread(workspace.indexed.wait)
         if bar:
-            done = lsp.WorkDoneProgressEnd(f"{len(workspace.texts)} files indexed")
+            done = lsp.WorkDoneProgressEnd(message=f"{len(workspace.texts)} files indexed")
             self.work_done_progress.end(_INDEXING, done)
 
     def remember(self, uri: str, text: str) -> None:

@@ -1,0 +1,38 @@
+"""A language server with a scripted model, for tests over standard input and output; argument: what it says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from scripted import ScriptedBackend  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+from retrieve_spec.config import ServeConfig  # noqa: E402
+from retrieve_spec.reference_model import reference_path  # noqa: E402
+from retrieve_spec.server.lsp import create_server  # noqa: E402
+from retrieve_spec.server.service import Service  # noqa: E402
+from retrieve_spec.server.text import TextCodec  # noqa: E402
+from retrieve_spec.server.workspace import Workspace  # noqa: E402
+
+
+def make(roots):
+    tokenizer = AutoTokenizer.from_pretrained(str(reference_path()), local_files_only=True)
+    codec = TextCodec(tokenizer)
+    said = codec.encode(sys.argv[1])
+
+    class Slow(ScriptedBackend):
+        def _pass(self):
+            if len(sys.argv) > 2:
+                import time
+
+                time.sleep(float(sys.argv[2]))
+            super()._pass()
+
+    workspace = Workspace(roots, ServeConfig()) if roots else None
+    return Service(Slow(lambda prompt: [*said, 0]), tokenizer, "tiny", ServeConfig(), workspace)
+
+
+create_server(make).start_io()

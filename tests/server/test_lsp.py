@@ -1,0 +1,176 @@
+"""The language server, spoken to by pygls' own client over standard input and output."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from lsprotocol import types as lsp
+from pygls.lsp.client import LanguageClient
+
+from retrieve_spec._version import __version__
+
+SERVER = Path(__file__).parent / "lsp_server.py"
+URI = "file:///somewhere/a.py"
+TEXT = "def add(a, b):\n    é = '🎉'; ret\n"
+
+
+class Session:
+    """A client with an initialised server and one open document."""
+
+    def __init__(self, *arguments, folder=None, text=TEXT):
+        self.arguments, self.folder, self.text = arguments, folder, text
+        self.progress = []
+        self.messages = []
+
+    async def __aenter__(self):
+        client = LanguageClient("tests", __version__)
+        self.client = client
+
+        @client.feature(lsp.WINDOW_WORK_DONE_PROGRESS_CREATE)
+        def create(params):
+            return None
+
+        @client.feature(lsp.WINDOW_SHOW_MESSAGE)
+        def message(params):
+            self.messages.append(params.message)
+
+        @client.feature(lsp.PROGRESS)
+        def progress(params):
+            self.progress.append(params.value)
+
+        await client.start_io(sys.executable, str(SERVER), *self.arguments)
+        folders = [lsp.WorkspaceFolder(self.folder.as_uri(), "w")] if self.folder else None
+        window = lsp.WindowClientCapabilities(work_done_progress=True)
+        self.initialised = await client.initialize_async(
+            lsp.InitializeParams(
+                capabilities=lsp.ClientCapabilities(window=window), process_id=None, workspace_folders=folders
+            )
+        )
+        client.initialized(lsp.InitializedParams())
+        item = lsp.TextDocumentItem(URI, "python", 1, self.text)
+        client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
+        for _ in range(400):  # until the model is loaded there is nothing to answer
+            if await self.complete(1, 19) is not None:
+                return self
+            await asyncio.sleep(0.05)
+        raise AssertionError("the server never answered")
+
+    async def __aexit__(self, *_):
+        await asyncio.wait_for(self.client.shutdown_async(None), 10)
+        self.client.exit(None)
+        await asyncio.wait_for(self.client.stop(), 10)
+
+    def request(self, line, character, *, invoked=False, selected=None):
+        kind = lsp.InlineCompletionTriggerKind.Invoked if invoked else lsp.InlineCompletionTriggerKind.Automatic
+        return self.client.protocol.send_request_async(
+            lsp.TEXT_DOCUMENT_INLINE_COMPLETION,
+            lsp.InlineCompletionParams(
+                lsp.InlineCompletionContext(kind, selected), lsp.TextDocumentIdentifier(URI), lsp.Position(line, character)
+            ),
+        )
+
+    async def complete(self, line, character, **options):
+        return await asyncio.wait_for(self.request(line, character, **options), 20)
+
+    def change(self, version, text):
+        self.client.text_document_did_change(
+            lsp.DidChangeTextDocumentParams(
+                lsp.VersionedTextDocumentIdentifier(version, URI), [lsp.TextDocumentContentChangeWholeDocument(text)]
+            )
+        )
+
+
+def run(coroutine):
+    asyncio.run(asyncio.wait_for(coroutine, 90))
+
+
+def test_initialise_complete_and_accept():
+    async def scenario():
+        async with Session("urn a + b") as s:
+            capabilities = s.initialised.capabilities
+            assert capabilities.inline_completion_provider
+            assert {"retrieve-spec.accept", "retrieve-spec.forget"} <= set(
+                capabilities.execute_command_provider.commands
+            )
+            answer = await s.complete(1, 19)  # UTF-16: the emoji counts two
+            (item,) = answer.items
+            assert item.insert_text == "urn a + b"
+            await s.client.workspace_execute_command_async(
+                lsp.ExecuteCommandParams(item.command.command, item.command.arguments)
+            )
+            several = await s.complete(1, 19, invoked=True)
+            assert len(several.items) > 1
+
+    run(scenario())
+
+
+def test_what_the_popup_selected_begins_the_item():
+    async def scenario():
+        async with Session("(a, b)") as s:
+            span = lsp.Range(lsp.Position(1, 16), lsp.Position(1, 19))
+            answer = await s.complete(1, 19, selected=lsp.SelectedCompletionInfo(span, "return"))
+            (item,) = answer.items
+            assert item.insert_text == "return(a, b)"
+            assert item.range == span
+
+    run(scenario())
+
+
+def test_a_newer_request_ends_the_older_one():
+    async def scenario():
+        async with Session("urn a + b", "0.05") as s:
+            older = s.request(1, 18)
+            await asyncio.sleep(0.05)
+            s.change(2, TEXT.replace("ret\n", "retu\n"))
+            newer = s.request(1, 20)
+            assert (await asyncio.wait_for(newer, 20)).items
+            assert await asyncio.wait_for(older, 20) is None
+
+    run(scenario())
+
+
+def test_a_cancelled_request_is_cancelled():
+    async def scenario():
+        from pygls.exceptions import JsonRpcRequestCancelled
+
+        async with Session("urn a + b", "0.2") as s:
+            future = s.request(1, 19)
+            await asyncio.sleep(0.1)
+            (identity,) = [i for i, f in s.client.protocol._request_futures.items() if not f.done()]
+            s.client.protocol.notify(lsp.CANCEL_REQUEST, lsp.CancelParams(identity))
+            with pytest.raises(JsonRpcRequestCancelled):
+                await asyncio.wait_for(future, 10)
+            assert (await s.complete(1, 18)).items
+
+    run(scenario())
+
+
+def test_partial_accept_and_focus_are_understood():
+    async def scenario():
+        async with Session("urn a + b") as s:
+            (item,) = (await s.complete(1, 19)).items
+            payload = {"item": {"insertText": item.insert_text, "command": {"arguments": [URI, "x", ""]}}}
+            s.client.protocol.notify("textDocument/didPartiallyAcceptCompletion", {**payload, "acceptedLength": 3})
+            s.client.protocol.notify("textDocument/didShowCompletion", payload)
+            s.client.protocol.notify("textDocument/didFocus", {"textDocument": {"uri": URI}})
+            assert (await s.complete(1, 19)).items
+
+    run(scenario())
+
+
+def test_progress_while_the_workspace_is_indexed(tmp_path):
+    (tmp_path / "b.py").write_text("def helper():\n    return 1\n")
+
+    async def scenario():
+        async with Session("urn a + b", folder=tmp_path) as s:
+            for _ in range(200):
+                if s.progress and s.progress[-1]["kind"] == "end":
+                    break
+                await asyncio.sleep(0.05)
+            assert s.progress[0]["kind"] == "begin"
+            assert s.progress[-1]["message"] == "1 files indexed"
+
+    run(scenario())
