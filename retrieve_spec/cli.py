@@ -36,6 +36,7 @@ COMMANDS = {
 }
 BENCH_COMMANDS = {
     "run": ("retrieve_spec.bench.cli_run", "Compare methods on prompts, interleaved, and write a report."),
+    "report": ("retrieve_spec.bench.cli_run", "Write the report of a results folder anew."),
     "replay": ("retrieve_spec.bench.cli_replay", "Replay recorded answers and count tokens per pass."),
 }
 

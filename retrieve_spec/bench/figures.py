@@ -1,0 +1,229 @@
+"""Turns records and their summary into figures that a person can read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from retrieve_spec.bench.results import Record
+from retrieve_spec.bench.stats import passes_of
+
+# Okabe and Ito's colours, told apart by everyone.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
+PARTS = ("prefill", "draft", "verify", "commit", "learn", "other")
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+}
+
+Summary = dict[str, Any]
+
+
+def all_figures(summary: Summary, records: Sequence[Record]) -> dict[str, bytes]:
+    """PNG of every figure that these results allow, by name, in reading order."""
+    makers: dict[str, Callable[[Summary, Sequence[Record]], Figure | None]] = {
+        "speedup": speedup,
+        "tokens_per_pass": tokens_per_pass,
+        "accepted_lengths": accepted_lengths,
+        "cost": cost,
+        "time": where_time_goes,
+        "calibration": calibration,
+    }
+    made = {}
+    with matplotlib.rc_context(STYLE):
+        for name, maker in makers.items():
+            figure = maker(summary, records)
+            if figure is not None:
+                made[name] = png(figure)
+    return made
+
+
+def png(figure: Figure) -> bytes:
+    """The figure's bytes; the same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def speedup(summary: Summary, records: Sequence[Record]) -> Figure | None:
+    """Speed-up by task and method, median over prompts with its interval."""
+    base = summary["baseline"]
+    methods = [name for name in summary["methods"] if name != base]
+    if not methods:
+        return None
+    tasks = [*next(iter(summary["methods"].values()))["by_task"], "all"]
+    figure, axes = _figure(max(6.5, 1.1 * len(tasks) * max(len(methods), 2) / 2 + 2), 3.6)
+    width = 0.8 / len(methods)
+    for i, name in enumerate(methods):
+        figures = summary["methods"][name]
+        values = [(figures if task == "all" else figures["by_task"][task])["speedup"] for task in tasks]
+        heights = [v["value"] for v in values]
+        errors = [[v["value"] - v["low"] for v in values], [v["high"] - v["value"] for v in values]]
+        at = np.arange(len(tasks)) + (i - (len(methods) - 1) / 2) * width
+        axes.bar(at, heights, width * 0.92, label=name, color=_colour(i), yerr=errors, ecolor="#444444", capsize=2)
+        for x, height, error in zip(at, heights, errors[1], strict=True):
+            axes.annotate(
+                f"{height:.2f}",
+                (x, height + error),
+                ha="center",
+                va="bottom",
+                fontsize=7,
+                xytext=(0, 2),
+                textcoords="offset points",
+            )
+    axes.axhline(1, color="#444444", linewidth=1)
+    axes.set_xticks(np.arange(len(tasks)), tasks)
+    axes.grid(axis="x", visible=False)
+    axes.set_ylabel(f"tokens/s over {base}")
+    axes.set_title("Speed-up by task (median over prompts, 95 % interval)")
+    axes.legend(ncols=min(len(methods), 4), loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    return figure
+
+
+def tokens_per_pass(summary: Summary, records: Sequence[Record]) -> Figure | None:
+    """Tokens per pass against nodes per pass; methods that differ in their budget only are joined."""
+    families: dict[str, list[tuple[float, float, str]]] = {}
+    for name, figures in summary["methods"].items():
+        if figures["nodes_per_pass"] is not None:
+            point = (figures["nodes_per_pass"], figures["tokens_per_pass"], name)
+            families.setdefault(name.partition(":")[0], []).append(point)
+    if not families:
+        return None
+    figure, axes = _figure(6.5, 3.6)
+    for i, (family, points) in enumerate(families.items()):
+        points.sort()
+        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color=_colour(i), label=family)
+        for x, y, name in points:
+            axes.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("draft nodes per pass")
+    axes.set_ylabel("tokens per pass")
+    axes.set_ylim(bottom=0.9)
+    axes.margins(x=0.15)
+    axes.set_title("Tokens per pass against nodes per pass")
+    return figure
+
+
+def accepted_lengths(summary: Summary, records: Sequence[Record]) -> Figure | None:
+    """How many draft tokens a pass accepts."""
+    ours = _drafting(summary, records)
+    if not ours:
+        return None
+    figure, axes = _figure(6.5, 3.2)
+    longest = 12
+    width = 0.8 / len(ours)
+    for i, (name, passes) in enumerate(ours.items()):
+        counts = np.bincount(np.minimum(passes[:, 1].astype(int), longest), minlength=longest + 1)
+        at = np.arange(longest + 1) + (i - (len(ours) - 1) / 2) * width
+        axes.bar(at, counts / counts.sum() * 100, width, color=_colour(i), label=name)
+    axes.set_xticks(range(longest + 1), [*map(str, range(longest)), f"{longest}+"])
+    axes.grid(axis="x", visible=False)
+    axes.set_xlabel("accepted draft tokens in a pass")
+    axes.set_ylabel("% of passes")
+    axes.set_title("Accepted lengths")
+    axes.legend()
+    return figure
+
+
+def cost(summary: Summary, records: Sequence[Record]) -> Figure | None:
+    """Measured time of a pass over n nodes, and the budgets that were chosen."""
+    curves = {n: c for n, c in summary["header"].get("cost_curves", {}).items() if c and n in summary["methods"]}
+    ours = _drafting(summary, records)
+    if not curves or not ours:
+        return None
+    name = next((n for n in ours if n in curves and ":" not in n), next(iter(curves)))
+    curve = np.asarray(curves[name]) * 1e3
+    figure, axes = _figure(6.5, 3.4)
+    axes.plot(np.arange(len(curve)), curve, color=_colour(0), label="T(n): a pass over n draft nodes, all included")
+    axes.set_xlabel("draft nodes n")
+    axes.set_ylabel("milliseconds")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"What a pass costs and which budgets {name} chose")
+    if name in ours:
+        chosen = axes.twinx()
+        counts = np.bincount(np.minimum(ours[name][:, 0].astype(int), len(curve) - 1), minlength=len(curve))
+        chosen.bar(
+            np.arange(len(curve)),
+            counts / counts.sum() * 100,
+            1.0,
+            color=_colour(1),
+            alpha=0.6,
+            label="passes with n nodes",
+        )
+        chosen.set_ylabel("% of passes")
+        chosen.grid(visible=False)
+        chosen.spines["right"].set_visible(True)
+        handles = [*axes.get_legend_handles_labels()[0], *chosen.get_legend_handles_labels()[0]]
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    return figure
+
+
+def where_time_goes(summary: Summary, records: Sequence[Record]) -> Figure | None:
+    """Milliseconds per token by part, for every method."""
+    methods = [name for name, figures in summary["methods"].items() if figures["split_ms_per_token"]]
+    if not methods:
+        return None
+    figure, axes = _figure(6.5, 0.45 * len(methods) + 1.3)
+    left = np.zeros(len(methods))
+    for i, part in enumerate(PARTS):
+        widths = np.array([summary["methods"][name]["split_ms_per_token"].get(part, 0.0) for name in methods])
+        axes.barh(methods, widths, 0.65, left=left, color=_colour(i), label=part)
+        left += widths
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("milliseconds per new token (for transformers' methods: prefill and all the rest)")
+    axes.set_title("Where the time goes")
+    axes.legend(ncols=6, loc="upper center", bbox_to_anchor=(0.45, -0.62 / (0.45 * len(methods) + 0.6)), fontsize=8)
+    return figure
+
+
+def calibration(summary: Summary, records: Sequence[Record]) -> Figure | None:
+    """Expected against realised accepted tokens per pass, in ten groups of equal size."""
+    ours = _drafting(summary, records)
+    drawn = False
+    figure, axes = _figure(4.6, 4.2)
+    top = 0.0
+    for i, (name, passes) in enumerate(ours.items()):
+        passes = passes[passes[:, 0] > 0]
+        if len(passes) < 20:
+            continue
+        order = passes[np.argsort(passes[:, 2], kind="stable")]
+        groups = np.array_split(order, 10)
+        x, y = [g[:, 2].mean() for g in groups], [g[:, 1].mean() for g in groups]
+        axes.plot(x, y, "o-", color=_colour(i), label=name, markersize=4)
+        top, drawn = max(top, *x, *y), True
+    if not drawn:
+        return None
+    axes.plot([0, top], [0, top], "--", color="#444444", linewidth=1, label="as expected")
+    axes.set_xlabel("accepted tokens expected, mean of a group of passes")
+    axes.set_ylabel("accepted tokens, mean")
+    axes.set_title("Is the expectation right?")
+    axes.legend()
+    return figure
+
+
+def _drafting(summary: Summary, records: Sequence[Record]) -> dict[str, Any]:
+    """Passes of the methods that drafted anything."""
+    found = {name: passes_of(records, name) for name in summary["methods"]}
+    return {name: passes for name, passes in found.items() if len(passes) and passes[:, 0].any()}
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height))
+    return figure, figure.add_subplot()
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]

@@ -1,0 +1,100 @@
+"""Turns the machine and the installed packages into the facts that every published figure carries."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("retrieve-spec", "torch", "transformers", "tokenizers", "numpy", "numba", "faiss-cpu")
+
+
+def machine_facts() -> dict[str, Any]:
+    """Processor, memory, accelerator, versions, commit and date."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gb": round(_memory_bytes() / 2**30, 1),
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """The facts in one line."""
+    packages = facts["packages"]
+    where = facts.get("gpu") or f"{facts['processor']}, {facts['cores']} cores, {facts['torch_threads']} threads"
+    versions = f"torch {packages['torch']}, transformers {packages['transformers']}, Python {facts['python']}"
+    return f"{where}; {versions}; commit {facts['commit'] or 'unknown'}; {facts['date']}"
+
+
+def peak_memory_bytes() -> dict[str, int]:
+    """Largest resident memory of this process so far, and of the GPU since the last reset."""
+    import torch
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if torch.cuda.is_available():
+        peak["gpu"] = torch.cuda.max_memory_allocated()
+    return peak
+
+
+def folder_bytes(folder: str | os.PathLike[str]) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """Commit of the checkout this package is in, with a plus sign when files differ from it; empty without one."""
+    folder = Path(__file__).resolve().parents[2]
+    try:
+        if not (folder / ".git").exists():
+            return ""
+        commit = _git(folder, "rev-parse", "--short=10", "HEAD")
+        return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()

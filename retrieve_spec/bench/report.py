@@ -1,0 +1,219 @@
+"""Turns a results folder into `summary.json`, `report.md`, one self-contained `report.html`, and answer files."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from retrieve_spec.bench.machine import summary as machine_summary
+from retrieve_spec.bench.prompts import SPEC_BENCH
+from retrieve_spec.bench.results import read_header, read_records
+from retrieve_spec.bench.specbench import write_answers
+from retrieve_spec.bench.stats import summarise
+from retrieve_spec.errors import TraceError
+
+CAPTIONS = {
+    "speedup": "Tokens per second over the baseline's, ratios within one run. Above 1 is faster.",
+    "tokens_per_pass": "How much each method gets out of a forward pass, and how much it drafts for it.",
+    "accepted_lengths": "Most passes accept few tokens; the long ones make the speed-up.",
+    "cost": "The measured cost of a pass and the number of draft nodes that was chosen on it.",
+    "time": "Milliseconds per new token. Everything but prefill and verify is overhead of drafting.",
+    "calibration": "Drafts are chosen by expectation; points on the dashed line mean that the expectation is right.",
+}
+LOSING_SHOWN = 15
+TEMPLATE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
+th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } th { border-bottom: 2px solid #888; }
+img { max-width: 100%; height: auto; } figure { margin: 1.2rem 0; } figcaption, .facts { color: #555; }
+code { background: #f4f4f4; padding: .1rem .3rem; overflow-wrap: anywhere; }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<p class="facts">{{ facts }}<br><code>{{ command }}</code></p>
+{% for section in sections %}
+<h2>{{ section.title }}</h2>
+{% if section.text %}<p>{{ section.text }}</p>{% endif %}
+{% if section.rows %}
+<table><thead><tr>{% for cell in section.head %}<th>{{ cell }}</th>{% endfor %}</tr></thead>
+<tbody>{% for row in section.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table>
+{% endif %}
+{% endfor %}
+<h2>Figures</h2>
+{% for figure in figures %}
+<figure><img alt="{{ figure.name }}" src="data:image/png;base64,{{ figure.data }}">
+<figcaption>{{ figure.caption }}</figcaption></figure>
+{% endfor %}
+</body>
+</html>
+"""
+
+
+def write_report(folder: Path) -> dict[str, Any]:
+    """Write all files of the report; return the summary.
+
+    Raises
+    ------
+    TraceError
+        The folder holds no results.
+    """
+    header, records = read_header(folder), read_records(folder)
+    if not records:
+        raise TraceError("at least one answered prompt", f"none in {folder}", "Let `bench run` finish a prompt.")
+    summary = summarise(header, records)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    if SPEC_BENCH in header["prompts"]:
+        write_answers(folder / "answers", header, records)
+    from retrieve_spec.bench.figures import all_figures
+
+    figures = all_figures(summary, records)
+    (folder / "figures").mkdir(exist_ok=True)
+    for name, data in figures.items():
+        (folder / "figures" / f"{name}.png").write_bytes(data)
+    (folder / "report.md").write_text(markdown(summary, list(figures)), encoding="utf-8")
+    (folder / "report.html").write_text(html(summary, figures), encoding="utf-8")
+    return summary
+
+
+def sections(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tables of a report; where it loses comes first."""
+    made = [_losing(summary), _overview(summary), _tasks(summary)]
+    if any(figures["divergences"] for figures in summary["methods"].values()):
+        made.append(_divergences(summary))
+    return [*made, _sources(summary)]
+
+
+def markdown(summary: dict[str, Any], figures: list[str]) -> str:
+    """The report for a terminal or a repository."""
+    lines = [f"# {_title(summary)}", "", _facts(summary), "", f"`{summary['header']['command']}`", ""]
+    for section in sections(summary):
+        lines += [f"## {section['title']}", ""]
+        if section["text"]:
+            lines += [section["text"], ""]
+        if section["rows"]:
+            lines += ["| " + " | ".join(section["head"]) + " |", "|---" * len(section["head"]) + "|"]
+            lines += ["| " + " | ".join(row) + " |" for row in section["rows"]] + [""]
+    lines += [f"![{CAPTIONS[name]}](figures/{name}.png)\n" for name in figures]
+    return "\n".join(lines)
+
+
+def html(summary: dict[str, Any], figures: dict[str, bytes]) -> str:
+    """The report as one page that needs nothing else."""
+    from jinja2 import Environment
+
+    template = Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE)
+    return template.render(
+        title=_title(summary),
+        facts=_facts(summary),
+        command=summary["header"]["command"],
+        sections=sections(summary),
+        figures=[
+            {"name": name, "data": base64.b64encode(data).decode(), "caption": CAPTIONS[name]}
+            for name, data in figures.items()
+        ],
+    )
+
+
+def _title(summary: dict[str, Any]) -> str:
+    header = summary["header"]
+    how = f"T = {header['temperature']}" if header["temperature"] else "greedy"
+    return f"{header['model']}: {', '.join(summary['methods'])} ({how}, {header['max_new_tokens']} new tokens)"
+
+
+def _facts(summary: dict[str, Any]) -> str:
+    header = summary["header"]
+    done = f"{summary['prompts']} prompts, {summary['runs_done']} of {header['runs']} runs"
+    stores = ", ".join(f"{path} ({size / 1e6:.0f} MB)" for path, size in header["stores"].items())
+    what = f"{header['prompts']}; {done}; {header['dtype']} on {header['device']}; state {header['state']}"
+    return f"{machine_summary(header['machine'])}; {what}" + (f"; stores {stores}" if stores else "")
+
+
+def _overview(summary: dict[str, Any]) -> dict[str, Any]:
+    head = ["method", "speed-up", "95 %", "no loops", "pooled", "tokens/s", "tokens/pass", "nodes/pass", "identical"]
+    rows = []
+    for name, f in summary["methods"].items():
+        speedup, nodes = f["speedup"], f["nodes_per_pass"]
+        rows.append(
+            [
+                name,
+                f"{speedup['value']:.2f}",
+                f"{speedup['low']:.2f}-{speedup['high']:.2f}",
+                f"{f['not_looping']['speedup']['value']:.2f}",
+                f"{f['speedup_pooled']:.2f}",
+                f"{f['tokens_per_second']['value']:.0f}",
+                f"{f['tokens_per_pass']:.2f}",
+                "" if nodes is None else f"{nodes:.1f}",
+                f"{f['identical']}/{f['answers']}",
+            ]
+        )
+    text = (
+        f"Speed is tokens per second over {summary['baseline']}'s within one run, prompts included: the median over "
+        "prompts with a bootstrap interval, over answers that do not end in a loop, and all tokens by all seconds. "
+        "Tokens per second are this machine's, for orientation only."
+    )
+    return {"title": "Methods", "text": text, "head": head, "rows": rows}
+
+
+def _losing(summary: dict[str, Any]) -> dict[str, Any]:
+    entries = summary["losing"]
+    text = f"{len(entries)} pairs of prompt and method are slower than {summary['baseline']}."
+    if len(entries) > LOSING_SHOWN:
+        text += f" The worst {LOSING_SHOWN}:"
+    rows = [[e["prompt"], e["task"], e["method"], f"{e['ratio']:.2f}"] for e in entries[:LOSING_SHOWN]]
+    head = ["prompt", "task", "method", "speed"]
+    return {"title": "Where it loses", "text": text, "head": head, "rows": rows}
+
+
+def _tasks(summary: dict[str, Any]) -> dict[str, Any]:
+    methods = [name for name in summary["methods"] if name != summary["baseline"]]
+    tasks = next(iter(summary["methods"].values()))["by_task"]
+    rows = []
+    for task in tasks:
+        row = [task, str(tasks[task]["speedup"]["prompts"])]
+        for name in methods:
+            f = summary["methods"][name]["by_task"][task]
+            row.append(f"{f['speedup']['value']:.2f} ({f['tokens_per_pass']:.2f})")
+        rows.append(row)
+    text = "Speed-up, and tokens per pass in brackets."
+    return {"title": "Tasks", "text": text, "head": ["task", "prompts", *methods], "rows": rows}
+
+
+def _divergences(summary: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        [d["prompt"], name, str(d["run"]), str(d["turn"] + 1), str(d["position"]), f"{d['gap']:.4f}"]
+        for name, figures in summary["methods"].items()
+        for d in figures["divergences"]
+    ]
+    text = (
+        "Answers that differ from the reference method's, with the gap of the two highest logits there. A gap near the "
+        "rounding error of the number format is a tie that fell the other way; a large one is an error."
+    )
+    return {
+        "title": "Divergences",
+        "text": text,
+        "head": ["prompt", "method", "run", "turn", "token", "gap"],
+        "rows": rows,
+    }
+
+
+def _sources(summary: dict[str, Any]) -> dict[str, Any]:
+    rows = []
+    for name, figures in summary["methods"].items():
+        for source, count in figures["accepted_by_source"].items():
+            rows.append([name, source, str(count), f"{count / max(figures['new_tokens'], 1):.1%}"])
+    head = ["method", "source", "accepted", "of new tokens"]
+    return {"title": "Accepted tokens by source", "text": "", "head": head, "rows": rows}

@@ -1,0 +1,165 @@
+"""Turns prompts and methods into records: A B C A B C …, every method on the same prompts, in one process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from retrieve_spec.bench.machine import peak_memory_bytes
+from retrieve_spec.bench.methods import OFF, PLAIN, Bench, Generation, Method
+from retrieve_spec.bench.prompts import encode
+from retrieve_spec.bench.results import Record, ResultsFolder
+from retrieve_spec.bench.workloads import Prompt, loops
+
+State = Literal["cold", "session", "shared"]
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes
+    ----------
+    prompts, methods
+        All pairs of them.
+    runs
+        How often.
+    state
+        What ours may remember: `"cold"` nothing, `"session"` the turns of one conversation, `"shared"` everything
+        since the run began. A new run always starts afresh: it repeats the prompts.
+    max_new_tokens
+        Per turn.
+    template
+        See `retrieve_spec.bench.prompts.render`.
+    sampled
+        Whether tokens are drawn instead of taking the most probable.
+    """
+
+    prompts: Sequence[Prompt]
+    methods: Sequence[Method]
+    runs: int = 1
+    state: State = "cold"
+    max_new_tokens: int = 160
+    template: str = "auto"
+    sampled: bool = False
+
+    @property
+    def reference(self) -> Method:
+        """The method others are compared with: plain, else our loop without drafts, else the first.
+
+        Sampled texts of transformers' loop and of ours agree in distribution only (their noise is drawn differently),
+        so then it is our loop without drafts where there is one.
+        """
+        kinds = (OFF, PLAIN) if self.sampled else (PLAIN, OFF)
+        found = [method for kind in kinds for method in self.methods if method.kind == kind]
+        return (found or list(self.methods))[0]
+
+    def groups(self) -> Iterator[tuple[int, Prompt, list[Method]]]:
+        """Runs and prompts with the methods in the order they answer.
+
+        Each prompt begins with another method, so that none is always first; in a conversation the reference begins,
+        because its first answer is what the second turn of all others follows.
+        """
+        for run in range(1, self.runs + 1):
+            for index, prompt in enumerate(self.prompts):
+                shift = (index + run - 1) % len(self.methods)
+                order = [*self.methods[shift:], *self.methods[:shift]]
+                if len(prompt.turns) > 1:
+                    order.sort(key=lambda method: method != self.reference)
+                yield run, prompt, order
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Fingerprint of a workload, so that figures of different workloads are not compared."""
+    text = json.dumps([[p.name, p.task, p.turns, p.prediction, p.raw] for p in prompts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def warm_up(bench: Bench, plan: Plan) -> None:
+    """Let every method generate a little, untimed, so that compilation is no part of the figures."""
+    for method in plan.methods:
+        bench.generate(
+            method, encode(bench.tokenizer, plan.prompts[0], [], plan.template), max_new_tokens=WARM_UP_TOKENS
+        )
+        bench.forget(method)
+
+
+def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[[list[Record]], None]) -> None:
+    """Measure what the folder does not hold yet; a prompt is written when all methods have answered it."""
+    done, last_run = folder.done(), 0
+    for run, prompt, methods in plan.groups():
+        if plan.state != "shared" or run != last_run:
+            for method in methods:
+                bench.forget(method)
+        last_run = run
+        if (run, prompt.name) in done:
+            continue
+        records: dict[str, Record] = {}
+        for method in methods:
+            reference = records.get(plan.reference.name)
+            records[method.name] = answer(bench, plan, prompt, method, run, reference.texts if reference else [])
+        for record in records.values():
+            record.divergence = divergence(bench, plan, prompt, record, records[plan.reference.name])
+        folder.add(list(records.values()))
+        progress(list(records.values()))
+
+
+def divergence(bench: Bench, plan: Plan, prompt: Prompt, record: Record, reference: Record) -> dict[str, Any] | None:
+    """Where a method's answers leave the reference's, and how near the tie was: the gap of the two highest logits."""
+    import torch
+
+    for turn, (ours, theirs) in enumerate(zip(record.token_ids, reference.token_ids, strict=True)):
+        if ours == theirs:
+            continue
+        pairs = zip(ours, theirs, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+        said = encode(bench.tokenizer, prompt, reference.texts[:turn], plan.template)[0].tolist()
+        ids = torch.tensor([said + theirs[:at]], device=bench.model.device)
+        with torch.no_grad():
+            top = bench.model(ids).logits[0, -1].float().topk(2).values
+        return {"turn": turn, "position": at, "gap": float(top[0] - top[1])}
+    return None
+
+
+def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, said: Sequence[str]) -> Record:
+    """Let one method answer all turns of one prompt.
+
+    Parameters
+    ----------
+    said
+        The reference method's answers, which later turns follow; empty: its own.
+    """
+    record = Record(run, prompt.name, prompt.task, method.name)
+    for turn in range(len(prompt.turns)):
+        before = said[:turn] if said else record.texts
+        ids = encode(bench.tokenizer, prompt, before, plan.template).to(bench.model.device)
+        prediction = prompt.prediction if turn == 0 else None
+        generation = bench.generate(method, ids, max_new_tokens=plan.max_new_tokens, prediction=prediction)
+        _add(record, generation, ids.shape[1])
+        record.texts.append(bench.tokenizer.decode(generation.token_ids, skip_special_tokens=True).strip())
+    record.looping = loops(record.texts[-1])
+    record.memory = peak_memory_bytes()
+    return record
+
+
+def _add(record: Record, generation: Generation, prompt_tokens: int) -> None:
+    record.prompt_tokens = prompt_tokens
+    record.new_tokens += len(generation.token_ids)
+    record.token_ids.append(generation.token_ids)
+    record.passes += generation.passes
+    record.turn_passes.append(generation.passes)
+    if generation.nodes is not None:
+        record.nodes = (record.nodes or 0) + generation.nodes
+    record.seconds += generation.seconds
+    record.turn_seconds.append(generation.seconds)
+    record.first_token_s += generation.first_token_s
+    for part, ms in generation.split_ms.items():
+        record.split_ms[part] = record.split_ms.get(part, 0.0) + ms
+    for source, count in generation.accepted_by_source.items():
+        record.accepted_by_source[source] = record.accepted_by_source.get(source, 0) + count
+    record.per_pass += generation.per_pass
+    record.mode, record.reason = generation.mode, generation.reason
