@@ -1,0 +1,1 @@
+"""Decoding: draft, verify, commit, learn."""

@@ -19,7 +19,8 @@ from transformers.generation import logits_process as hf
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.kernels.sampling import gumbel_argmax, gumbel_argmax_row, truncate_row
-from retrieve_spec.kernels.topk import row_topk
+from retrieve_spec.kernels.topk import BLOCK, row_topk
+from retrieve_spec.kernels.treemask import find_child
 
 
 @dataclass(slots=True)
@@ -51,10 +52,15 @@ def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
     """Find the `top_k` (at least 1) largest entries of every row, with one copy from the device."""
     k = min(max(top_k, 1), logits.shape[-1])
     if logits.device.type == "cpu":
-        host = np.ascontiguousarray(logits.detach().float().numpy())
+        rows = logits if logits.dtype == torch.float32 else logits.float()
+        rows = rows if rows.is_contiguous() else rows.contiguous()
+        host = rows.numpy()
         ids = np.empty((len(host), k), np.int32)
         values = np.empty((len(host), k), np.float32)
-        row_topk(host, ids, values)
+        full = host.shape[1] // BLOCK
+        blocks = rows if full * BLOCK == host.shape[1] else rows[:, : full * BLOCK]
+        maxima = blocks.unflatten(1, (full, BLOCK)).amax(-1).numpy() if full else host[:, :0]
+        row_topk(host, maxima, ids, values)
         return PassLogits(logits, ids, values, host)
     values_, ids_ = torch.topk(logits.float(), k, dim=-1)
     best = logits.argmax(dim=-1, keepdim=True).int()  # ties go to the lowest id, which topk does not promise
@@ -224,11 +230,6 @@ def walk(
 
     `first_row` is the row of `logits` that follows the root; row `first_row + 1 + i` follows node i.
     """
-    children = (
-        {edge: i for i, edge in enumerate(zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True))}
-        if len(tree)
-        else {}
-    )
     path: list[int] = []
     emitted: list[int] = []
     at = ROOT
@@ -238,8 +239,8 @@ def walk(
         emitted.append(token)
         if stop(text, token, tuple(chooser.scores) if chooser.scores is not None else None):
             return Walk(np.array(path, np.int32), np.array(emitted, np.int32), True)
-        child = children.get((at, token))
-        if child is None:
+        child = find_child(tree.parent, tree.token_ids, at, token)
+        if child < 0:
             return Walk(np.array(path, np.int32), np.array(emitted, np.int32), False)
         path.append(child)
         at = child

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import bisect
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 
-NODE_KNOTS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])
+_KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+NODE_KNOTS = np.array(_KNOTS)
 _FIRST_CONTEXT = 7  # contexts up to 2**7 tokens share a bucket, then one bucket per factor of two
 _CONTEXTS = 16
 _RATE = 0.2
@@ -30,8 +31,8 @@ class CostModel:
         self._weight = np.zeros((_CONTEXTS, len(NODE_KNOTS)))
         self._overhead = 0.0
         self._passes = 0
-        self._curves: dict[int, NDArray[np.float64]] = {}
-        self._age = np.zeros(_CONTEXTS, np.int64)
+        self._pending: list[tuple[int, int, float, float]] = []
+        self._curves: dict[int, NDArray[np.float32]] = {}
 
     @property
     def overhead(self) -> float:
@@ -39,42 +40,45 @@ class CostModel:
         return self._overhead
 
     def observe(self, nodes: int, context: int, forward_s: float, overhead_s: float = 0.0) -> None:
-        """Learn from one pass over `nodes` nodes behind `context` tokens."""
-        row = _bucket(context)
-        curve = self._forward_curve(row)
-        right = min(int(np.searchsorted(NODE_KNOTS, nodes)), len(NODE_KNOTS) - 1)
-        left = right if NODE_KNOTS[right] == nodes else right - 1
-        for knot in {left, right}:
-            at = int(NODE_KNOTS[knot])
-            share, sample = 1.0, forward_s
-            if left != right:
-                share = 1.0 - abs(nodes - at) / float(NODE_KNOTS[right] - NODE_KNOTS[left])
-                if curve is not None:  # carry the sample along the curve to the knot
-                    sample = forward_s * float(curve[at] / curve[nodes])
-            self._update(row, knot, sample, share)
-        if self._overhead == 0.0:
-            self._overhead = overhead_s
-        else:
-            self._overhead += 0.1 * (min(overhead_s, 4.0 * self._overhead) - self._overhead)
-        self._age[row] += 1
-        self._passes += 1
+        """Learn from one pass over `nodes` nodes behind `context` tokens (taken in when a curve is next rebuilt)."""
+        self._pending.append((nodes, context, forward_s, overhead_s))
 
     def seconds(self, context: int, max_nodes: int) -> NDArray[np.float32] | None:
         """(max_nodes + 1,) float32: seconds of a step with 0 … max_nodes nodes, the loop's own time included.
 
         None while nothing has been measured.
         """
-        curve = self._forward_curve(_bucket(context))
-        return None if curve is None else (curve[: max_nodes + 1] + self._overhead).astype(np.float32)
-
-    def _forward_curve(self, row: int) -> NDArray[np.float64] | None:
-        """(MAX_NODES + 1,) seconds of the forward pass at one context bucket; rebuilt now and then, not each step."""
-        if row not in self._curves or self._age[row] >= min(_REBUILD, 1 + self._passes // _REBUILD):
+        if len(self._pending) >= min(_REBUILD, 1 + self._passes // _REBUILD):
+            self._take_in()
+        row = _bucket(context)
+        curve = self._curves.get(row)
+        if curve is None:
             if not self._weight.any():
                 return None
-            self._curves[row] = self._curve(row)
-            self._age[row] = 0
-        return self._curves[row]
+            curve = self._curves[row] = (self._curve(row) + self._overhead).astype(np.float32)
+        return curve[: max_nodes + 1]
+
+    def _take_in(self) -> None:
+        """Update the cells with the passes seen since the last time."""
+        for nodes, context, forward_s, overhead_s in self._pending:
+            row = _bucket(context)
+            curve = self._curves.get(row)
+            right = min(bisect.bisect_left(_KNOTS, nodes), len(_KNOTS) - 1)
+            left = right if _KNOTS[right] == nodes else right - 1
+            for knot in {left, right}:
+                at = _KNOTS[knot]
+                share, sample = 1.0, forward_s
+                if left != right:
+                    share = 1.0 - abs(nodes - at) / (_KNOTS[right] - _KNOTS[left])
+                    if curve is not None:  # carry the sample along the curve to the knot
+                        sample = forward_s * float(curve[at] / curve[nodes])
+                self._update(row, knot, sample, share)
+            if self._overhead == 0.0:
+                self._overhead = overhead_s
+            self._overhead += 0.1 * (min(overhead_s, 4.0 * self._overhead) - self._overhead)
+        self._passes += len(self._pending)
+        self._pending.clear()
+        self._curves.clear()
 
     def _update(self, row: int, knot: int, sample: float, share: float) -> None:
         old, weight = self._seconds[row, knot], self._weight[row, knot]
@@ -102,7 +106,7 @@ class CostModel:
 
 
 def _bucket(context: int) -> int:
-    return min(max(math.ceil(math.log2(max(context, 1))) - _FIRST_CONTEXT, 0), _CONTEXTS - 1)
+    return min(max((context - 1).bit_length() - _FIRST_CONTEXT, 0), _CONTEXTS - 1)
 
 
 def _fill(knots: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -13,10 +13,10 @@ from retrieve_spec.decoding.cache import keep_path, recording, set_recording, tr
 from retrieve_spec.decoding.interface import ModelInterface, cache_mode, input_device, weaker
 from retrieve_spec.decoding.verifier import Mode, VerifierInputs, VerifierOutput
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels.treemask import fill_tree_mask
+from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
 
 _SET_EACH_PASS = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", "use_cache"}
-_NO_NODES = np.empty(0, np.int32)
+_NO_TREE = DraftTree()
 
 
 class HFVerifier:
@@ -32,6 +32,7 @@ class HFVerifier:
         self.mode: Mode = mode
         self.reason = reason
         self._device = input_device(model)
+        self._on_host = self._device.type == "cpu"
         self._model_mode: tuple[Mode, str] = (mode, reason)
 
     def start(self, inputs: VerifierInputs) -> None:
@@ -97,8 +98,9 @@ class HFVerifier:
         self._cache = getattr(outputs, self.interface.cache_name, self._cache)
         self._pending = (len(root_ids), nodes)
         rows = keep + nodes
+        logits = outputs.logits[0]
         states = hidden[-1][0, -rows:] if hidden else None
-        return VerifierOutput(outputs.logits[0, -rows:], states)
+        return VerifierOutput(logits if logits.shape[0] == rows else logits[-rows:], states)
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
@@ -148,15 +150,13 @@ class HFVerifier:
             self._template = self._make_template()
         kwargs = dict(self._template)
         kwargs[self.interface.cache_name] = self._cache
-        self._ids_view[:roots] = root_ids
-        slot = self._past + self._shift
-        self._positions_view[:roots] = np.arange(slot, slot + roots)
-        if tree is not None and nodes:
-            self._ids_view[roots:length] = tree.token_ids
-            np.add(tree.depth, slot + roots - 1, out=self._positions_view[roots:length], casting="unsafe")
-        kwargs["input_ids"] = self._ids[:, :length].to(self._device)
+        drafted = _NO_TREE if tree is None else tree
+        fill_inputs(
+            self._ids_view, self._positions_view, root_ids, drafted.token_ids, drafted.depth, self._past + self._shift
+        )
+        kwargs["input_ids"] = self._to_device(self._ids[:, :length])
         if self.interface.takes_position_ids:
-            kwargs["position_ids"] = self._positions[:, :length].to(self._device)
+            kwargs["position_ids"] = self._to_device(self._positions[:, :length])
         if self.interface.takes_logits_to_keep:
             kwargs["logits_to_keep"] = keep + nodes
         if tree is not None and nodes and self.mode == "tree":
@@ -164,6 +164,9 @@ class HFVerifier:
         elif self._attention_mask is not None:
             kwargs["attention_mask"] = self._long_mask[:, : self._past + length]
         return kwargs
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._on_host else tensor.to(self._device)
 
     def _make_template(self) -> dict[str, Any]:
         """What the model itself would add to a decoding pass besides what is set for each pass."""
@@ -204,11 +207,11 @@ class HFVerifier:
                 self._padded,
             )
             masks[layer_type] = self._as_mask(torch.from_numpy(mask)[None, None])
-        return masks[""] if "" in masks else masks
+        return masks.get("", masks)
 
     def _as_mask(self, visible: torch.Tensor) -> Any:
         """Turn (1, 1, q, kv) bool into what the attention implementation takes."""
-        visible = visible.to(self._device)
+        visible = self._to_device(visible)
         if self.interface.mask_form == "bool":
             return visible
         if self.interface.mask_form == "float":

@@ -19,6 +19,7 @@ from retrieve_spec.decoding.text import RowText
 from retrieve_spec.decoding.verifier import Verifier, VerifierInputs, VerifierOutput
 from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.sources import SOURCE_NAMES
 
 _NO_DRAFT = DraftTree()
 
@@ -71,8 +72,8 @@ class Decoding:
     ) -> None:
         self.text = RowText(inputs.input_ids, limits.max_length + 1)
         self.report = GenerationReport(mode=verifier.mode, reason=verifier.reason)
-        self.accepted = np.zeros(256, np.int64)
-        """Accepted draft tokens by source index."""
+        self._accepted = np.zeros(256, np.int64)  # by source
+        self._log: list[tuple[int, int, NDArray[np.uint8] | None, float, float, float, float, float]] = []
         self._inputs, self._verifier, self._chooser, self._stopper = inputs, verifier, chooser, stopper
         self._drafter, self._limits, self._cost, self._prediction_ids = drafter, limits, cost, prediction_ids
         self._want_hidden = drafter is not None and drafter.wants_hidden
@@ -171,21 +172,35 @@ class Decoding:
     def _count(
         self, tree: DraftTree, verified: Walk, began: float, drafted: float, checked: float, committed: float
     ) -> None:
-        """Book the pass: figures for the report, seconds for the cost model."""
+        """Take down the pass for the report, and its time for the cost model."""
         ended = perf_counter()
-        report = self.report
-        report.passes += 1
-        report.new_tokens += len(verified.emitted)
-        report.nodes += len(tree)
-        report.draft_ms += (drafted - began) * 1e3
-        report.verify_ms += (checked - drafted) * 1e3
-        report.commit_ms += (committed - checked) * 1e3
-        report.learn_ms += (ended - committed) * 1e3
-        report.per_pass.append((len(tree), len(verified.path), tree.expected_accepted, (checked - drafted) * 1e3))
-        for node in verified.path:
-            self.accepted[tree.source[node]] += 1
+        sources = tree.source[verified.path] if len(verified.path) else None
+        self._log.append((tree, len(verified.emitted), sources, began, drafted, checked, committed, ended))
         forward = checked - drafted
         self._cost.observe(len(tree), self.text.length, forward, ended - began - forward)
+
+    def summary(self) -> GenerationReport:
+        """Report of the passes so far."""
+        report = self.report
+        report.passes += len(self._log)
+        for tree, emitted, sources, began, drafted, checked, committed, ended in self._log:
+            accepted = 0 if sources is None else len(sources)
+            report.per_pass.append((len(tree), accepted, tree.expected_accepted, (checked - drafted) * 1e3))
+            report.nodes += len(tree)
+            report.new_tokens += emitted
+            report.draft_ms += (drafted - began) * 1e3
+            report.verify_ms += (checked - drafted) * 1e3
+            report.commit_ms += (committed - checked) * 1e3
+            report.learn_ms += (ended - committed) * 1e3
+            if sources is not None:
+                np.add.at(self._accepted, sources, 1)
+        self._log.clear()
+        names = SOURCE_NAMES
+        report.accepted_by_source = {
+            names[i] if i < len(names) else f"source {i}": int(self._accepted[i])
+            for i in np.flatnonzero(self._accepted).tolist()
+        }
+        return report
 
 
 def _host(hidden: torch.Tensor | None, row: int) -> NDArray[np.float32] | None:

@@ -181,7 +181,9 @@ class Speculation:
         with self._lock:
             if generation != self._generation:
                 raise SupersededError(
-                    "one generation of a model at a time", "another one started since", "Finish or close a stream first."
+                    "one generation of a model at a time",
+                    "another one started since",
+                    "Finish or close a stream before starting the next generation.",
                 )
             return next(passes, None)
 
@@ -234,19 +236,8 @@ class Running:
         self.cache = self._verifier.finish()
         if self._drafter is not None and self._verifier.mode != "plain":
             self._drafter.finish()
-        report = self.decoding.report
+        report = self.decoding.summary()
         report.seconds = perf_counter() - self._began
         if self._drafter is None and self._verifier.mode != "plain":
             report.mode, report.reason = "plain", "drafting is off"
-        report.accepted_by_source = _by_name(self.decoding.accepted)
         self._owner.last = report
-
-
-def _by_name(accepted: NDArray[np.int64]) -> dict[str, int]:
-    """Accepted draft tokens by source name."""
-    from retrieve_spec import sources
-
-    names: Sequence[str] = getattr(sources, "SOURCE_NAMES", ())
-    return {
-        names[i] if i < len(names) else f"source {i}": int(accepted[i]) for i in np.flatnonzero(accepted).tolist()
-    }

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.topk import collect_at_least, row_topk
+from retrieve_spec.kernels.topk import BLOCK, block_maxima, collect_at_least, row_topk
 
 
 @njit(cache=True, nogil=True)
@@ -85,10 +85,11 @@ def _nucleus(
     """Write to `ids` the fewest most probable tokens of the whole `row` that reach `top_p`; return how many."""
     v = row.shape[0]
     k = min(64, v)
+    maxima = block_maxima(row).reshape(1, v // BLOCK)
     while True:
         best_ids = np.empty((1, k), np.int32)
         best = np.empty((1, k), np.float32)
-        row_topk(row.reshape(1, v), best_ids, best)
+        row_topk(row.reshape(1, v), maxima, best_ids, best)
         before = 0.0
         for i in range(k):
             ids[i] = best_ids[0, i]
@@ -131,7 +132,7 @@ def truncate_row(
     if 0 < top_k < v:
         best_ids = np.empty((1, top_k), np.int32)
         best = np.empty((1, top_k), np.float32)
-        row_topk(row.reshape(1, v), best_ids, best)
+        row_topk(row.reshape(1, v), block_maxima(row).reshape(1, v // BLOCK), best_ids, best)
         count = collect_at_least(row, best[0, top_k - 1], ids)
         order = np.argsort(-row[ids[:count]], kind="mergesort")
         ids[:count] = ids[:count][order]

@@ -6,41 +6,55 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-_BLOCK = 128
+BLOCK = 128
+"""Width of the blocks whose maxima `row_topk` takes."""
 
 
 @njit(cache=True, nogil=True)
-def row_topk(logits: NDArray[np.float32], ids: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+def row_topk(
+    logits: NDArray[np.float32],
+    maxima: NDArray[np.float32],
+    ids: NDArray[np.int32],
+    values: NDArray[np.float32],
+) -> None:
     """Fill `ids` and `values`, both (m, k), with the k largest entries of each row of `logits` (m, v), largest first.
 
-    Equal entries come in order of their index, as `argmax` breaks ties; NaN is never chosen. k >= 1, k <= v.
+    `maxima` (m, v // BLOCK) holds the maximum of every full block. The k-th largest of them is at most the k-th largest
+    entry, so only the few blocks that reach it are read. Equal entries come in order of their index, as `argmax`
+    breaks ties; NaN is never chosen. 1 <= k <= v.
     """
     m, v = logits.shape
     k = ids.shape[1]
+    blocks = maxima.shape[1]
     for r in range(m):
         row = logits[r]
+        best = values[r]
+        best[:] = -np.inf
+        for b in range(blocks):  # the k largest maxima, in the place of the result
+            x = maxima[r, b]
+            if x > best[k - 1]:
+                j = k - 1
+                while j > 0 and best[j - 1] < x:
+                    best[j] = best[j - 1]
+                    j -= 1
+                best[j] = x
+        floor = best[k - 1]
+        best[:] = -np.inf
         for j in range(k):
             ids[r, j] = j
-            values[r, j] = -np.inf
-        floor = np.float32(-np.inf)
-        for start in range(0, v, _BLOCK):
-            stop = min(start + _BLOCK, v)
-            above = 0
-            for i in range(start, stop):  # a counting loop without branches: compiled to vector compares
-                above += row[i] > floor
-            if above == 0:
+        for b in range(blocks + 1):
+            if b < blocks and maxima[r, b] < floor:
                 continue
-            for i in range(start, stop):
+            for i in range(b * BLOCK, min((b + 1) * BLOCK, v)):
                 x = row[i]
-                if x > floor:
+                if x >= floor and x > best[k - 1]:
                     j = k - 1
-                    while j > 0 and values[r, j - 1] < x:
-                        values[r, j] = values[r, j - 1]
+                    while j > 0 and best[j - 1] < x:
+                        best[j] = best[j - 1]
                         ids[r, j] = ids[r, j - 1]
                         j -= 1
-                    values[r, j] = x
+                    best[j] = x
                     ids[r, j] = i
-                    floor = values[r, k - 1]
 
 
 @njit(cache=True, nogil=True)
@@ -49,8 +63,8 @@ def collect_at_least(row: NDArray[np.float32], floor: float, ids: NDArray[np.int
     v = row.shape[0]
     limit = np.float32(floor)
     count = 0
-    for start in range(0, v, _BLOCK):
-        stop = min(start + _BLOCK, v)
+    for start in range(0, v, BLOCK):
+        stop = min(start + BLOCK, v)
         above = 0
         for i in range(start, stop):
             above += row[i] >= limit
@@ -61,3 +75,15 @@ def collect_at_least(row: NDArray[np.float32], floor: float, ids: NDArray[np.int
                 ids[count] = i
                 count += 1
     return count
+
+
+@njit(cache=True, nogil=True)
+def block_maxima(row: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(v // BLOCK,) maxima of the full blocks of `row` (v,), for callers that hold one row."""
+    maxima = np.empty(row.shape[0] // BLOCK, np.float32)
+    for b in range(maxima.shape[0]):
+        highest = row[b * BLOCK]
+        for i in range(b * BLOCK + 1, (b + 1) * BLOCK):
+            highest = max(highest, row[i])
+        maxima[b] = highest
+    return maxima

@@ -1,4 +1,4 @@
-"""A draft tree in, the attention mask of one pass over it out: who may look at which cached or drafted token."""
+"""A draft tree in, the inputs of one pass over it out: ids, positions, and who may look at which token."""
 
 from __future__ import annotations
 
@@ -52,3 +52,31 @@ def fill_tree_mask(
             mask[r, cached + m + i] = seen and past + m - 1 + depth[i] >= first
         if r >= m:
             mask[r, cached + r] = True
+
+
+@njit(cache=True, nogil=True)
+def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: int, token_id: int) -> int:
+    """Return the child of `node` (-1: the root) that carries `token_id`, -1 if none does."""
+    for i in range(node + 1, parent.shape[0]):
+        if parent[i] == node and token_ids[i] == token_id:
+            return i
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def fill_inputs(
+    ids: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    root_ids: NDArray[np.int64],
+    token_ids: NDArray[np.int32],
+    depth: NDArray[np.int32],
+    position: int,
+) -> None:
+    """Write the ids and positions of one pass: root tokens (m,) from `position` on, then nodes by their depth."""
+    m = root_ids.shape[0]
+    for i in range(m):
+        ids[i] = root_ids[i]
+        positions[i] = position + i
+    for i in range(token_ids.shape[0]):
+        ids[m + i] = token_ids[i]
+        positions[m + i] = position + m - 1 + depth[i]
