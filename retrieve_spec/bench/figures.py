@@ -65,25 +65,21 @@ def speedup(summary: Summary, records: Sequence[Record]) -> Figure | None:
     if not methods:
         return None
     tasks = [*next(iter(summary["methods"].values()))["by_task"], "all"]
-    figure, axes = _figure(max(6.5, 1.1 * len(tasks) * max(len(methods), 2) / 2 + 2), 3.6)
+    bars = len(tasks) * len(methods)
+    figure, axes = _figure(min(max(6.5, 0.45 * bars), 9.5), 3.6)
     width = 0.8 / len(methods)
+    colours = _colours(summary)
     for i, name in enumerate(methods):
         figures = summary["methods"][name]
         values = [(figures if task == "all" else figures["by_task"][task])["speedup"] for task in tasks]
         heights = [v["value"] for v in values]
         errors = [[v["value"] - v["low"] for v in values], [v["high"] - v["value"] for v in values]]
         at = np.arange(len(tasks)) + (i - (len(methods) - 1) / 2) * width
-        axes.bar(at, heights, width * 0.92, label=name, color=_colour(i), yerr=errors, ecolor="#444444", capsize=2)
-        for x, height, error in zip(at, heights, errors[1], strict=True):
-            axes.annotate(
-                f"{height:.2f}",
-                (x, height + error),
-                ha="center",
-                va="bottom",
-                fontsize=7,
-                xytext=(0, 2),
-                textcoords="offset points",
-            )
+        axes.bar(at, heights, width * 0.92, label=name, color=colours[name], yerr=errors, ecolor="#444444", capsize=2)
+        if bars <= 24:
+            for x, height, error in zip(at, heights, errors[1], strict=True):
+                place: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7, "textcoords": "offset points"}
+                axes.annotate(f"{height:.2f}", (x, height + error), xytext=(0, 2), **place)
     axes.axhline(1, color="#444444", linewidth=1)
     axes.set_xticks(np.arange(len(tasks)), tasks)
     axes.grid(axis="x", visible=False)
@@ -98,16 +94,19 @@ def tokens_per_pass(summary: Summary, records: Sequence[Record]) -> Figure | Non
     families: dict[str, list[tuple[float, float, str]]] = {}
     for name, figures in summary["methods"].items():
         if figures["nodes_per_pass"] is not None:
+            kind, fixed, _ = name.partition(":")
             point = (figures["nodes_per_pass"], figures["tokens_per_pass"], name)
-            families.setdefault(name.partition(":")[0], []).append(point)
+            families.setdefault(kind + fixed, []).append(point)
     if not families:
         return None
     figure, axes = _figure(6.5, 3.6)
-    for i, (family, points) in enumerate(families.items()):
+    for points in families.values():
         points.sort()
-        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color=_colour(i), label=family)
+        alone = len(points) == 1
+        colour = _colours(summary)[points[0][2]]
+        axes.plot([p[0] for p in points], [p[1] for p in points], "D" if alone else "o-", color=colour)
         for x, y, name in points:
-            axes.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+            axes.annotate(name, (x, y), xytext=(6, -12 if alone else 5), textcoords="offset points", fontsize=8)
     axes.set_xlabel("draft nodes per pass")
     axes.set_ylabel("tokens per pass")
     axes.set_ylim(bottom=0.9)
@@ -127,7 +126,7 @@ def accepted_lengths(summary: Summary, records: Sequence[Record]) -> Figure | No
     for i, (name, passes) in enumerate(ours.items()):
         counts = np.bincount(np.minimum(passes[:, 1].astype(int), longest), minlength=longest + 1)
         at = np.arange(longest + 1) + (i - (len(ours) - 1) / 2) * width
-        axes.bar(at, counts / counts.sum() * 100, width, color=_colour(i), label=name)
+        axes.bar(at, counts / counts.sum() * 100, width, color=_colours(summary)[name], label=name)
     axes.set_xticks(range(longest + 1), [*map(str, range(longest)), f"{longest}+"])
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("accepted draft tokens in a pass")
@@ -195,14 +194,14 @@ def calibration(summary: Summary, records: Sequence[Record]) -> Figure | None:
     drawn = False
     figure, axes = _figure(4.6, 4.2)
     top = 0.0
-    for i, (name, passes) in enumerate(ours.items()):
+    for name, passes in ours.items():
         passes = passes[passes[:, 0] > 0]
         if len(passes) < 20:
             continue
         order = passes[np.argsort(passes[:, 2], kind="stable")]
         groups = np.array_split(order, 10)
         x, y = [g[:, 2].mean() for g in groups], [g[:, 1].mean() for g in groups]
-        axes.plot(x, y, "o-", color=_colour(i), label=name, markersize=4)
+        axes.plot(x, y, "o-", color=_colours(summary)[name], label=name, markersize=4)
         top, drawn = max(top, *x, *y), True
     if not drawn:
         return None
@@ -223,6 +222,12 @@ def _drafting(summary: Summary, records: Sequence[Record]) -> dict[str, Any]:
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height))
     return figure, figure.add_subplot()
+
+
+def _colours(summary: Summary) -> dict[str, str]:
+    """One colour for each method, the same in all figures."""
+    others = [name for name in summary["methods"] if name != summary["baseline"]]
+    return {summary["baseline"]: "#444444", **{name: _colour(i) for i, name in enumerate(others)}}
 
 
 def _colour(index: int) -> str:
