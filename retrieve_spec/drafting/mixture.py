@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,13 @@ from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.prediction import HYPOTHESES, Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.session import SessionMemory
+from retrieve_spec.sources.stores import StoreRows
 
-CONTEXT, SESSION, PREDICTION, RECYCLING = (
-    SOURCE_NAMES.index(name) for name in ("context", "session", "prediction", "recycling")
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.store import Datastore
+
+CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT = (
+    SOURCE_NAMES.index(name) for name in ("context", "session", "prediction", "recycling", "ngram", "exact")
 )
 _NO_COST = np.empty(0, np.float32)
 
@@ -63,6 +69,8 @@ class MixtureDrafter:
         Use the target's own top tokens.
     session
         Memory of earlier generations to draft from and to add to, or None.
+    datastores
+        Open stores to draft from.
     calibration
         Learned weights to start from and to go on learning; a fresh one when None.
     """
@@ -75,12 +83,14 @@ class MixtureDrafter:
         *,
         recycling: bool = True,
         session: SessionMemory | None = None,
+        datastores: Sequence[Datastore] = (),
         calibration: Calibration | None = None,
     ) -> None:
         self.config = config or SpeculationConfig()
         self.calibration = calibration or Calibration()
         self.context = SuffixAutomaton(4096)
         self.session = session
+        self.stores = StoreRows.of(list(datastores), NGRAM, EXACT)
         self.recycling = RecyclingTable() if recycling else None
         self.prediction: Prediction | None = None
         self.top_k = self.recycling.k if self.recycling else 0
@@ -98,22 +108,33 @@ class MixtureDrafter:
         if self.recycling:
             self.recycling.reset()
         self._history = []
-        self._emitted = 0
         self._open()
         newest = prompt[::-1][: blend.TAIL]
         self._tail[: len(newest)] = newest
         self._tail_len = len(prompt)
         self._place_session(prompt)
+        self._follow_stores(prompt[-expand.MATCH :], self._exact_cursors())
 
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
         ids = np.ascontiguousarray(token_ids, np.int32)
         self.context.extend(ids)
         self._place_session(ids)
+        self._follow_stores(ids[-expand.MATCH :], self._exact_cursors())
         self._tail = np.roll(self._tail, len(ids))
         newest = ids[::-1][: blend.TAIL]
         self._tail[: len(newest)] = newest
         self._tail_len += len(ids)
+
+    def _follow_stores(self, token_ids: NDArray[np.int32], roots: NDArray[np.int64]) -> None:
+        """Move the stores' longest-match cursors from where they were before the tokens to after them."""
+        self._window = np.concatenate([self._window, token_ids])[-expand.MATCH - len(token_ids) :]
+        for i, row in enumerate(self.stores.exact):
+            expand.follow_exact(row, roots[i], self._window, len(token_ids))
+        self._cursors[self._exact_row : self._exact_row + len(roots)] = roots
+
+    def _exact_cursors(self) -> NDArray[np.int64]:
+        return self._cursors[self._exact_row : self._exact_row + len(self.stores.exact)].copy()
 
     def _place_session(self, token_ids: NDArray[np.int32]) -> None:
         if self.session is not None:
@@ -190,6 +211,7 @@ class MixtureDrafter:
         self._sync()
         if self.recycling and verified.top_ids is not None and verified.top_logits is not None:
             self._recycle(verified)
+        roots = self._exact_cursors()
         self._stamp = expand.learn(
             self._table,
             self._cursors,
@@ -203,7 +225,7 @@ class MixtureDrafter:
             self._stamp,
         )
         self._tail_len += len(emitted)
-        self._emitted += len(emitted)
+        self._follow_stores(emitted, roots)
         self.context.extend(emitted)
         self._history.append(emitted)
         if self.prediction:
@@ -237,8 +259,11 @@ class MixtureDrafter:
         self._session_row = len(rows)
         if self.session is not None:
             rows += self.session.rows(SESSION)
+        self._exact_row = len(rows)
+        rows += self.stores.exact
         if self.recycling:
             rows.append(self.recycling.row(RECYCLING))
+        rows += self.stores.ngram
         self._table = np.array(rows, np.int64).reshape(len(rows), blend.ROW)
         self._numbers = self._table[:, blend.NUMBER].astype(np.uint8)
         self._cursors = np.zeros((len(rows), blend.CURSOR), np.int64)
@@ -247,6 +272,7 @@ class MixtureDrafter:
             self._stamp = 0
         self._tail: NDArray[np.int32] = np.zeros(blend.TAIL, np.int32)
         self._tail_len = 0
+        self._window: NDArray[np.int32] = np.empty(0, np.int32)
 
     def _sync(self) -> None:
         """Bring table and cursors up to date with sources that changed under them."""

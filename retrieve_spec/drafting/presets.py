@@ -19,7 +19,7 @@ Factory = Callable[[SpeculationConfig, Sequence[Any], SessionMemory | None, Cali
 def _auto(
     config: SpeculationConfig, datastores: Sequence[Any], session: SessionMemory | None, calibration: Calibration | None
 ) -> Drafter:
-    return MixtureDrafter(config, session=session, calibration=calibration)
+    return MixtureDrafter(config, session=session, datastores=datastores, calibration=calibration)
 
 
 PRESETS: dict[str, Factory] = {AUTO: _auto}

@@ -17,10 +17,12 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton, recycling
-from retrieve_spec.kernels.views import view_f32, view_i32, view_i64
+from retrieve_spec.kernels.ngram import ngram_find, ngram_hash
+from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
+from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_u16, view_u32
 
 KIND, NUMBER = 0, 1
-AUTOMATON, RECYCLING, PREDICTION = 0, 1, 2
+AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT = 0, 1, 2, 3, 4
 ROW = 16
 """Integers per source row."""
 CURSOR = 4
@@ -38,7 +40,7 @@ CELL_MEMORY = 400.0
 MAX_LEVELS = 24
 MAX_CANDIDATES = 160
 HASH = 512
-READ_LIMIT = 24
+READ_LIMIT = 48
 """Continuations read per level, most recent or most frequent first."""
 MASS_FLOOR = 0.01
 """Levels that would share less than this mass are not read."""
@@ -123,11 +125,11 @@ def slots_of(row: NDArray[np.int64]) -> NDArray[np.int32]:
 
 @njit(cache=True, nogil=True)
 def _first_useful(states: NDArray[np.int32], state: int, length: int) -> tuple[int, int]:
-    """The state, or the nearest one up its suffix links, that has a successor; (0, -1) when none but the root has."""
+    """The state, or the nearest one up its suffix links, that has a successor, and its match length (0: the root)."""
     while state > 0 and states[state, automaton.TOKEN] == -1:
         state = np.int64(states[state, automaton.LINK])
         length = np.int64(states[state, automaton.LENGTH])
-    return (state, length) if state > 0 else (np.int64(0), np.int64(-1))
+    return (state, length) if states[state, automaton.TOKEN] != -1 else (np.int64(0), np.int64(-1))
 
 
 @njit(cache=True, nogil=True)
@@ -140,6 +142,11 @@ def _open_row(
     if row[KIND] == PREDICTION:
         inside = cursor[1] >= 0 and cursor[0] < row[3]
         return cursor[0], cursor[1] if inside else np.int64(-1)
+    if row[KIND] == NGRAM:
+        return _ngram_level(row, tail, min(tail_len, row[10]))
+    if row[KIND] == EXACT:
+        found = cursor[2] >= row[10] and cursor[0] < cursor[1]
+        return cursor[0], cursor[2] if found else np.int64(-1)
     return _recycling_level(row, tail, min(tail_len, recycling.ORDERS))
 
 
@@ -158,21 +165,88 @@ def _recycling_level(row: NDArray[np.int64], tail: NDArray[np.int32], order: int
 
 
 @njit(cache=True, nogil=True)
+def _ngram_level(row: NDArray[np.int64], tail: NDArray[np.int32], order: int) -> tuple[int, int]:
+    """(slot, order) of the longest context of at most ``order`` tokens in an n-gram table."""
+    keys = view_u32(row[2], row[3])
+    while order > 0:
+        h = np.uint64(0)
+        for i in range(order):
+            h = ngram_hash(h, tail[i])
+        slot = ngram_find(keys, h)
+        if slot >= 0:
+            return np.int64(slot), np.int64(order)
+        order -= 1
+    return np.int64(0), np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def ngram_token(row: NDArray[np.int64], i: int) -> int:
+    """Token of one stored continuation of an n-gram table."""
+    if row[11] == 2:
+        return np.int64(view_u16(row[7], row[9])[i])
+    return np.int64(view_u32(row[7], row[9])[i])
+
+
+@njit(cache=True, nogil=True)
+def exact_narrow(row: NDArray[np.int64], lo: int, hi: int, depth: int, token: int) -> tuple[int, int]:
+    """Suffix array interval of a store's segment after one more token of the model's vocabulary."""
+    local = view_i32(row[7], row[8])[token] if 0 <= token < row[8] else np.int32(0)
+    sa = view_u32(row[5], row[6])
+    if row[4] == 2:
+        a, b = sa_narrow(view_u16(row[2], row[3]), sa, lo, hi, depth, np.int64(local))
+    else:
+        a, b = sa_narrow(view_u32(row[2], row[3]), sa, lo, hi, depth, np.int64(local))
+    return np.int64(a), np.int64(b)
+
+
+@njit(cache=True, nogil=True)
+def exact_successors(
+    row: NDArray[np.int64], lo: int, hi: int, depth: int, out_tokens: NDArray[np.int32], out_counts: NDArray[np.int32]
+) -> int:
+    """Next tokens of an interval, as ids of the model's vocabulary, with counts; returns how many."""
+    sa = view_u32(row[5], row[6])
+    if row[4] == 2:
+        n, _ = sa_successors(view_u16(row[2], row[3]), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
+    else:
+        n, _ = sa_successors(view_u32(row[2], row[3]), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
+    to_global = view_u32(row[9], row[11])
+    for i in range(n):
+        out_tokens[i] = to_global[out_tokens[i]]
+    return np.int64(n)
+
+
+@njit(cache=True, nogil=True)
+def _exact_distinct(row: NDArray[np.int64], lo: int, hi: int, depth: int) -> int:
+    """1 when all suffixes of a sorted interval go on alike, otherwise a guess from its size (a read would cost more)."""
+    sa = view_u32(row[5], row[6])
+    first, last = np.int64(sa[lo]) + depth, np.int64(sa[hi - 1]) + depth
+    if row[4] == 2:
+        tokens = view_u16(row[2], row[3])
+        same = tokens[first] == tokens[last]
+    else:
+        wide = view_u32(row[2], row[3])
+        same = wide[first] == wide[last]
+    return 1 if same else min(hi - lo, 2 + (hi - lo) // 8)
+
+
+@njit(cache=True, nogil=True)
 def _next_level(row: NDArray[np.int64], handle: int, length: int, tail: NDArray[np.int32]) -> tuple[int, int]:
     """(handle, match length) of the level after this one."""
     if row[KIND] == AUTOMATON:
         states = states_of(row)
         link = np.int64(states[handle, automaton.LINK])
-        if link <= 0:
+        if link < 0:
             return np.int64(0), np.int64(-1)
         return _first_useful(states, link, np.int64(states[link, automaton.LENGTH]))
     if row[KIND] == RECYCLING:
         return _recycling_level(row, tail, length - 1)
+    if row[KIND] == NGRAM:
+        return _ngram_level(row, tail, length - 1)
     return np.int64(0), np.int64(-1)
 
 
 @njit(cache=True, nogil=True)
-def _evidence(row: NDArray[np.int64], handle: int) -> tuple[int, int]:
+def _evidence(row: NDArray[np.int64], cursor: NDArray[np.int64], handle: int) -> tuple[int, int]:
     """(total count, distinct continuations) of a level; for probabilities, how peaked they are stands for distinct."""
     if row[KIND] == AUTOMATON:
         states = states_of(row)
@@ -183,6 +257,10 @@ def _evidence(row: NDArray[np.int64], handle: int) -> tuple[int, int]:
         seen = view_i64(row[4], row[3] * 2)[handle * 2]
         distinct = 1 if top > 0.9 else (2 if top > 0.7 else (3 if top > 0.5 else (5 if top > 0.3 else 9)))
         return seen, np.int64(distinct)
+    if row[KIND] == NGRAM:
+        return np.int64(view_u32(row[4], row[3])[handle]), np.int64(view_u16(row[5], row[3])[handle])
+    if row[KIND] == EXACT:
+        return cursor[1] - cursor[0], np.int64(_exact_distinct(row, cursor[0], cursor[1], cursor[2]))
     return np.int64(1), np.int64(1)
 
 
@@ -193,7 +271,9 @@ def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
         return 0.75 if length >= 2 else 0.6
     if source == 2:  # prediction: one continuation, trusted by how long it has been right
         return 1.0 - 0.6 / (1.0 + length)
-    if length <= 1:
+    if length == 0:
+        a = 20.0
+    elif length <= 1:
         a = 6.0 if source == 0 else 4.0
     elif length == 2:
         a = 2.5
@@ -250,7 +330,7 @@ def collect_levels(
                 best = s
         if best < 0:
             break
-        total, distinct = _evidence(table[best], handle[best])
+        total, distinct = _evidence(table[best], cursors[best], handle[best])
         source = table[best, NUMBER]
         cell = cell_of(source, length[best], total, distinct)
         weight = level_weight(cells, cell, prior_weight(source, length[best], total, distinct))
@@ -268,6 +348,7 @@ def collect_levels(
 @njit(cache=True, nogil=True)
 def read_level(
     row: NDArray[np.int64],
+    cursor: NDArray[np.int64],
     handle: int,
     total: int,
     recency: float,
@@ -293,6 +374,20 @@ def read_level(
             out_p[n] = p[handle * k + n]
             n += 1
         return n
+    if row[KIND] == NGRAM:
+        start = view_u32(row[6], row[3] + 1)
+        counts = view_u32(row[8], row[9])
+        first = np.int64(start[handle])
+        n = min(np.int64(start[handle + 1]) - first, READ_LIMIT)
+        for i in range(n):
+            out_tokens[i] = ngram_token(row, first + i)
+            out_p[i] = counts[first + i] / total
+        return n
+    if row[KIND] == EXACT:
+        n = exact_successors(row, cursor[0], cursor[1], cursor[2], out_tokens, out_counts)
+        for i in range(n):
+            out_p[i] = out_counts[i] / total
+        return n
     out_tokens[0] = view_i32(row[2], row[3])[handle]
     out_p[0] = 1.0
     return 1
@@ -301,6 +396,7 @@ def read_level(
 @njit(cache=True, nogil=True)
 def blend(
     table: NDArray[np.int64],
+    cursors: NDArray[np.int64],
     cells: NDArray[np.float32],
     levels: NDArray[np.int64],
     weights: NDArray[np.float32],
@@ -334,7 +430,7 @@ def blend(
     for level in range(num_levels):
         row = levels[level, 0]
         recency = recency_weight(cells, levels[level, 2])
-        m = read_level(table[row], levels[level, 1], levels[level, 3], recency, out_tokens, out_counts, out_p)
+        m = read_level(table[row], cursors[row], levels[level, 1], levels[level, 3], recency, out_tokens, out_counts, out_p)
         spend = mass * weights[level]
         mass -= spend
         for i in range(m):
@@ -372,3 +468,8 @@ def advance_row(row: NDArray[np.int64], cursor: NDArray[np.int64], token: int, o
         out[0], out[1] = cursor[0], np.int64(-1)
         if cursor[1] >= 0 and cursor[0] < row[3] and view_i32(row[2], row[3])[cursor[0]] == token:
             out[0], out[1] = cursor[0] + 1, cursor[1] + 1
+    elif row[KIND] == EXACT:
+        out[0], out[1], out[2] = np.int64(0), np.int64(0), np.int64(-1)
+        if cursor[2] >= 0 and cursor[0] < cursor[1]:
+            out[0], out[1] = exact_narrow(row, cursor[0], cursor[1], cursor[2], token)
+            out[2] = cursor[2] + 1

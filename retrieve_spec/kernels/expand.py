@@ -11,9 +11,11 @@ from retrieve_spec.kernels.blend import (
     AUTOMATON,
     CELL_MEMORY,
     CURSOR,
+    EXACT,
     KIND,
     MAX_CANDIDATES,
     MAX_LEVELS,
+    NGRAM,
     NUMBER,
     PREDICTION,
     TAIL,
@@ -21,12 +23,17 @@ from retrieve_spec.kernels.blend import (
     blend,
     collect_levels,
     edges_of,
+    exact_narrow,
+    ngram_token,
     recency_weight,
     slots_of,
     states_of,
 )
-from retrieve_spec.kernels.views import view_f32, view_i32
+from retrieve_spec.kernels.suffix_array import sa_extend
+from retrieve_spec.kernels.views import view_f32, view_i32, view_u16, view_u32, view_u64
 
+MATCH = 64
+"""Longest match with a store that is kept when the text leaves it."""
 SCALE_BINS = 33
 """Bins of the final probability scale over log-odds -8 … 8."""
 SCALE_MEMORY = 1000.0
@@ -168,7 +175,7 @@ def expand(
             valid = min(tail_len + depth, TAIL)
             k = collect_levels(table, cursors[at], tails[at], valid, cells, levels, weights)
             stamp += 1
-            c = blend(table, cells, levels, weights, k, slots, stamp, tokens, probs, credit)
+            c = blend(table, cursors[at], cells, levels, weights, k, slots, stamp, tokens, probs, credit)
             pushed = 0
             floor = min_p / path_p
             if c > max_children:
@@ -253,7 +260,9 @@ def depth_first(nodes: NDArray[np.int64], n: int, order: NDArray[np.int64]) -> N
 
 
 @njit(cache=True, nogil=True)
-def _share_of(row: NDArray[np.int64], handle: int, total: int, recency: float, token: int) -> tuple[float, float]:
+def _share_of(
+    row: NDArray[np.int64], cursor: NDArray[np.int64], handle: int, total: int, token: int
+) -> tuple[float, float]:
     """(share of a level that goes to ``token`` by count, 1 if the token is its most recent continuation)."""
     if row[KIND] == AUTOMATON:
         states = states_of(row)
@@ -264,6 +273,15 @@ def _share_of(row: NDArray[np.int64], handle: int, total: int, recency: float, t
     if row[KIND] == PREDICTION:
         hit = 1.0 if view_i32(row[2], row[3])[handle] == token else 0.0
         return hit, hit
+    if row[KIND] == NGRAM:
+        start = view_u32(row[6], row[3] + 1)
+        for j in range(np.int64(start[handle]), np.int64(start[handle + 1])):
+            if ngram_token(row, j) == token:
+                return view_u32(row[8], row[9])[j] / total, 0.0
+        return 0.0, 0.0
+    if row[KIND] == EXACT:
+        a, b = exact_narrow(row, cursor[0], cursor[1], cursor[2], token)
+        return (b - a) / total, 0.0
     k = row[10]
     ids = view_i32(row[6], row[3] * k)
     p = view_f32(row[8], row[3] * k)
@@ -276,6 +294,7 @@ def _share_of(row: NDArray[np.int64], handle: int, total: int, recency: float, t
 @njit(cache=True, nogil=True)
 def learn_weights(
     table: NDArray[np.int64],
+    cursors: NDArray[np.int64],
     cells: NDArray[np.float32],
     levels: NDArray[np.int64],
     weights: NDArray[np.float32],
@@ -294,7 +313,7 @@ def learn_weights(
     for i in range(num_levels):
         row = table[levels[i, 0]]
         recency = recency_weight(cells, levels[i, 2]) if row[KIND] == AUTOMATON else 0.0
-        share, recent = _share_of(row, levels[i, 1], levels[i, 3], recency, token)
+        share, recent = _share_of(row, cursors[levels[i, 0]], levels[i, 1], levels[i, 3], token)
         by_count[i] = (1.0 - recency) * share
         by_recency[i] = recency * recent
         joint[i] = mass * weights[i] * (by_count[i] + by_recency[i])
@@ -376,9 +395,9 @@ def learn(
         token = emitted[i]
         k = collect_levels(table, cursors, tail, min(tail_len + i, TAIL), cells, levels, weights)
         stamp += 1
-        c = blend(table, cells, levels, weights, k, slots, stamp, tokens, probs, credit)
+        c = blend(table, cursors, cells, levels, weights, k, slots, stamp, tokens, probs, credit)
         learn_scale(scale, table, tokens, probs, credit, c, min_p, token)
-        learn_weights(table, cells, levels, weights, k, token)
+        learn_weights(table, cursors, cells, levels, weights, k, token)
         for s in range(len(table)):
             moved[:] = cursors[s]
             advance_row(table[s], cursors[s], token, moved)
@@ -409,3 +428,35 @@ def node_tails(
         for j in range(1, width):
             tails[i + 1, j] = tails[above, j - 1]
         lens[i + 1] = min(lens[above] + 1, width)
+
+
+@njit(cache=True, nogil=True)
+def follow_exact(row: NDArray[np.int64], cursor: NDArray[np.int64], window: NDArray[np.int32], fresh: int) -> None:
+    """Follow the newest tokens of the text with a store's longest-match cursor.
+
+    Parameters
+    ----------
+    row
+        An `EXACT` source.
+    cursor
+        (CURSOR,) int64 (lo, hi, depth) before the fresh tokens, modified in place.
+    window
+        (w,) int32 newest tokens of the text, oldest first, the fresh ones included.
+    fresh
+        How many of them are new.
+    """
+    local = np.empty(len(window), np.int64)
+    to_local = view_i32(row[7], row[8])
+    for i in range(len(window)):
+        local[i] = to_local[window[i]] if 0 <= window[i] < row[8] else 0
+    sa = view_u32(row[5], row[6])
+    top = view_u64(row[12], row[13])
+    lo, hi, depth = cursor[0], cursor[1], cursor[2]
+    for i in range(len(window) - fresh, len(window)):
+        if row[4] == 2:
+            tokens = view_u16(row[2], row[3])
+            lo, hi, depth = sa_extend(tokens, sa, top, row[14], lo, hi, depth, local, i + 1, MATCH)
+        else:
+            wide = view_u32(row[2], row[3])
+            lo, hi, depth = sa_extend(wide, sa, top, row[14], lo, hi, depth, local, i + 1, MATCH)
+    cursor[0], cursor[1], cursor[2] = lo, hi, depth

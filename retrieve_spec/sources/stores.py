@@ -1,0 +1,76 @@
+"""Open datastores as rows of the mixture's source table: suffix array segments and n-gram tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels import blend
+from retrieve_spec.kernels.ngram import MAX_ORDER
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.ngrams import NgramTable
+    from retrieve_spec.datastore.segment import Segment
+    from retrieve_spec.datastore.store import Datastore
+
+
+@dataclass(slots=True)
+class StoreRows:
+    """Descriptors of all stores, and the stores themselves so that their maps stay open.
+
+    Attributes
+    ----------
+    stores
+        The open stores.
+    ngram, exact
+        Rows of the n-gram tables and of the suffix array segments.
+    places
+        (store, segment) of each exact row.
+    """
+
+    stores: list[Datastore]
+    ngram: list[NDArray[np.int64]] = field(default_factory=list)
+    exact: list[NDArray[np.int64]] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, stores: list[Datastore], ngram_number: int, exact_number: int) -> StoreRows:
+        """Rows of every segment; an exact row leaves orders that its n-gram table has to the table."""
+        made = cls(stores)
+        for i, store in enumerate(stores):
+            for j, segment in enumerate(store.segments):
+                if segment.ngram is not None:
+                    made.ngram.append(_ngram_row(segment.ngram, ngram_number))
+                if len(segment.suffix_array):
+                    made.exact.append(_exact_row(segment, exact_number, 1 if segment.ngram is None else MAX_ORDER + 1))
+                    made.places.append((i, j))
+        return made
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _ngram_row(table: NgramTable, number: int) -> NDArray[np.int64]:
+    row = np.zeros(blend.ROW, np.int64)
+    row[0], row[1] = blend.NGRAM, number
+    row[2], row[3] = _address(table.keys), len(table.keys)
+    row[4], row[5], row[6] = _address(table.total), _address(table.distinct), _address(table.start)
+    row[7], row[8], row[9] = _address(table.succ_tokens), _address(table.succ_counts), len(table.succ_tokens)
+    row[10], row[11] = MAX_ORDER, table.succ_tokens.dtype.itemsize
+    return row
+
+
+def _exact_row(segment: Segment, number: int, min_depth: int) -> NDArray[np.int64]:
+    row = np.zeros(blend.ROW, np.int64)
+    row[0], row[1] = blend.EXACT, number
+    row[2], row[3], row[4] = _address(segment.tokens), len(segment.tokens), segment.tokens.dtype.itemsize
+    row[5], row[6] = _address(segment.suffix_array), len(segment.suffix_array)
+    row[7], row[8] = _address(segment.to_local), len(segment.to_local)
+    row[9], row[11] = _address(segment.to_global), len(segment.to_global)
+    row[10] = min_depth
+    row[12], row[13], row[14] = _address(segment.top), len(segment.top), segment.bits
+    return row
