@@ -397,6 +397,8 @@ class Handlers:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
                 raise Refusal(_CLIENT_CLOSED, "the client closed the connection", "cancelled")
             finished = list(work.result())
         finally:

@@ -99,7 +99,7 @@ def _post(path: str, summary: str, bodies: tuple[type[BaseModel], ...], more: tu
     schema = references[0] if len(references) == 1 else {"anyOf": references}
     answer = _json("The answer.")
     if path in _WORKING:
-        answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["content"]["text/event-stream"] = {}
     responses = {"200": answer, "400": _error("The request is not right; the message says why.")}
     responses["413"] = _error("The body is too large.")
     responses["403"] = _error("Browser pages of other origins are refused.")

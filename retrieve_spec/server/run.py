@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("retrieve_spec.server")
 
+_KEEP_ALIVE_S = 75
+"""Longer than editors idle between keystrokes, so that a request never meets a connection that is being closed."""
+
 
 @dataclass(slots=True)
 class Served:
@@ -142,5 +145,11 @@ def serve(
     fim = served.service.fim
     log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())
     uvicorn.run(
-        app, host=config.host, port=config.port, log_level="warning", access_log=False, timeout_graceful_shutdown=2
+        app,
+        host=config.host,
+        port=config.port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2,
     )

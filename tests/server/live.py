@@ -20,16 +20,16 @@ class Live:
         self.done = []
         self.metrics = None
         self.backend = backend
-        self.service = service or Service(
-            backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done
-        )
+        self.service = service or Service(backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done)
         self.metrics = Metrics(lambda: self.service.engine.queue_length)
-        app = create_app(self.service, self.metrics, keys=keys)
+        self.app = app = create_app(self.service, self.metrics, keys=keys)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        settings = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+        settings = uvicorn.Config(
+            app, log_level="error", access_log=False, timeout_graceful_shutdown=1, timeout_keep_alive=75
+        )
         self._server = uvicorn.Server(settings)
         self._server.install_signal_handlers = lambda: None
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -68,7 +68,9 @@ class Session:
         return self.client.protocol.send_request_async(
             lsp.TEXT_DOCUMENT_INLINE_COMPLETION,
             lsp.InlineCompletionParams(
-                lsp.InlineCompletionContext(kind, selected), lsp.TextDocumentIdentifier(URI), lsp.Position(line, character)
+                lsp.InlineCompletionContext(kind, selected),
+                lsp.TextDocumentIdentifier(URI),
+                lsp.Position(line, character),
             ),
         )
 

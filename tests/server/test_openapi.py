@@ -1,0 +1,40 @@
+"""Our own OpenAPI description, held against the server by schemathesis."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+from scripted import ScriptedBackend
+
+from retrieve_spec.server.openapi import describe
+
+THOROUGH = os.environ.get("RETRIEVE_SPEC_THOROUGH", "") == "1"
+"""Every documented boundary value as well: about 2,000 requests."""
+
+
+def test_every_route_is_described(live):
+    server = live(ScriptedBackend(lambda prompt: [100, 0]))
+    routes = {route.path for route in server.app.routes}
+    aliases = {"/completions", "/chat/completions", "/models", "/openapi.json"}
+    assert routes - aliases == set(describe()["paths"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("schemathesis") is None, reason="pip install schemathesis")
+def test_server_keeps_to_its_description(live):
+    server = live(ScriptedBackend(lambda prompt: [100, 200, 300, 0]))
+    phases = ["--phases", "fuzzing,coverage"] if THOROUGH else ["--phases", "fuzzing"]
+    command = [sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json", "--max-examples", "10"]
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    done = subprocess.run(
+        [*command, "--checks", checks, "--seed", "1", "--generation-deterministic", *phases],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
