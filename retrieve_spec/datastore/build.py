@@ -15,7 +15,6 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.catalog import Catalog
 from retrieve_spec.datastore.change import (
     ChangeReport,
-    Stopwatch,
     begin_change,
     existing_manifest,
     publish,
@@ -26,6 +25,7 @@ from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.ingest import Tokenised, texts_of, tokenise
 from retrieve_spec.datastore.manifest import CATALOG, Manifest, read_manifest, tokenizer_name
+from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.sources import STDIN, Source, SourceFile, list_files
 from retrieve_spec.datastore.work import WorkFolder, build_segments, read_into_chunks
 from retrieve_spec.errors import BuildError, StoreIncompleteError
@@ -221,7 +221,7 @@ def _grow(
     known: set[str] = set()
     if (work.store / CATALOG).exists():
         with Catalog(work.store / CATALOG) as catalog:
-            known = catalog.live_hashes()
+            known = catalog.live_hashes(segment.name for segment in manifest.segments)
     size = sum(file.size for file in files if not file.skip)
     return grow(work, manifest, plan, stream, config, known=known, size=size or None, progress=progress)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database
 
+from retrieve_spec.datastore.files import sync_folder
 from retrieve_spec.errors import StoreCorruptError
 
 _COLUMNS = {
@@ -73,15 +76,30 @@ def rows_checksum(documents: Iterable[Document]) -> str:
     return digest.hexdigest()
 
 
+def check_exists(path: Path) -> None:
+    """Check that a catalogue is there and not empty.
+
+    Raises
+    ------
+    StoreCorruptError
+        When it is not.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        raise StoreCorruptError(f"a catalogue at {path}", "an empty file" if path.is_file() else "no file", _REBUILD)
+
+
 class Catalog:
     """The documents of a store, and how well its drafts did.
+
+    The file of a store never changes: `edited_catalog` alters a copy and puts it in place, so that readers need no
+    locks and keep what they have opened.
 
     Parameters
     ----------
     path
         The database.
     write
-        Create or change it; otherwise it is opened read-only, also on a read-only file system.
+        Create or change it (only ever a file that no reader knows).
 
     Raises
     ------
@@ -91,14 +109,12 @@ class Catalog:
 
     def __init__(self, path: Path, *, write: bool = False) -> None:
         self.path = path
-        if not write and not path.is_file():
-            raise StoreCorruptError(f"a catalogue at {path}", "no such file", _REBUILD)
-        uri = path.resolve().as_uri()
         if not write:
-            uri += "?mode=ro" if os.access(path.parent, os.W_OK) else "?mode=ro&immutable=1"
+            check_exists(path)
+        uri = path.resolve().as_uri() + ("" if write else "?mode=ro&immutable=1")
         try:
-            connection = sqlite3.connect(uri, uri=True, timeout=30.0, check_same_thread=False)
-            connection.execute("PRAGMA schema_version").fetchone()
+            connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
+            connection.execute("PRAGMA schema_version").fetchone()  # opens the file now, not on first use
         except sqlite3.Error as error:
             raise StoreCorruptError(f"an SQLite database at {path}", str(error), _REBUILD) from error
         self.db = Database(connection)
@@ -174,14 +190,6 @@ class Catalog:
                 (tuple(getattr(d, c) if c != "segment" else segment for c in _COLUMNS if c != "id") for d in documents),
             )
 
-    def mark_replaced(self, segments: Iterable[str], now: str) -> None:
-        """Mark the rows of segments that are no longer part of the store as removed."""
-        with self.db.conn:
-            self.db.conn.executemany(
-                "update documents set removed_at = ? where segment = ? and removed_at is null",
-                [(now, segment) for segment in segments],
-            )
-
     def put_skipped(self, generation: int, skipped: Iterable[tuple[str, str, str]]) -> None:
         """Record what a change left out: (path, source, reason)."""
         with self.db.conn:
@@ -191,15 +199,21 @@ class Catalog:
                 [(generation, *row) for row in skipped],
             )
 
-    def live_hashes(self) -> set[str]:
-        """Content hashes of the documents that can be drafted from."""
-        return {row[0] for row in self.query("select sha256 from documents where removed_at is null")}
+    def live_hashes(self, segments: Iterable[str]) -> set[str]:
+        """Content hashes of the documents of some segments that can be drafted from."""
+        live = set(segments)
+        rows = self.query("select sha256, segment from documents where removed_at is null")
+        return {digest for digest, segment in rows if segment in live}
 
     def keep_segments(self, segments: Iterable[str]) -> None:
         """Drop the rows of all other segments (left behind by an interrupted change, or merged away)."""
         names = sorted(segments)
         with self.db.conn:
             self.db.conn.execute(f"delete from documents where segment not in ({','.join('?' * len(names))})", names)
+
+    def segments(self) -> set[str]:
+        """Segments it has rows of."""
+        return {row[0] for row in self.query("select distinct segment from documents")}
 
     def check(self) -> None:
         """Check the structure of the database and of its text index.
@@ -227,6 +241,30 @@ class Catalog:
         """Recorded (drafted, accepted) tokens per source for a model."""
         rows = self.query("select source, drafted, accepted from statistics where model = ? order by source", (model,))
         return {source: (drafted, accepted) for source, drafted, accepted in rows}
+
+
+@contextmanager
+def edited_catalog(path: Path, scratch: Path) -> Iterator[Catalog]:
+    """Change a catalogue (or create it) on a copy that replaces it at once when the block ends without an error.
+
+    Parameters
+    ----------
+    path
+        The catalogue of the store.
+    scratch
+        Folder for the copy, on the same file system.
+    """
+    copy = scratch / path.name
+    for stale in (copy, copy.with_name(copy.name + "-journal")):
+        stale.unlink(missing_ok=True)
+    if path.exists():
+        shutil.copyfile(path, copy)
+    with Catalog(copy, write=True) as catalog:
+        yield catalog
+    with copy.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(copy, path)
+    sync_folder(path.parent)
 
 
 _REBUILD = "Restore the file from a copy, or build the store again."

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.catalog import Catalog, Document
+from retrieve_spec.datastore.catalog import Catalog, Document, edited_catalog
 from retrieve_spec.datastore.manifest import CATALOG, MANIFEST, Manifest, SegmentEntry, read_manifest, write_manifest
 from retrieve_spec.datastore.work import WorkFolder, drop_stale_segments, publish_segments
 from retrieve_spec.errors import BuildError, StoreError, StoreLockedError
@@ -115,13 +114,23 @@ def existing_manifest(store: Path) -> Manifest | None:
 def begin_change(work: WorkFolder, manifest: Manifest | None, plan: dict[str, Any]) -> dict[str, Any]:
     """Record the plan of a new change, and clear away what interrupted ones left."""
     names = [segment.name for segment in manifest.segments] if manifest else []
-    drop_stale_segments(work.store, names)
-    if (work.store / CATALOG).exists():
-        with Catalog(work.store / CATALOG, write=True) as catalog:
-            catalog.keep_segments(names)
     plan = {**plan, "generation": manifest.generation if manifest else 0, "at": utc_now(), "version": __version__}
     work.begin(plan)
+    drop_stale_segments(work.store, names)
+    _drop_stale_rows(work, set(names))
     return plan
+
+
+def _drop_stale_rows(work: WorkFolder, names: set[str]) -> None:
+    """Drop catalogue rows of segments that are not part of the store."""
+    path = work.store / CATALOG
+    if not path.exists():
+        return
+    with Catalog(path) as catalog:
+        stale = catalog.segments() - names
+    if stale:
+        with edited_catalog(path, work.path) as catalog:
+            catalog.keep_segments(names)
 
 
 def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
@@ -134,6 +143,7 @@ def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
     """
     plan = work.plan()
     if plan is None:
+        work.end()
         raise BuildError(f"an interrupted {verb} in {work.store}", "none", "Run the command again without --resume.")
     if plan["verb"] != verb:
         raise BuildError(
@@ -171,42 +181,17 @@ def publish(
     """
     publish_segments(work, documents)
     kept = {segment.name for segment in segments}
-    replaced = [segment.name for segment in manifest.segments if segment.name not in kept]
-    with Catalog(work.store / CATALOG, write=True) as catalog:
+    with edited_catalog(work.store / CATALOG, work.path) as catalog:
         for name, rows in documents.items():
             catalog.put_segment(name, rows)
         catalog.put_skipped(manifest.generation + 1, skipped)
-        numbers = [int(name) for name in documents]
-        following = manifest.following(segments, max([manifest.next_segment, *(n + 1 for n in numbers)]), event)
-        write_manifest(work.store, following)
-        # Rows of replaced segments stay until the next change, for readers that still have the old arrays mapped.
-        catalog.mark_replaced(replaced, event["at"])
+    numbers = [int(name) for name in documents]
+    following = manifest.following(segments, max([manifest.next_segment, *(n + 1 for n in numbers)]), event)
+    write_manifest(work.store, following)
+    _drop_stale_rows(work, kept)
     drop_stale_segments(work.store, kept)
     for copy in work.store.glob("tokenizer-*.json"):
         if copy.name != following.tokenizer_name:
             copy.unlink()
     work.end()
     return following
-
-
-class Stopwatch:
-    """Wall time by stage, with a progress bar per stage when asked for.
-
-    Parameters
-    ----------
-    bars
-        Show bars on standard error (only where it is a terminal).
-    """
-
-    def __init__(self, bars: bool) -> None:
-        self.bars = bars
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str, total: int | None, unit: str) -> Iterator[tqdm[Any]]:
-        """Time a stage and show how far it is: amount, rate and time left."""
-        started = time.perf_counter()
-        options = {"disable": None} if self.bars else {"disable": True}
-        with tqdm(total=total, unit=unit, unit_scale=True, desc=name, dynamic_ncols=True, **options) as bar:
-            yield bar
-        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - started, 3)

@@ -27,7 +27,6 @@ from retrieve_spec.datastore.build import (
 from retrieve_spec.datastore.catalog import Catalog, Document, rows_checksum
 from retrieve_spec.datastore.change import (
     ChangeReport,
-    Stopwatch,
     begin_change,
     existing_manifest,
     publish,
@@ -38,6 +37,7 @@ from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map
 from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, Manifest, SegmentEntry, read_manifest
+from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.segment import SUFFIX, Segment, write_arrays
 from retrieve_spec.datastore.sources import glob
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore

@@ -32,12 +32,15 @@ class Datastore:
         What the store is made of.
     segments
         Its parts, in order; counts of different segments add up.
+    catalog
+        Its documents.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, segments: tuple[Segment, ...]) -> None:
+    def __init__(self, path: Path, manifest: Manifest, segments: tuple[Segment, ...], catalog: Catalog) -> None:
         self.path = path
         self.manifest = manifest
         self.segments = segments
+        self.catalog = catalog
 
     @property
     def fingerprint(self) -> str:
@@ -48,11 +51,6 @@ class Datastore:
     def ngrams(self) -> tuple[NgramTable, ...]:
         """N-gram tables of the segments that have one; counts of different tables add up."""
         return tuple(segment.ngram for segment in self.segments if segment.ngram is not None)
-
-    @cached_property
-    def catalog(self) -> Catalog:
-        """The catalogue, opened read-only on first use."""
-        return Catalog(self.path / CATALOG)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -120,20 +118,25 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     if tokenizer is not None:
         check_tokenizer(folder, manifest, tokenizer_fingerprint(tokenizer))
     for attempt in range(_ATTEMPTS):
+        # A change may have replaced files since the manifest was read: what counts is that none did in the meantime.
+        error: StoreCorruptError | None = None
         try:
-            return Datastore(folder, manifest, _open_segments(folder, manifest))
-        except StoreCorruptError:
-            # A compaction may have replaced the segments since the manifest was read.
-            newer = read_manifest(folder)
-            if newer.generation == manifest.generation or attempt == _ATTEMPTS - 1:
-                raise
-            manifest = newer
+            store = _open(folder, manifest)
+        except StoreCorruptError as caught:
+            error = caught
+        newer = read_manifest(folder)
+        if newer.generation == manifest.generation or attempt == _ATTEMPTS - 1:
+            if error is not None:
+                raise error
+            return store
+        manifest = newer
     raise AssertionError("unreachable")
 
 
-def _open_segments(folder: Path, manifest: Manifest) -> tuple[Segment, ...]:
+def _open(folder: Path, manifest: Manifest) -> Datastore:
     check_size(folder / manifest.tokenizer_name, manifest.tokenizer)
-    return tuple(open_segment(folder / SEGMENTS / s.name, s, manifest.vocabulary) for s in manifest.segments)
+    segments = tuple(open_segment(folder / SEGMENTS / s.name, s, manifest.vocabulary) for s in manifest.segments)
+    return Datastore(folder, manifest, segments, Catalog(folder / CATALOG))
 
 
 def check_tokenizer(folder: Path, manifest: Manifest, fingerprint: str) -> None:

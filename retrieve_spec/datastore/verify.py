@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from retrieve_spec.datastore.catalog import rows_checksum
 from retrieve_spec.datastore.files import FileEntry, sha256_of
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS
 from retrieve_spec.datastore.ngrams import NgramTable
+from retrieve_spec.datastore.progress import progress_bar
 from retrieve_spec.datastore.segment import Segment
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import StoreCorruptError
@@ -74,7 +74,7 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
 
 def _check_files(files: list[tuple[Path, FileEntry]], progress: bool) -> None:
     total = sum(entry.bytes for _, entry in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="checksums", disable=None if progress else True) as bar:
+    with progress_bar("checksums", total, "B", progress) as bar:
         for path, entry in files:
             found = sha256_of(path)
             if found != entry.sha256:

@@ -113,7 +113,7 @@ def read_into_chunks(
     *,
     known: Iterable[str] = (),
     max_tokens: int | None = None,
-    tick: Callable[[Tokenised], None] = lambda _: None,
+    tick: Callable[[Tokenised], object] = lambda _: None,
 ) -> list[Chunk]:
     """Read a stream of documents to its end, from where the last checkpoint left off.
 
@@ -216,7 +216,7 @@ def build_segments(
     next_number: int,
     config: StoreConfig,
     added_at: str,
-    tick: Callable[[int, int], None] = lambda tokens, total: None,
+    tick: Callable[[int, int], object] = lambda tokens, total: None,
 ) -> tuple[list[SegmentEntry], dict[str, list[Document]]]:
     """Index what was read, segment by segment, leaving out those that are done.
 

@@ -239,11 +239,11 @@ def test_full_disk_is_explained_and_the_store_stays(tokenizer, texts, records, t
 
 
 def test_statistics_survive(tokenizer, texts, tmp_path):
-    from retrieve_spec.datastore.catalog import Catalog
+    from retrieve_spec.datastore.catalog import edited_catalog
 
     build_datastore(tmp_path / "s", str(texts), tokenizer)
     for _ in range(2):
-        with Catalog(tmp_path / "s" / "catalog.sqlite", write=True) as catalog:
+        with edited_catalog(tmp_path / "s" / "catalog.sqlite", tmp_path) as catalog:
             catalog.add_statistics("model", {"exact": (10, 4), "ngram": (3, 1)}, "now")
     assert open_datastore(tmp_path / "s").catalog.statistics("model") == {"exact": (20, 8), "ngram": (6, 2)}
 

@@ -144,8 +144,8 @@ def test_search_adds_up_segments(store):
     assert {place.document.path for place in result.occurrences} <= {"a.txt", "b.txt", "sub/d.txt"}
     for place in result.occurrences:
         assert np.array_equal(
-            open_datastore(store).segments[place.segment].text_ids(place.document.number)[
-                place.position - place.document.start :
-            ][:8],
+            open_datastore(store)
+            .segments[place.segment]
+            .text_ids(place.document.number)[place.position - place.document.start :][:8],
             open_datastore(store).tokenizer.encode(" the cat").ids,
         )

@@ -138,10 +138,9 @@ def test_compressed_records_and_text(tokenizer, records, tmp_path):
 
 def test_parquet(tokenizer, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": ["one", None, "three"], "n": [1, 2, 3]})
-    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    parquet.write_table(table, tmp_path / "t.parquet")
     assert outcome(read(tokenizer, tmp_path / "t.parquet")) == {
         "t.parquet#1": "",
         "t.parquet#2": "no text",

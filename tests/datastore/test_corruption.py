@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.edit import remove_documents
+from retrieve_spec.datastore.files import write_array
+from retrieve_spec.datastore.manifest import MANIFEST, _checksum
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import RetrieveSpecError, StoreCorruptError, StoreError, StoreVersionError
+
+
+@pytest.fixture
+def store(tokenizer, texts, records, tmp_path):
+    path = tmp_path / "s"
+    build_datastore(path, str(texts), tokenizer)
+    add_documents(path, Source(str(records), field="output"))
+    remove_documents(path, ["b.txt"])
+    verify_datastore(path)
+    return path
+
+
+def files_of(store):
+    return [p for p in sorted(store.rglob("*")) if p.is_file() and p.name != "lock" and p.stat().st_size]
+
+
+def rows(store):
+    opened = open_datastore(store)
+    return [row for segment in opened.segments for row in opened.catalog.documents(segment.name)]
+
+
+def test_one_flipped_byte_anywhere_is_found(store):
+    expected = rows(store)
+    random = np.random.default_rng(0)
+    for path in files_of(store):
+        whole = path.read_bytes()
+        for at in {0, len(whole) - 1, len(whole) // 2, *random.integers(0, len(whole), 12).tolist()}:
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x01]) + whole[at + 1 :])
+            try:
+                verify_datastore(store)
+                found = rows(store) == expected and path.name == "catalog.sqlite"  # unused space of the database
+            except StoreError as error:
+                found = bool(error.expected and error.got and error.remedy)
+            assert found, (path, at)
+        path.write_bytes(whole)
+    verify_datastore(store)
+
+
+def test_truncated_and_missing_files_are_found_by_opening(store):
+    for path in files_of(store):
+        whole = path.read_bytes()
+        path.unlink()
+        with pytest.raises(StoreError):
+            open_datastore(store)
+        if path.name != "catalog.sqlite":
+            path.write_bytes(whole[:-1])
+            with pytest.raises(StoreCorruptError, match=r"expected .* got"):
+                open_datastore(store)
+        else:
+            path.write_bytes(whole[: len(whole) // 2])
+            with pytest.raises(StoreCorruptError):
+                verify_datastore(store)
+            path.write_bytes(b"")
+            with pytest.raises(StoreCorruptError, match="an empty file"):
+                open_datastore(store)
+        path.write_bytes(whole)
+    verify_datastore(store)
+
+
+def rewrite(store, change):
+    """Alter the manifest and make its checksum right again."""
+    body = json.loads((store / MANIFEST).read_text())
+    body.pop("checksum")
+    change(body)
+    (store / MANIFEST).write_text(json.dumps({**body, "checksum": _checksum(body)}))
+
+
+def test_newer_format_is_refused(store):
+    rewrite(store, lambda body: body.update(format=99))
+    with pytest.raises(StoreVersionError, match="Upgrade"):
+        open_datastore(store)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"format": "1"}', b"\xff\xfe"])
+def test_nonsense_manifest_is_refused(store, content):
+    (store / MANIFEST).write_bytes(content)
+    with pytest.raises(StoreCorruptError):
+        open_datastore(store)
+
+
+def forge(store, name, change):
+    """Alter an array and record the checksum of what is there now: only its structure can tell."""
+    folder = sorted((store / "segments").iterdir())[-1]
+    path = folder / f"{name}.bin"
+
+    def record(body):
+        (entry,) = [s for s in body["segments"] if s["name"] == folder.name]
+        array = np.fromfile(path, entry["files"][path.name]["dtype"])
+        changed = change(array)
+        path.unlink()  # may be shared by a hard link
+        written = write_array(path, array if changed is None else changed)
+        entry["files"][path.name].update(bytes=written.bytes, sha256=written.sha256)
+
+    rewrite(store, record)
+
+
+def swap(array):
+    array[[3, 8]] = array[[8, 3]]
+
+
+def repeat(array):
+    array[3] = array[8]
+
+
+def beyond(array):
+    array[-1] = np.iinfo(array.dtype).max
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("suffix_array", swap),
+        ("suffix_array", repeat),
+        ("suffix_array", beyond),
+        ("suffix_array", lambda array: array[:-1]),
+        ("tokens", lambda array: np.roll(array, 1)),
+        ("tokens", lambda array: np.where(array > 0, array ^ 3, 0).astype(array.dtype)),
+        ("top", lambda array: array + np.uint64(1)),
+        ("vocabulary", swap),
+        ("vocabulary", beyond),
+        ("documents", lambda array: np.append(array[:1], array)),
+        ("ngram_start", beyond),
+        ("ngram_start", swap),
+        ("ngram_succ_tokens", beyond),
+        ("ngram_succ_counts", lambda array: array[:-1]),
+        ("ngram_total", lambda array: array + np.uint32(1)),
+    ],
+)
+def test_wrong_structure_with_right_checksums_is_found(store, name, change):
+    forge(store, name, change)
+    with pytest.raises(StoreCorruptError):
+        verify_datastore(store)
+
+
+def test_catalogue_of_another_store_is_found(store, tokenizer, texts, tmp_path):
+    build_datastore(tmp_path / "t", str(texts), tokenizer)
+    shutil.copy(tmp_path / "t" / "catalog.sqlite", store / "catalog.sqlite")
+    with pytest.raises(StoreCorruptError):
+        verify_datastore(store)
+    with pytest.raises(StoreCorruptError, match="no such row"):
+        open_datastore(store).document_at(0, 0)
+
+
+def test_no_database(store):
+    (store / "catalog.sqlite").write_bytes(b"not a database at all, and long enough to look at" * 100)
+    with pytest.raises(StoreCorruptError, match="SQLite"):
+        open_datastore(store)
+
+
+def test_every_message_names_expected_got_and_remedy(store):
+    (store / MANIFEST).unlink()
+    with pytest.raises(RetrieveSpecError) as caught:
+        open_datastore(store)
+    assert str(caught.value) == f"expected {caught.value.expected}, got {caught.value.got}. {caught.value.remedy}"

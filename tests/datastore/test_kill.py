@@ -1,0 +1,117 @@
+"""SIGKILL at random moments: afterwards there is the old store, the new one, or a refusal that says how to resume."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+from test_build import contents
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.edit import compact_datastore, remove_documents
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import BuildError, StoreIncompleteError, StoreNotFoundError
+
+KILLS = 70
+"""Per verb; with three verbs, 210 in all."""
+
+
+def run(action, kill_after=None):
+    """Run an action in a child process, killed after some seconds; says whether it was killed before its end."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action(resume=False)
+        finally:
+            os._exit(0)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+@pytest.fixture
+def verbs(tokenizer, texts, records, tmp_path):
+    """For each verb: the store it starts from (or None), and the change, from the start or resumed."""
+    config = StoreConfig(segment_tokens=90, checkpoint_tokens=25)
+    target, base, grown = (tmp_path / name for name in ("target", "base", "grown"))
+    answers = Source(str(records), field="output")
+    build_datastore(base, str(texts), tokenizer, config=config)
+    shutil.copytree(base, grown)
+    add_documents(grown, answers)
+    remove_documents(grown, ["c.py"])
+
+    def build(resume):
+        build_datastore(target, [str(texts), answers], tokenizer, config=config, workers=2, resume=resume)
+
+    def add(resume):
+        add_documents(target, answers, workers=2, resume=resume)
+
+    def compact(resume):
+        compact_datastore(target, resume=resume)
+
+    return target, {"build": (None, build), "add": (base, add), "compact": (grown, compact)}
+
+
+def prepare(target, base):
+    shutil.rmtree(target, ignore_errors=True)
+    if base is not None:
+        shutil.copytree(base, target)
+
+
+def state(target):
+    """Documents of a sound store, or None where the folder is refused."""
+    try:
+        open_datastore(target)
+    except StoreNotFoundError:
+        return None
+    except StoreIncompleteError as error:
+        return None if "--resume" in error.remedy else error
+    verify_datastore(target)
+    return contents(target)
+
+
+def finish(target, base, change, resume):
+    """Do what the messages say: resume, or do the change again."""
+    if resume:
+        try:
+            change(resume=True)
+            return
+        except BuildError as error:
+            if "Run the command again" not in error.remedy:
+                raise
+    if base is None:
+        if (target / "manifest.json").exists():
+            return
+        shutil.rmtree(target, ignore_errors=True)
+    change(resume=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["build", "add", "compact"])
+def test_kill_at_any_moment(verbs, verb):
+    target, (base, change) = verbs[0], verbs[1][verb]
+    prepare(target, base)
+    old = state(target)
+    started = time.perf_counter()
+    run(change)
+    duration = time.perf_counter() - started
+    new = state(target)
+    random = np.random.default_rng(len(verb))
+    kills = 0
+    for trial in range(KILLS):
+        prepare(target, base)
+        kills += run(change, float(random.uniform(0, duration)))
+        assert state(target) in (old, new)
+        finish(target, base, change, resume=trial % 2 == 0)
+        assert state(target) == new
+        if base is not None:  # a finished build may leave its notes, which the next change throws away
+            assert not (target / "work" / "plan.json").exists()
+    assert kills > KILLS // 2
