@@ -219,6 +219,8 @@ def _stream(
 @functools.wraps(GenerationMixin.generate)
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an accelerated model."""
+    if not isinstance(getattr(self, "speculation", None), Speculation):
+        return _original(self)(*args, **kwargs)  # a copy of an accelerated model
     speculation = _speculation_of(self)
     own = {name: kwargs.pop(name, None) for name in _OWN_OPTIONS}
     arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments

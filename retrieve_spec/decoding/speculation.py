@@ -63,10 +63,18 @@ class Speculation:
         self._make_verifier = make_verifier
         self._datastores = list(datastores)
         self._given = drafter
+        self._session: Any = None
         self._drafters: dict[str, Drafter] = {}
         self._lock = threading.RLock()
         self._generation = 0
         self._said: set[str] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing: a copy of an accelerated model is not accelerated."""
+
+    def __reduce__(self) -> Any:
+        """Pickle as nothing: a saved model is not accelerated."""
+        return type(None), ()
 
     def drafter(self, draft: str | None = None) -> Drafter | None:
         """Drafter for a call: the one given to `accelerate`, a preset's, or None when drafting is off.
@@ -100,7 +108,7 @@ class Speculation:
                 self._drafters[name] = build_drafter(
                     self.config.with_options(draft=name),
                     datastores=self._datastores,
-                    session=getattr(old, "session", None),
+                    session=self._session or getattr(old, "session", None),
                     calibration=getattr(old, "calibration", None),
                 )
 
@@ -108,6 +116,17 @@ class Speculation:
         """Drop what was learned from earlier generations (texts, calibration); measured costs stay."""
         with self._lock:
             self._drafters.clear()
+
+    def use_session(self, session: Any) -> None:
+        """Draft from this memory (`retrieve_spec.sources.session.SessionMemory`, None for none) and add to it.
+
+        Whoever serves several users gives each a memory of their own before each call.
+        """
+        with self._lock:
+            self._session = session
+            for drafter in self._drafters.values():
+                if hasattr(drafter, "session"):
+                    drafter.session = session
 
     def delegated(self, reason: str) -> None:
         """Record a call that the original `generate` decodes; the first time for each reason, say so in the log."""

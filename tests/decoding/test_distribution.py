@@ -1,0 +1,128 @@
+"""Sampled text follows the target's processed distribution, and the test notices rules that do not."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from retrieve_spec.decoding.acceptance import PassLogits, SamplingChooser, Warpers, read_logits, walk
+from retrieve_spec.decoding.text import RowText
+from retrieve_spec.drafting.tree import DraftTree
+
+VOCAB, DRAWS, TOP_P = 8, 6000, 0.9
+TEMPERATURES = [0.7, 1.0, 1.3]
+_TABLE = np.random.default_rng(5).standard_normal((VOCAB + 1, VOCAB)).astype(np.float32) * 1.5
+# root ─┬─ 0 ─┬─ 1
+#       │     └─ 2
+#       ├─ 3 ─── 4
+#       └─ 5
+TREE = DraftTree.from_paths([[0, 1], [0, 2], [3, 4], [5]])
+
+
+def processed(row: Any, temperature: float, top_p: float = TOP_P) -> Any:
+    """Distribution after temperature and top-p, by the definition."""
+    p = np.exp(row.astype(np.float64) / temperature)
+    p /= p.sum()
+    order = np.argsort(-p)
+    before = np.concatenate([[0.0], np.cumsum(p[order])[:-1]])
+    p[order[before >= top_p]] = 0.0
+    return p / p.sum()
+
+
+def logits_of_tree(tree: DraftTree) -> PassLogits:
+    """The next token depends on the one before; the prompt's last token is VOCAB."""
+    return read_logits(torch.from_numpy(_TABLE[[VOCAB, *tree.token_ids.tolist()]]), 1)
+
+
+def expected_pairs(temperature: float) -> dict[tuple[int, int], float]:
+    """Probability of the first two tokens of a text."""
+    first = processed(_TABLE[VOCAB], temperature)
+    rows = [processed(_TABLE[token], temperature) for token in range(VOCAB)]
+    return {(a, b): first[a] * rows[a][b] for a, b in itertools.product(range(VOCAB), repeat=2)}
+
+
+def chi_square(counts: Counter[tuple[int, int]], expected: dict[tuple[int, int], float]) -> tuple[float, float]:
+    """Pearson's statistic over cells of five expected draws or more, the rest pooled; and its 99.9 % quantile."""
+    total = sum(counts.values())
+    big = {cell: p * total for cell, p in expected.items() if p * total >= 5}
+    seen_big = sum(counts[cell] for cell in big)
+    statistic = sum((counts[cell] - mean) ** 2 / mean for cell, mean in big.items())
+    rest = total - sum(big.values())
+    statistic += (total - seen_big - rest) ** 2 / max(rest, 1.0)
+    degrees = len(big)
+    quantile = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3  # Wilson and Hilferty, 1931
+    return statistic, quantile
+
+
+def continue_plainly(text: list[int], temperature: float, rng: np.random.Generator) -> list[int]:
+    """Fill up to two tokens without drafts."""
+    while len(text) < 2:
+        text.append(int(rng.choice(VOCAB, p=processed(_TABLE[text[-1]], temperature))))
+    return text[:2]
+
+
+def draw_by_walk(temperature: float, seed: int, rng: np.random.Generator) -> list[int]:
+    """The library's rule."""
+    text = RowText(torch.tensor([[1]]), 16)
+    chooser = SamplingChooser(Warpers(temperature, 0, TOP_P), seed)
+    walked = walk(TREE, logits_of_tree(TREE), 0, chooser, text, lambda *_: False)
+    return continue_plainly(walked.emitted.tolist(), temperature, rng)
+
+
+def draw_best_of_rows(temperature: float, seed: int, rng: np.random.Generator) -> list[int]:
+    """Wrong: verify every branch on its own and keep the longest accepted one."""
+    best: list[int] = []
+    for path in ([0, 1], [0, 2], [3, 4], [5]):
+        text: list[int] = []
+        for previous, drafted in zip([VOCAB, *path], [*path, None], strict=True):
+            text.append(int(rng.choice(VOCAB, p=processed(_TABLE[previous], temperature))))
+            if text[-1] != drafted:
+                break
+        best = max(best, text, key=len)
+    return continue_plainly(best, temperature, rng)
+
+
+def draw_redrawn(temperature: float, seed: int, rng: np.random.Generator) -> list[int]:
+    """Wrong: accept the draft with its probability, else draw again from the full distribution."""
+    text: list[int] = []
+    for previous, drafted in [(VOCAB, 0), (0, 1)]:
+        p = processed(_TABLE[previous], temperature)
+        if rng.random() < p[drafted]:
+            text.append(drafted)
+            continue
+        text.append(int(rng.choice(VOCAB, p=p)))
+        break
+    return continue_plainly(text, temperature, rng)
+
+
+def draw_raw_bonus(temperature: float, seed: int, rng: np.random.Generator) -> list[int]:
+    """Wrong: accept from the processed distribution, but take the bonus token from the raw one."""
+    token = int(rng.choice(VOCAB, p=processed(_TABLE[VOCAB], temperature)))
+    if token not in (0, 3, 5):
+        return continue_plainly([token], temperature, rng)
+    return [token, int(rng.choice(VOCAB, p=processed(_TABLE[token], 1.0, top_p=1.1)))]
+
+
+def statistic(draw: Callable[..., list[int]], temperature: float) -> tuple[float, float]:
+    rng = np.random.default_rng(1)
+    counts = Counter(tuple(draw(temperature, seed, rng)) for seed in range(DRAWS))
+    return chi_square(counts, expected_pairs(temperature))
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_sampled_pairs_follow_the_processed_distribution(temperature: float) -> None:
+    found, allowed = statistic(draw_by_walk, temperature)
+    assert found < allowed
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("wrong", [draw_best_of_rows, draw_redrawn, draw_raw_bonus])
+def test_wrong_rules_are_noticed(wrong: Callable[..., list[int]], temperature: float) -> None:
+    found, allowed = statistic(wrong, temperature)
+    assert found > allowed

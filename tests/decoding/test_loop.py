@@ -1,0 +1,138 @@
+"""The loop over a mock model: what is accepted, committed, shown and learned, to the token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mock_model import MockVerifier, counting, decoding
+from scripted_drafter import ScriptedDrafter
+from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteria
+
+ANSWER = [i % 50 for i in range(3, 80)]
+
+
+def run(made: Any) -> list[list[int]]:
+    return [visible.tolist() for visible in made.run()]
+
+
+@pytest.mark.parametrize("script", ["right", "wrong", "half", "branchy"])
+@pytest.mark.parametrize("mode", ["tree", "chain"])
+def test_output_is_the_models_whatever_is_drafted(script: str, mode: Any) -> None:
+    verifier = MockVerifier(counting(), mode)
+    drafter = ScriptedDrafter(ANSWER, script, vocab=50)
+    made = decoding(verifier, drafter, [3, 4, 5])
+    shown = sum(run(made), [])
+    assert shown == ANSWER[3:30]
+    assert verifier.cache == ANSWER[:29], "the cache holds all but the last token"
+    assert drafter.text == ANSWER[:30]
+    assert made.text.new_ids.tolist() == shown
+
+
+def test_right_drafts_are_accepted_whole() -> None:
+    drafter = ScriptedDrafter(ANSWER, "right", length=6, vocab=50)
+    made = decoding(MockVerifier(counting()), drafter, [3, 4, 5])
+    assert run(made) == [[6], *[ANSWER[a : a + 7] for a in (4, 11, 18)], ANSWER[25:30]]
+    report = made.summary()
+    assert (report.new_tokens, report.passes, report.nodes) == (27, 5, 6 + 6 + 6 + 4)
+    assert report.accepted_by_source == {"script": 22}
+
+
+def test_no_pass_asks_for_more_than_may_be_emitted() -> None:
+    drafter = ScriptedDrafter(ANSWER, "right", length=50, vocab=50)
+    run(decoding(MockVerifier(counting()), drafter, [3, 4, 5], max_length=9))
+    assert [budget.max_depth for budget in drafter.budgets] == [4]
+
+
+def test_drafts_end_at_the_position_limit() -> None:
+    drafter = ScriptedDrafter(ANSWER, "right", length=50, vocab=50)
+    verifier = MockVerifier(counting())
+    made = decoding(verifier, drafter, [3, 4, 5], draft_end=8)
+    assert sum(run(made), []) == ANSWER[3:30]
+    assert drafter.budgets[0].max_depth == 4
+    assert all(budget.max_nodes == 0 for budget in drafter.budgets[1:])
+    assert verifier.passes[2:] == [0] * len(verifier.passes[2:])
+
+
+def test_end_of_text_inside_an_accepted_run_cuts_there() -> None:
+    verifier = MockVerifier(counting())
+    criteria = [EosTokenCriteria(torch.tensor([40, 10]))]
+    drafter = ScriptedDrafter(ANSWER, "right", length=20, vocab=50)
+    assert sum(run(decoding(verifier, drafter, [3, 4], criteria=criteria)), []) == [5, 6, 7, 8, 9, 10]
+    assert verifier.cache == [3, 4, 5, 6, 7, 8, 9]
+    assert drafter.seen[-1].emitted.tolist() == [6, 7, 8, 9, 10]
+
+
+class StopAfter(StoppingCriteria):
+    """Counts its calls, and stops at a token."""
+
+    def __init__(self, token: int) -> None:
+        self.token, self.lengths = token, []
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.lengths.append(input_ids.shape[1])
+        return input_ids[:, -1] == self.token
+
+
+def test_custom_criteria_see_every_token_once_and_in_order() -> None:
+    stop = StopAfter(12)
+    drafter = ScriptedDrafter(ANSWER, "right", length=20, vocab=50)
+    assert sum(run(decoding(MockVerifier(counting()), drafter, [3], criteria=[stop])), []) == list(range(4, 13))
+    assert stop.lengths == list(range(2, 11))
+
+
+def test_what_the_drafter_learns() -> None:
+    drafter = ScriptedDrafter(ANSWER, "right", length=3, vocab=50, top_k=2)
+    drafter.wants_hidden = True
+    made = decoding(MockVerifier(counting()), drafter, [3, 4, 5], max_length=12, prompt_logits=2)
+    run(made)
+    token_ids, top_ids, top_logits = drafter.prompt_rows
+    assert token_ids.tolist() == [4, 5]
+    assert top_ids.tolist() == [[5, 6], [6, 7]]
+    assert top_logits.tolist() == [[3, 1], [3, 1]]
+    first, second = drafter.seen[:2]
+    assert first.top_ids is None
+    assert first.hidden.tolist() == [1.0], "row of the last prompt token"
+    assert second.top_ids.tolist() == [[7, 8], [8, 9], [9, 10], [10, 11]]
+    assert second.hidden.tolist() == [3.0], "row of the last accepted node"
+
+
+def test_a_drafter_that_wants_no_logits_gets_none() -> None:
+    drafter = ScriptedDrafter(ANSWER, "right", vocab=50, top_k=0)
+    run(decoding(MockVerifier(counting()), drafter, [3, 4, 5], prompt_logits=2))
+    assert drafter.prompt_rows is None
+    assert all(verified.top_ids is None and verified.hidden is None for verified in drafter.seen)
+
+
+def test_prompt_in_chunks_can_be_cancelled_in_between() -> None:
+    verifier = MockVerifier(counting())
+    made = decoding(verifier, None, ANSWER[:20], prefill_chunk=8)
+    passes = made.run()
+    assert next(passes).tolist() == []
+    assert verifier.cache == ANSWER[:8]
+    passes.close()
+    assert verifier.cache == ANSWER[:8]
+    assert sum(run(decoding(MockVerifier(counting()), None, ANSWER[:20], prefill_chunk=8)), []) == ANSWER[20:30]
+
+
+def test_plain_verifiers_get_no_drafts() -> None:
+    drafter = ScriptedDrafter(ANSWER, "right", vocab=50)
+    verifier = MockVerifier(counting(), "plain")
+    assert sum(run(decoding(verifier, drafter, ANSWER[:20], prefill_chunk=4)), []) == ANSWER[20:30]
+    assert not drafter.budgets
+    assert set(verifier.passes) == {0}
+
+
+def test_auto_budgets_carry_measured_cost() -> None:
+    drafter = ScriptedDrafter(ANSWER, "right", vocab=50, length=2)
+    made = decoding(MockVerifier(counting()), drafter, [3], nodes=None)
+    run(made)
+    assert drafter.budgets[0].cost is None, "nothing measured yet"
+    budget = next(budget for budget in reversed(drafter.budgets) if budget.max_nodes)
+    cost = budget.cost
+    assert cost is not None
+    assert cost.dtype == np.float32
+    assert cost.shape == (budget.max_nodes + 1,)
+    assert (np.diff(cost) >= 0).all()
