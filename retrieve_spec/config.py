@@ -25,8 +25,6 @@ class SpeculationConfig:
         The one dial: draft nodes per pass, 0 … 256, or `"auto"` (sized by measured cost).
     max_depth
         Longest drafted path.
-    max_children
-        Children of one node at most.
     min_path_probability
         A node whose estimated path probability is lower is not drafted.
     prompt_logits
@@ -47,8 +45,7 @@ class SpeculationConfig:
     draft: str = AUTO
     nodes: int | Literal["auto"] = AUTO
     max_depth: int = 256
-    max_children: int = 10
-    min_path_probability: float = 0.002
+    min_path_probability: float = 0.0005
     prompt_logits: int = 256
     prefill_chunk: int = 0
     session: bool = False
@@ -63,7 +60,7 @@ class SpeculationConfig:
             raise ConfigError(
                 "min_path_probability in [0, 1)", repr(self.min_path_probability), "Leave it at its default."
             )
-        for name in ("max_depth", "max_children", "session_tokens"):
+        for name in ("max_depth", "session_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")
         if self.static_pass not in (AUTO, "always", "off"):

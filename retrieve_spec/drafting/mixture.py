@@ -43,11 +43,10 @@ class _Scratch:
     slots: NDArray[np.int64] = field(init=False)
     nodes: NDArray[np.int64] = field(init=False)
     node_p: NDArray[np.float32] = field(init=False)
-    order: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
-        pool = 24 * MAX_NODES
-        self.cursors = np.zeros((MAX_NODES + 1, self.rows, blend.CURSOR), np.int64)
+        pool = 64 * MAX_NODES
+        self.cursors = np.zeros(((MAX_NODES + 1) * self.rows, blend.CURSOR), np.int64)
         self.tails = np.zeros((MAX_NODES + 1, blend.TAIL), np.int32)
         self.pool_p = np.empty(pool, np.float32)
         self.pool_ids = np.empty((pool, 3), np.int64)
@@ -55,7 +54,6 @@ class _Scratch:
         self.slots = np.zeros(blend.HASH, np.int64)
         self.nodes = np.empty((MAX_NODES, 4), np.int64)
         self.node_p = np.empty(MAX_NODES, np.float32)
-        self.order = np.empty(MAX_NODES, np.int64)
 
 
 class MixtureDrafter:
@@ -110,7 +108,7 @@ class MixtureDrafter:
         self._history = []
         self._open()
         newest = prompt[::-1][: blend.TAIL]
-        self._tail[: len(newest)] = newest
+        self._tail[0, : len(newest)] = newest
         self._tail_len = len(prompt)
         self._place_session(prompt)
         self._follow_stores(prompt[-expand.MATCH :], self._exact_cursors())
@@ -121,16 +119,16 @@ class MixtureDrafter:
         self.context.extend(ids)
         self._place_session(ids)
         self._follow_stores(ids[-expand.MATCH :], self._exact_cursors())
-        self._tail = np.roll(self._tail, len(ids))
+        self._tail = np.roll(self._tail, len(ids), axis=1)
         newest = ids[::-1][: blend.TAIL]
-        self._tail[: len(newest)] = newest
+        self._tail[0, : len(newest)] = newest
         self._tail_len += len(ids)
 
     def _follow_stores(self, token_ids: NDArray[np.int32], roots: NDArray[np.int64]) -> None:
         """Move the stores' longest-match cursors from where they were before the tokens to after them."""
         self._window = np.concatenate([self._window, token_ids])[-expand.MATCH - len(token_ids) :]
-        for i, row in enumerate(self.stores.exact):
-            expand.follow_exact(row, roots[i], self._window, len(token_ids))
+        for i in range(len(roots)):
+            expand.follow_exact(self._table, self._exact_row + i, roots, i, self._window, len(token_ids))
         self._cursors[self._exact_row : self._exact_row + len(roots)] = roots
 
     def _exact_cursors(self) -> NDArray[np.int64]:
@@ -172,7 +170,6 @@ class MixtureDrafter:
             cost,
             limit,
             min(budget.max_depth, self.config.max_depth),
-            self.config.max_children,
             self.config.min_path_probability,
             s.cursors,
             s.tails,
@@ -189,21 +186,25 @@ class MixtureDrafter:
     def _tree(self, n: int) -> DraftTree:
         if n == 0:
             return DraftTree()
-        s = self._scratch
-        order = s.order[:n]
-        expand.depth_first(s.nodes, n, order)
-        place = np.empty(n + 1, np.int32)
-        place[order] = np.arange(n, dtype=np.int32)
-        place[n] = -1  # parents of -1 index the last entry
-        rows = s.nodes[order]
-        return DraftTree(
-            rows[:, 0].astype(np.int32),
-            place[rows[:, 1]],
-            rows[:, 2].astype(np.int32),
-            np.log(s.node_p[order]),
-            self._numbers[rows[:, 3]],
+        tree = DraftTree(
+            np.empty(n, np.int32),
+            np.empty(n, np.int32),
+            np.empty(n, np.int32),
+            np.empty(n, np.float32),
+            np.empty(n, np.uint8),
             np.full(n, -1, np.int64),
         )
+        expand.depth_first(
+            self._scratch.nodes,
+            self._scratch.node_p,
+            self._numbers,
+            tree.token_ids,
+            tree.parent,
+            tree.depth,
+            tree.log_p,
+            tree.source,
+        )
+        return tree
 
     def observe(self, verified: VerifiedPass) -> None:
         """Learn from the emitted tokens, then take them into the text so far."""
@@ -232,7 +233,7 @@ class MixtureDrafter:
             self.prediction.follow(emitted, self._recent())
 
     def _recent(self) -> NDArray[np.int32]:
-        return np.ascontiguousarray(self._tail[: min(self._tail_len, blend.TAIL)][::-1])
+        return np.ascontiguousarray(self._tail[0, : min(self._tail_len, blend.TAIL)][::-1])
 
     def _recycle(self, verified: VerifiedPass) -> None:
         assert self.recycling is not None and verified.top_ids is not None and verified.top_logits is not None
@@ -255,6 +256,7 @@ class MixtureDrafter:
         if self.prediction:
             rows += [self.prediction.row(PREDICTION)] * HYPOTHESES
         self._context_row = len(rows)
+        self._context_moved = self.context.moved
         rows.append(self.context.row(CONTEXT))
         self._session_row = len(rows)
         if self.session is not None:
@@ -270,13 +272,15 @@ class MixtureDrafter:
         if self._scratch.rows != len(rows):
             self._scratch = _Scratch(len(rows))
             self._stamp = 0
-        self._tail: NDArray[np.int32] = np.zeros(blend.TAIL, np.int32)
+        self._tail: NDArray[np.int32] = np.zeros((1, blend.TAIL), np.int32)
         self._tail_len = 0
         self._window: NDArray[np.int32] = np.empty(0, np.int32)
 
     def _sync(self) -> None:
         """Bring table and cursors up to date with sources that changed under them."""
-        self._table[self._context_row] = self.context.row(CONTEXT)
+        if self._context_moved != self.context.moved:
+            self._table[self._context_row] = self.context.row(CONTEXT)
+            self._context_moved = self.context.moved
         self._cursors[self._context_row, :2] = self.context.root()
         if self.prediction:
             self._cursors[:HYPOTHESES] = self.prediction.cursors

@@ -13,11 +13,13 @@ from retrieve_spec.kernels.blend import (
     CURSOR,
     EXACT,
     KIND,
+    MASS_FLOOR,
     MAX_CANDIDATES,
     MAX_LEVELS,
     NGRAM,
     NUMBER,
     PREDICTION,
+    READ_LIMIT,
     TAIL,
     advance_row,
     blend,
@@ -34,6 +36,8 @@ from retrieve_spec.kernels.views import view_f32, view_i32, view_u16, view_u32, 
 
 MATCH = 64
 """Longest match with a store that is kept when the text leaves it."""
+RANKS = 72
+"""Bins of the candidates' probabilities, for pruning."""
 SCALE_BINS = 33
 """Bins of the final probability scale over log-odds -8 … 8."""
 SCALE_MEMORY = 1000.0
@@ -112,6 +116,23 @@ def _best_possible(cost: NDArray[np.float32], n: int, gain: float, p: float, rat
 
 
 @njit(cache=True, nogil=True)
+def _rank(p: float) -> int:
+    """Bin of a path probability, six per halving."""
+    return min(int(-6.0 * np.log2(max(p, 1e-9))), RANKS - 1)
+
+
+@njit(cache=True, nogil=True)
+def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
+    """A probability below which no further candidate can be among the ``max_nodes`` best."""
+    above = 0
+    for i in range(RANKS):
+        above += ranks[i]
+        if above >= max_nodes:
+            return np.float64(2.0 ** (-(i + 1) / 6.0))
+    return 0.0
+
+
+@njit(cache=True, nogil=True)
 def expand(
     table: NDArray[np.int64],
     root_cursors: NDArray[np.int64],
@@ -122,7 +143,6 @@ def expand(
     cost: NDArray[np.float32],
     max_nodes: int,
     max_depth: int,
-    max_children: int,
     min_p: float,
     cursors: NDArray[np.int64],
     tails: NDArray[np.int32],
@@ -141,7 +161,7 @@ def expand(
     cost
         (max_nodes + 1,) float32 seconds of a pass over n nodes, or (0,) to fill the budget.
     cursors, tails
-        (max_nodes + 1, s, CURSOR) int64 and (max_nodes + 1, TAIL) int32 scratch; entry 0 is the root's.
+        ((max_nodes + 1) · s, CURSOR) int64 and (max_nodes + 1, TAIL) int32 scratch; the root's come first.
     pool_p, pool_ids, heap
         (c,) float32, (c, 3) int64 (token, parent, source row), (c,) int64 scratch for candidates.
     slots, stamp
@@ -159,8 +179,20 @@ def expand(
     credit = np.empty(MAX_CANDIDATES, np.int64)
     levels = np.empty((MAX_LEVELS, 4), np.int64)
     weights = np.empty(MAX_LEVELS, np.float32)
-    cursors[0] = root_cursors
-    tails[0] = tail
+    open_levels = np.empty((len(table), 2), np.int64)
+    hashes = np.empty((2, TAIL), np.uint64)
+    read_tokens = np.empty(READ_LIMIT, np.int32)
+    read_counts = np.empty(READ_LIMIT, np.int32)
+    read_p = np.empty(READ_LIMIT, np.float32)
+    share = np.empty(MAX_CANDIDATES, np.float32)
+    rows = len(table)
+    for s in range(rows):
+        for j in range(CURSOR):
+            cursors[s, j] = root_cursors[s, j]
+    for j in range(TAIL):
+        tails[0, j] = tail[0, j]
+    ranks = np.zeros(RANKS, np.int64)
+    cutoff = 0.0
     pool = 0
     size = 0
     n = 0
@@ -173,15 +205,33 @@ def expand(
     while True:
         if depth < max_depth and n < max_nodes:
             valid = min(tail_len + depth, TAIL)
-            k = collect_levels(table, cursors[at], tails[at], valid, cells, levels, weights)
+            # No candidate below `cutoff` can be among the best, so levels with too little mass to make one are not read.
+            worth = max(min_p, cutoff) / path_p
+            mass = max(worth, MASS_FLOOR)
+            k = collect_levels(
+                table, cursors, at * rows, tails, at, valid, cells, mass, open_levels, hashes, levels, weights
+            )
             stamp += 1
-            c = blend(table, cursors[at], cells, levels, weights, k, slots, stamp, tokens, probs, credit)
-            pushed = 0
-            floor = min_p / path_p
-            if c > max_children:
-                floor = max(floor, _kth_largest(probs, c, max_children))
+            c = blend(
+                table,
+                cursors,
+                at * rows,
+                cells,
+                levels,
+                weights,
+                k,
+                slots,
+                stamp,
+                read_tokens,
+                read_counts,
+                read_p,
+                share,
+                tokens,
+                probs,
+                credit,
+            )
             for i in range(c):
-                if probs[i] < floor or pushed >= max_children or pool >= len(pool_p):
+                if probs[i] < worth or pool >= len(pool_p):
                     continue
                 p = path_p * scaled(scale, table[credit[i], NUMBER], probs[i])
                 pool_p[pool] = p
@@ -189,9 +239,10 @@ def expand(
                 pool_ids[pool, 1] = at - 1
                 pool_ids[pool, 2] = credit[i]
                 _push(heap, size, pool, pool_p, pool_ids)
+                ranks[_rank(p)] += 1
                 size += 1
                 pool += 1
-                pushed += 1
+            cutoff = _cutoff(ranks, max_nodes)
         if size == 0 or n >= max_nodes:
             break
         top = heap[0]
@@ -220,30 +271,43 @@ def expand(
             tails[at, 0] = token
             for i in range(1, TAIL):
                 tails[at, i] = tails[parent + 1, i - 1]
-            for s in range(len(table)):
-                advance_row(table[s], cursors[parent + 1, s], token, cursors[at, s])
+            for s in range(rows):
+                advance_row(table, s, cursors, (parent + 1) * rows + s, token, cursors, at * rows + s)
     return best_n, n, stamp
 
 
 @njit(cache=True, nogil=True)
-def _kth_largest(values: NDArray[np.float32], n: int, k: int) -> float:
-    """The k-th largest of the first n values."""
-    return np.float64(np.partition(values[:n], n - k)[n - k])
+def depth_first(
+    nodes: NDArray[np.int64],
+    node_p: NDArray[np.float32],
+    numbers: NDArray[np.uint8],
+    token_ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    depths: NDArray[np.int32],
+    log_p: NDArray[np.float32],
+    sources: NDArray[np.uint8],
+) -> None:
+    """Write the first nodes (best-first, parents first) in depth-first order, so that first branches are contiguous.
 
-
-@njit(cache=True, nogil=True)
-def depth_first(nodes: NDArray[np.int64], n: int, order: NDArray[np.int64]) -> None:
-    """Order of the first n nodes (best-first, parents first) in which each first branch is contiguous.
-
-    ``order[i]`` is the best-first index of the i-th node in depth-first order.
+    Parameters
+    ----------
+    nodes, node_p
+        Output of `expand`; as many nodes are written as the outputs hold.
+    numbers
+        (s,) uint8, number of each source row.
+    token_ids, parents, depths, log_p, sources
+        (n,) outputs: the fields of a `DraftTree`.
     """
+    n = len(token_ids)
     first = np.full(n + 1, -1, np.int64)
     after = np.full(n, -1, np.int64)
+    place = np.empty(n + 1, np.int32)
+    stack = np.empty(n + 1, np.int64)
     for i in range(n - 1, -1, -1):
         parent = nodes[i, 1] + 1
         after[i] = first[parent]
         first[parent] = i
-    stack = np.empty(n + 1, np.int64)
+    place[0] = -1
     top = 0
     filled = 0
     at = first[0]
@@ -252,7 +316,12 @@ def depth_first(nodes: NDArray[np.int64], n: int, order: NDArray[np.int64]) -> N
             top -= 1
             at = after[stack[top]]
             continue
-        order[filled] = at
+        token_ids[filled] = nodes[at, 0]
+        parents[filled] = place[nodes[at, 1] + 1]
+        depths[filled] = nodes[at, 2]
+        log_p[filled] = np.log(node_p[at])
+        sources[filled] = numbers[nodes[at, 3]]
+        place[at + 1] = filled
         filled += 1
         stack[top] = at
         top += 1
@@ -261,30 +330,30 @@ def depth_first(nodes: NDArray[np.int64], n: int, order: NDArray[np.int64]) -> N
 
 @njit(cache=True, nogil=True)
 def _share_of(
-    row: NDArray[np.int64], cursor: NDArray[np.int64], handle: int, total: int, token: int
+    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int, total: int, token: int
 ) -> tuple[float, float]:
     """(share of a level that goes to ``token`` by count, 1 if the token is its most recent continuation)."""
-    if row[KIND] == AUTOMATON:
-        states = states_of(row)
-        edges = edges_of(row)
-        count = automaton.count_of(states, edges, slots_of(row), handle, token)
+    if table[s, KIND] == AUTOMATON:
+        states = states_of(table, s)
+        edges = edges_of(table, s)
+        count = automaton.count_of(states, edges, slots_of(table, s), handle, token)
         recent = 1.0 if automaton.most_recent(states, edges, handle) == token else 0.0
         return count / total, recent
-    if row[KIND] == PREDICTION:
-        hit = 1.0 if view_i32(row[2], row[3])[handle] == token else 0.0
+    if table[s, KIND] == PREDICTION:
+        hit = 1.0 if view_i32(table[s, 2], table[s, 3])[handle] == token else 0.0
         return hit, hit
-    if row[KIND] == NGRAM:
-        start = view_u32(row[6], row[3] + 1)
+    if table[s, KIND] == NGRAM:
+        start = view_u32(table[s, 6], table[s, 3] + 1)
         for j in range(np.int64(start[handle]), np.int64(start[handle + 1])):
-            if ngram_token(row, j) == token:
-                return view_u32(row[8], row[9])[j] / total, 0.0
+            if ngram_token(table, s, j) == token:
+                return view_u32(table[s, 8], table[s, 9])[j] / total, 0.0
         return 0.0, 0.0
-    if row[KIND] == EXACT:
-        a, b = exact_narrow(row, cursor[0], cursor[1], cursor[2], token)
+    if table[s, KIND] == EXACT:
+        a, b = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
         return (b - a) / total, 0.0
-    k = row[10]
-    ids = view_i32(row[6], row[3] * k)
-    p = view_f32(row[8], row[3] * k)
+    k = table[s, 10]
+    ids = view_i32(table[s, 6], table[s, 3] * k)
+    p = view_f32(table[s, 8], table[s, 3] * k)
     for i in range(k):
         if ids[handle * k + i] == token:
             return np.float64(p[handle * k + i]), 0.0
@@ -311,9 +380,9 @@ def learn_weights(
     mass = 1.0
     total = 0.0
     for i in range(num_levels):
-        row = table[levels[i, 0]]
-        recency = recency_weight(cells, levels[i, 2]) if row[KIND] == AUTOMATON else 0.0
-        share, recent = _share_of(row, cursors[levels[i, 0]], levels[i, 1], levels[i, 3], token)
+        s = levels[i, 0]
+        recency = recency_weight(cells, levels[i, 2]) if table[s, KIND] == AUTOMATON else 0.0
+        share, recent = _share_of(table, s, cursors, s, levels[i, 1], levels[i, 3], token)
         by_count[i] = (1.0 - recency) * share
         by_recency[i] = recency * recent
         joint[i] = mass * weights[i] * (by_count[i] + by_recency[i])
@@ -390,21 +459,46 @@ def learn(
     credit = np.empty(MAX_CANDIDATES, np.int64)
     levels = np.empty((MAX_LEVELS, 4), np.int64)
     weights = np.empty(MAX_LEVELS, np.float32)
-    moved = np.empty(CURSOR, np.int64)
+    open_levels = np.empty((len(table), 2), np.int64)
+    hashes = np.empty((2, TAIL), np.uint64)
+    read_tokens = np.empty(READ_LIMIT, np.int32)
+    read_counts = np.empty(READ_LIMIT, np.int32)
+    read_p = np.empty(READ_LIMIT, np.float32)
+    share = np.empty(MAX_CANDIDATES, np.float32)
+    moved = np.empty((1, CURSOR), np.int64)
     for i in range(len(emitted)):
         token = emitted[i]
-        k = collect_levels(table, cursors, tail, min(tail_len + i, TAIL), cells, levels, weights)
+        k = collect_levels(
+            table, cursors, 0, tail, 0, min(tail_len + i, TAIL), cells, MASS_FLOOR, open_levels, hashes, levels, weights
+        )
         stamp += 1
-        c = blend(table, cursors, cells, levels, weights, k, slots, stamp, tokens, probs, credit)
+        c = blend(
+            table,
+            cursors,
+            0,
+            cells,
+            levels,
+            weights,
+            k,
+            slots,
+            stamp,
+            read_tokens,
+            read_counts,
+            read_p,
+            share,
+            tokens,
+            probs,
+            credit,
+        )
         learn_scale(scale, table, tokens, probs, credit, c, min_p, token)
         learn_weights(table, cursors, cells, levels, weights, k, token)
         for s in range(len(table)):
-            moved[:] = cursors[s]
-            advance_row(table[s], cursors[s], token, moved)
-            cursors[s] = moved
+            moved[0] = cursors[s]
+            advance_row(table, s, cursors, s, token, moved, 0)
+            cursors[s] = moved[0]
         for j in range(TAIL - 1, 0, -1):
-            tail[j] = tail[j - 1]
-        tail[0] = token
+            tail[0, j] = tail[0, j - 1]
+        tail[0, 0] = token
     return stamp
 
 
@@ -420,7 +514,7 @@ def node_tails(
     """Newest tokens of the context after the root (row 0) and after every node (row i + 1), newest first."""
     width = tails.shape[1]
     for j in range(width):
-        tails[0, j] = tail[j]
+        tails[0, j] = tail[0, j]
     lens[0] = min(tail_len, width)
     for i in range(len(token_ids)):
         above = parent[i] + 1
@@ -431,7 +525,9 @@ def node_tails(
 
 
 @njit(cache=True, nogil=True)
-def follow_exact(row: NDArray[np.int64], cursor: NDArray[np.int64], window: NDArray[np.int32], fresh: int) -> None:
+def follow_exact(
+    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, window: NDArray[np.int32], fresh: int
+) -> None:
     """Follow the newest tokens of the text with a store's longest-match cursor.
 
     Parameters
@@ -446,17 +542,17 @@ def follow_exact(row: NDArray[np.int64], cursor: NDArray[np.int64], window: NDAr
         How many of them are new.
     """
     local = np.empty(len(window), np.int64)
-    to_local = view_i32(row[7], row[8])
+    to_local = view_i32(table[s, 7], table[s, 8])
     for i in range(len(window)):
-        local[i] = to_local[window[i]] if 0 <= window[i] < row[8] else 0
-    sa = view_u32(row[5], row[6])
-    top = view_u64(row[12], row[13])
-    lo, hi, depth = cursor[0], cursor[1], cursor[2]
+        local[i] = to_local[window[i]] if 0 <= window[i] < table[s, 8] else 0
+    sa = view_u32(table[s, 5], table[s, 6])
+    top = view_u64(table[s, 12], table[s, 13])
+    lo, hi, depth = cursors[c, 0], cursors[c, 1], cursors[c, 2]
     for i in range(len(window) - fresh, len(window)):
-        if row[4] == 2:
-            tokens = view_u16(row[2], row[3])
-            lo, hi, depth = sa_extend(tokens, sa, top, row[14], lo, hi, depth, local, i + 1, MATCH)
+        if table[s, 4] == 2:
+            tokens = view_u16(table[s, 2], table[s, 3])
+            lo, hi, depth = sa_extend(tokens, sa, top, table[s, 14], lo, hi, depth, local, i + 1, MATCH)
         else:
-            wide = view_u32(row[2], row[3])
-            lo, hi, depth = sa_extend(wide, sa, top, row[14], lo, hi, depth, local, i + 1, MATCH)
-    cursor[0], cursor[1], cursor[2] = lo, hi, depth
+            wide = view_u32(table[s, 2], table[s, 3])
+            lo, hi, depth = sa_extend(wide, sa, top, table[s, 14], lo, hi, depth, local, i + 1, MATCH)
+    cursors[c, 0], cursors[c, 1], cursors[c, 2] = lo, hi, depth

@@ -30,6 +30,7 @@ class SuffixAutomaton:
 
     def __init__(self, capacity: int = 1024) -> None:
         self._capacity = max(capacity, 16)
+        self.moved = 0  # how often an array was replaced by a larger one; `row` is stale then
         self._allocate()
 
     def _allocate(self) -> None:
@@ -68,6 +69,7 @@ class SuffixAutomaton:
 
     def _grow(self) -> None:
         """Half as much room again for the array that is full; the hash table always has room for all edges."""
+        self.moved += 1
         num_states, num_edges = int(self.meta[kernels.M_STATES]), int(self.meta[kernels.M_EDGES])
         if num_states + 2 > len(self.states):
             self.states = _grown(self.states, num_states)
