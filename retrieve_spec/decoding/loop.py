@@ -42,6 +42,8 @@ class Limits:
         Prompt tokens per pass at most; 0 feeds the prompt in one pass.
     prompt_logits
         Positions at the end of the prompt whose top tokens the drafter sees.
+    provenance
+        Note where accepted drafts came from.
     """
 
     nodes: int | None
@@ -50,6 +52,7 @@ class Limits:
     draft_end: int = 0
     prefill_chunk: int = 0
     prompt_logits: int = 0
+    provenance: bool = False
 
 
 class Decoding:
@@ -73,7 +76,7 @@ class Decoding:
         self.text = RowText(inputs.input_ids, limits.max_length + 1)
         self.report = GenerationReport(mode=verifier.mode, reason=verifier.reason)
         self._accepted = np.zeros(256, np.int64)  # by source
-        self._log: list[tuple[int, int, NDArray[np.uint8] | None, float, float, float, float, float]] = []
+        self._log: list[tuple[DraftTree, int, NDArray[np.uint8] | None, float, float, float, float, float]] = []
         self._inputs, self._verifier, self._chooser, self._stopper = inputs, verifier, chooser, stopper
         self._drafter, self._limits, self._cost, self._prediction_ids = drafter, limits, cost, prediction_ids
         self._want_hidden = drafter is not None and drafter.wants_hidden
@@ -175,6 +178,9 @@ class Decoding:
         """Take down the pass for the report, and its time for the cost model."""
         ended = perf_counter()
         sources = tree.source[verified.path] if len(verified.path) else None
+        if self._limits.provenance and len(verified.path):
+            first = self.text.length - self.text.prompt_length - len(verified.emitted)
+            self.report.provenance += origin_runs(tree.origin[verified.path], first)
         self._log.append((tree, len(verified.emitted), sources, began, drafted, checked, committed, ended))
         forward = checked - drafted
         self._cost.observe(len(tree), self.text.length, forward, ended - began - forward)
@@ -208,3 +214,21 @@ def _host(hidden: torch.Tensor | None, row: int) -> NDArray[np.float32] | None:
         return None
     state: NDArray[np.float32] = hidden[row].float().cpu().numpy()
     return state
+
+
+def origin_runs(origins: NDArray[np.int64], first: int) -> list[tuple[int, int, int]]:
+    """Cut accepted tokens (a,) with known origin into (index, length, origin) runs that a source read in one piece.
+
+    `first` is the index of the first of them among the new tokens.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for i, origin in enumerate(origins.tolist()):
+        if origin < 0:
+            continue
+        if runs:
+            index, length, begin = runs[-1]
+            if index + length == first + i and begin + length == origin:
+                runs[-1] = (index, length + 1, begin)
+                continue
+        runs.append((first + i, 1, origin))
+    return runs

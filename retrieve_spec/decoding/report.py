@@ -31,7 +31,8 @@ class GenerationReport:
     per_pass
         (nodes, accepted, expected to be accepted, verify ms) of every pass after the prompt's, in order.
     provenance
-        With `provenance=True`: (position in the text, number of tokens, origin) of every accepted drafted run.
+        With `provenance=True`: (index of the first token among the new ones, number of tokens, origin of the first) of
+        every accepted drafted run that a source read in one piece.
     """
 
     mode: Literal["tree", "chain", "plain", "delegated"] = "plain"

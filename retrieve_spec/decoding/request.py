@@ -172,8 +172,8 @@ def _reason_from_captured(captured: _Captured, interface: ModelInterface) -> str
     length, past = captured.input_ids.shape[1], _past_length(kwargs)
     if past and _holds_past(captured) and past >= length:
         return "the cache already holds the whole prompt"
-    end = captured.generation_config.max_length
-    if interface.rope_rescans and length <= interface.rope_switch < end:
+    reached = length if positions is None else min(length, int(positions[0, -1]) + 1)  # padding takes no positions
+    if interface.rope_rescans and reached <= interface.rope_switch < captured.generation_config.max_length:
         return f"the model recomputes its cache at {interface.rope_switch} tokens"
     return ""
 

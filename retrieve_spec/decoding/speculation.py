@@ -63,7 +63,6 @@ class Speculation:
         self._make_verifier = make_verifier
         self._datastores = list(datastores)
         self._given = drafter
-        self._session: Any = None
         self._drafters: dict[str, Drafter] = {}
         self._lock = threading.RLock()
         self._generation = 0
@@ -108,7 +107,7 @@ class Speculation:
                 self._drafters[name] = build_drafter(
                     self.config.with_options(draft=name),
                     datastores=self._datastores,
-                    session=self._session or getattr(old, "session", None),
+                    session=getattr(old, "session", None),
                     calibration=getattr(old, "calibration", None),
                 )
 
@@ -116,17 +115,6 @@ class Speculation:
         """Drop what was learned from earlier generations (texts, calibration); measured costs stay."""
         with self._lock:
             self._drafters.clear()
-
-    def use_session(self, session: Any) -> None:
-        """Draft from this memory (`retrieve_spec.sources.session.SessionMemory`, None for none) and add to it.
-
-        Whoever serves several users gives each a memory of their own before each call.
-        """
-        with self._lock:
-            self._session = session
-            for drafter in self._drafters.values():
-                if hasattr(drafter, "session"):
-                    drafter.session = session
 
     def delegated(self, reason: str) -> None:
         """Record a call that the original `generate` decodes; the first time for each reason, say so in the log."""
@@ -177,9 +165,8 @@ class Speculation:
     def _limits(self, prepared: Prepared, stopper: Stopper, nodes: int | None) -> Limits:
         inputs = prepared.inputs
         unseen = 0 if inputs.holds_past else inputs.past_length
-        length = prepared.inputs.input_ids.shape[1] + unseen
         ends = [self.interface.max_positions] if self.interface.max_positions else []
-        if self.interface.rope_switch and not (self.interface.rope_rescans and length > self.interface.rope_switch):
+        if self.interface.rope_switch and not self.interface.rope_rescans:
             ends.append(self.interface.rope_switch)
         return Limits(
             nodes=nodes,
@@ -188,6 +175,7 @@ class Speculation:
             draft_end=max(min(ends) - unseen, 1) if ends else 0,
             prefill_chunk=self.config.prefill_chunk,
             prompt_logits=self.config.prompt_logits,
+            provenance=self.config.provenance,
         )
 
     def _begin(self) -> int:

@@ -47,7 +47,7 @@ class Family:
 
 FAMILIES = [
     Family("llama"),
-    Family("llama", title="llama-dynamic-ntk", extra={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 64}),
+    Family("llama", title="llama-dynamic-ntk", extra={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 48}),
     Family("qwen2"),
     Family("qwen2", title="qwen2-sliding", extra={"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     Family("qwen3"),
@@ -61,6 +61,7 @@ FAMILIES = [
     Family("phi"),
     Family("phi3"),
     Family("phi3", title="phi3-sliding", extra={"sliding_window": 8}),
+    Family("phi3", title="phi3-longrope", extra={"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 32}, "original_max_position_embeddings": 32}),
     Family("phimoe", extra=_MOE),
     Family("gpt2", extra=_GPT2_NAMES),
     Family("gpt_neo", mode="chain", extra={"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8}, attention=("eager",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,19 @@ def test_plain_verifiers_get_no_drafts() -> None:
     assert sum(run(decoding(verifier, drafter, ANSWER[:20], prefill_chunk=4)), []) == ANSWER[20:30]
     assert not drafter.budgets
     assert set(verifier.passes) == {0}
+
+
+def test_provenance_joins_what_was_read_in_one_piece() -> None:
+    class Reader(ScriptedDrafter):
+        def propose(self, budget: Any) -> Any:
+            tree = super().propose(budget)
+            return replace(tree, origin=np.array([700, 701, 900, -1, 40][: len(tree)], np.int64))
+
+    drafter = Reader(ANSWER, "right", length=5, vocab=50)
+    made = decoding(MockVerifier(counting()), drafter, [3, 4], max_length=9, provenance=True)
+    run(made)
+    assert made.summary().provenance == [(1, 2, 700), (3, 1, 900), (5, 1, 40)]
+    assert not decoding(MockVerifier(counting()), drafter, [3, 4]).summary().provenance
 
 
 def test_auto_budgets_carry_measured_cost() -> None:
