@@ -1,0 +1,150 @@
+"""Turn a fixed workload into counts that do not depend on the machine, and compare them with the checked-in ones.
+
+::
+
+    python scripts/regression_guard.py              # compare; exit 1 when tokens per pass fell by more than 1 %
+    python scripts/regression_guard.py --accept     # write the counts of today as the new baseline, on purpose
+
+Two workloads, both at fixed node budgets (measured cost plays no part): recorded answers are replayed without the
+model, where every count is exact, and the bundled model answers the same prompts, where drafts also come from its
+logits. Answers are sampled (with a fixed seed), because greedy ones of so small a model loop. An answer that this
+machine rounds to another text is left out on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from retrieve_spec.bench.replay import Replay, read_trace
+from retrieve_spec.bench.workloads import structured_prompts
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.presets import build_drafter
+from retrieve_spec.reference_model import load_model, reference_path
+
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "bench" / "guard"
+ANSWERS, BASELINE = FOLDER / "answers.jsonl", FOLDER / "baseline.json"
+ALLOWED_LOSS = 0.01
+REPLAY_NODES = (16, 60)
+LIVE_NODES = 16
+GENERATION = {"max_new_tokens": 96, "do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0, "seed": 1}
+PROMPT_FILES = 8
+PROMPT_CHARS = 1500
+
+
+def replayed() -> dict[str, Any]:
+    """Counts of `auto` over the recorded answers, per budget and with the session kept."""
+    tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
+    rows = list(read_trace(ANSWERS, tokenizer))
+    counts = {}
+    for nodes in REPLAY_NODES:
+        for session in (False, True):
+            drafter: Any = build_drafter(SpeculationConfig(session=session))
+            result = Replay(drafter, nodes).run(rows)
+            name = f"replay, {nodes} nodes" + (", session kept" if session else "")
+            counts[name] = {
+                "tokens": result["tokens"],
+                "passes": result["passes"],
+                "nodes": round(result["nodes_per_pass"] * result["passes"]),
+                "accepted_by_source": result["accepted_by_source"],
+            }
+    return counts
+
+
+def live() -> dict[str, Any]:
+    """Counts of the bundled model's own decoding, per prompt."""
+    import retrieve_spec as rs
+
+    model, tokenizer = load_model(device="cpu")
+    counts = {}
+    for line in ANSWERS.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        rs.accelerate(model, tokenizer, nodes=LIVE_NODES)
+        inputs = tokenizer(row["prompt"], return_tensors="pt")
+        output = model.generate(**inputs, **GENERATION)
+        text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+        if text == row["output"]:
+            last = model.speculation.last
+            counts[f"live, {row['id']}"] = {
+                "tokens": last.new_tokens,
+                "passes": last.passes,
+                "nodes": last.nodes,
+                "accepted_by_source": last.accepted_by_source,
+            }
+    return counts
+
+
+def compare(now: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
+    """What got worse than allowed; empty when nothing did.
+
+    Every replay stands alone; live answers are compared together, where both sides have them.
+    """
+    groups = [[name] for name in baseline if name.startswith("replay")]
+    groups.append([name for name in baseline if name.startswith("live") and name in now])
+    failures = []
+    for names in groups:
+        if not names or any(name not in now for name in names):
+            failures.append(f"{', '.join(names) or 'live answers'}: not measured")
+            continue
+        old, new = rate(baseline, names), rate(now, names)
+        if new < old * (1 - ALLOWED_LOSS):
+            what = names[0] if len(names) == 1 else f"live, {len(names)} answers"
+            failures.append(f"{what}: {new:.3f} tokens per pass, {old:.3f} before ({new / old - 1:+.1%})")
+    return failures
+
+
+def rate(counts: dict[str, Any], names: list[str]) -> float:
+    """Tokens per pass over several counts."""
+    return sum(counts[name]["tokens"] for name in names) / sum(counts[name]["passes"] for name in names)
+
+
+def record_answers() -> None:
+    """Write the workload itself: beginnings of this project's files and tables, with the bundled model's answers."""
+    import retrieve_spec as rs
+
+    package = Path(__file__).resolve().parent.parent / "retrieve_spec"
+    files = sorted(package.rglob("*.py"), key=lambda path: (-path.stat().st_size, path.name))[:PROMPT_FILES]
+    prompts = {str(f.relative_to(package.parent)): f.read_text(encoding="utf-8")[:PROMPT_CHARS] for f in files}
+    prompts = {path: f"<|file_sep|>{path}\n{text[: text.rfind(chr(10)) + 1]}" for path, text in prompts.items()}
+    prompts |= {prompt.name: prompt.turns[0] for prompt in structured_prompts(2)}
+    model, tokenizer = load_model(device="cpu")
+    rs.accelerate(model, tokenizer)
+    lines = []
+    for name, prompt in prompts.items():
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(**inputs, draft="off", **GENERATION)
+        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+        lines.append(json.dumps({"id": name, "task": "guard", "prompt": prompt, "output": answer}))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    ANSWERS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Compare with the baseline, or replace it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--accept", action="store_true", help="write today's counts as the baseline")
+    parser.add_argument("--record", action="store_true", help="make the workload itself anew, then accept")
+    args = parser.parse_args()
+    if args.record:
+        record_answers()
+    now = replayed() | live()
+    if args.accept or args.record:
+        BASELINE.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {BASELINE.name}")
+        return
+    failures = compare(now, json.loads(BASELINE.read_text(encoding="utf-8")))
+    for failure in failures:
+        print(failure)
+    if failures:
+        print("If the loss is meant, accept it: python scripts/regression_guard.py --accept")
+    print(json.dumps(now))
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
