@@ -1,0 +1,100 @@
+"""Workloads: what ships, files of one's own, Spec-Bench's questions, and templates."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from retrieve_spec.bench import workloads
+from retrieve_spec.bench.prompts import encode, read_prompts, render
+from retrieve_spec.bench.workloads import Prompt
+from retrieve_spec.errors import ConfigError, TraceError
+from retrieve_spec.reference_model import reference_path
+
+
+class Words:
+    """A tokenizer of characters, with or without a chat template."""
+
+    def __init__(self, chat_template=None):
+        self.chat_template = chat_template
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+    def __call__(self, text, return_tensors, add_special_tokens):
+        return {"input_ids": ("special" if add_special_tokens else "bare", text)}
+
+
+TALK = Prompt("1", "writing", ("one", "two"), raw=False)
+
+
+def test_builtin_prompts_are_of_every_kind_and_fit_the_model():
+    from tokenizers import Tokenizer
+
+    prompts = read_prompts("builtin", 3)
+    assert {prompt.task for prompt in prompts} == set(workloads.TASKS)
+    assert len({prompt.name for prompt in prompts}) == len(prompts)
+    assert prompts == read_prompts("builtin", 3)
+    tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
+    assert all(len(tokenizer.encode(prompt.turns[0]).ids) + 160 < 2048 for prompt in prompts)
+
+
+def test_unseen_files_come_from_the_holdout_only():
+    packages = {file.path.split("/")[0].removesuffix(".py") for file in workloads.unseen_files()}
+    assert packages
+    assert packages <= workloads.holdout()
+    assert all("(seen in training)" in p.name for p in workloads.builtin(2, ("seen",)))
+
+
+def test_edits_carry_the_old_text_as_prediction():
+    for prompt in workloads.builtin(3, ("edit",)):
+        assert prompt.prediction in prompt.turns[0]
+        assert "new_" in prompt.turns[0].removeprefix(prompt.prediction)
+
+
+def test_looping_text_is_recognised():
+    assert workloads.loops("the same line\n" * 60)
+    assert not workloads.loops((reference_path() / "CARD.md").read_text())
+    assert not workloads.loops("short")
+
+
+def test_lines_with_prompts_and_turns(tmp_path):
+    rows = [{"prompt": "a", "task": "t", "prediction": "p"}, {"turns": ["x", "y"], "id": "q"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    first, second = read_prompts(str(tmp_path / "p.jsonl"))
+    assert (first.name, first.task, first.turns, first.prediction, first.raw) == ("1", "t", ("a",), "p", True)
+    assert (second.name, second.turns, second.raw) == ("q", ("x", "y"), False)
+    assert len(read_prompts(str(tmp_path / "p.jsonl"), 1)) == 1
+
+
+def test_spec_bench_questions(tmp_path):
+    rows = [{"question_id": 81, "category": "writing", "turns": ["one", "two"], "reference": []}]
+    (tmp_path / "question.jsonl").write_text(json.dumps(rows[0]))
+    (prompt,) = read_prompts(f"spec-bench:{tmp_path / 'question.jsonl'}")
+    assert (prompt.name, prompt.task, prompt.turns, prompt.raw) == ("81", "writing", ("one", "two"), False)
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[1]", '{"text": 1}', '{"turns": []}', '{"prompt": ""}'])
+def test_other_files_are_refused_with_the_line(tmp_path, text):
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(TraceError, match=r"p\.jsonl"):
+        read_prompts(str(tmp_path / "p.jsonl"))
+    with pytest.raises(TraceError):
+        read_prompts(str(tmp_path / "absent.jsonl"))
+
+
+def test_the_vicuna_template_is_the_one_spec_bench_hard_codes():
+    text = render(Words(), TALK, ["answer"], "vicuna")
+    assert text.endswith("user's questions. USER: one ASSISTANT: answer</s>USER: two ASSISTANT:")
+    assert render(Words(), TALK, [], "vicuna").endswith("user's questions. USER: one ASSISTANT:")
+
+
+def test_the_chat_template_is_used_where_there_is_one_and_brings_its_special_tokens():
+    chat = Words("template")
+    assert render(chat, TALK, ["answer"]) == "<user>one<assistant>answer<user>two<assistant>"
+    assert encode(chat, TALK, ["answer"])[0] == "bare"
+    assert encode(Words(), TALK, ["answer"]) == ("special", "oneanswertwo")
+    assert encode(chat, Prompt("r", "t", ("raw",)), []) == ("special", "raw")
+    with pytest.raises(ConfigError, match="template"):
+        render(chat, TALK, [], "vicunya")

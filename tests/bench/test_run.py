@@ -1,0 +1,214 @@
+"""`bench run` from the command line to the report, with a tiny model and with the bundled one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from retrieve_spec import cli
+from retrieve_spec.bench import cli_run, runner
+from retrieve_spec.bench.methods import Bench, parse_method
+from retrieve_spec.bench.report import write_report
+from retrieve_spec.bench.results import ResultsFolder, read_header, read_records
+from retrieve_spec.bench.runner import Plan
+from retrieve_spec.bench.specbench import answer_line
+from retrieve_spec.bench.workloads import Prompt
+from retrieve_spec.errors import ConfigError, TraceError
+from retrieve_spec.reference_model import load_model
+
+METHODS = "plain,prompt-lookup,off,auto,auto:4"
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("questions") / "question.jsonl"
+    code = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": [code, "\n\ndef side(area, width):\n"]},
+        {"question_id": 321, "category": "qa", "turns": ["import os\nimport sys\n\n\ndef main():\n"]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(questions, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "run"
+    words = ["--prompts", f"spec-bench:{questions}", "--methods", METHODS, "--max-new-tokens", "24", "--runs", "2"]
+    assert cli.run(["bench", "run", *words, "--device", "cpu", "--out", str(out), "--quiet", "--json"]) == 0
+    return out
+
+
+def test_every_pair_is_measured_and_greedy_answers_are_identical(folder):
+    records = read_records(folder)
+    assert len(records) == 2 * 2 * 5
+    assert all(record.divergence is None for record in records)
+    for record in records:
+        assert record.new_tokens == sum(map(len, record.token_ids))
+        assert record.passes == sum(record.turn_passes)
+        assert record.seconds > record.first_token_s > 0
+        if record.method == "plain":
+            assert record.passes == record.new_tokens
+        if record.method.startswith("auto"):
+            assert record.passes == len(record.per_pass) + len(record.token_ids)
+            assert record.new_tokens == sum(1 + a for _, a, *_ in record.per_pass) + len(record.token_ids)
+        if record.method == "auto:4":
+            assert max(nodes for nodes, *_ in record.per_pass) <= 4
+
+
+def test_the_report_has_all_its_files_and_is_self_contained(folder):
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary["methods"]) == set(METHODS.split(","))
+    assert summary["methods"]["auto"]["identical"] == 4
+    html = (folder / "report.html").read_text()
+    assert html.count("data:image/png;base64,") >= 4
+    assert "http://" not in html
+    assert "https://" not in html
+    markdown = (folder / "report.md").read_text()
+    assert markdown.index("Where it loses") < markdown.index("## Methods")
+    assert read_header(folder)["command"] in markdown
+    for name in ("speedup", "tokens_per_pass", "accepted_lengths", "cost", "time"):
+        assert (folder / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_answer_files_read_as_spec_bench_reads_them(folder):
+    lines = [json.loads(line) for line in (folder / "answers" / "auto.run-1.jsonl").read_text().splitlines()]
+    assert [line["question_id"] for line in lines] == [81, 321]
+    speeds, lengths = [], []
+    for line in lines:  # the arithmetic of its speed.py
+        choice = line["choices"][0]
+        speeds.append(sum(choice["new_tokens"]) / sum(choice["wall_time"]))
+        lengths += choice["accept_lengths"]
+        assert len(choice["turns"]) == len(choice["new_tokens"]) == len(choice["decoding_steps"])
+        assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
+        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+    assert min(speeds) > 0
+    assert min(lengths) >= 1
+    looked_up = next(r for r in read_records(folder) if r.method == "prompt-lookup")
+    choice = answer_line(looked_up, read_header(folder))["choices"][0]
+    assert sum(choice["accept_lengths"]) == looked_up.new_tokens
+
+
+def test_a_folder_with_results_is_not_overwritten(folder, questions, capsys):
+    words = ["--prompts", f"spec-bench:{questions}", "--methods", METHODS, "--out", str(folder), "--quiet"]
+    assert cli.run(["bench", "run", *words]) == 1
+    assert "--resume" in capsys.readouterr().err
+    assert cli.run(["bench", "run", *words, "--resume", "--seed", "5"]) == 1
+    assert "of the interrupted run" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_keeps_what_is_done_and_goes_on(questions, tmp_path, monkeypatch, capsys):
+    words = ["bench", "run", "--prompts", f"spec-bench:{questions}", "--methods", "plain,auto", "--max-new-tokens", "8"]
+    words += ["--out", str(tmp_path / "out"), "--device", "cpu", "--quiet"]
+    real, calls = runner.answer, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(runner, "answer", interrupted)
+    assert cli.run(words) == 130
+    assert "--resume" in capsys.readouterr().err
+    kept = read_records(tmp_path / "out")
+    assert len(kept) == 2
+    with open(tmp_path / "out" / "results.jsonl", "a") as file:
+        file.write('{"run": 1, "prompt"')  # cut off in the middle of a line
+    monkeypatch.setattr(runner, "answer", real)
+    assert cli.run([*words, "--resume"]) == 0
+    records = read_records(tmp_path / "out")
+    assert len(records) == 4
+    assert records[:2] == kept
+
+
+def test_methods_rotate_and_the_reference_begins_conversations():
+    methods = [parse_method(name) for name in ("auto", "plain", "off")]
+    single, talk = Prompt("s", "t", ("x",)), Prompt("t", "t", ("x", "y"))
+    orders = [[m.name for m in order] for _, _, order in Plan([single, single, talk], methods, runs=2).groups()]
+    assert orders[0] == ["auto", "plain", "off"]
+    assert orders[1] == ["plain", "off", "auto"]
+    assert orders[3] == ["plain", "off", "auto"]
+    assert orders[2][0] == orders[5][0] == "plain"
+    assert Plan([single], methods, sampled=True).reference.name == "off"
+
+
+@pytest.mark.parametrize(("name", "kind", "nodes"), [("auto:16", "auto", 16), ("prompt-lookup", "prompt-lookup", None)])
+def test_names_of_methods(name, kind, nodes):
+    method = parse_method(name)
+    assert (method.kind, method.nodes) == (kind, nodes)
+
+
+@pytest.mark.parametrize("name", ["plain:3", "off:1", "auto:", "auto:x"])
+def test_wrong_names_of_methods(name):
+    with pytest.raises(ConfigError):
+        parse_method(name)
+
+
+def test_unknown_methods_and_prompts_are_explained(tmp_path, capsys):
+    assert cli.run(["bench", "run", "--methods", "plain,plain", "--out", str(tmp_path)]) == 2
+    assert cli.run(["bench", "run", "--methods", "plain,atuo", "--out", str(tmp_path), "--device", "cpu"]) == 1
+    assert "'atuo'" in capsys.readouterr().err
+    assert cli.run(["bench", "run", "--prompts", "/no/such.jsonl", "--out", str(tmp_path)]) == 1
+    assert "/no/such.jsonl" in capsys.readouterr().err
+    with pytest.raises(TraceError):
+        write_report(tmp_path)
+
+
+def test_a_divergence_is_found_where_it_is_and_with_the_gap_there(tmp_path):
+    model, tokenizer = load_model(device="cpu")
+    bench = Bench(model, tokenizer, [parse_method("plain")], options={"do_sample": False})
+    plan = Plan([Prompt("p", "t", ("def f(x):\n    return",))], [parse_method("plain")], max_new_tokens=6)
+    theirs = runner.answer(bench, plan, plan.prompts[0], plan.methods[0], 1, [])
+    ours = runner.answer(bench, plan, plan.prompts[0], plan.methods[0], 1, [])
+    assert runner.divergence(bench, plan, plan.prompts[0], ours, theirs) is None
+    ours.token_ids[0][3] += 1
+    found = runner.divergence(bench, plan, plan.prompts[0], ours, theirs)
+    ids = tokenizer(plan.prompts[0].turns[0], return_tensors="pt")["input_ids"][0].tolist() + theirs.token_ids[0][:3]
+    with torch.no_grad():
+        top = model(torch.tensor([ids])).logits[0, -1].topk(2)
+    assert top.indices[0] == theirs.token_ids[0][3]
+    assert (found["turn"], found["position"]) == (0, 3)
+    assert found["gap"] == pytest.approx(float(top.values[0] - top.values[1]), rel=1e-4)
+
+
+def test_plain_is_the_untouched_generate_whatever_the_instance_carries():
+    model, tokenizer = load_model(device="cpu")
+    ids = tokenizer("def f(x):\n", return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    methods = [parse_method("plain"), parse_method("auto")]
+    bench = Bench(model, tokenizer, methods, options={"do_sample": False})
+    model.generate = lambda *a, **k: pytest.fail("the instance's generate was called")
+    generation = bench.generate(methods[0], ids, max_new_tokens=6)
+    assert generation.token_ids == expected
+    assert generation.passes == 6
+    assert not model._forward_pre_hooks
+
+
+def test_what_a_state_policy_forgets(monkeypatch, tmp_path):
+    forgotten = []
+    methods = [parse_method("auto")]
+    prompts = [Prompt(str(i), "t", ("x",)) for i in range(2)]
+
+    class Fake:
+        def forget(self, method):
+            forgotten.append(method.name)
+
+    monkeypatch.setattr(runner, "answer", lambda b, plan, p, m, run, said: runner.Record(run, p.name, p.task, m.name))
+    monkeypatch.setattr(runner, "divergence", lambda *args: None)
+    counts = {}
+    for state in ("cold", "session", "shared"):
+        forgotten.clear()
+        header = {"methods": ["auto"], "machine": {"date": ""}}
+        folder = ResultsFolder(tmp_path / state, header)
+        runner.measure(Fake(), Plan(prompts, methods, runs=2, state=state), folder, lambda records: None)
+        counts[state] = len(forgotten)
+    assert counts == {"cold": 4, "session": 4, "shared": 2}
+
+
+def test_progress_counts_prompts(capsys):
+    with cli_run.Progress(2, 0, quiet=True) as progress:
+        progress([runner.Record(1, "p", "t", "plain", new_tokens=10, seconds=2.0)])
+    assert progress.sums == {"plain": [10.0, 2.0]}

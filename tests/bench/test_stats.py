@@ -1,0 +1,77 @@
+"""Statistics of a results folder, on records whose figures are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from retrieve_spec.bench import stats
+from retrieve_spec.bench.results import Record
+
+
+def record(run, prompt, method, tokens, seconds, *, task="all", passes=10, looping=False, **more):
+    ids = [list(range(tokens))]
+    return Record(
+        run, prompt, task, method, new_tokens=tokens, token_ids=ids, seconds=seconds, first_token_s=seconds / 10,
+        passes=passes, looping=looping, **more,
+    )  # fmt: skip
+
+
+HEADER = {"methods": ["plain", "auto"], "runs": 2}
+
+
+@pytest.fixture
+def records():
+    made = []
+    for run, noise in ((1, 1.0), (2, 2.0)):  # the machine is half as fast in run 2: ratios within a run do not see it
+        made += [record(run, "a", "plain", 100, 1.0 * noise), record(run, "a", "auto", 100, 0.5 * noise)]
+        made += [record(run, "b", "plain", 100, 1.0 * noise), record(run, "b", "auto", 100, 0.25 * noise)]
+        made += [record(run, "c", "plain", 100, 1.0 * noise), record(run, "c", "auto", 100, 2.0 * noise, looping=True)]
+    return made
+
+
+def test_interval_holds_the_median_and_is_the_same_each_time():
+    values = np.random.default_rng(1).normal(2.0, 0.1, 60)
+    found = stats.interval(values)
+    assert found == stats.interval(values)
+    assert found["low"] < found["value"] < found["high"]
+    assert found["value"] == pytest.approx(np.median(values))
+    assert found["high"] - found["low"] < 0.2
+    assert stats.interval([]) == {"value": 0.0, "low": 0.0, "high": 0.0, "prompts": 0}
+
+
+def test_interval_covers_the_true_median_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    draws = [stats.interval(rng.normal(0, 1, 30)) for _ in range(120)]
+    covered = np.mean([d["low"] <= 0 <= d["high"] for d in draws])
+    assert 0.87 <= covered <= 1.0
+
+
+def test_ratios_are_taken_within_a_run(records):
+    assert stats.ratios(records, "auto", "plain") == {"a": 2.0, "b": 4.0, "c": 0.5}
+
+
+def test_summary_of_known_figures(records):
+    summary = stats.summarise(HEADER, records)
+    auto = summary["methods"]["auto"]
+    assert summary["baseline"] == "plain"
+    assert auto["speedup"]["value"] == 2.0
+    assert auto["not_looping"]["speedup"]["value"] == 3.0
+    assert auto["speedup_pooled"] == pytest.approx(3 / 2.75)
+    speeds = {"plain": [100, 50] * 3, "auto": [200, 400, 50, 100, 200, 25]}
+    assert auto["speedup_spec_bench"] == pytest.approx(np.mean(speeds["auto"]) / np.mean(speeds["plain"]))
+    assert auto["tokens_per_pass"] == 10.0
+    assert auto["identical"] == auto["answers"] == 6
+    assert [(e["prompt"], e["ratio"], e["looping"]) for e in summary["losing"]] == [("c", 0.5, True)]
+
+
+def test_time_per_token_is_whole(records):
+    for figures in stats.summarise(HEADER, records)["methods"].values():
+        assert sum(figures["split_ms_per_token"].values()) > 0
+    assert sum(stats.split(records[:1]).values()) == pytest.approx(10.0)
+
+
+def test_mt_bench_categories_are_one_task():
+    made = [record(1, str(i), "plain", 10, 1.0, task=t) for i, t in enumerate(["writing", "math", "qa"])]
+    by_task = stats.summarise({"methods": ["plain"], "runs": 1}, made)["methods"]["plain"]["by_task"]
+    assert set(by_task) == {"mt_bench", "qa"}
