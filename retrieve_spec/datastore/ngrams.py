@@ -103,14 +103,14 @@ def build_ngrams(
     """
     dtype = np.uint16 if int(to_global.max(initial=0)) < 1 << 16 else np.uint32
     limit = max(int(config.ngram_share * (tokens.nbytes + len(sa) * 4)), config.ngram_floor)
-    shared = np.empty(len(sa), np.uint8)
-    ngram.shared_prefixes(tokens, sa, shared)
+    shared, ahead = np.empty(len(sa), np.uint8), np.empty(len(sa), np.uint8)
+    ngram.suffix_beginnings(tokens, sa, shared, ahead)
 
     top = config.ngram_successors
     histograms = {}
     for order in range(1, config.ngram_orders + 1):
         histograms[order] = np.zeros(_HISTOGRAM + 1, np.int64), np.zeros(_HISTOGRAM + 1, np.int64)
-        ngram.count_contexts(tokens, sa, shared, order, top, *histograms[order])
+        ngram.count_contexts(shared, ahead, order, top, *histograms[order])
     min_count = _choose_min_count(histograms, limit, np.dtype(dtype).itemsize)
     kept = sum(int(c[1 if k == 1 else min(min_count, _HISTOGRAM + 1) :].sum()) for k, (c, _) in histograms.items())
 
@@ -122,9 +122,11 @@ def build_ngrams(
     owner = np.full(capacity, -1, np.int64)
     for order in range(1, config.ngram_orders + 1):
         least = 1 if order == 1 else min_count
-        ngram.insert_contexts(tokens, sa, shared, to_global, order, least, top, keys, total, distinct, start, owner)
+        ngram.insert_contexts(
+            tokens, sa, shared, ahead, to_global, order, least, top, keys, total, distinct, start, owner
+        )
     np.cumsum(start, out=start)
     succ_tokens = np.zeros(int(start[-1]), dtype)
     succ_counts = np.zeros(int(start[-1]), np.uint32)
-    ngram.fill_continuations(tokens, sa, shared, to_global, owner, start, succ_tokens, succ_counts)
+    ngram.fill_continuations(tokens, sa, shared, ahead, to_global, owner, start, succ_tokens, succ_counts)
     return NgramTable(keys, total, distinct, start, succ_tokens, succ_counts)

@@ -87,53 +87,53 @@ def ngram_find(keys, h):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def shared_prefixes(tokens, sa, shared):  # type: ignore[no-untyped-def]
-    """How many tokens each suffix shares with the one before it, at most `MAX_ORDER` + 1: fills (m,) uint8."""
+def suffix_beginnings(tokens, sa, shared, ahead):  # type: ignore[no-untyped-def]
+    """Look at the first `MAX_ORDER` + 1 tokens of every suffix.
+
+    Fills two (m,) uint8 arrays: how many each suffix shares with the one before it, and how many come before its
+    document ends. What follows then reads these in order instead of the text at random.
+    """
     limit = MAX_ORDER + 1
+    before = np.int64(0)
     for i in range(len(sa)):
-        a = np.int64(sa[i])
-        b = np.int64(sa[i - 1]) if i > 0 else a
-        depth = 0
-        while i > 0 and depth < limit and tokens[a + depth] != 0 and tokens[a + depth] == tokens[b + depth]:
-            depth += 1
-        shared[i] = depth
+        at = np.int64(sa[i])
+        length = 0
+        same = 0
+        while length < limit and tokens[at + length] != 0:
+            if i > 0 and same == length and tokens[at + length] == tokens[before + length]:
+                same += 1
+            length += 1
+        shared[i] = same
+        ahead[i] = length
+        before = at
 
 
 @njit(cache=True, nogil=True)
-def _has_tokens(tokens, at, n):  # type: ignore[no-untyped-def]
-    """Whether no document ends within n tokens from `at`."""
-    for j in range(n):  # noqa: SIM110 (Numba compiles the loop, not any())
-        if tokens[at + j] == 0:
-            return False
-    return True
-
-
-@njit(cache=True, nogil=True)
-def _context(tokens, sa, shared, i, order):  # type: ignore[no-untyped-def]
+def _context(shared, ahead, i, order):  # type: ignore[no-untyped-def]
     """End of the run of suffixes from i that share `order` tokens, its continuations and how many are distinct.
 
     A suffix that ends before `order` tokens is a run of its own, with no continuation.
     """
-    if not _has_tokens(tokens, np.int64(sa[i]), order):
+    if ahead[i] < order:
         return i + 1, 0, 0
     end = i + 1
     run = 1
     total = 0
     distinct = 0
     while True:
-        if end == len(sa) or shared[end] <= order:
-            if tokens[np.int64(sa[end - 1]) + order] != 0:
+        if end == len(shared) or shared[end] <= order:
+            if ahead[end - 1] > order:
                 total += run
                 distinct += 1
             run = 0
-            if end == len(sa) or shared[end] < order:
+            if end == len(shared) or shared[end] < order:
                 return end, total, distinct
         run += 1
         end += 1
 
 
 @njit(cache=True, nogil=True)
-def count_contexts(tokens, sa, shared, order, top, contexts, continuations):  # type: ignore[no-untyped-def]
+def count_contexts(shared, ahead, order, top, contexts, continuations):  # type: ignore[no-untyped-def]
     """Count contexts of one order, and the continuations a table would keep for them, by how often they continue.
 
     Adds to ``contexts[t]`` and ``continuations[t]`` (each (limit + 1,) int64) for contexts continued t times; the last
@@ -141,8 +141,8 @@ def count_contexts(tokens, sa, shared, order, top, contexts, continuations):  # 
     """
     limit = len(contexts) - 1
     i = 0
-    while i < len(sa):
-        end, total, distinct = _context(tokens, sa, shared, i, order)
+    while i < len(shared):
+        end, total, distinct = _context(shared, ahead, i, order)
         if total > 0:
             contexts[min(total, limit)] += 1
             continuations[min(total, limit)] += min(distinct, top)
@@ -151,7 +151,7 @@ def count_contexts(tokens, sa, shared, order, top, contexts, continuations):  # 
 
 @njit(cache=True, nogil=True)
 def insert_contexts(  # type: ignore[no-untyped-def]
-    tokens, sa, shared, to_global, order, min_count, top, keys, total, distinct, start, owner
+    tokens, sa, shared, ahead, to_global, order, min_count, top, keys, total, distinct, start, owner
 ):
     """Give every context of one order that is continued at least `min_count` times a slot.
 
@@ -160,9 +160,9 @@ def insert_contexts(  # type: ignore[no-untyped-def]
     """
     i = 0
     while i < len(sa):
-        end, n, d = _context(tokens, sa, shared, i, order)
-        at = np.int64(sa[i])
+        end, n, d = _context(shared, ahead, i, order)
         if n >= min_count:
+            at = np.int64(sa[i])
             h = np.uint64(0)
             for j in range(order - 1, -1, -1):
                 h = ngram_hash(h, to_global[tokens[at + j]])
@@ -179,7 +179,7 @@ def insert_contexts(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _top_continuations(tokens, sa, shared, to_global, i, order, kept, out_tokens, out_counts):  # type: ignore[no-untyped-def]
+def _top_continuations(tokens, sa, shared, ahead, to_global, i, order, kept, out_tokens, out_counts):  # type: ignore[no-untyped-def]
     """Write the `kept` most frequent continuations of the context that begins at suffix i, by count, then token."""
     n = 0
     first = i
@@ -188,10 +188,10 @@ def _top_continuations(tokens, sa, shared, to_global, i, order, kept, out_tokens
         end += 1
         if end < len(sa) and shared[end] > order:
             continue
-        token = tokens[np.int64(sa[first]) + order]
         count = end - first
+        source = first
         first = end
-        if token == 0 or (n == kept and out_counts[n - 1] >= count):
+        if ahead[source] <= order or (n == kept and out_counts[n - 1] >= count):
             continue
         # Insertion from the right; local ids rise along the run, so an equal count goes behind.
         n = min(n + 1, kept)
@@ -200,17 +200,18 @@ def _top_continuations(tokens, sa, shared, to_global, i, order, kept, out_tokens
             out_tokens[at] = out_tokens[at - 1]
             out_counts[at] = out_counts[at - 1]
             at -= 1
-        out_tokens[at] = to_global[token]
+        out_tokens[at] = to_global[tokens[np.int64(sa[source]) + order]]
         out_counts[at] = count
 
 
 @njit(cache=True, nogil=True)
 def fill_continuations(  # type: ignore[no-untyped-def]
-    tokens, sa, shared, to_global, owner, start, succ_tokens, succ_counts
+    tokens, sa, shared, ahead, to_global, owner, start, succ_tokens, succ_counts
 ):
     """Write the continuations of every owned slot; ``start`` is cumulative by now, ``owner`` is -1 in empty slots."""
     for slot in range(len(owner)):
         if owner[slot] >= 0:
             a, b = np.int64(start[slot]), np.int64(start[slot + 1])
             i, order = owner[slot] // (MAX_ORDER + 1), owner[slot] % (MAX_ORDER + 1)
-            _top_continuations(tokens, sa, shared, to_global, i, order, b - a, succ_tokens[a:b], succ_counts[a:b])
+            top_tokens, top_counts = succ_tokens[a:b], succ_counts[a:b]
+            _top_continuations(tokens, sa, shared, ahead, to_global, i, order, b - a, top_tokens, top_counts)

@@ -1,0 +1,359 @@
+"""Measures datastores: build rate, size, time to open and time per cursor step, beside what else can be installed.
+
+    python scripts/bench_datastore.py --tokens 100e6 --text FOLDER [--peers]
+
+The corpus is the Python source below FOLDER, encoded with the bundled tokenizer, each text once; where that is not
+enough it is continued with copies of its documents in which every tenth token on average was exchanged for another of
+the corpus (so that matches stay short, as in text that was not seen). The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+import retrieve_spec
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.build import first_manifest, write_tokenizer
+from retrieve_spec.datastore.catalog import Document, edited_catalog, rows_checksum
+from retrieve_spec.datastore.fingerprint import load_tokenizer
+from retrieve_spec.datastore.ingest import texts_of, tokenise
+from retrieve_spec.datastore.manifest import CATALOG, SegmentEntry, write_manifest
+from retrieve_spec.datastore.segment import write_segment
+from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.datastore.sources import Source, list_files
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.kernels.suffix_array import sa_extend, sa_successors
+
+READS = 64
+STEPS = 10_000
+LIMIT = 1 << 26
+
+
+def machine() -> dict[str, Any]:
+    """Facts about the machine."""
+    model = ""
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "version": retrieve_spec.__version__,
+    }
+
+
+def read_corpus(folder: str, limit: int) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """Encode Python source: token ids with a 0 after each document, document starts, and the rate."""
+    sources = (Source(folder, include=("**/*.py",)),)
+    backend = load_tokenizer("reference")
+    files = texts_of(list_files(sources), sources, LIMIT)
+    parts, seen, total = [], set(), 0
+    started = time.perf_counter()
+    for result in tokenise(files, sources, backend, os.cpu_count() or 1, LIMIT):
+        if result.skip or result.sha256 in seen or total >= limit:
+            continue
+        seen.add(result.sha256)
+        parts.append(np.append(result.ids, np.uint32(0)))
+        total += len(parts[-1])
+        if total >= limit:
+            break
+    seconds = time.perf_counter() - started
+    ids = np.concatenate(parts)
+    starts = np.cumsum([0, *map(len, parts)])
+    return ids, starts, {"tokens": len(ids), "seconds": seconds, "tokens_per_second": len(ids) / seconds}
+
+
+def continue_corpus(ids: np.ndarray, starts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Append changed copies of random documents until there are `size` entries."""
+    random = np.random.default_rng(0)
+    lengths = np.diff(starts)
+    chosen: list[int] = []
+    total = len(ids)
+    while total < size:
+        chosen.append(int(random.integers(len(lengths))))
+        total += int(lengths[chosen[-1]])
+    out = np.empty(total, np.uint32)
+    out[: len(ids)] = ids
+    at = len(ids)
+    ends = [at]
+    for i in chosen:
+        copy = ids[starts[i] : starts[i + 1]].copy()
+        swap = np.flatnonzero(random.random(len(copy) - 1) < 0.1)
+        copy[swap] = np.maximum(ids[random.integers(0, len(ids), len(swap))], 1)
+        out[at : at + len(copy)] = copy
+        at += len(copy)
+        ends.append(at)
+    return out, np.concatenate([starts[:-1], ends])
+
+
+def write_store(folder: Path, ids: np.ndarray, starts: np.ndarray, config: StoreConfig) -> dict[str, Any]:
+    """Index a corpus of token ids and write it as a store of one segment."""
+    segment = folder / "segments" / "000001"
+    segment.mkdir(parents=True)
+    started = time.perf_counter()
+    files = write_segment(segment, ids, starts.astype(np.uint32), config)
+    seconds = time.perf_counter() - started
+    rows = [
+        Document("000001", i, f"document-{i}", "", "bench", "", int(a), int(b - a - 1), "")
+        for i, (a, b) in enumerate(pairwise(starts.tolist()))
+    ]
+    name = write_tokenizer(folder, "reference")
+    with edited_catalog(folder / CATALOG, segment.parent) as catalog:
+        catalog.put_segment("000001", rows)
+    tokens = len(ids) - len(rows)
+    entry = SegmentEntry("000001", len(rows), tokens, (), rows_checksum(rows), files)
+    write_manifest(folder, first_manifest(folder, name).following((entry,), 2, {"verb": "bench"}))
+    exact = sum(files[f"{part}.bin"].bytes for part in ("tokens", "suffix_array", "top", "vocabulary", "documents"))
+    ngram = sum(file.bytes for part, file in files.items() if part.startswith("ngram"))
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "exact_bytes_per_token": exact / tokens,
+        "ngram_share_of_exact": ngram / exact,
+        "files": {part: asdict(file)["bytes"] for part, file in files.items()},
+    }
+
+
+@njit(nogil=True)
+def _step(tokens, sa, top, bits, lo, hi, depth, recent, n, out_tokens, out_counts):  # type: ignore[no-untyped-def]
+    lo, hi, depth = sa_extend(tokens, sa, top, bits, lo, hi, depth, recent, n, 64)
+    found, _ = sa_successors(tokens, sa, lo, hi, depth, READS, out_tokens, out_counts)
+    return lo, hi, depth, found
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """Percentiles in microseconds."""
+    return {f"p{q}_us": round(float(np.percentile(seconds, q)) * 1e6, 2) for q in (50, 90, 99, 100)}
+
+
+def cursor_steps(folder: Path, text: np.ndarray) -> dict[str, Any]:
+    """Time every step of a cursor over a text, next-token counts included (call overhead of about 1 µs too)."""
+    (segment,) = open_datastore(folder).segments
+    local = segment.localise(text)
+    tokens, counts = np.zeros(READS, np.int64), np.zeros(READS, np.float64)
+    arrays = segment.tokens, segment.suffix_array, segment.top, segment.bits
+    for array in arrays[:3]:
+        np.asarray(array).max()  # warm: pages in memory, but not the lines that the text will touch in the caches
+    lo, hi, depth = 0, len(segment.suffix_array), 0
+    _step(*arrays, lo, hi, depth, local[:1].copy(), 1, tokens, counts)  # compiles
+    seconds: list[float] = []
+    depths: list[int] = []
+    for i in range(1, len(local) + 1):
+        recent = local[max(0, i - 64) : i]
+        started = time.perf_counter()
+        lo, hi, depth, _ = _step(*arrays, lo, hi, depth, recent, len(recent), tokens, counts)
+        seconds.append(time.perf_counter() - started)
+        depths.append(depth)
+    return {
+        "steps": len(seconds),
+        "mean_match": float(np.mean(depths)),
+        "steps_that_fell_off": float(np.mean(np.diff(depths) <= 0)),
+        **percentiles(seconds),
+    }
+
+
+def opening(folder: Path) -> dict[str, float]:
+    """Time to open a store, in milliseconds."""
+    seconds = []
+    for _ in range(20):
+        started = time.perf_counter()
+        open_datastore(folder)
+        seconds.append(time.perf_counter() - started)
+    return {"first_ms": seconds[0] * 1e3, "median_ms": float(np.median(seconds)) * 1e3}
+
+
+class PlainAutomaton:
+    """A suffix automaton in Python objects, as published drafters build it: one dict per state."""
+
+    def __init__(self) -> None:
+        self.next: list[dict[int, int]] = [{}]
+        self.link = [-1]
+        self.length = [0]
+        self.last = 0
+
+    def add(self, token: int) -> None:
+        """Append one token."""
+        state = self._new(self.length[self.last] + 1, {})
+        at = self.last
+        while at >= 0 and token not in self.next[at]:
+            self.next[at][token] = state
+            at = self.link[at]
+        if at >= 0:
+            target = self.next[at][token]
+            if self.length[target] != self.length[at] + 1:
+                clone = self._new(self.length[at] + 1, dict(self.next[target]))
+                self.link[clone] = self.link[target]
+                self.link[target] = clone
+                while at >= 0 and self.next[at].get(token) == target:
+                    self.next[at][token] = clone
+                    at = self.link[at]
+                target = clone
+            self.link[state] = target
+        else:
+            self.link[state] = 0
+        self.last = state
+
+    def _new(self, length: int, edges: dict[int, int]) -> int:
+        self.next.append(edges)
+        self.link.append(0)
+        self.length.append(length)
+        return len(self.next) - 1
+
+    def step(self, state: int, token: int) -> int:
+        """Follow a token, falling back along suffix links."""
+        while state and token not in self.next[state]:
+            state = self.link[state]
+        return self.next[state].get(token, 0)
+
+
+def plain_automaton(ids: np.ndarray, text: np.ndarray) -> dict[str, Any]:
+    """Bytes per token, build rate and time per step of the Python automaton."""
+    before = resident()
+    started = time.perf_counter()
+    automaton = PlainAutomaton()
+    for token in ids.tolist():
+        automaton.add(token)
+    seconds = time.perf_counter() - started
+    size = resident() - before
+    state, steps = 0, []
+    for token in text.tolist():
+        started = time.perf_counter()
+        state = automaton.step(state, token)
+        steps.append(time.perf_counter() - started)
+    return {
+        "tokens": len(ids),
+        "tokens_per_second": len(ids) / seconds,
+        "bytes_per_token": size / len(ids),
+        **percentiles(steps),
+    }
+
+
+def resident() -> int:
+    """Resident memory of this process in bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def arctic(ids: np.ndarray, starts: np.ndarray, text: np.ndarray) -> dict[str, Any]:
+    """The same of SuffixDecoding's C++ trees; a reason where the package cannot be imported.
+
+    `pip install arctic-inference` needs a compiler; its suffix part can also be built alone and put on PYTHONPATH.
+    """
+    try:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+    except Exception as error:
+        return {"skipped": f"{type(error).__name__}: {error}"}
+    before = resident()
+    started = time.perf_counter()
+    cache = SuffixDecodingCache(max_tree_depth=64)
+    for i, (a, b) in enumerate(pairwise(starts.tolist())):
+        cache.start_request(i, np.zeros(1, np.int32))
+        cache.add_active_response(i, ids[a : b - 1].astype(np.int32))
+        cache.stop_request(i)
+    seconds = time.perf_counter() - started
+    size = resident() - before
+    cache.start_request(-1, np.zeros(1, np.int32))
+    steps = []
+    query = text.astype(np.int32)
+    for i in range(1, len(query) + 1):
+        context = np.ascontiguousarray(query[max(0, i - 64) : i])
+        started = time.perf_counter()
+        cache.speculate(-1, context, max_spec_tokens=1, max_spec_factor=1.0, max_spec_offset=1.0, min_token_prob=0.0)
+        steps.append(time.perf_counter() - started)
+    return {
+        "tokens": len(ids),
+        "tokens_per_second": len(ids) / seconds,
+        "bytes_per_token": size / len(ids),
+        **percentiles(steps),
+    }
+
+
+def ours_at(folder: Path, ids: np.ndarray, starts: np.ndarray, text: np.ndarray) -> dict[str, Any]:
+    """The same of a store of this library."""
+    written = write_store(folder, ids, starts, StoreConfig(index="exact"))
+    return {
+        "tokens": written["tokens"],
+        "tokens_per_second": written["tokens_per_second"],
+        "bytes_per_token": written["exact_bytes_per_token"],
+        **cursor_steps(folder, text),
+    }
+
+
+def peers(folder: Path, ids: np.ndarray, starts: np.ndarray, text: np.ndarray, limit: int) -> dict[str, Any]:
+    """This library, SuffixDecoding's C++ trees and a plain automaton over the same documents."""
+    last = int(np.searchsorted(starts, limit))
+    ids, starts = ids[: starts[last]], starts[: last + 1]
+    return {
+        "ours": ours_at(folder, ids, starts, text),
+        "suffix_decoding": arctic(ids, starts, text),
+        "plain_automaton": plain_automaton(ids, text),
+    }
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", required=True, help="folder with Python source")
+    parser.add_argument("--tokens", type=float, default=100e6, help="size of the corpus")
+    parser.add_argument("--real", type=float, default=40e6, help="real tokens at most; changed copies follow")
+    parser.add_argument("--peer-tokens", type=float, default=1e6, help="size of the comparison with peers; 0 for none")
+    parser.add_argument("--folder", help="where to write the stores (a temporary folder by default)")
+    options = parser.parse_args()
+    folder = Path(options.folder or tempfile.mkdtemp())
+    ids, starts, reading = read_corpus(options.text, int(min(options.real, options.tokens)))
+    held_out = max(2, len(starts) // 50)  # the last documents are what the cursor follows
+    parts = [ids[starts[i] : starts[i + 1] - 1] for i in range(len(starts) - held_out, len(starts) - 1)]
+    text = np.concatenate([part[:400] for part in parts])[:STEPS]
+    ids, starts = ids[: starts[-held_out]], starts[: len(starts) - held_out + 1]
+    real = len(ids)
+    all_ids, all_starts = continue_corpus(ids, starts, int(options.tokens)) if options.tokens > real else (ids, starts)
+    small = all_ids[:1000].copy()
+    write_store(folder / "compile", np.append(small, 0).astype(np.uint32), np.array([0, 1001]), StoreConfig())
+    result = {
+        "benchmark": "datastore",
+        "machine": machine(),
+        "corpus": {"real_tokens": real, "tokens": len(all_ids), "documents": len(all_starts) - 1},
+        "reading": reading,
+        "suffix_array": sorting(all_ids),
+        "store": write_store(folder / "store", all_ids, all_starts, StoreConfig()),
+        "open": opening(folder / "store"),
+        "step": cursor_steps(folder / "store", text),
+    }
+    result["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    if options.peer_tokens:
+        result["peers"] = peers(folder / "peer", ids, starts, text, int(options.peer_tokens))
+    if options.folder is None:
+        shutil.rmtree(folder)
+    print(json.dumps(result))
+
+
+def sorting(ids: np.ndarray) -> dict[str, Any]:
+    """Suffix sorting alone, on one core: wall and processor time."""
+    tokens = ids.astype(np.uint16) if int(ids.max()) < 1 << 16 else ids
+    wall, cpu = time.perf_counter(), time.process_time()
+    suffix_array(tokens)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return {"seconds": wall, "cpu_seconds": cpu, "tokens_per_second": len(ids) / wall, "per_cpu_second": len(ids) / cpu}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
