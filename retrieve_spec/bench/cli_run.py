@@ -56,6 +56,11 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     "--limit", type=click.IntRange(min=1), metavar="N", help="First N prompts; of the built-in ones N a kind."
 )
 @click.option(
+    "--tasks",
+    metavar="A,B,…",
+    help="Only prompts of these tasks; built in are unseen, seen, edit, structured, prose.",
+)
+@click.option(
     "--template",
     type=click.Choice(["auto", "vicuna", "none"]),
     default="auto",
@@ -115,6 +120,7 @@ def run_bench(
     seed: int = 0,
     runs: int = 1,
     limit: int | None = None,
+    tasks: str | None = None,
     template: str = "auto",
     dtype: str = "auto",
     device: str = "auto",
@@ -142,20 +148,21 @@ def run_bench(
 
     logging.disable_progress_bar()
     chosen = [parse_method(name) for name in methods]
-    questions = read_prompts(prompts, limit)
+    questions = read_prompts(prompts, limit, tasks.split(",") if tasks else None)
     plan = Plan(questions, chosen, runs, state, max_new_tokens, template, sampled=temperature > 0)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     datastores = [open_datastore(path, tokenizer=tokenizer) for path in stores]
+    which = f", {tasks} only" if tasks else ""
     header = {
         "command": command,
         "machine": machine_facts(),
         "model": model,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": str(lm.device),
-        "prompts": f"{prompts} ({len(questions)} prompts, digest {prompts_digest(questions)})",
+        "prompts": f"{prompts}{which} ({len(questions)} prompts, digest {prompts_digest(questions)})",
         "methods": list(methods),
         "stores": {str(path): folder_bytes(path) for path in stores},
         "state": state,

@@ -11,6 +11,7 @@ from retrieve_spec.bench.workloads import Prompt, builtin
 from retrieve_spec.errors import ConfigError, TraceError
 
 BUILTIN = "builtin"
+BUILTIN_PER_TASK = 6
 SPEC_BENCH = "spec-bench:"
 TEMPLATES = ("auto", "vicuna", "none")
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
@@ -20,7 +21,7 @@ VICUNA_SYSTEM = (
 )
 
 
-def read_prompts(what: str, limit: int | None = None) -> list[Prompt]:
+def read_prompts(what: str, limit: int | None = None, tasks: Sequence[str] | None = None) -> list[Prompt]:
     """Read a workload.
 
     Parameters
@@ -30,6 +31,8 @@ def read_prompts(what: str, limit: int | None = None) -> list[Prompt]:
         `spec-bench:` and the path of its `question.jsonl`.
     limit
         Take at most so many, in order; of the built-in ones so many of each kind.
+    tasks
+        Take only prompts of these tasks (of Spec-Bench: its categories).
 
     Raises
     ------
@@ -37,7 +40,7 @@ def read_prompts(what: str, limit: int | None = None) -> list[Prompt]:
         The file is not there, or a line is not in one of the formats.
     """
     if what == BUILTIN:
-        return builtin(limit or 6)
+        return _of_tasks(builtin(limit or BUILTIN_PER_TASK), tasks, what)
     spec_bench = what.startswith(SPEC_BENCH)
     path = Path(what.removeprefix(SPEC_BENCH)).expanduser()
     try:
@@ -47,10 +50,20 @@ def read_prompts(what: str, limit: int | None = None) -> list[Prompt]:
             "a file of prompts", f"{path}: {error.strerror}", "Give FILE.jsonl, spec-bench:PATH or builtin."
         ) from error
     parse = _question if spec_bench else _prompt
-    prompts = [parse(line, number, path) for number, line in enumerate(lines, 1) if line.strip()][:limit]
+    prompts = [parse(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise TraceError("at least one prompt", f"none in {path}", "Give a file with one JSON object per line.")
-    return prompts
+    return _of_tasks(prompts, tasks, str(path))[:limit]
+
+
+def _of_tasks(prompts: list[Prompt], tasks: Sequence[str] | None, what: str) -> list[Prompt]:
+    known = {prompt.task for prompt in prompts}
+    missing = [task for task in tasks or () if task not in known]
+    if missing:
+        raise TraceError(
+            f"tasks among {', '.join(sorted(known))}", ", ".join(missing), f"These are the ones of {what}."
+        )
+    return [prompt for prompt in prompts if tasks is None or prompt.task in tasks]
 
 
 def _prompt(line: str, number: int, path: Path) -> Prompt:

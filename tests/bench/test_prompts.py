@@ -75,6 +75,12 @@ def test_spec_bench_questions(tmp_path):
     assert (prompt.name, prompt.task, prompt.turns, prompt.raw) == ("81", "writing", ("one", "two"), False)
 
 
+def test_only_some_tasks():
+    assert {prompt.task for prompt in read_prompts("builtin", 2, ["edit", "prose"])} == {"edit", "prose"}
+    with pytest.raises(TraceError, match="poetry"):
+        read_prompts("builtin", 2, ["poetry"])
+
+
 @pytest.mark.parametrize("text", ["", "no json", "[1]", '{"text": 1}', '{"turns": []}', '{"prompt": ""}'])
 def test_other_files_are_refused_with_the_line(tmp_path, text):
     (tmp_path / "p.jsonl").write_text(text)

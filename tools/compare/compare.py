@@ -85,6 +85,16 @@ def table(results: dict[str, dict[str, Any]], facts: str, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def shown_command(words: list[str]) -> str:
+    """The command that made the figures, files by their names: where they lie is no one's business."""
+
+    def shown(word: str) -> str:
+        pattern, equals, path = word.rpartition("=")
+        return pattern + equals + Path(path).name if Path(path).exists() else word
+
+    return shlex.join(["python", "tools/compare/compare.py", *map(shown, words)])
+
+
 def main(words: list[str] | None = None) -> None:
     """Replay every file through every drafter."""
     args = parse(words)
@@ -101,7 +111,7 @@ def main(words: list[str] | None = None) -> None:
                 results[path.stem][name] = measure(name, make, rows, args.nodes)
                 bar.update()
     facts = machine_facts()
-    command = shlex.join(["python", "tools/compare/compare.py", *(words if words is not None else sys.argv[1:])])
+    command = shown_command(words if words is not None else sys.argv[1:])
     made = {"machine": facts, "command": command, "nodes": args.nodes, "limit": args.limit, "files": results}
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
