@@ -302,9 +302,7 @@ def _find_mode(model: Any) -> Finding:
         model.train(training)
 
 
-def _verifier_factory(
-    model: Any, finding: Finding, config: SpeculationConfig
-) -> tuple[Callable[[], Verifier], str]:
+def _verifier_factory(model: Any, finding: Finding, config: SpeculationConfig) -> tuple[Callable[[], Verifier], str]:
     """What makes a generation's verifier, and why it is not the static one."""
 
     def make() -> Verifier:

@@ -2,9 +2,9 @@
 
     python scripts/bench_step.py [--nodes 32] [--context 4096] [--draft script|auto] [--steps 200]
 
-A one-layer-per-`--layers` random Llama decodes with trees of exactly `--nodes` nodes. The time inside the model's forward
-is subtracted from the time of each step; what is left is drafting, input and mask building, reading the logits, the walk,
-the commit and learning.
+A random Llama of `--layers` layers decodes with trees of exactly `--nodes` nodes. The time inside the model's forward
+is subtracted from the time of each step; what is left is drafting, input and mask building, reading the logits, the
+walk, the commit and learning.
 """
 
 from __future__ import annotations
@@ -38,22 +38,24 @@ class FullTrees:
         self._next = 0
 
     def start(self, prompt_ids: Any, prediction_ids: Any = None) -> None:
-        pass
+        """Begin: nothing to read."""
 
     def observe_prompt(self, token_ids: Any, top_ids: Any, top_logits: Any) -> None:
-        pass
+        """Learn nothing."""
 
     def propose(self, budget: Budget) -> DraftTree:
+        """Return the tree of this benchmark."""
         ids = self._tree.token_ids.copy()
         ids[-1] = self._next  # a side branch carries the last likely token, so that some commits move rows
         return replace(self._tree, token_ids=ids)
 
     def observe(self, verified: VerifiedPass) -> None:
+        """Take the likeliest token for the side branch."""
         if verified.top_ids is not None:
             self._next = int(verified.top_ids[0, 0])
 
     def finish(self) -> None:
-        pass
+        """End: nothing to keep."""
 
 
 def measure(vocab: int, nodes: int, context: int, layers: int, steps: int, draft: str) -> dict[str, float]:
@@ -65,7 +67,7 @@ def measure(vocab: int, nodes: int, context: int, layers: int, steps: int, draft
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     drafter = FullTrees(nodes) if draft == "script" else None
-    rs.accelerate(model, drafter=drafter, nodes=nodes if draft != "off" else 0)
+    rs.accelerate(model, drafter=drafter, nodes=nodes if draft != "off" else 0, static_pass="off")
     inside: list[float] = []
     forward = model.forward
 

@@ -22,7 +22,9 @@ class ScriptedDrafter:
     wrong ones. branchy: a tree whose right path is never the first branch and ends at a changing depth.
     """
 
-    def __init__(self, answer: Any, script: str = "right", *, length: int = 6, vocab: int = 199, top_k: int = 4) -> None:
+    def __init__(
+        self, answer: Any, script: str = "right", *, length: int = 6, vocab: int = 199, top_k: int = 4
+    ) -> None:
         self.answer = [int(token) for token in answer]
         self.script, self.length, self.vocab = script, length, vocab
         self.top_k, self.wants_hidden = top_k, False

@@ -42,9 +42,8 @@ class PassLogits:
 
     def row(self, i: int) -> NDArray[np.float32]:
         """(vocab,) float32 logits of one row on the host."""
-        if self._host is not None:
-            return self._host[i]
-        row: NDArray[np.float32] = self.logits[i].float().cpu().numpy()
+        row: NDArray[np.float32]
+        row = self._host[i] if self._host is not None else self.logits[i].float().cpu().numpy()
         return row
 
 
@@ -59,7 +58,7 @@ def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
         values = np.empty((len(host), k), np.float32)
         full = host.shape[1] // BLOCK
         blocks = rows if full * BLOCK == host.shape[1] else rows[:, : full * BLOCK]
-        maxima = blocks.unflatten(1, (full, BLOCK)).amax(-1).numpy() if full else host[:, :0]
+        maxima = blocks.view(len(host), full, BLOCK).amax(-1).numpy() if full else host[:, :0]
         row_topk(host, maxima, ids, values)
         return PassLogits(logits, ids, values, host)
     values_, ids_ = torch.topk(logits.float(), k, dim=-1)
@@ -75,10 +74,13 @@ def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
 class Chooser(Protocol):
     """Chooses the target's next token after one row of a pass."""
 
-    scores: list[torch.Tensor] | None
-    """Processed scores (1, vocab) of every chosen token, where they are asked for."""
-    raw: list[torch.Tensor] | None
-    """Raw logits (1, vocab) of every chosen token, where they are asked for."""
+    @property
+    def scores(self) -> list[torch.Tensor] | None:
+        """Processed scores (1, vocab) of every chosen token, where they are asked for."""
+
+    @property
+    def raw(self) -> list[torch.Tensor] | None:
+        """Raw logits (1, vocab) of every chosen token, where they are asked for."""
 
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return the token that follows `text`, given the logits at `row`."""

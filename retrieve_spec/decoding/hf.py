@@ -222,9 +222,9 @@ class HFVerifier:
         from torch.nn.attention.flex_attention import create_block_mask
 
         seen = visible[0, 0]
-        return create_block_mask(
-            lambda batch, head, q, kv: seen[q, kv], 1, None, *seen.shape, device=str(self._device), _compile=False
-        )
+        rows, columns = seen.shape
+        device = str(self._device)
+        return create_block_mask(lambda batch, head, q, kv: seen[q, kv], 1, None, rows, columns, device=device)
 
     def _catch_hidden(self, into: list[torch.Tensor]) -> Any:
         """Catch what goes into the output embeddings: the final hidden states of the rows logits are made for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -81,7 +81,7 @@ class Decoding:
         self._drafter, self._limits, self._cost, self._prediction_ids = drafter, limits, cost, prediction_ids
         self._want_hidden = drafter is not None and drafter.wants_hidden
 
-    def run(self) -> Iterator[NDArray[np.int32]]:
+    def run(self) -> Generator[NDArray[np.int32], None, None]:
         """Decode until a stop; every item is what became visible since the last one."""
         verified = yield from self._prefill()
         while not verified.stopped:
@@ -98,7 +98,7 @@ class Decoding:
             self._count(tree, verified, began, drafted, checked, committed)
             yield verified.emitted
 
-    def _prefill(self) -> Iterator[NDArray[np.int32]]:
+    def _prefill(self) -> Generator[NDArray[np.int32], None, Walk]:
         """Feed the prompt, chunk by chunk; an empty item after each chunk lets the caller cancel."""
         began = perf_counter()
         self._verifier.start(self._inputs)

@@ -91,9 +91,7 @@ def _capture(
     return _Captured(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
 
-def prepare(
-    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any]
-) -> Prepared | str:
+def prepare(model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any]) -> Prepared | str:
     """Let the original `generate` prepare a call; return why it should also decode it where ours cannot.
 
     Parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -157,9 +157,7 @@ class Speculation:
         chooser = make_chooser(prepared.processors, seed, keep_scores=keep_scores, keep_raw=keep_raw)
         limits = self._limits(prepared, stopper, None if nodes == AUTO else int(nodes))
         verifier = self._make_verifier()
-        decoding = Decoding(
-            prepared.inputs, verifier, drafter, chooser, stopper, limits, self.cost, prediction_ids
-        )
+        decoding = Decoding(prepared.inputs, verifier, drafter, chooser, stopper, limits, self.cost, prediction_ids)
         return Running(self, decoding, verifier, drafter, chooser)
 
     def _limits(self, prepared: Prepared, stopper: Stopper, nodes: int | None) -> Limits:
@@ -213,7 +211,7 @@ class Running:
         self.decoding, self.chooser = decoding, chooser
         self.cache: Any = None
         self._owner, self._verifier, self._drafter = owner, verifier, drafter
-        self._passes: Iterator[NDArray[np.int32]] | None = None
+        self._passes: Generator[NDArray[np.int32], None, None] | None = None
         self._generation = 0
         self._began = 0.0
         self._closed = False
@@ -239,7 +237,7 @@ class Running:
         self._closed = True
         if self._passes is None:
             return
-        self._passes.close()  # type: ignore[attr-defined]
+        self._passes.close()
         self.cache = self._verifier.finish()
         if self._drafter is not None and self._verifier.mode != "plain":
             self._drafter.finish()

@@ -24,7 +24,7 @@ class RowText:
         self._device = input_ids.device
         self._tensor = torch.empty((1, max(capacity, self.length + 1)), dtype=torch.long)
         self._tensor[:, : self.length] = input_ids
-        self._ids = self._tensor.numpy()[0]
+        self._ids: NDArray[np.int64] = self._tensor.numpy()[0]
 
     def append(self, token_id: int) -> None:
         """Add one token."""
@@ -41,14 +41,17 @@ class RowText:
     @property
     def prompt_ids(self) -> NDArray[np.int32]:
         """(prompt,) int32 copy of the prompt."""
-        return self._ids[: self.prompt_length].astype(np.int32)
+        prompt: NDArray[np.int32] = self._ids[: self.prompt_length].astype(np.int32)
+        return prompt
 
     @property
-    def last_ids(self) -> NDArray[np.int64]:
-        """(1,) view of the last token: the root of the next pass."""
-        return self._ids[self.length - 1 : self.length]
+    def last_ids(self) -> NDArray[np.int32]:
+        """(1,) copy of the last token: the root of the next pass."""
+        last: NDArray[np.int32] = self._ids[self.length - 1 : self.length].astype(np.int32)
+        return last
 
     @property
     def new_ids(self) -> NDArray[np.int64]:
         """(emitted,) view of the tokens after the prompt."""
-        return self._ids[self.prompt_length : self.length]
+        emitted: NDArray[np.int64] = self._ids[self.prompt_length : self.length]
+        return emitted

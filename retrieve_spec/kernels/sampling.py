@@ -47,7 +47,7 @@ def gumbel_argmax(
         if score > best_score:
             best_score = score
             best = ids[i]
-    return best
+    return int(best)
 
 
 @njit(cache=True, nogil=True)
@@ -83,7 +83,7 @@ def _nucleus(
     row: NDArray[np.float32], heat: np.float32, top_p: float, ids: NDArray[np.int32], total: float, top: float
 ) -> int:
     """Write to `ids` the fewest most probable tokens of the whole `row` that reach `top_p`; return how many."""
-    v = row.shape[0]
+    v = int(row.shape[0])
     k = min(64, v)
     maxima = block_maxima(row).reshape(1, v // BLOCK)
     while True:
@@ -126,7 +126,7 @@ def truncate_row(
     Writes the tokens that stay to `ids` and their scaled logits to `scores`, both of length >= v, and returns how
     many stay. `top_k` 0, `top_p` 1 and `min_p` 0 switch a rule off; ties at the k-th place all stay.
     """
-    v = row.shape[0]
+    v = int(row.shape[0])
     heat = np.float32(temperature)
     count = v
     if 0 < top_k < v:

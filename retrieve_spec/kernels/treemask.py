@@ -67,7 +67,7 @@ def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: in
 def fill_inputs(
     ids: NDArray[np.int64],
     positions: NDArray[np.int64],
-    root_ids: NDArray[np.int64],
+    root_ids: NDArray[np.int32],
     token_ids: NDArray[np.int32],
     depth: NDArray[np.int32],
     position: int,

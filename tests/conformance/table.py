@@ -1,6 +1,6 @@
 """Modes of all families in, the table of docs/conformance.md out.
 
-    python tests/conformance/table.py            # write the table
+python tests/conformance/table.py            # write the table
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def render(model_of: Callable[[Any, str], Any]) -> str:
             reasons.append(re.sub(r" \(off by .*?\)", "", model.speculation.reason))
             rs.restore(model)
         cells = [modes.get(attention, "–") for attention in ("sdpa", "eager")]
-        lines.append(f"| {family.name} | `{type(model).__name__}` | {cells[0]} | {cells[1]} | {max(reasons, key=len)} |")
+        lines.append(
+            f"| {family.name} | `{type(model).__name__}` | {cells[0]} | {cells[1]} | {max(reasons, key=len)} |"
+        )
     return "\n".join(lines)
 
 

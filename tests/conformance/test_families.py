@@ -14,7 +14,11 @@ from scripted_drafter import SCRIPTS, ScriptedDrafter
 import retrieve_spec as rs
 
 NEW = 20
-CASES = [pytest.param(family, attention, id=f"{family.name}-{attention}") for family in FAMILIES for attention in family.attention]  # fmt: skip
+CASES = [
+    pytest.param(family, attention, id=f"{family.name}-{attention}")
+    for family in FAMILIES
+    for attention in family.attention
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -23,7 +27,7 @@ def ids(length: int, step: int = 37) -> torch.Tensor:
     return torch.tensor([[3 + (i * step + 11) % (VOCAB - 3) for i in range(length)]])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def model_of(family: Family, attention: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -27,7 +27,16 @@ def ancestors(parent: Any, node: int) -> set[int]:
 
 
 def tree_mask(
-    parent: Any, depth: Any, roots: int, past: int, offset: int, kv: int, window: int, chunk: int, left: int, padded: Any
+    parent: Any,
+    depth: Any,
+    roots: int,
+    past: int,
+    offset: int,
+    kv: int,
+    window: int,
+    chunk: int,
+    left: int,
+    padded: Any,
 ) -> Any:
     """Visibility by the definition: earlier on the same path, within the window, in the same chunk, not padding."""
     n = len(parent)

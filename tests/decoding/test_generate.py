@@ -74,9 +74,12 @@ def test_signature_and_restore(tiny: Any, prompt: torch.Tensor) -> None:
 
 
 def test_context_manager_restores_after_an_error(tiny: Any) -> None:
-    with pytest.raises(ZeroDivisionError), rs.accelerated(tiny, draft="off"):
+    with rs.accelerated(tiny, draft="off") as model:
+        assert model is tiny
         assert hasattr(tiny, "speculation")
-        raise ZeroDivisionError
+    assert not hasattr(tiny, "speculation")
+    with pytest.raises(ZeroDivisionError), rs.accelerated(tiny, draft="off"):
+        1 / 0  # noqa: B018
     assert not hasattr(tiny, "speculation")
 
 
@@ -192,7 +195,8 @@ def test_generation_config_is_honoured(tiny: Any, prompt: torch.Tensor) -> None:
     scripted(tiny, expected)
     assert torch.equal(tiny.generate(prompt, generation_config=config), expected)
     assert torch.equal(tiny.generate(prompt, config), expected), "positional"
-    assert torch.equal(tiny.generate(inputs=prompt, attention_mask=torch.ones_like(prompt), generation_config=config), expected)  # fmt: skip
+    ones = torch.ones_like(prompt)
+    assert torch.equal(tiny.generate(inputs=prompt, attention_mask=ones, generation_config=config), expected)
 
 
 SAMPLED = [
@@ -220,9 +224,9 @@ def test_sampled_output_is_the_same_with_drafting(tiny: Any, prompt: torch.Tenso
     assert tiny.speculation.last.tokens_per_pass > 1.2
     torch.manual_seed(12)
     assert not torch.equal(tiny.generate(prompt, **options), plain), "the seed comes from torch's generator"
-    assert torch.equal(
-        tiny.generate(prompt, seed=5, **options), tiny.generate(prompt, seed=5, nodes=2, **options)
-    ), "a given seed fixes the text"
+    assert torch.equal(tiny.generate(prompt, seed=5, **options), tiny.generate(prompt, seed=5, nodes=2, **options)), (
+        "a given seed fixes the text"
+    )
     assert drafter.finished == 4
 
 

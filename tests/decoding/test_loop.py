@@ -19,13 +19,17 @@ def run(made: Any) -> list[list[int]]:
     return [visible.tolist() for visible in made.run()]
 
 
+def flat(runs: list[list[int]]) -> list[int]:
+    return [token for visible in runs for token in visible]
+
+
 @pytest.mark.parametrize("script", ["right", "wrong", "half", "branchy"])
 @pytest.mark.parametrize("mode", ["tree", "chain"])
 def test_output_is_the_models_whatever_is_drafted(script: str, mode: Any) -> None:
     verifier = MockVerifier(counting(), mode)
     drafter = ScriptedDrafter(ANSWER, script, vocab=50)
     made = decoding(verifier, drafter, [3, 4, 5])
-    shown = sum(run(made), [])
+    shown = flat(run(made))
     assert shown == ANSWER[3:30]
     assert verifier.cache == ANSWER[:29], "the cache holds all but the last token"
     assert drafter.text == ANSWER[:30]
@@ -51,7 +55,7 @@ def test_drafts_end_at_the_position_limit() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", length=50, vocab=50)
     verifier = MockVerifier(counting())
     made = decoding(verifier, drafter, [3, 4, 5], draft_end=8)
-    assert sum(run(made), []) == ANSWER[3:30]
+    assert flat(run(made)) == ANSWER[3:30]
     assert drafter.budgets[0].max_depth == 4
     assert all(budget.max_nodes == 0 for budget in drafter.budgets[1:])
     assert verifier.passes[2:] == [0] * len(verifier.passes[2:])
@@ -61,7 +65,7 @@ def test_end_of_text_inside_an_accepted_run_cuts_there() -> None:
     verifier = MockVerifier(counting())
     criteria = [EosTokenCriteria(torch.tensor([40, 10]))]
     drafter = ScriptedDrafter(ANSWER, "right", length=20, vocab=50)
-    assert sum(run(decoding(verifier, drafter, [3, 4], criteria=criteria)), []) == [5, 6, 7, 8, 9, 10]
+    assert flat(run(decoding(verifier, drafter, [3, 4], criteria=criteria))) == [5, 6, 7, 8, 9, 10]
     assert verifier.cache == [3, 4, 5, 6, 7, 8, 9]
     assert drafter.seen[-1].emitted.tolist() == [6, 7, 8, 9, 10]
 
@@ -80,7 +84,7 @@ class StopAfter(StoppingCriteria):
 def test_custom_criteria_see_every_token_once_and_in_order() -> None:
     stop = StopAfter(12)
     drafter = ScriptedDrafter(ANSWER, "right", length=20, vocab=50)
-    assert sum(run(decoding(MockVerifier(counting()), drafter, [3], criteria=[stop])), []) == list(range(4, 13))
+    assert flat(run(decoding(MockVerifier(counting()), drafter, [3], criteria=[stop]))) == list(range(4, 13))
     assert stop.lengths == list(range(2, 11))
 
 
@@ -115,13 +119,13 @@ def test_prompt_in_chunks_can_be_cancelled_in_between() -> None:
     assert verifier.cache == ANSWER[:8]
     passes.close()
     assert verifier.cache == ANSWER[:8]
-    assert sum(run(decoding(MockVerifier(counting()), None, ANSWER[:20], prefill_chunk=8)), []) == ANSWER[20:30]
+    assert flat(run(decoding(MockVerifier(counting()), None, ANSWER[:20], prefill_chunk=8))) == ANSWER[20:30]
 
 
 def test_plain_verifiers_get_no_drafts() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", vocab=50)
     verifier = MockVerifier(counting(), "plain")
-    assert sum(run(decoding(verifier, drafter, ANSWER[:20], prefill_chunk=4)), []) == ANSWER[20:30]
+    assert flat(run(decoding(verifier, drafter, ANSWER[:20], prefill_chunk=4))) == ANSWER[20:30]
     assert not drafter.budgets
     assert set(verifier.passes) == {0}
 

@@ -36,9 +36,7 @@ def test_greedy_and_sampled_text(reference_model: Any, inputs: Any, script: str,
     assert model.speculation.last.tokens_per_pass > 1.5
 
 
-def test_stop_strings_cut_inside_an_accepted_run(
-    reference_model: Any, reference_tokenizer: Any, inputs: Any
-) -> None:
+def test_stop_strings_cut_inside_an_accepted_run(reference_model: Any, reference_tokenizer: Any, inputs: Any) -> None:
     model, length = reference_model, inputs.input_ids.shape[1]
     whole = model.generate(**inputs, do_sample=False, max_new_tokens=40)
     text = reference_tokenizer.decode(whole[0, length:])

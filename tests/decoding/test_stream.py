@@ -30,8 +30,9 @@ def test_pieces_are_the_accepted_runs(tiny: Any, prompt: torch.Tensor) -> None:
     assert np.concatenate(runs).tolist() == expected[0, 12:].tolist()
     assert all(run.dtype == np.int32 for run in runs)
     assert tiny.speculation.last.passes == 5
-    assert np.concatenate([p.token_ids for p in rs.generate_stream(tiny, prompt[0], **GREEDY)]).tolist() == expected[0, 12:].tolist()  # fmt: skip
-    assert np.concatenate([p.token_ids for p in rs.generate_stream(tiny, prompt[0].tolist(), **GREEDY)]).tolist() == expected[0, 12:].tolist()  # fmt: skip
+    for same in (prompt[0], prompt[0].tolist(), {"input_ids": prompt}):
+        runs = [piece.token_ids for piece in rs.generate_stream(tiny, same, **GREEDY)]
+        assert np.concatenate(runs).tolist() == expected[0, 12:].tolist()
 
 
 def test_closing_early_leaves_model_cache_and_report_in_order(tiny: Any, prompt: torch.Tensor) -> None:
