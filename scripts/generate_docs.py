@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ ENVIRONMENT = {
     "NUMBA_DISABLE_JIT": "`1` runs the kernels as plain Python (very slow; for finding errors).",
     "HF_HUB_OFFLINE": "`1` keeps Hugging Face libraries from asking the hub.",
 }
+SENTENCE = 100
 TREE_FOLDERS = {
     "datastores": "recipes of the stores one can build",
     "docs": "how it works, how to use it, what was measured",
@@ -52,9 +55,10 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tup
     yield name, command.get_help(context)
     if isinstance(command, click.Group):
         for child in command.list_commands(context):
-            found = command.get_command(context, child)
-            assert found is not None
-            yield from commands(found, (*path, child))
+            with contextlib.suppress(ModuleNotFoundError):  # the tests of the command line say so
+                found = command.get_command(context, child)
+                assert found is not None
+                yield from commands(found, (*path, child))
 
 
 def cli() -> str:
@@ -118,31 +122,20 @@ def environment() -> str:
 
 
 def first_sentence(path: Path) -> str:
-    """First sentence of a module's docstring, without what the file name already says."""
+    """First sentence of a module's docstring, shortened at a word to fit a line."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    text = " ".join(doc.split("\n\n")[0].split())
-    return re.split(r"(?<=[.:;]) ", text)[0].rstrip(".:;")
+    text = re.split(r"(?<=[.;]) ", " ".join(doc.split("\n\n")[0].split()))[0].rstrip(".:;")
+    return textwrap.shorten(text, SENTENCE, placeholder=" …") if text else ""
 
 
 def tree() -> str:
     """The package as a file tree, each file with its first sentence."""
     package = ROOT / "retrieve_spec"
     lines = ["```text", "retrieve_spec/"]
-    files = sorted(path for path in package.rglob("*.py") if first_sentence(path) and path.stat().st_size)
-    top = [path for path in files if path.parent == package and path.name != "__init__.py"]
-    folders = sorted({path.parent for path in files if path.parent != package})
-    for path in top:
-        lines.append(f"  {path.name:<22}{first_sentence(path)}")
-    for folder in folders:
-        lines.append(f"  {folder.relative_to(package)}/")
-        lines += [
-            f"    {p.name:<20}{first_sentence(p)}" for p in files if p.parent == folder and p.name != "__init__.py"
-        ]
-        init = folder / "__init__.py"
-        if init in files:
-            lines[-1 - sum(p.parent == folder and p.name != "__init__.py" for p in files)] += (
-                f"  — {first_sentence(init)}"
-            )
+    lines += [f"  {path.name:<22}{first_sentence(path)}" for path in _modules(package)]
+    for folder in sorted(path.parent for path in package.glob("*/__init__.py")):
+        lines.append(f"  {folder.name + '/':<22}{first_sentence(folder / '__init__.py')}".rstrip())
+        lines += [f"    {path.name:<20}{first_sentence(path)}" for path in _modules(folder)]
     lines.append("  reference/            the bundled model, its tokenizer and its card")
     lines += [f"{name + '/':<24}{text}" for name, text in TREE_FOLDERS.items()]
     return "\n".join([*lines, "```", ""])
@@ -234,6 +227,10 @@ def compare_tables() -> str:
     """The comparison with peers on recorded answers."""
     path = DATA / "compare.md"
     return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _modules(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
 
 
 PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment, "tree": tree}

@@ -1,0 +1,122 @@
+"""The documentation says what the code says, and the code it shows runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrieve_spec import cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+]
+
+
+@pytest.fixture(scope="module")
+def generator():
+    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "scripts" / "generate_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_generated_parts_are_current(generator):
+    stale = [str(path.relative_to(ROOT)) for path in generator.stale()]
+    assert not stale, f"out of date: {', '.join(stale)}; run `make docs`"
+
+
+def test_every_command_and_its_help_is_in_the_docs(generator):
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for name, text in generator.commands(cli.cli):
+        assert f"## {name}\n" in page
+        assert text in page
+
+
+def test_every_option_of_every_config_is_described(generator):
+    classes = generator.config_classes()
+    assert classes
+    for cls in classes:
+        described = generator.attributes(cls)
+        assert set(described) == {field.name for field in dataclasses.fields(cls)}, cls.__name__
+        assert all(described.values()), cls.__name__
+
+
+def test_every_module_says_what_it_is(generator):
+    silent = [p for p in (ROOT / "retrieve_spec").rglob("*.py") if p.stat().st_size and not generator.first_sentence(p)]
+    assert not silent
+
+
+def test_every_environment_variable_in_the_code_is_documented(generator):
+    used = set()
+    for path in (ROOT / "retrieve_spec").rglob("*.py"):
+        used |= set(re.findall(r"\bRETRIEVE_SPEC_[A-Z_]+\b", path.read_text()))
+    assert used <= set(generator.ENVIRONMENT), f"undocumented: {used - set(generator.ENVIRONMENT)}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_files_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_python_of_the_readme_runs(monkeypatch):
+    """One block after another, as a reader would type them."""
+    monkeypatch.chdir(ROOT)
+    space: dict[str, object] = {}
+    found = blocks("README.md", "python")
+    assert len(found) >= 2
+    for block in found:
+        exec(compile(block, "README.md", "exec"), space)
+    assert "speculation" not in vars(space["model"])
+
+
+def test_generate_commands_of_the_readme_run(capsys):
+    ran = 0
+    for block in blocks("README.md", "bash"):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:2] == ["retrieve-spec", "generate"]:
+                assert cli.run([*words[1:], "--device", "cpu"]) == 0
+                ran += 1
+    assert ran
+    assert "identical: yes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_the_docs_exist(page):
+    import click
+
+    for block in blocks(page, "bash"):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["retrieve-spec"] and len(words) > 1:
+                command = cli.cli.get_command(click.Context(cli.cli), words[1])
+                assert command is not None, line
+                if isinstance(command, click.Group):
+                    command = command.get_command(click.Context(command), words[2])
+                known = {option for parameter in command.params for option in parameter.opts}
+                assert {word for word in words if word.startswith("--")} <= known, line
+
+
+def test_make_targets_in_the_docs_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for target in re.findall(r"\bmake ([a-z][a-z-]+)\b", "\n".join(blocks(page, "bash"))):
+            assert target in targets, f"{page}: make {target}"
