@@ -25,11 +25,14 @@ class DraftHints:
         Tokens expected to come next.
     references
         Texts to look in, the most relevant last.
+    session
+        A `retrieve_spec.sources.session.SessionMemory` to draft from and to add the completion to, None for none.
     """
 
     enabled: bool = True
     prediction: tuple[int, ...] = ()
     references: tuple[tuple[int, ...], ...] = ()
+    session: Any = None
 
 
 @dataclass(slots=True)
@@ -161,6 +164,9 @@ class HuggingFaceBackend:
             options["draft"] = "off"
         if not sampling.greedy and "seed" in self._accepts:
             options["seed"] = sampling.seed
+        drafter = self.model.speculation.drafter() if hints.enabled else None
+        if hasattr(drafter, "session"):
+            drafter.session = hints.session  # each user's own: nobody's text is drafted for somebody else
         stream = self._stream(self.model, ids, tokenizer=self.tokenizer, past_key_values=cache, **options)
         try:
             for run in stream:

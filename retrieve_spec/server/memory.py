@@ -10,14 +10,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+
 from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.continuations import Continuation, key_starts, scan_texts
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.workspace import Workspace
+from retrieve_spec.sources.session import SessionMemory
 
 _CANDIDATES = 4
 _TAIL_TOKENS = 8
 _ANSWERS = 64
+_RECENT_ANSWERS = 8
 
 
 class RecentTexts:
@@ -56,6 +60,14 @@ class RecentTexts:
     def __len__(self) -> int:
         return len(self._texts)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._texts
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._texts.clear()
+        self.chars = 0
+
 
 class Memory:
     """What one user's editors have shown.
@@ -70,10 +82,18 @@ class Memory:
         Bound of chunks, buffers and accepted completions, each.
     reference_tokens
         Tokens of whole texts handed to the drafter per request.
+    session_tokens
+        Bound of the drafter's own memory of chunks, buffers and completions.
     """
 
     def __init__(
-        self, codec: TextCodec, workspace: Workspace | None, *, max_chars: int = 2_000_000, reference_tokens: int = 8192
+        self,
+        codec: TextCodec,
+        workspace: Workspace | None,
+        *,
+        max_chars: int = 2_000_000,
+        reference_tokens: int = 8192,
+        session_tokens: int = 1_000_000,
     ) -> None:
         self.codec = codec
         self.workspace = workspace
@@ -81,6 +101,9 @@ class Memory:
         self.buffers = RecentTexts(max_chars)
         self.accepted = RecentTexts(max_chars // 4)
         self._answers: OrderedDict[str, str] = OrderedDict()
+        self._session = SessionMemory(session_tokens)
+        self._unread: list[str] = []
+        self._read: set[int] = set()
         self._reference_tokens = reference_tokens
         self._lock = threading.Lock()
 
@@ -89,10 +112,13 @@ class Memory:
         with self._lock:
             for name, text in chunks:
                 self.chunks.put(f"{name or ''}\0{text}", text)
+                self._have_read(text)
 
     def note_buffer(self, key: str, text: str) -> None:
         """Remember the text of an open file; "" forgets it."""
         with self._lock:
+            if key not in self.buffers:
+                self._have_read(text)
             self.buffers.put(key, text)
 
     def note_answer(self, before: str, text: str) -> None:
@@ -122,9 +148,10 @@ class Memory:
         """Drop everything."""
         with self._lock:
             for texts in (self.chunks, self.buffers, self.accepted):
-                for key in list(texts._texts):
-                    texts.remove(key)
+                texts.clear()
             self._answers.clear()
+            self._session = SessionMemory(self._session.max_tokens)
+            self._unread, self._read = [], set()
 
     def continuations(self, left: str, right: str) -> list[Continuation]:
         """What followed the text left of the cursor before, the best guess first."""
@@ -132,7 +159,8 @@ class Memory:
         if not starts:
             return []
         with self._lock:
-            near = [left[: len(left) - 1], right, *self.accepted.latest_first()[:16]]
+            answers = [context + answer for context, answer in reversed(self._answers.items())][:_RECENT_ANSWERS]
+            near = [left[: len(left) - 1], right, *answers, *self.accepted.latest_first()[:16]]
             far = [*self.chunks.latest_first()[:32], *self.buffers.latest_first()[:16]]
         found = scan_texts(left, near, starts, _CANDIDATES) + scan_texts(left, far, starts, _CANDIDATES)
         if self.workspace is not None:
@@ -154,7 +182,22 @@ class Memory:
         references += [tuple(tail + ids) for ids in reversed(candidates)]
         if prediction:
             references.append(tuple(tail + expected))
-        return DraftHints(prediction=tuple(expected), references=tuple(references))
+        return DraftHints(True, tuple(expected), tuple(references), self._session_now())
+
+    def _have_read(self, text: str) -> None:
+        """Queue a text for the drafter's memory, once."""
+        key = hash(text)
+        if text and key not in self._read:
+            self._read.add(key)
+            self._unread.append(text)
+
+    def _session_now(self) -> SessionMemory:
+        """The drafter's memory with everything read so far; for the engine's thread only."""
+        with self._lock:
+            unread, self._unread = self._unread, []
+        for text in unread:
+            self._session.remember(np.asarray(self.codec.encode_cached(text), np.int32))
+        return self._session
 
     def _whole_texts(self) -> list[list[int]]:
         """Accepted completions, chunks and buffers as tokens, the latest last, within the bound."""

@@ -7,15 +7,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from scripted import ScriptedBackend  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from scripted import ScriptedBackend
+from transformers import AutoTokenizer
 
-from retrieve_spec.config import ServeConfig  # noqa: E402
-from retrieve_spec.reference_model import reference_path  # noqa: E402
-from retrieve_spec.server.lsp import create_server  # noqa: E402
-from retrieve_spec.server.service import Service  # noqa: E402
-from retrieve_spec.server.text import TextCodec  # noqa: E402
-from retrieve_spec.server.workspace import Workspace  # noqa: E402
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.reference_model import reference_path
+from retrieve_spec.server.lsp import create_server
+from retrieve_spec.server.service import Service
+from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.workspace import Workspace
 
 
 def make(roots):

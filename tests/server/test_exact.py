@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import retrieve_spec.server.fim as sample
 from retrieve_spec.server.schemas import InfillRequest
 from retrieve_spec.server.service import Caller
 
-SOURCE = open(sample.__file__, encoding="utf-8").read()
+SOURCE = Path(sample.__file__).read_text("utf-8")
 CUTS = [3000, 5211, 7402, 9013]
 
 
