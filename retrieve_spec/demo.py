@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from retrieve_spec._version import __version__
 from retrieve_spec.bench.workloads import Prompt, builtin, loops
+from retrieve_spec.errors import StoreError, TokenizerMismatchError
+from retrieve_spec.paths import cache_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from retrieve_spec.datastore.store import Datastore
 
 Mode = Literal["live", "text", "silent"]
 ROWS = 12
@@ -233,21 +241,50 @@ def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
     return cells[0].ljust(widths[0]) + "".join("  " + c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))
 
 
+def stdlib_store(tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> list[Datastore]:
+    """The standard library as a datastore, built on first use and kept in the user's cache.
+
+    Empty where the recipe did not come along (an installation without the repository) or nothing can be written.
+    """
+    from retrieve_spec.datastore.build import build_datastore
+    from retrieve_spec.datastore.recipes import load_recipe
+    from retrieve_spec.datastore.store import open_datastore
+
+    recipe = Path(__file__).resolve().parent.parent / "datastores" / "python-stdlib.toml"
+    if not recipe.exists():
+        return []
+    path = cache_dir() / "stores" / f"python-stdlib-{platform.python_version()}-{__version__}"
+    try:
+        return [open_datastore(path, tokenizer=tokenizer)]
+    except (StoreError, TokenizerMismatchError):
+        shutil.rmtree(path, ignore_errors=True)  # absent, cut off or of another version: made again
+    say(f"Building a datastore of the standard library in {path} (once, about ten seconds) …")
+    try:
+        loaded = load_recipe(recipe)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        build_datastore(path, list(loaded.sources), tokenizer, config=loaded.config, recipe=loaded.name)
+        return [open_datastore(path, tokenizer=tokenizer)]
+    except (StoreError, OSError) as error:
+        say(f"Going on without it: {error}")
+        return []
+
+
 def _fits() -> bool:
     return sys.stdout.isatty() and shutil.get_terminal_size().columns >= MIN_COLUMNS
 
 
 def choose(files: int) -> list[Prompt]:
     """Two unseen files for every one that the model was trained on."""
-    seen = builtin(files // 3, ("seen",))
+    seen = builtin(files // 3, ("seen",)) if files >= 3 else []
     return builtin(files - len(seen), ("unseen",)) + seen
 
 
 @click.command()
 @click.option("--files", type=click.IntRange(min=1), default=6, show_default=True, help="How many files.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=160, show_default=True)
+@click.option("--store/--no-store", default=False, show_default=True, help="Draft from the standard library too.")
 @click.option("--json", "as_json", is_flag=True, help="Only print the figures, as one JSON object.")
-def main(files: int, max_new_tokens: int, as_json: bool) -> None:
+def main(files: int, max_new_tokens: int, store: bool, as_json: bool) -> None:
     """Complete Python files with the bundled model, plain and accelerated, and compare."""
     import torch
     from transformers.utils import logging
@@ -266,7 +303,9 @@ def main(files: int, max_new_tokens: int, as_json: bool) -> None:
     start = time.perf_counter()
     model, tokenizer = load_model()
     loaded = time.perf_counter()
-    rs.accelerate(model, tokenizer=tokenizer)
+    datastores = stdlib_store(tokenizer, say) if store else []
+    built = time.perf_counter()
+    rs.accelerate(model, tokenizer=tokenizer, datastores=datastores)
     prompts = choose(files)
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
     for accelerated in (False, True):
@@ -275,7 +314,7 @@ def main(files: int, max_new_tokens: int, as_json: bool) -> None:
         )
     prepared = time.perf_counter()
     threads = torch.get_num_threads()
-    say(f"Loaded in {loaded - start:.1f} s, prepared in {prepared - loaded:.1f} s, {threads} threads.")
+    say(f"Loaded in {loaded - start:.1f} s, prepared in {prepared - built:.1f} s, {threads} threads.")
     results = []
     for index, prompt in enumerate(prompts, 1):
         say(f"\n[{index}/{len(prompts)}] {prompt.name}")
