@@ -71,7 +71,7 @@ def test_hash_extends_from_the_newest_token():
     h1 = np.uint64(ngram_hash(np.uint64(0), 5))
     h2 = np.uint64(ngram_hash(h1, 7))
     assert len({int(h1), int(h2), int(ngram_hash(np.uint64(ngram_hash(np.uint64(0), 7)), 5))}) == 3
-    assert int(h2) == int(ngram_hash(h1, np.int32(7))) == int(ngram_hash.py_func(h1, 7))
+    assert int(h2) == int(ngram_hash(h1, np.int32(7))) == int(getattr(ngram_hash, "py_func", ngram_hash)(h1, 7))
 
 
 def test_hash_spreads():
