@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -175,3 +177,19 @@ def test_a_hub_id_goes_through_from_pretrained(monkeypatch, capsys):
     assert cli.run(["generate", "--prompt", "x", "--model", "owner/name", "--device", "cpu"]) == 1
     assert asked == [("owner/name", {})]
     assert "expected a model and its tokenizer at 'owner/name'" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_streaming_ends_with_130_and_no_traceback():
+    command = [sys.executable, "-m", "retrieve_spec.cli", "generate", "--device", "cpu", "--max-new-tokens", "1900"]
+    process = subprocess.Popen(
+        [*command, "--temperature", "1", "--prompt", PROMPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.stdout.read(20)  # it streams
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert b"Interrupted." in err
+    assert b"Traceback" not in err
