@@ -193,3 +193,26 @@ def test_ctrl_c_while_streaming_ends_with_130_and_no_traceback():
     assert process.returncode == 130
     assert b"Interrupted." in err
     assert b"Traceback" not in err
+
+
+def test_provenance_names_the_document_of_the_right_store(tmp_path):
+    from retrieve_spec.cli_generate import ORIGIN_BITS, Run, _provenance
+    from retrieve_spec.datastore.build import build_datastore
+    from retrieve_spec.datastore.store import open_datastore
+    from retrieve_spec.decoding.report import GenerationReport
+
+    _, tokenizer = load_model(device="cpu")
+    stores = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.py").write_text(f"def {name}():\n    return {name!r}\n" * 3)
+        build_datastore(tmp_path / f"{name}-store", [str(tmp_path / name)], tokenizer, licence=f"{name} licence")
+        stores.append(open_datastore(tmp_path / f"{name}-store", tokenizer=tokenizer))
+    ids = tokenizer("def second():\n    return")["input_ids"]
+    report = GenerationReport(provenance=[(1, 3, (1 << ORIGIN_BITS) | 2), (0, 1, -1), (0, 1, 9 << ORIGIN_BITS)])
+    (found,) = _provenance(report, Run(ids, 1.0), stores, tokenizer)
+    assert found["path"].endswith("second.py")
+    assert found["licence"] == "second licence"
+    assert found["store"] == str(tmp_path / "second-store")
+    assert (found["position"], found["tokens"], found["store_position"]) == (1, 3, 2)
+    assert found["text"] == tokenizer.decode(ids[1:4])
