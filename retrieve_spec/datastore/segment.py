@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.automaton import StaticAutomaton, build_automaton
 from retrieve_spec.datastore.files import FileEntry, check_size, map_array, write_array
 from retrieve_spec.datastore.manifest import SegmentEntry
 from retrieve_spec.datastore.ngrams import NgramTable, build_ngrams
@@ -47,6 +48,8 @@ class Segment:
         Numbers of removed documents, ascending.
     ngram
         The segment's n-gram table, or None.
+    automaton
+        The segment's static automaton, or None.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Segment:
     document_starts: NDArray[np.uint32]
     removed: tuple[int, ...]
     ngram: NgramTable | None
+    automaton: StaticAutomaton | None
 
     def document_of(self, position: int) -> int:
         """Number of the document that covers a token position."""
@@ -135,6 +139,9 @@ def write_arrays(
     if config.index != "exact":
         table = build_ngrams(tokens, sa, to_global, config)
         arrays |= {f"ngram_{field.name}": getattr(table, field.name) for field in fields(table)}
+    if config.index != "ngram" and len(tokens) <= config.automaton_tokens:
+        automaton = build_automaton(tokens, sa)
+        arrays |= {f"automaton_{field.name}": getattr(automaton, field.name) for field in fields(automaton)}
     return {
         name + SUFFIX: write_array(folder / (name + SUFFIX), array)
         for name, array in sorted(arrays.items())
@@ -165,6 +172,9 @@ def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int) -> Segment:
     table = None
     if "ngram_keys" + SUFFIX in entry.files:
         table = NgramTable(*(load(f"ngram_{field.name}", np.uint32) for field in fields(NgramTable)))
+    automaton = None
+    if "automaton_link" + SUFFIX in entry.files:
+        automaton = StaticAutomaton(*(load(f"automaton_{field.name}", np.uint32) for field in fields(StaticAutomaton)))
     return Segment(
         entry.name,
         load("tokens", np.uint16, scattered=True),
@@ -176,4 +186,5 @@ def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int) -> Segment:
         load("documents", np.uint32),
         entry.removed,
         table,
+        automaton,
     )

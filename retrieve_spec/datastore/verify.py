@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.catalog import rows_checksum
 from retrieve_spec.datastore.files import FileEntry, sha256_of
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
@@ -111,6 +113,11 @@ def _check_structure(segment: Segment, vocabulary: int) -> None:
         _check_suffix_array(segment, starts)
     if segment.ngram is not None:
         _check_table(segment, segment.ngram, vocabulary)
+    if segment.automaton is not None:
+        built = build_automaton(np.asarray(segment.tokens), segment.suffix_array)
+        for field in fields(built):
+            same = np.array_equal(getattr(built, field.name), getattr(segment.automaton, field.name))
+            _require(same, segment, f"automaton {field.name} of its text")
 
 
 def _check_suffix_array(segment: Segment, starts: NDArray[np.int64]) -> None:
