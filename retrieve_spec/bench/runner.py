@@ -52,11 +52,17 @@ class Plan:
         """The method others are compared with: plain, else our loop without drafts, else the first.
 
         Sampled texts of transformers' loop and of ours agree in distribution only (their noise is drawn differently),
-        so then it is our loop without drafts where there is one.
+        so then it is our loop without drafts, else the first of ours.
         """
-        kinds = (OFF, PLAIN) if self.sampled else (PLAIN, OFF)
-        found = [method for kind in kinds for method in self.methods if method.kind == kind]
+        if self.sampled:
+            ours = [method for method in self.methods if method.ours]
+            return next((method for method in ours if method.kind == OFF), (ours or list(self.methods))[0])
+        found = [method for kind in (PLAIN, OFF) for method in self.methods if method.kind == kind]
         return (found or list(self.methods))[0]
+
+    def comparable(self, method: Method) -> bool:
+        """Whether a method's texts are meant to be the reference's, token by token."""
+        return not self.sampled or method.ours == self.reference.ours
 
     def groups(self) -> Iterator[tuple[int, Prompt, list[Method]]]:
         """Runs and prompts with the methods in the order they answer.
@@ -102,8 +108,10 @@ def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[
         for method in methods:
             reference = records.get(plan.reference.name)
             records[method.name] = answer(bench, plan, prompt, method, run, reference.texts if reference else [])
-        for record in records.values():
-            record.divergence = divergence(bench, plan, prompt, record, records[plan.reference.name])
+        for method in methods:
+            if plan.comparable(method):
+                found = divergence(bench, plan, prompt, records[method.name], records[plan.reference.name])
+                records[method.name].divergence = found
         folder.add(list(records.values()))
         progress(list(records.values()))
 

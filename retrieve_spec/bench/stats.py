@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.bench.methods import OFF, PLAIN
+from retrieve_spec.bench.methods import OFF, PLAIN, parse_method
 from retrieve_spec.bench.prompts import subtask
 from retrieve_spec.bench.results import Record
 
@@ -62,7 +62,10 @@ def summarise(header: dict[str, Any], records: Sequence[Record]) -> dict[str, An
         "baseline": base,
         "prompts": len({record.prompt for record in records}),
         "runs_done": len({record.run for record in records}),
-        "methods": {name: method_figures(records, name, base) for name in methods},
+        "methods": {
+            name: method_figures(records, name, base) | _identity(records, name, bool(header.get("temperature")))
+            for name in methods
+        },
         "losing": losing(records, methods, base),
     }
 
@@ -75,7 +78,6 @@ def method_figures(records: Sequence[Record], method: str, base: str) -> dict[st
         by_task[subtask(record.task)].append(record)
     looping = {record.prompt for record in records if record.looping}
     straight = [record for record in records if record.prompt not in looping]
-    diverged = [record for record in mine if record.divergence is not None]
     return {
         **speeds(records, method, base),
         "not_looping": speeds(straight, method, base),
@@ -84,13 +86,22 @@ def method_figures(records: Sequence[Record], method: str, base: str) -> dict[st
         "split_ms_per_token": split(mine),
         "accepted_by_source": _summed(mine),
         "modes": sorted({f"{record.mode}: {record.reason}" if record.reason else record.mode for record in mine}),
-        "identical": len(mine) - len(diverged),
-        "answers": len(mine),
-        "divergences": [{"prompt": r.prompt, "run": r.run, **(r.divergence or {})} for r in diverged],
         "peak_memory_bytes": {
             name: max(record.memory.get(name, 0) for record in mine) for name in (mine[0].memory if mine else {})
         },
         "by_task": {task: speeds(group, method, base) for task, group in sorted(by_task.items())},
+    }
+
+
+def _identity(records: Sequence[Record], method: str, sampled: bool) -> dict[str, Any]:
+    """Answers that equal the reference method's; None for transformers' methods when sampled (other noise)."""
+    mine = [record for record in records if record.method == method]
+    diverged = [record for record in mine if record.divergence is not None]
+    comparable = not sampled or parse_method(method).ours
+    return {
+        "identical": len(mine) - len(diverged) if comparable else None,
+        "answers": len(mine),
+        "divergences": [{"prompt": r.prompt, "run": r.run, **(r.divergence or {})} for r in diverged],
     }
 
 

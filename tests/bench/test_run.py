@@ -132,7 +132,18 @@ def test_methods_rotate_and_the_reference_begins_conversations():
     assert orders[1] == ["plain", "off", "auto"]
     assert orders[3] == ["plain", "off", "auto"]
     assert orders[2][0] == orders[5][0] == "plain"
-    assert Plan([single], methods, sampled=True).reference.name == "off"
+    sampled = Plan([single], methods, sampled=True)
+    assert sampled.reference.name == "off"
+    assert [sampled.comparable(method) for method in methods] == [True, False, True]
+    assert Plan([single], methods[:2], sampled=True).reference.name == "auto"
+
+
+def test_sampled_answers_of_ours_are_identical_and_those_of_transformers_are_not_judged(questions, tmp_path):
+    words = ["--prompts", f"spec-bench:{questions}", "--methods", "plain,off,auto", "--max-new-tokens", "12"]
+    words += ["--temperature", "0.9", "--top-p", "0.95", "--limit", "1", "--device", "cpu", "--quiet"]
+    assert cli.run(["bench", "run", *words, "--out", str(tmp_path / "out")]) == 0
+    methods = json.loads((tmp_path / "out" / "summary.json").read_text())["methods"]
+    assert [methods[name]["identical"] for name in ("plain", "off", "auto")] == [None, 1, 1]
 
 
 @pytest.mark.parametrize(("name", "kind", "nodes"), [("auto:16", "auto", 16), ("prompt-lookup", "prompt-lookup", None)])
