@@ -1,0 +1,98 @@
+"""The commands: one library call each, exit codes, and one JSON object with --json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from retrieve_spec.cli import run
+from retrieve_spec.datastore.store import open_datastore
+
+
+@pytest.fixture
+def command(capfd):
+    def call(*arguments):
+        code = run([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def store(command, texts, tmp_path):
+    tokenizer = tmp_path / "tokenizer.json"
+    from conftest import byte_tokenizer
+
+    byte_tokenizer().save(str(tokenizer))
+    code, out, _ = command("build", tmp_path / "s", texts, "--tokenizer", tokenizer, "--licence", "MIT", "--json")
+    report = json.loads(out)
+    assert (code, report["documents"], report["skipped"]) == (0, 4, [])
+    return tmp_path / "s"
+
+
+def test_whole_life(command, store, records, tmp_path):
+    assert json.loads(command("info", store, "--json")[1])["documents"] == 4
+    assert "4" in command("info", store)[1]
+    added = json.loads(command("add", store, records, "--field", "output", "--json")[1])
+    assert added["documents"] == 5
+    assert json.loads(command("search", store, "the cat", "--json", "--limit", 2)[1])["matched"] == 7
+    code, out, _ = command("search", store, "the cat")
+    assert code == 0
+    assert "a.txt (MIT)" in out
+    assert json.loads(command("remove", store, "a.txt", "--json")[1])["tokens"] == 72
+    assert json.loads(command("remove", store, "--where", "path like '%#2'", "--json")[1])["documents"] == 1
+    assert json.loads(command("compact", store, "--json")[1])["segments"] == 1
+    assert json.loads(command("merge", tmp_path / "m", store, "--json")[1])["documents"] == 7
+    retokenized = command("retokenize", tmp_path / "m", "--tokenizer", "reference", "--json")
+    assert json.loads(retokenized[1])["verb"] == "retokenize"
+    for folder in (store, tmp_path / "m"):
+        assert json.loads(command("verify", folder, "--json")[1])["sound"] is True
+    assert open_datastore(tmp_path / "m", tokenizer="reference").manifest.documents == 7
+
+
+def test_progress_goes_nowhere_but_to_a_terminal(command, texts, tmp_path):
+    code, out, err = command("build", tmp_path / "t", texts, "--tokenizer", "reference")
+    assert (code, err) == (0, "")
+    assert out.startswith("build: 4 documents")
+
+
+def test_skipped_files_are_listed(command, store, tmp_path):
+    (tmp_path / "bad.bin").write_bytes(b"\0")
+    _, out, _ = command("add", store, tmp_path / "bad.bin")
+    assert "skipped 1 (binary)" in out
+    assert "bad.bin: binary" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["info", "{tmp}/nowhere"], 1, "no such folder"),
+        (["build", "{tmp}/s", "{tmp}/texts", "--tokenizer", "reference"], 1, "one that is there"),
+        (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "{tmp}/texts/a.txt"], 1, "tokenizer.json"),
+        (["build", "{tmp}/new", "{tmp}/texts"], 2, "--tokenizer"),
+        (["build", "{tmp}/new", "--tokenizer", "reference"], 2, "SOURCE"),
+        (["build", "{tmp}/new", "--resume"], 1, "without --resume"),
+        (["add", "{tmp}/s"], 2, "SOURCE"),
+        (["remove", "{tmp}/s"], 2, "--where"),
+        (["merge", "{tmp}/new"], 2, "STORE"),
+        (["retokenize", "{tmp}/s"], 2, "--tokenizer"),
+        (["search", "{tmp}/s"], 2, "TEXT"),
+    ],
+)
+def test_errors(command, store, tmp_path, arguments, code, message):
+    result = command(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert result[0] == code
+    assert message in result[2]
+
+
+def test_recipe(command, tmp_path):
+    recipe = tmp_path / "r.toml"
+    (tmp_path / "doc.txt").write_text("some words")
+    recipe.write_text(f'name = "mine"\nindex = "ngram"\n[[source]]\npath = "{tmp_path}/doc.txt"\nlicence = "CC0"')
+    assert command("build", tmp_path / "s", "--recipe", recipe, "--tokenizer", "reference")[0] == 0
+    history = json.loads(command("info", tmp_path / "s", "--json")[1])["history"]
+    assert history[0]["recipe"] == "mine"
+    code, _, err = command("search", tmp_path / "s", "x")
+    assert (code, "n-grams only" in err) == (1, True)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import retrieve_spec
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.recipes import licence_of, load_recipe
+from retrieve_spec.datastore.sources import list_files
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.errors import BuildError
+
+RECIPES = Path(retrieve_spec.__file__).parents[1] / "datastores"
+
+
+def test_standard_library():
+    recipe = load_recipe(RECIPES / "python-stdlib.toml")
+    paths = {file.path for file in list_files(recipe.sources)}
+    assert {"json/decoder.py", "os.py"} <= paths
+    assert not any("/test/" in path or path.startswith("site-packages") for path in paths)
+    assert recipe.sources[0].licence == "PSF-2.0"
+
+
+def test_standard_library_builds(tmp_path):
+    recipe = load_recipe(RECIPES / "python-stdlib.toml")
+    build_datastore(tmp_path / "s", list(recipe.sources), "reference", max_tokens=50_000, recipe=recipe.name)
+    store = open_datastore(tmp_path / "s", tokenizer="reference")
+    assert store.manifest.history[0]["recipe"] == "python-stdlib"
+    assert store.document_at(0, 0).licence == "PSF-2.0"
+
+
+def test_installed_packages_carry_their_licences():
+    recipe = load_recipe(RECIPES / "installed-packages.toml")
+    by_name = {Path(source.path).name: source for source in recipe.sources}
+    assert "MIT" in by_name["pytest"].licence
+    assert [s.path for s in recipe.sources] == [
+        s.path for s in load_recipe(RECIPES / "installed-packages.toml").sources
+    ]
+
+
+def test_this_repository(monkeypatch, tmp_path):
+    if not (RECIPES.parent / ".git").exists():
+        pytest.skip("not a checkout")
+    monkeypatch.chdir(RECIPES)
+    recipe = load_recipe(RECIPES / "this-repository.toml")
+    assert Path(recipe.sources[0].path).resolve() == RECIPES.parent.resolve()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BuildError, match="git checkout"):
+        load_recipe(RECIPES / "this-repository.toml")
+
+
+def test_model_outputs(records):
+    with pytest.raises(BuildError, match="Give files"):
+        load_recipe(RECIPES / "model-outputs.toml")
+    recipe = load_recipe(RECIPES / "model-outputs.toml", [str(records)])
+    assert [(s.path, s.field) for s in recipe.sources] == [(str(records), "output")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not toml at all", "a recipe in"),
+        ('name = "x"', r"\[\[source\]\]"),
+        ('name = "x"\ncolour = 1\n[[source]]\npath = "."', "got colour"),
+        ('name = "x"\n[[source]]\npath = "."\nlicense = "MIT"', "got license"),
+    ],
+)
+def test_bad_recipes(tmp_path, content, message):
+    (tmp_path / "r.toml").write_text(content)
+    with pytest.raises(BuildError, match=message):
+        load_recipe(tmp_path / "r.toml")
+
+
+def test_licence_is_what_the_distribution_states():
+    assert licence_of(metadata.distribution("click"))
