@@ -164,7 +164,7 @@ class HuggingFaceBackend:
             options["draft"] = "off"
         if not sampling.greedy and "seed" in self._accepts:
             options["seed"] = sampling.seed
-        drafter = self.model.speculation.drafter() if hints.enabled else None
+        drafter: Any = self.model.speculation.drafter() if hints.enabled else None
         if hasattr(drafter, "session"):
             drafter.session = hints.session  # each user's own: nobody's text is drafted for somebody else
         stream = self._stream(self.model, ids, tokenizer=self.tokenizer, past_key_values=cache, **options)

@@ -253,6 +253,8 @@ class _Decode:
         begun = monotonic()
         prompt = self.task.prompt_ids
         slot, cached = self.engine.pool.take(prompt, reuse=self.task.reuse)
+        self.done.setup_s = monotonic() - begun
+        begun += self.done.setup_s
         self.done.cached_tokens = cached
         if self._prefill(slot, cached):
             if self.task.warm:
@@ -289,7 +291,10 @@ class _Decode:
         room = self.backend.n_ctx - len(prompt)
         wanted = room if task.rules.max_tokens < 0 else min(task.rules.max_tokens, room)
         scanner = StopScanner(self.engine.codec, task.rules)
+        looked = monotonic()
         hints = task.hints() if task.drafting else DraftHints(enabled=False)
+        self.done.setup_s += monotonic() - looked
+        begun += monotonic() - looked
         emitted: list[int] = []
         started = None
         runs = self.backend.decode(

@@ -85,8 +85,9 @@ class Completion:
         Why it ended.
     prompt_tokens, cached_tokens
         Length of the prompt, and how much of it a cache already held.
-    prompt_s, predict_s, waited_s
-        Seconds spent reading the prompt, decoding, and waiting.
+    setup_s, prompt_s, predict_s, waited_s
+        Seconds spent looking up what to draft from and which cache to continue, reading the prompt, decoding, and
+        waiting.
     figures
         Passes and drafts.
     passes_after_cancel
@@ -103,13 +104,13 @@ class Completion:
     deadline_hit: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    setup_s: float = 0.0
     prompt_s: float = 0.0
     predict_s: float = 0.0
     waited_s: float = 0.0
     figures: PassFigures = field(default_factory=PassFigures)
     alternatives: list[str] = field(default_factory=list)
     passes_after_cancel: int = 0
-    drafted_by: str = ""
     error: str = ""
 
 

@@ -40,6 +40,7 @@ def timings(done: Completion) -> dict[str, Any]:
         "passes": done.figures.passes,
         "accepted_by_source": done.figures.accepted_by_source,
         "waited_ms": 1000 * done.waited_s,
+        "setup_ms": 1000 * done.setup_s,
     }
 
 

@@ -1,0 +1,243 @@
+"""Replays typing in real files against the server: what is visible when, with drafting, without, and without KV reuse.
+
+A session takes a real Python file out of a package, leaves the package as the workspace, and types a stretch of the
+file again: a request at every keystroke that the last suggestion does not explain (what editors send), Tab where the
+suggestion's first line is right, gaps drawn from a log-normal around 180 ms, now and then a pause. The requests of a
+session depend on the text alone, so that every variant answers the same ones. The last line of the output is JSON.
+
+    python scripts/bench_typing.py --package uvicorn --sessions 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import importlib.util
+import json
+import os
+import platform
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MARKS_MS = (150, 250, 375, 500)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "drafting": {},
+    "drafting off": {"speculative": False},
+    "no KV reuse": {"cache_prompt": False},
+}
+
+
+@dataclass
+class Key:
+    """One keystroke: when it is pressed, and the request an editor sends for it."""
+
+    gap_s: float
+    body: dict[str, Any]
+
+
+@dataclass
+class Outcome:
+    """What one variant showed."""
+
+    latency_ms: list[float] = field(default_factory=list)
+    first_ms: list[float] = field(default_factory=list)
+    visible: dict[int, list[int]] = field(default_factory=lambda: {mark: [] for mark in MARKS_MS})
+    overhead_ms: list[float] = field(default_factory=list)
+    reuse: list[float] = field(default_factory=list)
+    passes: int = 0
+    characters: int = 0
+    cancelled: int = 0
+    right: int = 0
+    by_source: dict[str, int] = field(default_factory=dict)
+
+
+def make_session(path: Path, seed: int, keys: int) -> list[Key]:
+    """Type a stretch of a file again; a request wherever a new word or line begins, and inside words now and then."""
+    rng = random.Random(seed)
+    text = path.read_text("utf-8")
+    lines = text.splitlines(keepends=True)
+    first = rng.randrange(len(lines) // 4, max(len(lines) // 4 + 1, len(lines) - 12))
+    above, typed, below = "".join(lines[:first]), "".join(lines[first : first + 12]), "".join(lines[first + 12 :])
+    session: list[Key] = []
+    at = 0
+    while at < len(typed) and len(session) < keys:
+        at += 1
+        if typed[at - 1] == " " and typed[max(0, at - 8) : at].isspace():
+            continue  # indentation is the editor's
+        start = typed.rfind("\n", 0, at) + 1
+        body = {
+            "input_prefix": above[-20_000:] + typed[:start],
+            "prompt": typed[start:at],
+            "input_suffix": "\n" + "".join(below.splitlines(keepends=True)[:64]),
+            "n_predict": 64,
+            "top_k": 1,
+            "t_max_predict_ms": 500,
+            "deadline_ms": 700,
+            "stream": True,
+        }
+        gap = rng.lognormvariate(-1.7, 0.5) + (rng.random() < 0.05) * rng.uniform(0.5, 1.5)
+        session.append(Key(gap, body))
+        if rng.random() < 0.25:  # a suggestion was taken: the rest of the word or line appears at once
+            stop = typed.find("\n", at) if rng.random() < 0.3 else at + len(typed[at:].split(" ")[0])
+            at = max(at, stop if stop >= 0 else len(typed))
+    return session
+
+
+class Server:
+    """A server process of its own for each variant."""
+
+    def __init__(self, cache: Path, arguments: list[str], model: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "retrieve_spec.cli", "serve", "--quiet", "--model", model]
+        environment = {**os.environ, "RETRIEVE_SPEC_CACHE": str(cache)}
+        self.child = subprocess.Popen([*command, "--port", str(self.port), *arguments], env=environment)
+        limit = time.monotonic() + 300
+        while True:
+            try:
+                body = self.get("/health")
+                if body.get("workspace", {"indexed": True})["indexed"]:
+                    return
+            except OSError:
+                if self.child.poll() is not None:
+                    raise SystemExit("the server did not start") from None
+            if time.monotonic() > limit:
+                raise SystemExit("the server did not become ready")
+            time.sleep(0.2)
+
+    def get(self, path: str) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request("GET", path)
+        return json.loads(connection.getresponse().read())
+
+    def stop(self) -> None:
+        self.child.terminate()
+        self.child.wait(timeout=20)
+
+
+def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> None:
+    """Send one request and note when which characters arrived."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    begun = time.perf_counter()
+    connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    arrivals: list[tuple[float, int]] = []
+    total = 0
+    for line in response:
+        if not line.startswith(b"data: "):
+            continue
+        now = 1000 * (time.perf_counter() - begun)
+        event = json.loads(line[6:])
+        total += len(event["content"])
+        arrivals.append((now, total))
+        if event["stop"]:
+            break
+    connection.close()
+    timings = event["timings"]
+    outcome.latency_ms.append(arrivals[-1][0])
+    outcome.first_ms.append(arrivals[0][0])
+    for mark in MARKS_MS:
+        outcome.visible[mark].append(max((n for at, n in arrivals if at <= mark), default=0))
+    cached, evaluated = timings["cache_n"], timings["prompt_n"]
+    outcome.reuse.append(cached / (cached + evaluated))
+    outcome.passes += timings["passes"]
+    outcome.characters += total
+    for source, count in timings["accepted_by_source"].items():
+        outcome.by_source[source] = outcome.by_source.get(source, 0) + count
+    spent = timings["prompt_ms"] + timings["predicted_ms"] + timings["waited_ms"]
+    outcome.overhead_ms.append(max(0.0, arrivals[-1][0] - spent))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """A percentile of a list, 0 for an empty one."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """Figures of one variant."""
+    return {
+        "requests": len(outcome.latency_ms),
+        "latency_ms": {"p50": percentile(outcome.latency_ms, 0.5), "p95": percentile(outcome.latency_ms, 0.95)},
+        "first_ms": {"p50": percentile(outcome.first_ms, 0.5), "p95": percentile(outcome.first_ms, 0.95)},
+        "visible_characters": {str(mark): statistics.mean(outcome.visible[mark]) for mark in MARKS_MS},
+        "outside_model_ms": {"p50": percentile(outcome.overhead_ms, 0.5), "p95": percentile(outcome.overhead_ms, 0.95)},
+        "prompt_reused": {"p50": percentile(outcome.reuse, 0.5), "p05": percentile(outcome.reuse, 0.05)},
+        "passes_per_character": outcome.passes / max(1, outcome.characters),
+        "accepted_by_source": outcome.by_source,
+    }
+
+
+def find_package(name: str) -> Path:
+    """Folder of an installed package."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"no package {name}; give --package one that is installed")
+    return Path(spec.origin).parent
+
+
+def main() -> None:
+    """Run every session on every variant, the variants in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--package", default="uvicorn", help="an installed package to type in")
+    parser.add_argument("--sessions", type=int, default=4)
+    parser.add_argument("--keys", type=int, default=12, help="requests of a session")
+    parser.add_argument("--model", default="reference")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--real-gaps", action="store_true", help="wait as long as the typist did")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp())
+    workspace = folder / "workspace"
+    shutil.copytree(find_package(options.package), workspace, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    files = sorted(p for p in workspace.rglob("*.py") if len(p.read_text("utf-8").splitlines()) > 80)
+    rng = random.Random(options.seed)
+    chosen = rng.sample(files, min(options.sessions, len(files)))
+    sessions = [make_session(path, options.seed + i, options.keys) for i, path in enumerate(chosen)]
+    for path in chosen:
+        path.unlink()  # what is typed is not in the workspace
+    results = {name: Outcome() for name in VARIANTS}
+    servers = {n: Server(folder / n.replace(" ", "-"), ["--workspace", str(workspace)], options.model) for n in VARIANTS}
+    try:
+        time.sleep(5)  # the stores are attached
+        warm = sessions[0][0].body
+        for name, server in servers.items():
+            for _ in range(3):
+                ask(server, {**warm, **VARIANTS[name], "prompt": "    warm"}, Outcome())
+        for session in sessions:
+            for key in session:
+                for name, server in servers.items():
+                    ask(server, {**key.body, **VARIANTS[name]}, results[name])
+                if options.real_gaps:
+                    time.sleep(key.gap_s)
+    finally:
+        for server in servers.values():
+            server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+    report: dict[str, Any] = {name: summary(outcome) for name, outcome in results.items()}
+    on, off = report["drafting"]["visible_characters"], report["drafting off"]["visible_characters"]
+    report["visible_ratio"] = {mark: on[mark] / off[mark] if off[mark] else None for mark in on}
+    report["setup"] = {
+        "package": options.package,
+        "files": [path.name for path in chosen],
+        "model": options.model,
+        "machine": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
+    for name in VARIANTS:
+        print(name, json.dumps(report[name], indent=1))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
