@@ -110,10 +110,12 @@ def _bucket(context: int) -> int:
 
 
 def _fill(knots: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Fill knots never measured with another context's curve, scaled where both are known."""
-    known = ~np.isnan(knots)
-    scale = float(np.median(knots[known] / other[NODE_KNOTS[known]]))
-    return np.where(known, knots, other[NODE_KNOTS] * scale)
+    """Go on beyond the measured knots in the shape of another context's curve, scaled where the two meet."""
+    known = np.flatnonzero(~np.isnan(knots))
+    filled = knots.copy()
+    for end, beyond in ((known[0], slice(0, known[0])), (known[-1], slice(known[-1] + 1, None))):
+        filled[beyond] = other[NODE_KNOTS[beyond]] * (knots[end] / other[NODE_KNOTS[end]])
+    return filled
 
 
 def _interpolate(knots: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,0 +1,83 @@
+"""The cost model: interpolation, monotony, robustness, and which passes change it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from retrieve_spec.config import MAX_NODES
+from retrieve_spec.decoding.cost import CostModel
+
+
+def linear(nodes: int, context: int) -> float:
+    return 0.004 + 0.0002 * nodes + 1e-6 * context
+
+
+def fed(contexts: tuple[int, ...] = (500,), widths: tuple[int, ...] = (0, 4, 16, 64), times: int = 40) -> CostModel:
+    cost = CostModel()
+    for _ in range(times):
+        for context in contexts:
+            for width in widths:
+                cost.observe(width, context, linear(width, context))
+    return cost
+
+
+def test_nothing_measured_is_none() -> None:
+    assert CostModel().seconds(100, 10) is None
+
+
+def test_curve_goes_through_what_was_measured_and_on() -> None:
+    curve = fed().seconds(500, MAX_NODES)
+    assert curve.shape == (MAX_NODES + 1,)
+    assert curve.dtype == np.float32
+    np.testing.assert_allclose(curve, [linear(n, 500) for n in range(MAX_NODES + 1)], rtol=0.02)
+
+
+@pytest.mark.parametrize("width", [3, 11, 50, 256])
+def test_widths_between_knots_teach_their_neighbours(width: int) -> None:
+    cost = fed()
+    for _ in range(60):
+        cost.observe(width, 500, 2 * linear(width, 500))
+    for _ in range(3):
+        curve = cost.seconds(500, MAX_NODES)
+    assert curve[width] == pytest.approx(2 * linear(width, 500), rel=0.15)
+    assert (np.diff(curve) >= 0).all()
+
+
+def test_one_hiccup_changes_little() -> None:
+    cost = fed()
+    before = cost.seconds(500, 64).copy()
+    cost.observe(0, 500, 5.0)
+    for _ in range(8):
+        cost.observe(4, 500, linear(4, 500))
+    assert (np.abs(cost.seconds(500, 64) / before - 1) < 0.35).all()
+
+
+def test_unseen_contexts_borrow_and_seen_ones_differ() -> None:
+    cost = fed((500, 60_000))
+    assert cost.seconds(60_000, 8)[0] == pytest.approx(linear(0, 60_000), rel=0.05)
+    assert cost.seconds(500, 8)[0] == pytest.approx(linear(0, 500), rel=0.05)
+    assert cost.seconds(10**6, 8)[0] == pytest.approx(linear(0, 60_000), rel=0.05)
+    few = fed((500,))
+    for _ in range(10):
+        few.observe(0, 60_000, 10 * linear(0, 500))
+    ratio = few.seconds(60_000, 64) / few.seconds(500, 64)
+    assert (np.abs(ratio / 10 - 1) < 0.1).all(), "the shape is borrowed, scaled to what was measured"
+
+
+def test_time_outside_the_forward_is_added() -> None:
+    cost = CostModel()
+    for _ in range(40):
+        cost.observe(0, 500, 0.004, overhead_s=0.001)
+        cost.observe(16, 500, 0.008, overhead_s=0.001)
+    np.testing.assert_allclose(cost.seconds(500, 16)[[0, 16]], [0.005, 0.009], rtol=0.02)
+
+
+def test_curves_never_fall_even_if_samples_do() -> None:
+    cost = CostModel()
+    for _ in range(40):
+        for width, seconds in [(0, 0.005), (4, 0.004), (16, 0.006)]:
+            cost.observe(width, 500, seconds)
+    curve = cost.seconds(500, 64)
+    assert (np.diff(curve) >= 0).all()
+    assert curve[0] == curve[4] == pytest.approx(0.0045, rel=0.02)
