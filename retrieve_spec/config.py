@@ -46,7 +46,7 @@ class SpeculationConfig:
     nodes: int | Literal["auto"] = AUTO
     max_depth: int = 256
     min_path_probability: float = 0.0005
-    prompt_logits: int = 256
+    prompt_logits: int = 32
     prefill_chunk: int = 0
     session: bool = False
     session_tokens: int = 1_000_000
@@ -195,7 +195,7 @@ class StoreConfig:
     ngram_orders: int = 5
     ngram_successors: int = 12
     ngram_share: float = 0.25
-    ngram_floor: int = 16 << 20
+    ngram_floor: int = 32 << 20
     automaton_tokens: int = 0
     document_bytes: int = 64 << 20
     checkpoint_tokens: int = 1 << 22
