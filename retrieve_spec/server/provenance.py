@@ -66,18 +66,20 @@ class Provenance:
     def _in_stores(self, text: str) -> list[dict[str, Any]]:
         from retrieve_spec.datastore.search import search_datastore
 
-        places = []
+        places: list[dict[str, Any]] = []
         for store in self._stores:
-            # Inside a line a word is usually encoded with the blank before it.
-            for spelled in (text, " " + text):
-                found = search_datastore(store, spelled, limit=_PLACES, span=1)
-                if found.tokens and found.matched == found.tokens:
-                    for place in found.occurrences:
-                        document = place.document
-                        entry = {"file": document.path, "licence": document.licence, "source": str(store.path)}
-                        if entry not in places:
-                            places.append(entry)
-                    break
+            # The tokens at both ends of a line depend on what stands around it: the first may be cut off, and the
+            # last ones are compared as text.
+            spelled = " " + text
+            ids = store.tokenizer.encode(spelled, add_special_tokens=False).ids
+            head = store.tokenizer.decode(ids[:-2], skip_special_tokens=False)
+            if not spelled.startswith(head) or len(ids) < 4:
+                continue
+            found = search_datastore(store, head, limit=_PLACES, span=8)
+            for place in found.occurrences if found.matched >= found.tokens - 1 else ():
+                entry = {"file": place.document.path, "licence": place.document.licence, "source": str(store.path)}
+                if place.continuation.startswith(spelled[len(head) :]) and entry not in places:
+                    places.append(entry)
         return places
 
     def _licence_of(self, path: Path) -> str:
