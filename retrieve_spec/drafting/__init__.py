@@ -1,0 +1,1 @@
+"""Drafting: from the cursors of all sources to one tree."""

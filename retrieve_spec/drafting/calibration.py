@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,17 @@ from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.blend import CELLS, NUM_SOURCES
 from retrieve_spec.kernels.expand import SCALE_BINS
 
+logger = logging.getLogger(__name__)
+_SAVE_EVERY = 16
+
 
 class Calibration:
     """Weights of levels per (source, match length, count, distinct) cell, and the final probability scale.
+
+    Parameters
+    ----------
+    path
+        File to warm-start from, if it exists, and to keep the tables in; None keeps them in memory alone.
 
     Attributes
     ----------
@@ -24,32 +34,47 @@ class Calibration:
         (NUM_SOURCES, SCALE_BINS + 1, 2) float32: hits and summed probability per log-odds bin.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: str | Path | None = None) -> None:
         self.cells: NDArray[np.float32] = np.zeros((CELLS, 4), np.float32)
         self.scale: NDArray[np.float32] = np.zeros((NUM_SOURCES, SCALE_BINS + 1, 2), np.float32)
+        self.path = None if path is None else Path(path)
+        self._requests = 0
+        if self.path is not None and self.path.exists():
+            self._load(self.path)
+
+    def keep(self) -> None:
+        """Count a request, and write the tables to `path` (if there is one) after the first and every 16th."""
+        self._requests += 1
+        if self.path is not None and self._requests % _SAVE_EVERY == 1:
+            self.save(self.path)
 
     def save(self, path: str | Path) -> None:
-        """Write both tables as one ``.npz``."""
-        np.savez_compressed(path, cells=self.cells, scale=self.scale)
+        """Write both tables as one flat ``.npy``, put in place at once."""
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with open(partial, "wb") as file:
+                np.save(file, np.concatenate([self.cells.ravel(), self.scale.ravel()]))
+            os.replace(partial, target)
+        except OSError as error:  # a full disk or a store that became read-only must not end a generation
+            logger.warning("calibration is not kept: %s", error)
+            partial.unlink(missing_ok=True)
 
-    @classmethod
-    def load(cls, path: str | Path) -> Calibration:
-        """Read what `save` wrote.
+    def _load(self, path: Path) -> None:
+        try:
+            flat = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise _damaged(path, str(error)) from None
+        if flat.shape != (self.cells.size + self.scale.size,) or flat.dtype != np.float32:
+            raise _damaged(path, f"{flat.dtype} of shape {flat.shape}")
+        if not np.isfinite(flat).all() or (flat < 0).any():
+            raise _damaged(path, "entries that are no counts")
+        self.cells[:] = flat[: self.cells.size].reshape(self.cells.shape)
+        self.scale[:] = flat[self.cells.size :].reshape(self.scale.shape)
 
-        Raises
-        ------
-        StoreCorruptError
-            When the file does not hold tables of this version's shape.
-        """
-        made = cls()
-        with np.load(path, allow_pickle=False) as data:
-            for name in ("cells", "scale"):
-                array = data[name] if name in data else np.empty(0)
-                if array.shape != getattr(made, name).shape:
-                    raise StoreCorruptError(
-                        f"calibration table {name!r} of shape {getattr(made, name).shape}",
-                        f"{array.shape} in {path}",
-                        "Delete the file; calibration is learned again.",
-                    )
-                getattr(made, name)[:] = array
-        return made
+
+def _damaged(path: Path, got: str) -> StoreCorruptError:
+    size = CELLS * 4 + NUM_SOURCES * (SCALE_BINS + 1) * 2
+    return StoreCorruptError(
+        f"a calibration table of {size} float32 counts", f"{got} in {path}", "Delete the file; it is learned again."
+    )

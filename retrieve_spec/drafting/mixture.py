@@ -28,6 +28,9 @@ CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT = (
     SOURCE_NAMES.index(name) for name in ("context", "session", "prediction", "recycling", "ngram", "exact")
 )
 _NO_COST = np.empty(0, np.float32)
+_NO_ORIGIN = np.empty(0, np.int64)
+_LONGEST_REST = 8
+"""Passes that are not drafted for at most, after drafting has not paid again and again."""
 
 
 @dataclass(slots=True)
@@ -95,6 +98,8 @@ class MixtureDrafter:
         self._stamp = 0
         self._scratch = _Scratch(1)
         self._history: list[NDArray[np.int32]] = []
+        self._fresh: list[NDArray[np.int32]] = []
+        self._rest = self._misses = 0
         self._open()
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
@@ -103,9 +108,11 @@ class MixtureDrafter:
         self.context.reset()
         self.context.extend(prompt)
         self.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
-        if self.recycling:
+        if self.recycling is not None and self.session is None:
             self.recycling.reset()
         self._history = []
+        self._fresh = []
+        self._rest = self._misses = 0
         self._open()
         newest = prompt[::-1][: blend.TAIL]
         self._tail[0, : len(newest)] = newest
@@ -115,6 +122,7 @@ class MixtureDrafter:
 
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
+        self._catch_up()
         ids = np.ascontiguousarray(token_ids, np.int32)
         self.context.extend(ids)
         self._place_session(ids)
@@ -153,10 +161,18 @@ class MixtureDrafter:
         self.recycling.learn(tails, lens, top_ids, top_logits)
 
     def propose(self, budget: Budget) -> DraftTree:
-        """Draft within the budget; with a cost curve, only as many nodes as pay."""
+        """Draft within the budget; with a cost curve, only as many nodes as pay.
+
+        While nothing pays, more and more passes go by without a look (at most eight in a row), so that text with
+        nothing to look up costs next to nothing; the first draft that pays ends that.
+        """
         limit = min(budget.max_nodes, MAX_NODES)
         if limit <= 0 or budget.max_depth <= 0:
             return DraftTree()
+        if budget.cost is not None and self._rest > 0:
+            self._rest -= 1
+            return DraftTree()
+        self._catch_up()
         cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
         s = self._scratch
         self._sync()
@@ -181,37 +197,56 @@ class MixtureDrafter:
             s.nodes,
             s.node_p,
         )
+        if budget.cost is not None:
+            self._misses = 0 if n else self._misses + 1
+            self._rest = min(self._misses // 2, _LONGEST_REST)
         return self._tree(n)
 
     def _tree(self, n: int) -> DraftTree:
         if n == 0:
             return DraftTree()
+        origin = _NO_ORIGIN
+        if self.config.provenance and self.stores.exact:
+            origin = np.empty(n, np.int64)
+            expand.find_origins(self._table, self._scratch.cursors, self._exact_row, len(self.stores.exact), n, origin)
         tree = DraftTree(
             np.empty(n, np.int32),
             np.empty(n, np.int32),
             np.empty(n, np.int32),
             np.empty(n, np.float32),
             np.empty(n, np.uint8),
-            np.full(n, -1, np.int64),
+            np.empty(n, np.int64),
         )
         expand.depth_first(
             self._scratch.nodes,
             self._scratch.node_p,
             self._numbers,
+            origin,
             tree.token_ids,
             tree.parent,
             tree.depth,
             tree.log_p,
             tree.source,
+            tree.origin,
         )
         return tree
 
     def observe(self, verified: VerifiedPass) -> None:
-        """Learn from the emitted tokens, then take them into the text so far."""
-        emitted = np.ascontiguousarray(verified.emitted, np.int32)
-        self._sync()
-        if self.recycling and verified.top_ids is not None and verified.top_logits is not None:
+        """Learn from the pass and take the emitted tokens into the text so far (later, while drafting rests)."""
+        self._fresh.append(np.ascontiguousarray(verified.emitted, np.int32))
+        if self._rest > 0:
+            return
+        if len(self._fresh) == 1 and self.recycling is not None and verified.top_ids is not None:
             self._recycle(verified)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Follow all tokens emitted since the last time with every source, and learn at each."""
+        if not self._fresh:
+            return
+        emitted = self._fresh[0] if len(self._fresh) == 1 else np.concatenate(self._fresh)
+        self._fresh = []
+        self._sync()
         roots = self._exact_cursors()
         self._stamp = expand.learn(
             self._table,
@@ -236,7 +271,9 @@ class MixtureDrafter:
         return np.ascontiguousarray(self._tail[0, : min(self._tail_len, blend.TAIL)][::-1])
 
     def _recycle(self, verified: VerifiedPass) -> None:
-        assert self.recycling is not None and verified.top_ids is not None and verified.top_logits is not None
+        assert self.recycling is not None
+        assert verified.top_ids is not None
+        assert verified.top_logits is not None
         tree = verified.tree
         tails = np.empty((len(tree) + 1, 3), np.int32)
         lens = np.empty(len(tree) + 1, np.int32)
@@ -244,7 +281,9 @@ class MixtureDrafter:
         self.recycling.learn(tails, lens, verified.top_ids, verified.top_logits)
 
     def finish(self) -> None:
-        """End the request: the session, if there is one, remembers what was generated."""
+        """End the request: the session, if there is one, remembers what was generated; calibration is kept."""
+        self._catch_up()
+        self.calibration.keep()
         if self.session is not None and self._history:
             self.session.remember(np.concatenate(self._history))
         self._history = []

@@ -1,13 +1,13 @@
 """Numba kernels that turn the cursors of all sources at one node into one distribution over next tokens.
 
 Every source answers in *levels*: an order-k context that has been seen, with the tokens that followed and how often.
-Levels of all sources are merged from the longest match to the shortest. Level k takes the share ``λ_k`` of the mass that
-longer levels left over and spends it on its own continuations (prediction by partial matching, interpolated). ``λ`` is
-learned online per cell (source, match length, count, number of distinct continuations) by expectation maximisation of
-the likelihood of the emitted tokens, starting from ``n / (n + a·d)``.
+Levels of all sources are merged from the longest match to the shortest. Level k takes the share ``λ_k`` of the mass
+that longer levels left over and spends it on its own continuations (prediction by partial matching, interpolated).
+``λ`` is learned online per cell (source, match length, count, number of distinct continuations) by expectation
+maximisation of the likelihood of the emitted tokens, starting from ``n / (n + a·d)``.
 
-Source table: one int64 row per source, `KIND`, `NUMBER` (index into `SOURCE_NAMES`) and addresses of its arrays. Cursors:
-(rows, `CURSOR`) int64 per node.
+Source table: one int64 row per source, `KIND`, `NUMBER` (index into `SOURCE_NAMES`) and addresses of its arrays.
+Cursors: (rows, `CURSOR`) int64 per node.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def exact_successors(
 
 @njit(cache=True, nogil=True)
 def _exact_distinct(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int) -> int:
-    """1 when all suffixes of a sorted interval go on alike, otherwise a guess from its size (a read would cost more)."""
+    """1 when all suffixes of a sorted interval go on alike, else a guess from its size (a read would cost more)."""
     sa = view_u32(table[s, 5], table[s, 6])
     first, last = np.int64(sa[lo]) + depth, np.int64(sa[hi - 1]) + depth
     if table[s, 4] == 2:

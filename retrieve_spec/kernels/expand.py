@@ -34,6 +34,9 @@ from retrieve_spec.kernels.blend import (
 from retrieve_spec.kernels.suffix_array import sa_extend
 from retrieve_spec.kernels.views import view_f32, view_i32, view_u16, view_u32, view_u64
 
+ORIGIN_BITS = 40
+MIN_ORIGIN = 8
+"""Tokens that must match before a drafted token is said to stand in a store."""
 MATCH = 64
 """Longest match with a store that is kept when the text leaves it."""
 RANKS = 72
@@ -109,7 +112,7 @@ def _pop(heap: NDArray[np.int64], size: int, pool_p: NDArray[np.float32], pool_i
 @njit(cache=True, nogil=True)
 def _best_possible(cost: NDArray[np.float32], n: int, gain: float, p: float, rate: float) -> bool:
     """Whether adding more nodes of probability at most ``p`` can still raise tokens per second above ``rate``."""
-    for m in range(n + 1, len(cost)):
+    for m in range(n + 1, len(cost)):  # noqa: SIM110 (Numba compiles the loop, not any())
         if (gain + (m - n) * p) > rate * cost[m]:
             return True
     return False
@@ -205,7 +208,7 @@ def expand(
     while True:
         if depth < max_depth and n < max_nodes:
             valid = min(tail_len + depth, TAIL)
-            # No candidate below `cutoff` can be among the best, so levels with too little mass to make one are not read.
+            # No candidate below `cutoff` can be among the best: levels with too little mass to make one are not read.
             worth = max(min_p, cutoff) / path_p
             mass = max(worth, MASS_FLOOR)
             k = collect_levels(
@@ -266,13 +269,12 @@ def expand(
             best_rate = gain / cost[n]
             best_n = n
         at = n
-        if depth < max_depth and n < max_nodes:
-            token = np.int32(pool_ids[top, 0])
-            tails[at, 0] = token
-            for i in range(1, TAIL):
-                tails[at, i] = tails[parent + 1, i - 1]
-            for s in range(rows):
-                advance_row(table, s, cursors, (parent + 1) * rows + s, token, cursors, at * rows + s)
+        token = np.int32(pool_ids[top, 0])
+        tails[at, 0] = token
+        for i in range(1, TAIL):
+            tails[at, i] = tails[parent + 1, i - 1]
+        for s in range(rows):
+            advance_row(table, s, cursors, (parent + 1) * rows + s, token, cursors, at * rows + s)
     return best_n, n, stamp
 
 
@@ -281,11 +283,13 @@ def depth_first(
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
     numbers: NDArray[np.uint8],
+    node_origin: NDArray[np.int64],
     token_ids: NDArray[np.int32],
     parents: NDArray[np.int32],
     depths: NDArray[np.int32],
     log_p: NDArray[np.float32],
     sources: NDArray[np.uint8],
+    origins: NDArray[np.int64],
 ) -> None:
     """Write the first nodes (best-first, parents first) in depth-first order, so that first branches are contiguous.
 
@@ -295,7 +299,9 @@ def depth_first(
         Output of `expand`; as many nodes are written as the outputs hold.
     numbers
         (s,) uint8, number of each source row.
-    token_ids, parents, depths, log_p, sources
+    node_origin
+        Output of `find_origins`, or (0,) when it was not asked for.
+    token_ids, parents, depths, log_p, sources, origins
         (n,) outputs: the fields of a `DraftTree`.
     """
     n = len(token_ids)
@@ -321,11 +327,43 @@ def depth_first(
         depths[filled] = nodes[at, 2]
         log_p[filled] = np.log(node_p[at])
         sources[filled] = numbers[nodes[at, 3]]
+        origins[filled] = node_origin[at] if len(node_origin) > 0 else -1
         place[at + 1] = filled
         filled += 1
         stack[top] = at
         top += 1
         at = first[at + 1]
+    # Where a first branch can be read in one piece, say so: what stands before its end stands before its beginning.
+    for i in range(n - 1, 0, -1):
+        known = parents[i] == i - 1 and origins[i] >= 0 and origins[i - 1] >= 0
+        if known and origins[i] >> ORIGIN_BITS == origins[i - 1] >> ORIGIN_BITS:
+            origins[i - 1] = origins[i] - 1
+
+
+@njit(cache=True, nogil=True)
+def find_origins(
+    table: NDArray[np.int64],
+    cursors: NDArray[np.int64],
+    first_row: int,
+    num_exact: int,
+    num_nodes: int,
+    out: NDArray[np.int64],
+) -> None:
+    """Say where the path to each node stands in a store: longest match over the exact rows, -1 where none is long.
+
+    Writes ``out[i] = segment << ORIGIN_BITS | token position`` for the i-th node in best-first order.
+    """
+    rows = len(table)
+    for i in range(num_nodes):
+        out[i] = -1
+        longest = MIN_ORIGIN - 1
+        for e in range(num_exact):
+            s = first_row + e
+            c = (i + 1) * rows + s
+            if cursors[c, 2] > longest and cursors[c, 0] < cursors[c, 1]:
+                longest = cursors[c, 2]
+                position = np.int64(view_u32(table[s, 5], table[s, 6])[cursors[c, 0]]) + longest - 1
+                out[i] = (table[s, 15] << ORIGIN_BITS) | position
 
 
 @njit(cache=True, nogil=True)

@@ -1,4 +1,4 @@
-"""Texts of earlier generations as two automata, an old and a young one, so that memory is bounded and old text fades."""
+"""Texts of earlier generations as an old and a young automaton: memory is bounded and old text fades."""
 
 from __future__ import annotations
 

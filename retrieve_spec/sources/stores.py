@@ -27,26 +27,24 @@ class StoreRows:
         The open stores.
     ngram, exact
         Rows of the n-gram tables and of the suffix array segments.
-    places
-        (store, segment) of each exact row.
     """
 
     stores: list[Datastore]
     ngram: list[NDArray[np.int64]] = field(default_factory=list)
     exact: list[NDArray[np.int64]] = field(default_factory=list)
-    places: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, stores: list[Datastore], ngram_number: int, exact_number: int) -> StoreRows:
-        """Rows of every segment; an exact row leaves orders that its n-gram table has to the table."""
+        """Rows of every segment, numbered over all stores; orders that an n-gram table has are left to the table."""
         made = cls(stores)
-        for i, store in enumerate(stores):
-            for j, segment in enumerate(store.segments):
-                if segment.ngram is not None:
-                    made.ngram.append(_ngram_row(segment.ngram, ngram_number))
-                if len(segment.suffix_array):
-                    made.exact.append(_exact_row(segment, exact_number, 1 if segment.ngram is None else MAX_ORDER + 1))
-                    made.places.append((i, j))
+        segments = [segment for store in stores for segment in store.segments]
+        for place, segment in enumerate(segments):
+            if segment.ngram is not None:
+                made.ngram.append(_ngram_row(segment.ngram, ngram_number))
+            if len(segment.suffix_array):
+                row = _exact_row(segment, exact_number, 1 if segment.ngram is None else MAX_ORDER + 1)
+                row[15] = place
+                made.exact.append(row)
         return made
 
 
