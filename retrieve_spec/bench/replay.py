@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
 from retrieve_spec.drafting.tree import ROOT, DraftTree
-from retrieve_spec.errors import TraceError
+from retrieve_spec.errors import ConfigError, TraceError
 from retrieve_spec.sources import SOURCE_NAMES
 
 Ids = NDArray[np.int32]
@@ -28,6 +28,7 @@ class Encoder(Protocol):
         """Object with ``.ids``."""
 
 
+@runtime_checkable
 class FeedingDrafter(Drafter, Protocol):
     """A drafter that can be given text which was neither drafted nor generated."""
 
@@ -131,8 +132,8 @@ class Replay:
         self.propose_us: list[float] = []
         self.observe_us: list[float] = []
 
-    def run(self, rows: Iterable[TraceRow], progress: Callable[[Tally], None] | None = None) -> dict[str, Any]:
-        """Replay all rows; see `result`."""
+    def run(self, rows: Iterable[TraceRow], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+        """Replay all rows, calling ``progress(tokens, passes)`` with the totals after each; see `result`."""
         for row in rows:
             tally = self.by_task[row.task]
             self.drafter.start(row.prompt)
@@ -143,7 +144,8 @@ class Replay:
                     self.drafter.feed(ids)
             self.drafter.finish()
             if progress:
-                progress(tally)
+                totals = self.by_task.values()
+                progress(sum(t.tokens for t in totals), sum(t.passes for t in totals))
         return self.result()
 
     def _generate(self, output: Ids, tally: Tally) -> None:
@@ -213,3 +215,59 @@ def _quantiles(values: list[float]) -> dict[str, float]:
     if not values:
         return {"p50": 0.0, "p99": 0.0}
     return {"p50": float(np.median(values)), "p99": float(np.percentile(values, 99))}
+
+
+def replay_trace(
+    path: str | Path,
+    tokenizer: Any,
+    *,
+    draft: str = "auto",
+    nodes: int = 60,
+    stores: Sequence[str | Path] = (),
+    session: bool = False,
+    limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Replay the recorded answers of a file and count what drafting would have saved.
+
+    Parameters
+    ----------
+    path
+        The trace (`read_trace` says what a row holds).
+    tokenizer
+        The tokenizer of the model that will answer: a ``tokenizer.json``, a model folder, a hub id or an object.
+    draft, nodes
+        Preset and nodes per pass.
+    stores
+        Folders of datastores to draft from.
+    session
+        Remember the answers of earlier rows.
+    limit
+        Rows read at most.
+    progress
+        Called with the tokens and passes so far after each row.
+
+    Returns
+    -------
+    dict
+        `tokens_per_pass`, `nodes_per_pass`, `passes`, `tokens`, `propose_us` and `observe_us` (p50, p99),
+        `expected_tokens_per_pass`, `by_task`, `accepted_by_source`.
+
+    Raises
+    ------
+    TraceError, TokenizerMismatchError, UnknownPresetError, MissingSourceError
+        When the file, a store or the preset does not fit.
+    """
+    from retrieve_spec.config import SpeculationConfig
+    from retrieve_spec.datastore.fingerprint import load_tokenizer
+    from retrieve_spec.datastore.store import open_datastore
+    from retrieve_spec.drafting.presets import build_drafter
+
+    encoder = load_tokenizer(tokenizer)
+    opened = [open_datastore(store, tokenizer=encoder) for store in stores]
+    drafter = build_drafter(SpeculationConfig(draft=draft, session=session), datastores=opened)
+    if not isinstance(drafter, FeedingDrafter):
+        raise ConfigError(
+            "a preset that can be fed text it did not draft", repr(draft), "Replay `auto` or another preset."
+        )
+    return Replay(drafter, nodes).run(read_trace(path, encoder, limit), progress)

@@ -100,6 +100,8 @@ class MixtureDrafter:
         self._history: list[NDArray[np.int32]] = []
         self._fresh: list[NDArray[np.int32]] = []
         self._rest = self._misses = 0
+        self._tail: NDArray[np.int32]
+        self._window: NDArray[np.int32]
         self._open()
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
@@ -311,9 +313,9 @@ class MixtureDrafter:
         if self._scratch.rows != len(rows):
             self._scratch = _Scratch(len(rows))
             self._stamp = 0
-        self._tail: NDArray[np.int32] = np.zeros((1, blend.TAIL), np.int32)
+        self._tail = np.zeros((1, blend.TAIL), np.int32)
         self._tail_len = 0
-        self._window: NDArray[np.int32] = np.empty(0, np.int32)
+        self._window = np.empty(0, np.int32)
 
     def _sync(self) -> None:
         """Bring table and cursors up to date with sources that changed under them."""

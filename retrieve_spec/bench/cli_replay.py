@@ -1,0 +1,71 @@
+"""Turns `retrieve-spec bench replay` into acceptance figures of recorded answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from retrieve_spec.config import MAX_NODES
+
+
+@click.command(short_help="Replay recorded answers and count tokens per pass.")
+@click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--tokenizer", required=True, metavar="PATH|HUB_ID", help="tokenizer.json, a model folder or a hub id.")
+@click.option("--draft", default="auto", show_default=True, metavar="auto|PRESET", help="What drafts.")
+@click.option(
+    "--nodes", type=click.IntRange(1, MAX_NODES), default=60, show_default=True, metavar="N", help="Nodes per pass."
+)
+@click.option("--store", "stores", multiple=True, metavar="DIR", help="A datastore to draft from; can be repeated.")
+@click.option("--session", is_flag=True, help="Remember the answers of earlier rows and draft from them.")
+@click.option("--by-task", is_flag=True, help="Also report each task.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="First N rows of the file.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
+def replay(**options: Any) -> None:
+    """Replay the recorded answers of TRACE through a drafter, without the model that wrote them.
+
+    TRACE is JSON Lines with "prompt" and "output" (and "more": [[context, answer], …] for later turns). At each step
+    the drafter proposes, the recorded answer decides what is accepted, and one more token follows, as greedy
+    verification would. Sources that learn from the model's logits stay empty, so a model gets at least these figures.
+    """
+    from tqdm import tqdm
+
+    from retrieve_spec.bench.replay import replay_trace
+
+    with tqdm(desc="rows", unit=" rows", disable=options["quiet"] or None) as bar:
+
+        def progress(tokens: int, passes: int) -> None:
+            bar.update()
+            bar.set_postfix_str(f"{tokens / max(passes, 1):.2f} tokens per pass")
+
+        result = replay_trace(
+            options["trace"],
+            options["tokenizer"],
+            draft=options["draft"],
+            nodes=options["nodes"],
+            stores=options["stores"],
+            session=options["session"],
+            limit=options["limit"],
+            progress=progress,
+        )
+    by_task = result.pop("by_task")
+    if options["by_task"]:
+        result["by_task"] = by_task
+    if options["as_json"]:
+        click.echo(json.dumps(result))
+        return
+    click.echo(
+        f"{result['tokens_per_pass']:.3f} tokens per pass (expected {result['expected_tokens_per_pass']:.3f}) over "
+        f"{result['tokens']:,} tokens, {result['nodes_per_pass']:.1f} nodes per pass"
+    )
+    click.echo(
+        f"propose {result['propose_us']['p50']:.0f} µs p50, {result['propose_us']['p99']:.0f} µs p99; "
+        f"observe {result['observe_us']['p50']:.0f} µs p50, {result['observe_us']['p99']:.0f} µs p99"
+    )
+    accepted = ", ".join(f"{name} {count:,}" for name, count in result["accepted_by_source"].items())
+    click.echo(f"accepted by source: {accepted or 'none'}")
+    for task, figures in result.get("by_task", {}).items():
+        click.echo(f"  {task or '(no task)'}: {figures['tokens_per_pass']:.3f} over {figures['tokens']:,} tokens")
