@@ -98,7 +98,15 @@ def check_size(path: Path, entry: FileEntry) -> None:
     try:
         size = path.stat().st_size
     except FileNotFoundError as error:
-        raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file", _REBUILD) from error
+        raise _missing(path, entry) from error
+    _compare_size(path, entry, size)
+
+
+def _missing(path: Path, entry: FileEntry) -> StoreCorruptError:
+    return StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file", _REBUILD)
+
+
+def _compare_size(path: Path, entry: FileEntry, size: int) -> None:
     if size != entry.bytes:
         raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes", _REBUILD)
 
@@ -118,12 +126,15 @@ def map_array(path: Path, entry: FileEntry, *, scattered: bool = False) -> NDArr
     StoreCorruptError
         When the file is missing or its size differs.
     """
-    check_size(path, entry)
     dtype = np.dtype(entry.dtype)
-    if entry.bytes == 0:
-        return np.empty(0, dtype)
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with path.open("rb") as file:
+            _compare_size(path, entry, os.fstat(file.fileno()).st_size)
+            if entry.bytes == 0:
+                return np.empty(0, dtype)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise _missing(path, entry) from error
     if scattered and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, dtype)

@@ -15,7 +15,7 @@ from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.catalog import rows_checksum
 from retrieve_spec.datastore.files import FileEntry, sha256_of
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-from retrieve_spec.datastore.manifest import SEGMENTS
+from retrieve_spec.datastore.manifest import SEGMENTS, read_manifest
 from retrieve_spec.datastore.ngrams import NgramTable
 from retrieve_spec.datastore.progress import progress_bar
 from retrieve_spec.datastore.segment import Segment
@@ -24,6 +24,7 @@ from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.ngram import ngram_find, ngram_hash
 from retrieve_spec.kernels.suffix_array import sa_search, sa_top_table
 
+_ATTEMPTS = 5
 QUERIES = 32
 """Sampled queries per segment that are compared with a scan."""
 _REMEDY = "Restore the store from a copy, or build it again."
@@ -51,7 +52,18 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     StoreNotFoundError, StoreIncompleteError, StoreVersionError
         As `open_datastore`.
     """
-    store = open_datastore(path)
+    for _ in range(_ATTEMPTS):
+        store = open_datastore(path)
+        try:
+            return _verify(store, progress)
+        except (StoreCorruptError, FileNotFoundError):
+            # A change may have taken files away since the store was opened: then the new state is what counts.
+            if read_manifest(store.path).generation == store.manifest.generation:
+                raise
+    raise StoreCorruptError(f"{path} to stay as it is", "changes by another process", "Verify it when they are done.")
+
+
+def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
     manifest = store.manifest
     files = [(store.path / manifest.tokenizer_name, manifest.tokenizer)]
     for entry in manifest.segments:

@@ -10,6 +10,7 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, remove_documents
 from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.verify import verify_datastore
 
 ROUNDS = 8
 
@@ -36,6 +37,7 @@ def test_readers_see_one_state_or_the_next(tokenizer, texts, records, tmp_path):
     seen = []
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         seen.append(contents(store))
+        verify_datastore(store)
         assert seen[-1] in (before, after)
     assert ended == (child, 0)
     assert contents(store) == before
