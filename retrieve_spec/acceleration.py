@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
+import json
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -90,6 +92,7 @@ def accelerate(
     finding = _find_mode(model)
     make_verifier, why_not_static = _verifier_factory(model, finding, config)
     speculation = Speculation(config, finding, make_verifier, tokenizer, datastores or (), drafter)
+    speculation.model_key = _model_key(model)
     speculation.drafter()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
     original = model.__dict__.get("generate")
@@ -102,6 +105,14 @@ def accelerate(
     if config.nodes == AUTO and config.draft != OFF:
         measure_passes(model, speculation)
     return model
+
+
+def _model_key(model: Any) -> str:
+    """Name under which what was learned about a model is kept: its kind and a hash of its configuration."""
+    config = model.config.to_dict()
+    config.pop("_name_or_path", None)
+    text = json.dumps(config, sort_keys=True, default=str)
+    return f"{model.config.model_type}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def restore(model: Any) -> Any:

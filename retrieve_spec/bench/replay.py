@@ -24,7 +24,7 @@ Ids = NDArray[np.int32]
 class Encoder(Protocol):
     """What replay needs of a tokenizer (`tokenizers.Tokenizer`)."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> Any:
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> Any:
         """Object with ``.ids``."""
 
 

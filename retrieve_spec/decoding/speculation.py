@@ -60,6 +60,7 @@ class Speculation:
         self.tokenizer = tokenizer
         self.cost = CostModel()
         self.last: GenerationReport | None = None
+        self.model_key = "model"
         self._make_verifier = make_verifier
         self._datastores = list(datastores)
         self._given = drafter
@@ -91,9 +92,14 @@ class Speculation:
         if self._given is not None and name in (AUTO, self.config.draft):
             return self._given
         if name not in self._drafters:
+            from retrieve_spec.drafting.calibration import calibration_for
             from retrieve_spec.drafting.presets import build_drafter
 
-            self._drafters[name] = build_drafter(self.config.with_options(draft=name), datastores=self._datastores)
+            self._drafters[name] = build_drafter(
+                self.config.with_options(draft=name),
+                datastores=self._datastores,
+                calibration=calibration_for(self._datastores, self.model_key),
+            )
         return self._drafters[name]
 
     def use_datastores(self, datastores: Sequence[Any]) -> None:

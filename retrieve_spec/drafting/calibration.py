@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,9 @@ from numpy.typing import NDArray
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.blend import CELLS, NUM_SOURCES
 from retrieve_spec.kernels.expand import SCALE_BINS
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.store import Datastore
 
 logger = logging.getLogger(__name__)
 _SAVE_EVERY = 16
@@ -71,6 +76,22 @@ class Calibration:
             raise _damaged(path, "entries that are no counts")
         self.cells[:] = flat[: self.cells.size].reshape(self.cells.shape)
         self.scale[:] = flat[self.cells.size :].reshape(self.scale.shape)
+
+
+def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibration:
+    """Calibration kept beside the first writable store; a new one in memory when there is none.
+
+    A damaged file is not worth failing for: it is logged, and learned anew.
+    """
+    paths = [store.calibration_path(model_key) for store in datastores]
+    path = next((p for p in paths if p is not None), None)
+    try:
+        return Calibration(path)
+    except StoreCorruptError as error:
+        logger.warning("calibration starts anew: %s", error)
+        assert path is not None
+        path.unlink(missing_ok=True)
+        return Calibration(path)
 
 
 def _damaged(path: Path, got: str) -> StoreCorruptError:
