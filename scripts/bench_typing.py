@@ -52,11 +52,10 @@ class Outcome:
     first_ms: list[float] = field(default_factory=list)
     visible: dict[int, list[int]] = field(default_factory=lambda: {mark: [] for mark in MARKS_MS})
     overhead_ms: list[float] = field(default_factory=list)
+    loops: list[bool] = field(default_factory=list)
     reuse: list[float] = field(default_factory=list)
     passes: int = 0
     characters: int = 0
-    cancelled: int = 0
-    right: int = 0
     by_source: dict[str, int] = field(default_factory=dict)
 
 
@@ -132,13 +131,14 @@ def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> None:
     connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     arrivals: list[tuple[float, int]] = []
-    total = 0
+    total, text = 0, ""
     for line in response:
         if not line.startswith(b"data: "):
             continue
         now = 1000 * (time.perf_counter() - begun)
         event = json.loads(line[6:])
         total += len(event["content"])
+        text += event["content"]
         arrivals.append((now, total))
         if event["stop"]:
             break
@@ -148,6 +148,7 @@ def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> None:
     outcome.first_ms.append(arrivals[0][0])
     for mark in MARKS_MS:
         outcome.visible[mark].append(max((n for at, n in arrivals if at <= mark), default=0))
+    outcome.loops.append(looping(text))
     cached, evaluated = timings["cache_n"], timings["prompt_n"]
     outcome.reuse.append(cached / (cached + evaluated))
     outcome.passes += timings["passes"]
@@ -178,6 +179,60 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def measure_overhead(package: Path, requests: int = 300) -> dict[str, dict[str, float]]:
+    """CPU milliseconds of one request outside the model: reading it, the prompt, what to draft from, the answer."""
+    import pydantic_core
+    from starlette.responses import JSONResponse
+    from transformers import AutoTokenizer
+
+    from retrieve_spec.config import ServeConfig
+    from retrieve_spec.reference_model import reference_path
+    from retrieve_spec.server import schemas, wire
+    from retrieve_spec.server.jobs import Completion
+    from retrieve_spec.server.service import Caller, Service
+    from retrieve_spec.server.workspace import Workspace
+
+    class NoModel:
+        n_ctx = 2048
+
+    config = ServeConfig()
+    workspace = Workspace([package], config)
+    workspace.scan()
+    tokenizer = AutoTokenizer.from_pretrained(str(reference_path()), local_files_only=True)
+    service = Service(NoModel(), tokenizer, "none", config, workspace)  # type: ignore[arg-type]
+    text = max(workspace.texts.values(), key=len)[:40_000]
+    extra = [{"text": text[i * 1500 : (i + 1) * 1500], "filename": f"f{i}.py"} for i in range(16)]
+    spent: dict[str, list[float]] = {"read": [], "prompt": [], "drafts": [], "answer": [], "total": []}
+    for i in range(requests + 5):
+        cut = 8000 + i * 7
+        start = text.rfind("\n", 0, cut) + 1
+        body = {"input_prefix": text[:start], "prompt": text[start:cut], "input_suffix": text[cut : cut + 2500]}
+        data = json.dumps({**body, "input_extra": extra, "n_predict": 64}).encode()
+        marks = [time.thread_time()]
+        request = schemas.InfillRequest.model_validate(pydantic_core.from_json(data, allow_inf_nan=False))
+        marks.append(time.thread_time())
+        prepared = service.infill(request, Caller())
+        marks.append(time.thread_time())
+        prepared.task.hints()
+        marks.append(time.thread_time())
+        done = Completion(text=text[cut : cut + 200])
+        JSONResponse(wire.llama_body(done, request, model="none", n_ctx=2048, prompt="", truncated=False))
+        marks.append(time.thread_time())
+        prepared.memory.note_answer(prepared.left, done.text)
+        if i >= 5:  # the first ones compile
+            steps = [1000 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+            for name, value in zip(spent, [*steps, sum(steps)], strict=True):
+                spent[name].append(value)
+    figures = {name: {"p50": percentile(v, 0.5), "p95": percentile(v, 0.95)} for name, v in spent.items()}
+    return {**figures, "workspace": {"files": len(workspace.texts), "characters": workspace.chars}}
+
+
+def looping(text: str) -> bool:
+    """Whether a completion repeats itself, which flatters every drafter."""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    return len(lines) >= 4 and len(set(lines)) <= len(lines) // 2
+
+
 def find_package(name: str) -> Path:
     """Folder of an installed package."""
     spec = importlib.util.find_spec(name)
@@ -194,8 +249,12 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=12, help="requests of a session")
     parser.add_argument("--model", default="reference")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--overhead", action="store_true", help="only the server's own CPU time per request")
     parser.add_argument("--real-gaps", action="store_true", help="wait as long as the typist did")
     options = parser.parse_args()
+    if options.overhead:
+        print(json.dumps({"overhead_ms": measure_overhead(find_package(options.package)), "cpus": os.cpu_count()}))
+        return
     folder = Path(tempfile.mkdtemp())
     workspace = folder / "workspace"
     shutil.copytree(find_package(options.package), workspace, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
@@ -206,7 +265,9 @@ def main() -> None:
     for path in chosen:
         path.unlink()  # what is typed is not in the workspace
     results = {name: Outcome() for name in VARIANTS}
-    servers = {n: Server(folder / n.replace(" ", "-"), ["--workspace", str(workspace)], options.model) for n in VARIANTS}
+    servers = {
+        n: Server(folder / n.replace(" ", "-"), ["--workspace", str(workspace)], options.model) for n in VARIANTS
+    }
     try:
         time.sleep(5)  # the stores are attached
         warm = sessions[0][0].body
@@ -226,6 +287,16 @@ def main() -> None:
     report: dict[str, Any] = {name: summary(outcome) for name, outcome in results.items()}
     on, off = report["drafting"]["visible_characters"], report["drafting off"]["visible_characters"]
     report["visible_ratio"] = {mark: on[mark] / off[mark] if off[mark] else None for mark in on}
+    # A request counts as looping when the longest of its answers loops, whatever each variant had time for.
+    loops = [any(flags) for flags in zip(*(outcome.loops for outcome in results.values()), strict=True)]
+    report["looping_requests"] = sum(loops)
+    report["visible_ratio_without_loops"] = {}
+    for mark in MARKS_MS:
+        fast, slow = (
+            sum(n for n, loop in zip(results[name].visible[mark], loops, strict=True) if not loop)
+            for name in ("drafting", "drafting off")
+        )
+        report["visible_ratio_without_loops"][str(mark)] = fast / slow if slow else None
     report["setup"] = {
         "package": options.package,
         "files": [path.name for path in chosen],
