@@ -95,6 +95,7 @@ class StaticVerifier:
         rows = torch.from_numpy(ids.astype(np.int64))[None].to(self._device, non_blocking=True)
         positions = torch.from_numpy(depths + (self._past + self._shift))[None].to(self._device, non_blocking=True)
         slabs.make_room(self._past + len(ids))
+        slabs.set_length(self._past)
         logits, hidden = self._captured.run(rows, positions, self._attend)
         last = keep + nodes
         return VerifierOutput(logits[0, -last:], hidden[0, -last:] if want_hidden else None)
@@ -131,9 +132,7 @@ class StaticVerifier:
         return self._ordinary.finish()
 
 
-def try_build(
-    model: Any, finding: Finding, config: SpeculationConfig
-) -> tuple[Callable[[], Verifier] | None, str]:
+def try_build(model: Any, finding: Finding, config: SpeculationConfig) -> tuple[Callable[[], Verifier] | None, str]:
     """Record a model's pass if that is wanted, can be done and agrees with the model.
 
     Parameters

@@ -145,9 +145,7 @@ def normalise_rows(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, sha
     return torch.rsqrt(torch.addcmul(eps, norm, norm, value=share)).mul(x).mul_(weight)
 
 
-def rotate_rows(
-    x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, half: int
-) -> torch.Tensor:
+def rotate_rows(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, half: int) -> torch.Tensor:
     """Rotary embedding of (…, 2 · half): the halves change places, the sine carries the sign."""
     return torch.addcmul(torch.mul(x, cos), torch.roll(x, half, -1), signed_sin)
 
@@ -206,7 +204,11 @@ def _match_rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
         if not (_is_call(mean, aten.mean.dim) and isinstance(eps, float) and list(mean.args[1]) == [-1]):
             continue
         square = mean.args[0]
-        if _is_call(square, aten.pow.Tensor_Scalar) and square.args == (x, 2) and _value(x).shape[-1] == _value(weight).shape[0]:
+        if (
+            _is_call(square, aten.pow.Tensor_Scalar)
+            and square.args == (x, 2)
+            and _value(x).shape[-1] == _value(weight).shape[0]
+        ):
             return x, weight, eps
     return None
 

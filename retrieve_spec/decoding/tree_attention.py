@@ -219,9 +219,7 @@ def attend_split(
     return merge_parts(outs, lses, rule, mask).to(packed.dtype)
 
 
-def merge_parts(
-    outs: list[torch.Tensor], lses: list[torch.Tensor], rule: LayerRule, mask: PassMask
-) -> torch.Tensor:
+def merge_parts(outs: list[torch.Tensor], lses: list[torch.Tensor], rule: LayerRule, mask: PassMask) -> torch.Tensor:
     """Weigh partial attention outputs by their share of the softmax denominator, sinks included."""
     shares = list(lses)
     if rule.sinks is not None:

@@ -1,0 +1,141 @@
+"""Measures what a verifying pass over n drafted nodes costs next to a one-token pass of plain `generate`.
+
+    python scripts/bench_pass.py [--model reference] [--dtype float32] [--context 256 1024] [--nodes 0 1 2 4 8 16 32 64]
+
+All kinds of passes take turns within each repeat, so that a busy machine slows all of them alike; figures are medians
+in milliseconds and ratios to the plain pass of the same repeat. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from retrieve_spec.bench.machine import machine_facts
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.decoding.fast_verifier import try_build
+from retrieve_spec.decoding.hf import HFVerifier
+from retrieve_spec.decoding.interface import input_device, read_interface
+from retrieve_spec.decoding.probe import probe
+from retrieve_spec.decoding.verifier import Verifier, VerifierInputs
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.reference_model import load_model
+
+ROOT = np.array([5], np.int32)
+NOTHING = np.empty(0, np.int32)
+
+
+def draft(nodes: int) -> DraftTree:
+    """A tree of exactly `nodes` nodes: a main branch of half of them and short side branches."""
+    main = list(range(20, 20 + (nodes + 1) // 2))
+    sides = [[500 + i] for i in range(nodes - len(main))]
+    return DraftTree.from_paths([main, *sides] if nodes else [])
+
+
+def plain_pass(model: Any, prompt: torch.Tensor) -> Callable[[], None]:
+    """A one-token pass with the arguments plain `generate` gives it."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    token = prompt[:, :1]
+
+    def run() -> None:
+        length = cache.get_seq_length()
+        mask = torch.ones((1, length + 1), dtype=torch.long, device=prompt.device)
+        positions = torch.tensor([[length]], device=prompt.device)
+        kwargs = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        out = model(token, past_key_values=cache, use_cache=True, return_dict=True, **kwargs)
+        float(out.logits[0, 0, 0])  # waits for the device
+
+    return run
+
+
+def tree_pass(verifier: Verifier, tree: DraftTree) -> Callable[[], None]:
+    """A pass over the root and a tree of which nothing is accepted."""
+
+    def run() -> None:
+        float(verifier.forward(ROOT, tree if len(tree) else None).logits[0, 0])
+        verifier.commit(NOTHING)
+
+    return run
+
+
+def started(verifier: Verifier, model: Any, prompt: torch.Tensor, room: int) -> Verifier:
+    """A verifier that has read the prompt."""
+    length = prompt.shape[1]
+    kwargs = {
+        "past_key_values": DynamicCache(config=model.config.get_text_config(decoder=True)),
+        "position_ids": torch.arange(length, device=prompt.device)[None],
+    }
+    verifier.start(VerifierInputs(prompt, kwargs, max_length=length + room))
+    verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
+    verifier.commit(NOTHING)
+    return verifier
+
+
+def measure(
+    model: Any,
+    make: Callable[[], Verifier],
+    ordinary: Callable[[], Verifier],
+    context: int,
+    widths: list[int],
+    repeats: int,
+) -> dict[str, list[float]]:
+    """Milliseconds by kind of pass: "plain", "static n" and "ordinary n"."""
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    prompt = torch.as_tensor((np.arange(context) * 7919 + 13) % min(vocab, 8000), device=input_device(model))[None]
+    room = repeats + 5
+    kinds: dict[str, Callable[[], None]] = {"plain": plain_pass(model, prompt)}
+    for width in widths:  # every kind has a cache of its own, which grows by one row per pass as in decoding
+        kinds[f"static {width}"] = tree_pass(started(make(), model, prompt, room), draft(width))
+        kinds[f"ordinary {width}"] = tree_pass(started(ordinary(), model, prompt, room), draft(width))
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for repeat in range(repeats + 4):
+        for name, run in kinds.items():
+            began = time.perf_counter()
+            run()
+            if repeat >= 4:
+                times[name].append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="reference")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--context", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--repeats", type=int, default=60)
+    options = parser.parse_args()
+    model, _ = load_model(options.model, dtype=options.dtype)
+    finding = probe(model, read_interface(model))
+    began = time.perf_counter()
+    make, why = try_build(model, finding, SpeculationConfig(static_pass="always"))
+    recording_s = time.perf_counter() - began
+    if make is None:
+        raise SystemExit(f"no static pass: {why}")
+    results = []
+    print(f"{'context':>8} {'pass':>12} {'ms':>8} {'/ plain':>8}")
+    with torch.no_grad():
+        for context in options.context:
+            times = measure(
+                model, make, lambda: HFVerifier(model, finding.interface), context, options.nodes, options.repeats
+            )
+            for name, values in times.items():
+                ratio = statistics.median(a / b for a, b in zip(values, times["plain"], strict=True))
+                ms = statistics.median(values)
+                results.append({"context": context, "pass": name, "ms": round(ms, 3), "ratio": round(ratio, 3)})
+                print(f"{context:>8} {name:>12} {ms:>8.2f} {ratio:>8.2f}")
+    facts = {"model": options.model, "dtype": options.dtype, "recording_s": round(recording_s, 2)}
+    print(json.dumps({**facts, "repeats": options.repeats, "passes": results, "machine": machine_facts()}))
+
+
+if __name__ == "__main__":
+    main()
