@@ -87,11 +87,14 @@ class PassMask:
         self._margin = self._spare = 0
         self._written = False
         self._windows: dict[int, torch.Tensor] = {}
+        self.device_words: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        """The pass in the form the GPU kernel reads, made by the first layer that needs it."""
 
     def set(self, prefix: int, seen: NDArray[np.bool_], depths: NDArray[np.int64]) -> None:
         """Describe the next pass: committed rows before it, who sees whom, and positions relative to its first row."""
         self.rows, self.prefix, self.seen, self._depths = len(seen), prefix, seen, depths
         self._windows.clear()
+        self.device_words = None
         self._written = False
 
     @property
@@ -99,6 +102,14 @@ class PassMask:
         """Whether the zero-prefix buffer stays within `config.PASS.mask_bytes`."""
         columns = self.prefix + self.rows
         return self.groups * self.rows * columns * self.dtype.itemsize <= PASS.mask_bytes
+
+    def words(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """((rows, ceil(rows / 32)) int32 visibility bits, (rows,) int32 depths) on the device."""
+        padded = np.zeros((self.rows, -(-self.rows // 32) * 32), np.bool_)
+        padded[:, : self.rows] = self.seen
+        bits = np.packbits(padded, axis=1, bitorder="little").view("<i4")
+        depths = self._depths.astype(np.int32)
+        return torch.from_numpy(bits).to(self.device), torch.from_numpy(depths).to(self.device)
 
     def block(self) -> torch.Tensor:
         """(rows, rows) additive mask of the tree block."""
@@ -217,6 +228,35 @@ def attend_split(
         outs.append(torch.matmul(weights.to(values.dtype), values[:, :, rows]).float())
         lses.append(lse)
     return merge_parts(outs, lses, rule, mask).to(packed.dtype)
+
+
+def attend_triton(
+    packed: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: PassMask,
+    rule: LayerRule,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """The GPU kernel over all keys: (1, kv_heads, groups · rows, d) in and out."""
+    from retrieve_spec.kernels.triton_tree_attention import num_splits, tree_attention
+
+    if mask.device_words is None:
+        words, depths = mask.words()
+        prefix = torch.tensor([mask.prefix], dtype=torch.int32).to(mask.device)
+        mask.device_words = (words, depths, prefix)
+    words, depths, prefix = mask.device_words
+    if splits is None:
+        processors = torch.cuda.get_device_properties(packed.device).multi_processor_count
+        splits = num_splits(packed.shape[1], packed.shape[2], keys.shape[2], processors)
+    out, lse = tree_attention(
+        packed[0].contiguous(), keys[0], values[0], words, depths, prefix,
+        rows=mask.rows, scale=rule.scale, softcap=rule.softcap, window=rule.window, splits=splits,
+    )  # fmt: skip
+    if splits == 1 and rule.sinks is None:
+        return out.to(packed.dtype)
+    parts = [part[None] for part in out]
+    return merge_parts(parts, [part[None, :, :, None] for part in lse], rule, mask).to(packed.dtype)
 
 
 def merge_parts(outs: list[torch.Tensor], lses: list[torch.Tensor], rule: LayerRule, mask: PassMask) -> torch.Tensor:
