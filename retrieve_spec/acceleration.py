@@ -93,7 +93,7 @@ def accelerate(
     make_verifier, why_not_static = _verifier_factory(model, finding, config)
     speculation = Speculation(config, finding, make_verifier, tokenizer, datastores or (), drafter)
     speculation.model_key = _model_key(model)
-    speculation.drafter()  # an unknown preset or a missing source is an error now, not at the first call
+    speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
     original = model.__dict__.get("generate")
     model.__dict__["_generate_before_speculation"] = original

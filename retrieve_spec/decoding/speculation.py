@@ -22,7 +22,7 @@ from retrieve_spec.decoding.report import GenerationReport
 from retrieve_spec.decoding.request import Prepared
 from retrieve_spec.decoding.stopping import Stopper
 from retrieve_spec.decoding.verifier import Verifier
-from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.drafting.drafter import Drafter, Preparable
 from retrieve_spec.errors import ConfigError, SupersededError
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,10 @@ class Speculation:
         Measured seconds per pass.
     last
         Report of the last generation, None before the first.
+    model_key
+        Name under which what was learned about the model is kept beside a store.
+    prepare_seconds
+        How long the drafter took to get ready at `accelerate` (kernels compiled, or loaded from Numba's cache).
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Speculation:
         self.cost = CostModel()
         self.last: GenerationReport | None = None
         self.model_key = "model"
+        self.prepare_seconds = 0.0
         self._make_verifier = make_verifier
         self._datastores = list(datastores)
         self._given = drafter
@@ -101,6 +106,14 @@ class Speculation:
                 calibration=calibration_for(self._datastores, self.model_key),
             )
         return self._drafters[name]
+
+    def prepare(self) -> None:
+        """Make the configured drafter ready: kernels compiled or loaded; how long it took is `prepare_seconds`."""
+        began = perf_counter()
+        drafter = self.drafter()
+        if isinstance(drafter, Preparable):
+            drafter.prepare()
+        self.prepare_seconds = perf_counter() - began
 
     def use_datastores(self, datastores: Sequence[Any]) -> None:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""

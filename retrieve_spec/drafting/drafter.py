@@ -61,6 +61,14 @@ class VerifiedPass:
 
 
 @runtime_checkable
+class Preparable(Protocol):
+    """A drafter with work to do once before its first request, such as compiling kernels."""
+
+    def prepare(self) -> None:
+        """Do it."""
+
+
+@runtime_checkable
 class Drafter(Protocol):
     """Turns the text so far into a draft tree, and learns from what the target did with it."""
 

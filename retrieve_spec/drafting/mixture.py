@@ -104,6 +104,20 @@ class MixtureDrafter:
         self._window: NDArray[np.int32]
         self._open()
 
+    def prepare(self) -> None:
+        """Compile the kernels, or load them from Numba's cache, before the first token depends on it."""
+        trial = MixtureDrafter(self.config, session=SessionMemory(), datastores=self.stores.stores)
+        text = np.arange(12, dtype=np.int32) % 4
+        trial.start(text, text)
+        trial.observe_prompt(text[:1], text[None, : trial.top_k], np.zeros((1, trial.top_k), np.float32))
+        tree = trial.propose(Budget(4, 4, np.array([1.0, 1.1, 1.2, 1.3, 1.4], np.float32)))
+        top = np.zeros((len(tree) + 1, trial.top_k))
+        trial.observe(VerifiedPass(tree, text[:0], text[:1], top.astype(np.int32), top.astype(np.float32)))
+        trial._misses = trial._rest = 0
+        trial.propose(Budget(4, 4))
+        trial.observe(VerifiedPass(DraftTree(), text[:0], text[:1] + 9))
+        trial.finish()
+
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: forget the last one's text, read the prompt and the expected text."""
         prompt = np.ascontiguousarray(prompt_ids, np.int32)
