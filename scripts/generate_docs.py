@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import dataclasses
 import inspect
 import json
@@ -48,17 +47,18 @@ TREE_FOLDERS = {
 }
 
 
-def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+def commands(
+    command: click.Command, parent: click.Context | None = None, name: str = "retrieve-spec"
+) -> Iterator[tuple[str, str]]:
     """Every command with its help text, parents first."""
-    name = " ".join(("retrieve-spec", *path))
-    context = click.Context(command, info_name=name, max_content_width=100, terminal_width=100)
-    yield name, command.get_help(context)
+    settings: dict[str, Any] = {**command.context_settings, "terminal_width": 100}
+    context = click.Context(command, parent=parent, info_name=name, **settings)
+    yield context.command_path, command.get_help(context)
     if isinstance(command, click.Group):
         for child in command.list_commands(context):
-            with contextlib.suppress(ModuleNotFoundError):  # the tests of the command line say so
-                found = command.get_command(context, child)
-                assert found is not None
-                yield from commands(found, (*path, child))
+            found = command.get_command(context, child)
+            assert found is not None
+            yield from commands(found, context, child)
 
 
 def cli() -> str:
