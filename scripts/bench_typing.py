@@ -1,9 +1,9 @@
 """Replays typing in real files against the server: what is visible when, with drafting, without, and without KV reuse.
 
 A session takes a real Python file out of a package, leaves the package as the workspace, and types a stretch of the
-file again: a request at every keystroke that the last suggestion does not explain (what editors send), Tab where the
-suggestion's first line is right, gaps drawn from a log-normal around 180 ms, now and then a pause. The requests of a
-session depend on the text alone, so that every variant answers the same ones. The last line of the output is JSON.
+file again: a request at every keystroke that the last suggestion does not explain (what editors send), now and then the
+rest of a word or line at once (a suggestion was taken), gaps drawn from a log-normal around 180 ms, some pauses.
+Every variant answers the same requests, in turn. The last line of the output is JSON.
 
     python scripts/bench_typing.py --package uvicorn --sessions 4
 """
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Outcome:
 
 
 def make_session(path: Path, seed: int, keys: int) -> list[Key]:
-    """Type a stretch of a file again; a request wherever a new word or line begins, and inside words now and then."""
+    """Type a stretch of a file again, every character a key but indentation and what a suggestion supplied."""
     rng = random.Random(seed)
     text = path.read_text("utf-8")
     lines = text.splitlines(keepends=True)
@@ -124,8 +125,8 @@ class Server:
         self.child.wait(timeout=20)
 
 
-def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> None:
-    """Send one request and note when which characters arrived."""
+def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> str:
+    """Send one request, note when which characters arrived, return them."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     begun = time.perf_counter()
     connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
@@ -157,6 +158,14 @@ def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> None:
         outcome.by_source[source] = outcome.by_source.get(source, 0) + count
     spent = timings["prompt_ms"] + timings["predicted_ms"] + timings["waited_ms"]
     outcome.overhead_ms.append(max(0.0, arrivals[-1][0] - spent))
+    return text
+
+
+def explained(body: dict[str, Any], shown: tuple[str, str]) -> bool:
+    """Whether what was typed since the last suggestion is the beginning of that suggestion."""
+    left, suggestion = body["input_prefix"] + body["prompt"], shown[1]
+    typed = left.removeprefix(shown[0])
+    return left != typed and len(typed) < len(suggestion) and suggestion.startswith(typed)
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -220,7 +229,7 @@ def measure_overhead(package: Path, requests: int = 300) -> dict[str, dict[str, 
         marks.append(time.thread_time())
         prepared.memory.note_answer(prepared.left, done.text)
         if i >= 5:  # the first ones compile
-            steps = [1000 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+            steps = [1000 * (b - a) for a, b in pairwise(marks)]
             for name, value in zip(spent, [*steps, sum(steps)], strict=True):
                 spent[name].append(value)
     figures = {name: {"p50": percentile(v, 0.5), "p95": percentile(v, 0.95)} for name, v in spent.items()}
@@ -246,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--package", default="uvicorn", help="an installed package to type in")
     parser.add_argument("--sessions", type=int, default=4)
-    parser.add_argument("--keys", type=int, default=12, help="requests of a session")
+    parser.add_argument("--keys", type=int, default=20, help="keys of a session")
     parser.add_argument("--model", default="reference")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--overhead", action="store_true", help="only the server's own CPU time per request")
@@ -274,10 +283,16 @@ def main() -> None:
         for name, server in servers.items():
             for _ in range(3):
                 ask(server, {**warm, **VARIANTS[name], "prompt": "    warm"}, Outcome())
+        keys = skipped = 0
         for session in sessions:
+            shown = ("\0", "")
             for key in session:
-                for name, server in servers.items():
-                    ask(server, {**key.body, **VARIANTS[name]}, results[name])
+                keys += 1
+                if explained(key.body, shown):  # the editor goes on showing what it has
+                    skipped += 1
+                else:
+                    texts = [ask(server, {**key.body, **VARIANTS[n]}, results[n]) for n, server in servers.items()]
+                    shown = (key.body["input_prefix"] + key.body["prompt"], max(texts, key=len))
                 if options.real_gaps:
                     time.sleep(key.gap_s)
     finally:
@@ -297,6 +312,7 @@ def main() -> None:
             for name in ("drafting", "drafting off")
         )
         report["visible_ratio_without_loops"][str(mark)] = fast / slow if slow else None
+    report["keys"] = {"pressed": keys, "answered_by_the_last_suggestion": skipped}
     report["setup"] = {
         "package": options.package,
         "files": [path.name for path in chosen],
