@@ -5,7 +5,7 @@
 `prompt-lookup` or `prompt-lookup:K`
     transformers' own prompt lookup with K (10) candidate tokens.
 `off`, `auto`, any preset, and each with `:N`
-    this library's loop; N fixes the nodes per pass.
+    this library's loop; N fixes the nodes per pass. `ours/prompt-lookup` is the preset of that name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import retrieve_spec as rs
 from retrieve_spec.errors import ConfigError
 
 PLAIN, PROMPT_LOOKUP, OFF = "plain", "prompt-lookup", "off"
+OURS = "ours/"
 PROMPT_LOOKUP_TOKENS = 10
 
 
@@ -34,16 +35,14 @@ class Method:
         `"plain"`, `"prompt-lookup"`, or the `draft` of ours.
     nodes
         After the colon: nodes per pass or candidate tokens; None leaves the default.
+    ours
+        Whether this library's loop decodes.
     """
 
     name: str
     kind: str
     nodes: int | None
-
-    @property
-    def ours(self) -> bool:
-        """Whether this library's loop decodes."""
-        return self.kind not in (PLAIN, PROMPT_LOOKUP)
+    ours: bool
 
 
 @dataclass(slots=True)
@@ -92,10 +91,11 @@ def parse_method(name: str) -> Method:
     ConfigError
         The part after the colon is no number, or the method takes none.
     """
-    kind, colon, number = name.partition(":")
+    kind, colon, number = name.removeprefix(OURS).partition(":")
+    ours = name.startswith(OURS) or kind not in (PLAIN, PROMPT_LOOKUP)
     if colon and (kind in (PLAIN, OFF) or not number.isdigit()):
         raise ConfigError("a method such as auto, auto:16 or prompt-lookup:10", repr(name), "See `bench run --help`.")
-    return Method(name, kind, int(number) if colon else None)
+    return Method(name, kind, int(number) if colon else None, ours)
 
 
 class FirstToken:
@@ -176,7 +176,7 @@ class Bench:
         arguments |= {"max_new_tokens": max_new_tokens, "streamer": streamer}
         if method.ours:
             return self._ours(method, arguments, streamer, prediction)
-        if method.kind == PROMPT_LOOKUP:
+        if method.kind == PROMPT_LOOKUP:  # transformers', here
             arguments["prompt_lookup_num_tokens"] = method.nodes or PROMPT_LOOKUP_TOKENS
         return self._theirs(method, arguments, streamer)
 

@@ -8,6 +8,7 @@ both sides, and both definitions of the speed-up are in `summary.json`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def write_answers(folder: Path, header: dict[str, Any], records: Sequence[Record
     folder.mkdir(parents=True, exist_ok=True)
     lines: dict[Path, list[str]] = {}
     for record in records:
-        path = folder / f"{record.method.replace(':', '-')}.run-{record.run}.jsonl"
+        path = folder / f"{re.sub('[:/]', '-', record.method)}.run-{record.run}.jsonl"
         lines.setdefault(path, []).append(json.dumps(answer_line(record, header)))
     for path, rows in lines.items():
         path.write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -146,13 +146,22 @@ def test_sampled_answers_of_ours_are_identical_and_those_of_transformers_are_not
     assert [methods[name]["identical"] for name in ("plain", "off", "auto")] == [None, 1, 1]
 
 
-@pytest.mark.parametrize(("name", "kind", "nodes"), [("auto:16", "auto", 16), ("prompt-lookup", "prompt-lookup", None)])
-def test_names_of_methods(name, kind, nodes):
+@pytest.mark.parametrize(
+    ("name", "kind", "nodes", "ours"),
+    [
+        ("plain", "plain", None, False),
+        ("auto:16", "auto", 16, True),
+        ("prompt-lookup", "prompt-lookup", None, False),
+        ("prompt-lookup:5", "prompt-lookup", 5, False),
+        ("ours/prompt-lookup:5", "prompt-lookup", 5, True),
+    ],
+)
+def test_names_of_methods(name, kind, nodes, ours):
     method = parse_method(name)
-    assert (method.kind, method.nodes) == (kind, nodes)
+    assert (method.kind, method.nodes, method.ours) == (kind, nodes, ours)
 
 
-@pytest.mark.parametrize("name", ["plain:3", "off:1", "auto:", "auto:x"])
+@pytest.mark.parametrize("name", ["plain:3", "off:1", "auto:", "auto:x", "ours/off:2"])
 def test_wrong_names_of_methods(name):
     with pytest.raises(ConfigError):
         parse_method(name)

@@ -159,11 +159,14 @@ class ArcticSuffix(Peer):
 
 
 def ours(preset: str, session: bool) -> Any:
-    """A preset of this library."""
+    """A preset of this library; only `auto` also drafts without the logits that a replay does not have."""
     from retrieve_spec.config import SpeculationConfig
     from retrieve_spec.drafting.presets import build_drafter
 
-    return build_drafter(SpeculationConfig(draft=preset, session=session))
+    drafter = build_drafter(SpeculationConfig(draft=preset, session=session))
+    if drafter.top_k > 0 and preset != "auto":
+        raise Skipped("it learns from the model's logits, which a replay does not have")
+    return drafter
 
 
 def chain(token_ids: Ids) -> DraftTree:
