@@ -14,11 +14,12 @@ from transformers import DynamicCache
 
 from retrieve_spec.config import AUTO, MAX_NODES, PASS, SpeculationConfig
 from retrieve_spec.decoding.captured_pass import CapturedPass, CaptureError
+from retrieve_spec.decoding.cuda_graphs import GraphedPasses
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import input_device
 from retrieve_spec.decoding.probe import Finding, check_verifier
 from retrieve_spec.decoding.static_cache import PreallocatedCache, why_not_preallocated
-from retrieve_spec.decoding.tree_attention import PassMask, attend, row_depths, visible_rows
+from retrieve_spec.decoding.tree_attention import PassMask, attend, has_triton, row_depths, visible_rows
 from retrieve_spec.decoding.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
 from retrieve_spec.drafting.tree import DraftTree
 
@@ -47,6 +48,8 @@ class StaticVerifier:
         self._mask = PassMask(captured.groups, model.dtype, self._device)
         self._slabs: PreallocatedCache | None = None
         self._layers: list[Any] = []
+        self._graphs: GraphedPasses | None = None
+        self._graph_room = max(PASS.graph_rows) if PASS.cuda_graphs else 0
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
@@ -92,9 +95,12 @@ class StaticVerifier:
         ids = root_ids if not nodes or tree is None else np.concatenate([root_ids, tree.token_ids])
         depths = row_depths(roots, tree)
         self._mask.set(self._past, visible_rows(roots, tree), depths)
+        if self._graphs is not None and (bucket := self._graphs.bucket(len(ids))) is not None:
+            out = bucket(ids.astype(np.int64), depths, self._mask.seen, self._past, self._shift)
+            return VerifierOutput(out[0][-keep - nodes :], out[1][-keep - nodes :] if want_hidden else None)
         rows = torch.from_numpy(ids.astype(np.int64))[None].to(self._device, non_blocking=True)
         positions = torch.from_numpy(depths + (self._past + self._shift))[None].to(self._device, non_blocking=True)
-        slabs.make_room(self._past + len(ids))
+        slabs.make_room(self._past + max(len(ids), self._graph_room))
         slabs.set_length(self._past)
         logits, hidden = self._captured.run(rows, positions, self._attend)
         last = keep + nodes
@@ -111,6 +117,8 @@ class StaticVerifier:
         slabs = PreallocatedCache(len(self._captured.rules), max(room, self._past + PASS.cache_block))
         slabs.load(self._cache, self._past)
         self._slabs, self._layers = slabs, slabs.layers
+        if PASS.cuda_graphs and self._device.type == "cuda" and has_triton():
+            self._graphs = GraphedPasses(self._captured, slabs, self.model.dtype)
         return slabs
 
     def commit(self, path: NDArray[np.int32]) -> None:
@@ -127,7 +135,7 @@ class StaticVerifier:
         if self._slabs is not None:
             self._slabs.set_length(self._past)
             self._slabs.unload(self._cache)
-            self._slabs, self._layers = None, []
+            self._slabs, self._layers, self._graphs = None, [], None
         self._cache = None
         return self._ordinary.finish()
 

@@ -14,6 +14,8 @@ triton
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -153,11 +155,19 @@ class PassMask:
         return self._windows[window]
 
 
-def choose_backend(mask: PassMask, rule: LayerRule) -> Backend:
-    """Pick the backend for one layer of one pass."""
-    if rule.softcap or rule.sinks is not None or not (mask.fits or rule.window):
+def choose_backend(mask: PassMask, rule: LayerRule, width: int, value_width: int) -> Backend:
+    """Pick the backend for one layer of one pass; every backend computes the same."""
+    if mask.device.type == "cuda" and has_triton() and width == value_width <= 256:
+        return "triton"
+    if rule.softcap or rule.sinks is not None or mask.device.type != "cpu" or not (mask.fits or rule.window):
         return "split"
     return "masked"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the GPU kernel can be compiled."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def attend(
@@ -184,9 +194,12 @@ def attend(
     batch, heads, rows, width = query.shape
     kv_heads = keys.shape[1]
     packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
-    if rule.window and (start := mask.first_key(rule.window)):
+    backend = choose_backend(mask, rule, width, values.shape[-1])
+    if backend != "triton" and rule.window and (start := mask.first_key(rule.window)):
         keys, values = keys[:, :, start:], values[:, :, start:]
-    if choose_backend(mask, rule) == "split":
+    if backend == "triton":
+        out = attend_triton(packed, keys, values, mask, rule)
+    elif backend == "split":
         out = attend_split(packed, keys, values, mask, rule)
     else:
         out = attend_masked(packed, keys, values, mask, rule)
@@ -242,12 +255,12 @@ def attend_triton(
     from retrieve_spec.kernels.triton_tree_attention import num_splits, tree_attention
 
     if mask.device_words is None:
-        words, depths = mask.words()
-        prefix = torch.tensor([mask.prefix], dtype=torch.int32).to(mask.device)
-        mask.device_words = (words, depths, prefix)
+        mask.device_words = (*mask.words(), torch.tensor([mask.prefix], dtype=torch.int32).to(mask.device))
     words, depths, prefix = mask.device_words
     if splits is None:
-        processors = torch.cuda.get_device_properties(packed.device).multi_processor_count
+        processors = 1
+        if packed.device.type == "cuda":
+            processors = torch.cuda.get_device_properties(packed.device).multi_processor_count
         splits = num_splits(packed.shape[1], packed.shape[2], keys.shape[2], processors)
     out, lse = tree_attention(
         packed[0].contiguous(), keys[0], values[0], words, depths, prefix,

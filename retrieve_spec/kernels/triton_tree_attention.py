@@ -62,7 +62,9 @@ def _attend_split(
     for first in range(start, stop, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         inside = n[:, None] < stop
-        k = tl.load(keys + head * key_head_stride + n[:, None] * key_row_stride + d[None, :], inside & (d[None, :] < D), 0.0)
+        k = tl.load(
+            keys + head * key_head_stride + n[:, None] * key_row_stride + d[None, :], inside & (d[None, :] < D), 0.0
+        )
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             s = softcap * (2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0)
@@ -80,14 +82,18 @@ def _attend_split(
         p = tl.exp(s - base[:, None])
         shrink = tl.exp(best - base)
         v = tl.load(
-            values + head * value_head_stride + n[:, None] * value_row_stride + d[None, :], inside & (d[None, :] < D), 0.0
+            values + head * value_head_stride + n[:, None] * value_row_stride + d[None, :],
+            inside & (d[None, :] < D),
+            0.0,
         )
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         weight = weight * shrink + tl.sum(p, 1)
         best = top
     at_out = (split * tl.num_programs(0) + head) * height + m
     share_of_row = tl.where(weight > 0.0, weight, 1.0)
-    tl.store(out + at_out[:, None] * D + d[None, :], acc / share_of_row[:, None], (m[:, None] < height) & (d[None, :] < D))
+    tl.store(
+        out + at_out[:, None] * D + d[None, :], acc / share_of_row[:, None], (m[:, None] < height) & (d[None, :] < D)
+    )
     tl.store(lse + at_out, tl.where(weight > 0.0, best + tl.log(share_of_row), float("-inf")), m < height)
 
 

@@ -1,0 +1,174 @@
+"""The static verifier: same tokens as plain `generate`, cache handed back, refusals with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted_drafter import SCRIPTS, ScriptedDrafter
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import retrieve_spec as rs
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.decoding.captured_pass import CapturedPass, CaptureError
+from retrieve_spec.decoding.fast_verifier import StaticVerifier, try_build
+from retrieve_spec.decoding.interface import read_interface
+from retrieve_spec.decoding.probe import probe
+
+VOCAB = 199
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": SLIDING,
+    "gpt_oss": {**MOE, **SLIDING},
+    "mixtral": MOE,
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 48},
+}
+
+
+def build(model_type: str, **extra: Any) -> Any:
+    attention = "eager" if model_type in ("gemma2", "gpt_oss", "gptj") else "sdpa"
+    config = AutoConfig.for_model(model_type, **(COMMON | FAMILIES.get(model_type, {}) | extra))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.tensor([[3 + (i * 37 + 11) % (VOCAB - 3) for i in range(length)]])
+
+
+def made(model: Any, **options: Any) -> Any:
+    finding = probe(model, read_interface(model))
+    return try_build(model, finding, SpeculationConfig(**{"static_pass": "always", **options}))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_output_and_cache_are_those_of_generate(model_type: str) -> None:
+    model = build(model_type)
+    options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(ids(30), **options)
+    for script in SCRIPTS:
+        drafter = ScriptedDrafter(plain.sequences[0], script, vocab=VOCAB)
+        rs.accelerate(model, drafter=drafter, nodes=24, static_pass="always")
+        assert isinstance(model.speculation._make_verifier(), StaticVerifier)
+        ours = model.generate(ids(30), **options)
+        assert torch.equal(ours.sequences, plain.sequences), script
+        assert (model.speculation.last.tokens_per_pass > 3) == (script == "right")
+        if script == "right":
+            for layer, wanted in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+                torch.testing.assert_close(layer.keys, wanted.keys, atol=2e-5, rtol=2e-5)
+                torch.testing.assert_close(layer.values, wanted.values, atol=2e-5, rtol=2e-5)
+        rs.restore(model)
+    assert model.config._attn_implementation == ("eager" if model_type in ("gemma2", "gpt_oss") else "sdpa")
+
+
+def test_cache_grows_and_is_continued() -> None:
+    """More tokens than one block, and a second turn on the cache of the first."""
+    model = build("llama")
+    expected = model.generate(ids(20), max_new_tokens=300, do_sample=False)
+    rs.accelerate(model, drafter=ScriptedDrafter(expected[0], "branchy", vocab=VOCAB), nodes=24, static_pass="always")
+    cache = DynamicCache(config=model.config)
+    first = model.generate(ids(20), max_new_tokens=100, do_sample=False, past_key_values=cache)
+    assert torch.equal(first, expected[:, :120])
+    assert cache.get_seq_length() == 119
+    assert torch.equal(model.generate(first, max_new_tokens=200, do_sample=False, past_key_values=cache), expected)
+    rs.restore(model)
+
+
+def test_padded_prompt_is_left_to_the_ordinary_verifier() -> None:
+    model = build("llama")
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids(20)], dim=1)
+    mask = torch.tensor([[0] * 4 + [1] * 20])
+    expected = model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    rs.accelerate(model, drafter=ScriptedDrafter(expected[0], "right", vocab=VOCAB), nodes=8, static_pass="always")
+    assert torch.equal(model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False), expected)
+    rs.restore(model)
+
+
+def test_changed_weights_hooks_and_training_are_noticed() -> None:
+    model = build("llama")
+    captured = CapturedPass(model, 2)
+    assert captured.is_current(model)
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert not captured.is_current(model)
+    handle.remove()
+    model.train()
+    assert not captured.is_current(model)
+    model.eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    assert not captured.is_current(model)
+
+
+def test_changed_weights_change_the_output() -> None:
+    model = build("llama")
+    rs.accelerate(model, drafter=ScriptedDrafter([0] * 80, "wrong", vocab=VOCAB), nodes=4, static_pass="always")
+    model.generate(ids(20), max_new_tokens=8, do_sample=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight))
+    ours = model.generate(ids(20), max_new_tokens=8, do_sample=False)
+    rs.restore(model)
+    assert torch.equal(ours, model.generate(ids(20), max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra", "reason"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "torch.export"),
+        ("gptj", FAMILIES["gpt2"] | {"rotary_dim": 4}, "attention interface"),
+    ],
+)
+def test_what_cannot_be_recorded_says_why(model_type: str, extra: dict[str, Any], reason: str) -> None:
+    make, why = made(build(model_type, **extra))
+    assert make is None
+    assert reason in why
+
+
+def test_switches() -> None:
+    model = build("llama")
+    assert made(model, static_pass="off") == (None, "static_pass is off")
+    assert made(model, static_pass="auto")[1] == "the model has fewer than 1,000,000 parameters"
+    with pytest.raises(CaptureError, match="training"):
+        CapturedPass(model.train(), 2)
+
+
+def test_recording_agrees_for_every_number_of_rows() -> None:
+    """One recording serves any number of rows, one included."""
+    model = build("qwen3")
+    captured = CapturedPass(model, 2)
+    tokens = ids(40)
+    expected = model(tokens).logits[0]
+    from retrieve_spec.decoding.static_cache import PreallocatedCache
+    from retrieve_spec.decoding.tree_attention import PassMask, attend
+
+    for rows in (1, 2, 7, 40):
+        cache = PreallocatedCache(2, 64)
+        mask = PassMask(captured.groups, torch.float32, torch.device("cpu"))
+        got = []
+        for start in range(0, 40, rows):
+            part = tokens[:, start : start + rows]
+            n = part.shape[1]
+            mask.set(start, np.tri(n, dtype=np.bool_), np.arange(n))
+
+            def run(q: Any, k: Any, v: Any, layer: int) -> Any:
+                keys, values = cache.layers[layer].update(k, v)
+                return attend(q, keys, values, mask, captured.rules[layer])
+
+            if start == 0:
+                cache.reserve(torch.empty(1, 2, 1, 8), torch.empty(1, 2, 1, 8), 64)
+            got.append(captured.run(part, torch.arange(start, start + n)[None], run)[0][0])
+        torch.testing.assert_close(torch.cat(got), expected, atol=1e-4, rtol=1e-4)
