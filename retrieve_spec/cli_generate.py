@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
@@ -17,11 +17,9 @@ from retrieve_spec.errors import PromptError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from retrieve_spec.datastore.store import Datastore
     from retrieve_spec.decoding.report import GenerationReport
 
 OFF = "off"
-ORIGIN_BITS = 40
 WARM_UP_TOKENS = 8
 
 
@@ -125,7 +123,7 @@ def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, co
     report = lm.speculation.last
     result = summary(run, report, tokenizer)
     if options["provenance"]:
-        result["provenance"] = _provenance(report, run, datastores, tokenizer)
+        result["provenance"] = _provenance(report, run, tokenizer)
     if compare:
         result |= _compare(lm, tokenizer, request, run)
     if as_json:
@@ -251,32 +249,12 @@ def _compare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request
     }
 
 
-def _provenance(
-    report: GenerationReport, run: Run, datastores: Sequence[Datastore], tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
-    """Say for every accepted drafted run that came from a store what it is and where it stands.
-
-    An origin packs the number of a segment, counted over all stores in order, and a token position in it.
-    """
-    segments = [(store, index) for store in datastores for index in range(len(store.segments))]
-    found = []
-    for position, length, origin in report.provenance:
-        if origin < 0 or origin >> ORIGIN_BITS >= len(segments):
-            continue
-        store, segment = segments[origin >> ORIGIN_BITS]
-        document = store.document_at(segment, origin & ((1 << ORIGIN_BITS) - 1))
-        found.append(
-            {
-                "position": position,
-                "tokens": length,
-                "text": tokenizer.decode(run.token_ids[position : position + length]),
-                "store": str(store.path),
-                "path": document.path,
-                "licence": document.licence,
-                "store_position": origin & ((1 << ORIGIN_BITS) - 1),
-            }
-        )
-    return found
+def _provenance(report: GenerationReport, run: Run, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Say for every accepted drafted run that came from a store what it is and where it stands."""
+    return [
+        {**asdict(found), "text": tokenizer.decode(run.token_ids[found.position : found.position + found.tokens])}
+        for found in report.provenance
+    ]
 
 
 def _print_figures(result: dict[str, Any]) -> None:

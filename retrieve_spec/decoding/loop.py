@@ -180,7 +180,7 @@ class Decoding:
         sources = tree.source[verified.path] if len(verified.path) else None
         if self._limits.provenance and len(verified.path):
             first = self.text.length - self.text.prompt_length - len(verified.emitted)
-            self.report.provenance += origin_runs(tree.origin[verified.path], first)
+            self.report.origins += origin_runs(tree.origin[verified.path], first)
         self._log.append((tree, len(verified.emitted), sources, began, drafted, checked, committed, ended))
         forward = checked - drafted
         self._cost.observe(len(tree), self.text.length, forward, ended - began - forward)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from retrieve_spec.datastore.provenance import SourcedRun
+
 
 @dataclass(slots=True)
 class GenerationReport:
@@ -30,9 +32,11 @@ class GenerationReport:
         Wall time of the generation.
     per_pass
         (nodes, accepted, expected to be accepted, verify ms) of every pass after the prompt's, in order.
-    provenance
+    origins
         With `provenance=True`: (index of the first token among the new ones, number of tokens, origin of the first) of
         every accepted drafted run that a source read in one piece.
+    provenance
+        The same runs with the documents they stand in.
     """
 
     mode: Literal["tree", "chain", "plain", "delegated"] = "plain"
@@ -48,7 +52,8 @@ class GenerationReport:
     learn_ms: float = 0.0
     seconds: float = 0.0
     per_pass: list[tuple[int, int, float, float]] = field(default_factory=list)
-    provenance: list[tuple[int, int, int]] = field(default_factory=list)
+    origins: list[tuple[int, int, int]] = field(default_factory=list)
+    provenance: list[SourcedRun] = field(default_factory=list)
 
     @property
     def tokens_per_pass(self) -> float:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
+from retrieve_spec.datastore.provenance import sourced_runs
 from retrieve_spec.decoding.acceptance import Chooser, make_chooser
 from retrieve_spec.decoding.cost import CostModel
 from retrieve_spec.decoding.loop import Decoding, Limits
@@ -41,6 +42,8 @@ class Speculation:
         How drafts are verified ("tree", "chain" or "plain") and why not better.
     cost
         Measured seconds per pass.
+    datastores
+        Open stores that are drafted from.
     last
         Report of the last generation, None before the first.
     model_key
@@ -67,7 +70,7 @@ class Speculation:
         self.model_key = "model"
         self.prepare_seconds = 0.0
         self._make_verifier = make_verifier
-        self._datastores = list(datastores)
+        self.datastores = list(datastores)
         self._given = drafter
         self._drafters: dict[str, Drafter] = {}
         self._lock = threading.RLock()
@@ -102,8 +105,8 @@ class Speculation:
 
             self._drafters[name] = build_drafter(
                 self.config.with_options(draft=name),
-                datastores=self._datastores,
-                calibration=calibration_for(self._datastores, self.model_key),
+                datastores=self.datastores,
+                calibration=calibration_for(self.datastores, self.model_key),
             )
         return self._drafters[name]
 
@@ -118,14 +121,14 @@ class Speculation:
     def use_datastores(self, datastores: Sequence[Any]) -> None:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
         with self._lock:
-            self._datastores = list(datastores)
+            self.datastores = list(datastores)
             drafters, self._drafters = self._drafters, {}
             for name, old in drafters.items():
                 from retrieve_spec.drafting.presets import build_drafter
 
                 self._drafters[name] = build_drafter(
                     self.config.with_options(draft=name),
-                    datastores=self._datastores,
+                    datastores=self.datastores,
                     session=getattr(old, "session", None),
                     calibration=getattr(old, "calibration", None),
                 )
@@ -261,6 +264,7 @@ class Running:
         if self._drafter is not None and self._verifier.mode != "plain":
             self._drafter.finish()
         report = self.decoding.summary()
+        report.provenance = sourced_runs(report.origins, self._owner.datastores)
         report.seconds = perf_counter() - self._began
         if self._drafter is None and self._verifier.mode != "plain":
             report.mode, report.reason = "plain", "drafting is off"

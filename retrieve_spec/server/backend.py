@@ -37,12 +37,11 @@ class DraftHints:
 
 @dataclass(slots=True)
 class PassFigures:
-    """What decoding cost: forward passes, draft nodes, accepted draft tokens by source, where they were read."""
+    """What decoding cost: forward passes, draft nodes, accepted draft tokens by source."""
 
     passes: int = 0
     drafted: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
-    provenance: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def accepted(self) -> int:
@@ -179,7 +178,7 @@ class HuggingFaceBackend:
         last = self.model.speculation.last
         if last is None:
             return PassFigures()
-        return PassFigures(last.passes, last.nodes, dict(last.accepted_by_source), list(last.provenance))
+        return PassFigures(last.passes, last.nodes, dict(last.accepted_by_source))
 
     def likely_next(self, cache: Any, token_id: int, k: int) -> list[tuple[int, float]]:
         """The k most probable tokens after one more token, with probabilities; the token is read into the cache."""

@@ -196,8 +196,9 @@ def test_ctrl_c_while_streaming_ends_with_130_and_no_traceback():
 
 
 def test_provenance_names_the_document_of_the_right_store(tmp_path):
-    from retrieve_spec.cli_generate import ORIGIN_BITS, Run, _provenance
+    from retrieve_spec.cli_generate import Run, _provenance
     from retrieve_spec.datastore.build import build_datastore
+    from retrieve_spec.datastore.provenance import ORIGIN_BITS, sourced_runs
     from retrieve_spec.datastore.store import open_datastore
     from retrieve_spec.decoding.report import GenerationReport
 
@@ -209,8 +210,9 @@ def test_provenance_names_the_document_of_the_right_store(tmp_path):
         build_datastore(tmp_path / f"{name}-store", [str(tmp_path / name)], tokenizer, licence=f"{name} licence")
         stores.append(open_datastore(tmp_path / f"{name}-store", tokenizer=tokenizer))
     ids = tokenizer("def second():\n    return")["input_ids"]
-    report = GenerationReport(provenance=[(1, 3, (1 << ORIGIN_BITS) | 2), (0, 1, -1), (0, 1, 9 << ORIGIN_BITS)])
-    (found,) = _provenance(report, Run(ids, 1.0), stores, tokenizer)
+    runs = [(1, 3, (1 << ORIGIN_BITS) | 2), (0, 1, -1), (0, 1, 9 << ORIGIN_BITS)]
+    report = GenerationReport(provenance=sourced_runs(runs, stores))
+    (found,) = _provenance(report, Run(ids, 1.0), tokenizer)
     assert found["path"].endswith("second.py")
     assert found["licence"] == "second licence"
     assert found["store"] == str(tmp_path / "second-store")
