@@ -1,0 +1,63 @@
+"""What the suffix automaton answers, by definition: every context of every document in a dict."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+BOUNDARY = -1
+
+
+class NaiveText:
+    """Documents, one token at a time; the last one is still being written."""
+
+    def __init__(self):
+        self.documents = [[]]
+        self.counts = defaultdict(dict)  # context → {token: count}, most recent continuation last
+        self.ends = defaultdict(set)  # context → {(document, end)}
+        self._end()
+
+    def append(self, token):
+        if token == BOUNDARY:
+            self.documents.append([])
+            return self._end()
+        document = self.documents[-1]
+        for start in range(len(document) + 1):
+            counts = self.counts[tuple(document[start:])]
+            counts[token] = counts.pop(token, 0) + 1
+        document.append(token)
+        return self._end()
+
+    def extend(self, tokens):
+        for token in tokens:
+            self.append(token)
+
+    def _end(self):
+        document = self.documents[-1]
+        for start in range(len(document) + 1):
+            self.ends[tuple(document[start:])].add((len(self.documents) - 1, len(document)))
+
+    def contexts(self):
+        """Every string that occurs inside a document, the empty one included."""
+        return list(self.ends)
+
+    def continuations(self, context):
+        """[(token, count)], most recent first."""
+        return list(self.counts.get(tuple(context), {}).items())[::-1]
+
+    def longest_suffix(self, text):
+        """Length of the longest end of `text` that occurs inside a document."""
+        return max(n for n in range(len(text) + 1) if tuple(text[len(text) - n :]) in self.ends)
+
+    def levels(self, text):
+        """Ends of `text` that occur and go on, longest first, one per set of places where they end."""
+        found, places = [], None
+        for n in range(self.longest_suffix(text), -1, -1):
+            context = tuple(text[len(text) - n :])
+            if self.ends[context] != places and context in self.counts:
+                found.append((n, self.continuations(context)))
+            places = self.ends[context]
+        return found
+
+    def states(self):
+        """Number of distinct sets of ending places: the states of the smallest automaton that knows them."""
+        return len({frozenset(places) for places in self.ends.values()})

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_automaton import BOUNDARY, NaiveText
+
+from retrieve_spec.kernels import automaton as kernels
+from retrieve_spec.sources.automaton import SuffixAutomaton
+
+TEXTS = st.integers(1, 3).flatmap(lambda k: st.lists(st.sampled_from([*range(k + 1)] * 4 + [BOUNDARY]), max_size=26))
+
+
+def find(automaton, context):
+    """State of a context, or None."""
+    state = 0
+    for token in context:
+        state = int(kernels.step(automaton.states, automaton.edges, automaton.slots, state, token))
+        if state < 0:
+            return None
+    return state
+
+
+def continuations(automaton, state):
+    tokens, counts, total = automaton.successors(state)
+    assert total == counts.sum()
+    assert len(tokens) == kernels.degree(automaton.states, state)
+    recent = kernels.most_recent(automaton.states, automaton.edges, state)
+    assert recent == (tokens[0] if len(tokens) else -1)
+    for token, count in zip(tokens.tolist(), counts.tolist(), strict=True):
+        assert kernels.count_of(automaton.states, automaton.edges, automaton.slots, state, token) == count
+    assert kernels.count_of(automaton.states, automaton.edges, automaton.slots, state, 999) == 0
+    return list(zip(tokens.tolist(), counts.tolist(), strict=True))
+
+
+def check(automaton, naive):
+    """Every context, its continuations, counts and their order are those of the text."""
+    for context in naive.contexts():
+        state = find(automaton, context)
+        assert state is not None, f"{context} occurs"
+        found, expected = continuations(automaton, state), naive.continuations(context)
+        if len(context) <= kernels.COUNTED:
+            assert found == expected, context
+        else:
+            assert dict(found).keys() == dict(expected).keys()
+            assert all(1 <= count <= dict(expected)[token] for token, count in found)
+        for token in {t for document in naive.documents for t in document} - {t for t, _ in expected}:
+            assert find(automaton, (*context, token)) is None, f"{(*context, token)} does not occur"
+    state, matched = automaton.root()
+    assert matched == len(naive.documents[-1])
+    assert state == find(automaton, naive.documents[-1])
+    tokens = sum(map(len, naive.documents))
+    assert len(automaton) == tokens
+    num_states, num_edges = int(automaton.meta[kernels.M_STATES]), int(automaton.meta[kernels.M_EDGES])
+    assert num_states == naive.states()
+    assert num_states <= max(2 * tokens, 1) + 1
+    assert num_edges <= 3 * tokens + 1
+
+
+@settings(max_examples=60)
+@given(TEXTS)
+def test_every_prefix_knows_every_context(text):
+    automaton, naive = SuffixAutomaton(16), NaiveText()
+    check(automaton, naive)
+    for token in text:
+        automaton.extend(np.array([token], np.int32))
+        naive.append(token)
+        check(automaton, naive)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_texts_with_repeats_periods_and_borders(seed):
+    rng = random.Random(seed)
+    automaton, naive = SuffixAutomaton(16), NaiveText()
+    text: list[int] = []
+    while len(text) < 150:
+        kind = rng.randrange(5)
+        if kind == 0:
+            piece = [rng.randrange(3) for _ in range(rng.randrange(1, 8))]
+        elif kind == 1 and text:  # a copy from earlier
+            start = rng.randrange(len(text))
+            piece = text[start : start + rng.randrange(1, 50)]
+        elif kind == 2:
+            piece = [0, 1, 2][: rng.randrange(1, 4)] * rng.randrange(2, 15)  # longer than counted contexts
+        elif kind == 3:
+            piece = [BOUNDARY]
+        else:
+            piece = [rng.randrange(100)]
+        text += piece
+        automaton.extend(np.array(piece, np.int32))
+        naive.extend(piece)
+        if len(text) % 3 == 0:
+            check(automaton, naive)
+    check(automaton, naive)
+
+
+def test_tokens_at_once_or_one_by_one_make_the_same_arrays():
+    rng = np.random.default_rng(5)
+    text = np.concatenate([rng.integers(-1, 4, 3000), np.arange(1000), rng.integers(-1, 3, 500)]).astype(np.int32)
+    whole, single, roomy = SuffixAutomaton(16), SuffixAutomaton(16), SuffixAutomaton(1 << 14)
+    whole.extend(text)
+    for part in np.split(text, np.sort(rng.integers(0, len(text), 700))):
+        single.extend(part)
+    roomy.extend(text)
+    assert roomy.moved == 0 < whole.moved
+    for other in (single, roomy):
+        n, e = whole.meta[kernels.M_STATES], whole.meta[kernels.M_EDGES]
+        assert (whole.meta == other.meta).all()
+        assert (whole.states[:n] == other.states[:n]).all()
+        assert (whole.edges[:e] == other.edges[:e]).all()
+
+
+@settings(max_examples=60)
+@given(TEXTS, st.lists(st.integers(0, 4), max_size=30))
+def test_advance_keeps_the_longest_suffix(text, followed):
+    automaton, naive = SuffixAutomaton(16), NaiveText()
+    automaton.extend(np.array(text, np.int32))
+    naive.extend(text)
+    state = matched = 0
+    for n, token in enumerate(followed, 1):
+        state, matched = automaton.advance(state, matched, token)
+        assert matched == naive.longest_suffix(followed[:n])
+        expected = naive.continuations(followed[n - matched : n])
+        assert continuations(automaton, state) == expected
+
+
+@settings(max_examples=40)
+@given(TEXTS, st.lists(st.integers(0, 4), max_size=10))
+def test_suffix_links_are_the_shorter_contexts_that_end_elsewhere_too(text, followed):
+    automaton, naive = SuffixAutomaton(16), NaiveText()
+    automaton.extend(np.array(text, np.int32))
+    naive.extend(text)
+    state = matched = 0
+    for token in followed:
+        state, matched = automaton.advance(state, matched, token)
+    levels = []
+    while state >= 0:
+        if found := continuations(automaton, state):
+            levels.append((matched, found))
+        state = int(automaton.states[state, kernels.LINK])
+        matched = int(automaton.states[state, kernels.LENGTH])
+    assert levels == naive.levels(followed)
+
+
+def test_reset_forgets_and_keeps_the_room():
+    automaton = SuffixAutomaton(16)
+    automaton.extend(np.arange(500, dtype=np.int32) % 7)
+    states = automaton.states
+    automaton.reset()
+    assert automaton.states is states
+    assert len(automaton) == 0 and automaton.root() == (0, 0)
+    naive = NaiveText()
+    naive.extend([3, 1, 3, 1, BOUNDARY, 3])
+    automaton.extend(np.array([3, 1, 3, 1, BOUNDARY, 3], np.int32))
+    check(automaton, naive)
+
+
+@pytest.mark.parametrize("kind", ["same", "distinct", "period", "fibonacci", "random", "documents"])
+def test_memory_is_linear(kind):
+    n = 2000
+    rng = np.random.default_rng(0)
+    fibonacci = [0], [0, 1]
+    while len(fibonacci[1]) < n:
+        fibonacci = fibonacci[1], fibonacci[1] + fibonacci[0]
+    text = {
+        "same": np.zeros(n),
+        "distinct": np.arange(n),
+        "period": np.arange(n) % 7,
+        "fibonacci": np.array(fibonacci[1][:n]),
+        "random": rng.integers(0, 2, n),
+        "documents": np.where(rng.random(n) < 0.1, BOUNDARY, rng.integers(0, 3, n)),
+    }[kind].astype(np.int32)
+    automaton = SuffixAutomaton(16)
+    automaton.extend(text)
+    tokens = int((text >= 0).sum())
+    states, edges = int(automaton.meta[kernels.M_STATES]), int(automaton.meta[kernels.M_EDGES])
+    assert len(automaton) == tokens
+    assert states <= 2 * tokens
+    assert edges <= 3 * tokens  # transitions of a suffix automaton: at most 3n - 4
+    assert automaton.num_bytes <= 2 * tokens * 20 + 3 * tokens * (24 + 6)
+    allocated = sum(array.nbytes for array in (automaton.states, automaton.edges, automaton.slots))
+    assert allocated <= 4 * automaton.num_bytes + 8192
+
+
+def test_large_token_ids_and_many_successors():
+    automaton, naive = SuffixAutomaton(16), NaiveText()
+    tokens = [t for i in range(120) for t in (7, 2**31 - 1 - (i * 7919) % 97)]
+    automaton.extend(np.array(tokens, np.int32))
+    naive.extend(tokens)
+    state = find(automaton, [7])
+    ids, counts, total = automaton.successors(state, 200)
+    assert list(zip(ids.tolist(), counts.tolist(), strict=True)) == naive.continuations([7])
+    assert total == 120
+    few, _, total = automaton.successors(state, 5)
+    assert few.tolist() == ids[:5].tolist() and total == 120
