@@ -64,7 +64,7 @@ class RecyclingTable:
         for order in range(len(newest), 0, -1):
             h = np.uint64(0)
             for token in newest[:order]:
-                h = kernels.mix(h, token)
+                h = np.uint64(kernels.mix(h, token))
             e = kernels.find(self.keys, h)
             if e >= 0:
                 kept = self.tokens[e] >= 0

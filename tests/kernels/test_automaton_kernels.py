@@ -71,12 +71,13 @@ def test_every_prefix_knows_every_context(text):
         check(automaton, naive)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_long_texts_with_repeats_periods_and_borders(seed):
     rng = random.Random(seed)
     automaton, naive = SuffixAutomaton(16), NaiveText()
     text: list[int] = []
-    while len(text) < 150:
+    due = 30
+    while len(text) < 110:
         kind = rng.randrange(5)
         if kind == 0:
             piece = [rng.randrange(3) for _ in range(rng.randrange(1, 8))]
@@ -92,8 +93,9 @@ def test_long_texts_with_repeats_periods_and_borders(seed):
         text += piece
         automaton.extend(np.array(piece, np.int32))
         naive.extend(piece)
-        if len(text) % 3 == 0:
+        if len(text) > due:
             check(automaton, naive)
+            due = len(text) + 30
     check(automaton, naive)
 
 

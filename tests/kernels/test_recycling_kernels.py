@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from naive_recycling import NaiveTable
+
+from retrieve_spec.kernels import recycling as kernels
+from retrieve_spec.sources.recycling import RecyclingTable
+
+
+def observations(rng, vocabulary, n, k):
+    for _ in range(n):
+        length = int(rng.integers(1, 5))
+        ids = rng.choice(vocabulary, k, replace=False)
+        yield rng.integers(0, 3, length), ids, np.sort(rng.normal(0, 3, k))[::-1]
+
+
+def learn(table, newest, ids, logits):
+    tails = np.zeros((1, 8), np.int32)
+    tails[0, : len(newest)] = newest
+    lens = np.array([min(len(newest), 3)], np.int32)
+    table.learn(tails, lens, np.array([ids], np.int32), np.array([logits], np.float32))
+
+
+@pytest.mark.parametrize("k", [2, 3, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_running_averages(seed, k):
+    rng = np.random.default_rng(seed)
+    table, naive = RecyclingTable(1 << 10, k), NaiveTable(k)
+    for newest, ids, logits in observations(rng, 20, 150, k):
+        learn(table, newest, ids, logits)
+        naive.learn(newest.tolist(), ids.tolist(), logits.tolist())
+        for context in [newest[::-1].tolist(), [9, *newest[:2][::-1].tolist()], [int(newest[0])]]:
+            expected, order = naive.lookup(context)
+            ids_found, p_found, found_order = table.lookup(context)
+            assert found_order == order
+            assert dict(zip(ids_found.tolist(), p_found, strict=True)) == pytest.approx(expected, abs=1e-5)
+            assert (np.diff(p_found) <= 0).all()
+            assert p_found.sum() <= 1.0001
+    assert table.lookup([15])[2] == 0
+    assert table.lookup([])[2] == 0
+
+
+def test_probabilities_are_of_the_top_tokens_alone():
+    table = RecyclingTable(64, 4)
+    learn(table, [5], [8, 2, 0, 3], [2.0, 1.0, 0.0, -1000.0])
+    ids, p, _ = table.lookup([5])
+    assert p[:3] == pytest.approx(np.exp([2.0, 1.0, 0.0]) / np.exp([2.0, 1.0, 0.0]).sum(), abs=1e-5)
+    assert ids.tolist() == [8, 2, 0], "a token without probability is not kept"
+
+
+def test_no_phantom_tokens():
+    """What is free in an entry is absent, not token 0."""
+    table = RecyclingTable(64, 8)
+    learn(table, [5, 6], [9, 4], [3.0, 1.0])
+    for context in ([6, 5], [5]):
+        ids, p, _ = table.lookup(context)
+        assert ids.tolist() == [9, 4] and len(p) == 2
+    assert (table.tokens[table.keys == 0] == -1).all()
+    table.reset()
+    assert table.lookup([5])[2] == 0
+    learn(table, [5], [7], [0.0])
+    assert table.lookup([5])[0].tolist() == [7], "nothing of what was forgotten comes back"
+
+
+def test_memory_is_bounded_and_what_is_seen_often_stays():
+    table = RecyclingTable(64, 2)
+    size = sum(array.nbytes for array in (table.keys, table.info, table.tokens, table.probs))
+    rng = np.random.default_rng(0)
+    for i in range(3000):
+        if i % 20 == 0:
+            learn(table, [1], [5, 6], [2.0, 1.0])
+        learn(table, [int(rng.integers(10, 10**6))], [3, 4], [1.0, 0.0])
+    assert sum(array.nbytes for array in (table.keys, table.info, table.tokens, table.probs)) == size
+    assert len(table.keys) == 64
+    assert table.lookup([1])[0].tolist() == [5, 6]
+    known = table.keys[table.keys != 0]
+    assert len(np.unique(known)) == len(known)
+
+
+def test_a_full_set_forgets_its_least_observed_then_oldest():
+    table = RecyclingTable(kernels.WAYS, 1)  # one set
+    for token, times in [(1, 2), (2, 1), (3, 3), (4, 1)]:
+        for _ in range(times):
+            learn(table, [token], [token], [0.0])
+    learn(table, [5], [5], [0.0])
+    assert [table.lookup([t])[2] for t in (1, 2, 3, 4, 5)] == [1, 0, 1, 1, 1]
+    learn(table, [6], [6], [0.0])  # 4 and 5 were seen once; 4 is older
+    assert [table.lookup([t])[2] for t in (1, 2, 3, 4, 5, 6)] == [1, 0, 1, 0, 1, 1]
+
+
+def test_many_rows_are_learned_in_order():
+    rng = np.random.default_rng(2)
+    rows = list(observations(rng, 9, 40, 3))
+    one, many = RecyclingTable(1 << 8, 3), RecyclingTable(1 << 8, 3)
+    tails, lens = np.zeros((40, 3), np.int32), np.zeros(40, np.int32)
+    for i, (newest, ids, logits) in enumerate(rows):
+        learn(one, newest, ids, logits)
+        tails[i, : min(len(newest), 3)], lens[i] = newest[:3], min(len(newest), 3)
+    ids = np.array([r[1] for r in rows], np.int32)
+    many.learn(tails, lens, ids, np.array([r[2] for r in rows], np.float32))
+    for array in ("keys", "tokens", "probs"):
+        assert (getattr(one, array) == getattr(many, array)).all()
+    assert (one.info[:, 0] == many.info[:, 0]).all()
+
+
+def test_more_top_tokens_than_kept_are_cut():
+    table = RecyclingTable(64, 2)
+    learn(table, [1], [4, 5, 6], [2.0, 1.0, 0.0])
+    ids, p, _ = table.lookup([1])
+    assert ids.tolist() == [4, 5]
+    assert p.sum() == pytest.approx(1.0)
