@@ -437,6 +437,7 @@ def blend(
     levels: NDArray[np.int64],
     weights: NDArray[np.float32],
     num_levels: int,
+    floor: float,
     slots: NDArray[np.int64],
     stamp: int,
     read_tokens: NDArray[np.int32],
@@ -451,6 +452,8 @@ def blend(
 
     Parameters
     ----------
+    floor
+        Shares below this probability are left out.
     slots, stamp
         (HASH,) int64 scratch and a number not used with it before: token → candidate without clearing.
     read_tokens, read_counts, read_p, share
@@ -483,6 +486,9 @@ def blend(
         spend = mass * weights[level]
         mass -= spend
         for i in range(m):
+            p = spend * read_p[i]
+            if p < floor:
+                continue
             h = (np.int64(read_tokens[i]) * 0x9E3779B1 >> 7) & (HASH - 1)
             while True:
                 entry = slots[h]
@@ -491,7 +497,6 @@ def blend(
                 if tokens[entry & 0xFFFF] == read_tokens[i]:
                     break
                 h = (h + 1) & (HASH - 1)
-            p = spend * read_p[i]
             if entry >> 16 == stamp:
                 c = entry & 0xFFFF
                 probs[c] += p

@@ -39,6 +39,8 @@ MIN_ORIGIN = 8
 """Tokens that must match before a drafted token is said to stand in a store."""
 MATCH = 64
 """Longest match with a store that is kept when the text leaves it."""
+NEGLIGIBLE = 0.2
+"""Part of the smallest useful probability below which a single share is not worth adding up."""
 RANKS = 72
 """Bins of the candidates' probabilities, for pruning."""
 SCALE_BINS = 33
@@ -223,6 +225,7 @@ def expand(
                 levels,
                 weights,
                 k,
+                NEGLIGIBLE * worth,
                 slots,
                 stamp,
                 read_tokens,
@@ -518,6 +521,7 @@ def learn(
             levels,
             weights,
             k,
+            0.0,
             slots,
             stamp,
             read_tokens,
