@@ -40,7 +40,7 @@ Installing the packages failed; pip's own words are above. The usual causes:
                   make {goal} PIP_ARGS="--no-index --find-links wheels/"
   a proxy/mirror  set PIP_INDEX_URL, PIP_PROXY or PIP_CERT as for any pip
   little space    about 3 GB are needed below {root} (and in the folder for temporary files)
-  no such version constraints.txt pins releases for Python 3.11 to 3.13; another set: make {goal} CONSTRAINTS=mine.txt
+  another Python  constraints.txt was made with 3.11; with other releases: make {goal} CONSTRAINTS=mine.txt
 The half-made environment stays and the next run goes on from there."""
 
 
