@@ -24,11 +24,11 @@ from retrieve_spec.datastore.change import (
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.ingest import Tokenised, texts_of, tokenise
-from retrieve_spec.datastore.manifest import CATALOG, Manifest, read_manifest, tokenizer_name
+from retrieve_spec.datastore.manifest import CATALOG, Manifest, incomplete, read_manifest, tokenizer_name
 from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.sources import STDIN, Source, SourceFile, list_files
 from retrieve_spec.datastore.work import WorkFolder, build_segments, read_into_chunks
-from retrieve_spec.errors import BuildError, StoreIncompleteError
+from retrieve_spec.errors import BuildError
 
 
 def build_datastore(
@@ -103,11 +103,7 @@ def check_free(store: Path, work: WorkFolder) -> None:
     if existing_manifest(store) is not None:
         raise BuildError(f"no datastore at {store}", "one that is there", "Use `add`, or choose another folder.")
     if work.plan() is not None:
-        raise StoreIncompleteError(
-            f"an empty folder at {store}",
-            "an interrupted build",
-            f"Continue with `retrieve-spec build {store} --resume`, or delete the folder.",
-        )
+        raise incomplete(store, f"an empty folder at {store}")
 
 
 def add_documents(

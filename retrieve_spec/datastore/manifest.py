@@ -15,6 +15,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 CATALOG = "catalog.sqlite"
 WORK = "work"
+PLAN = "plan.json"
 SEGMENTS = "segments"
 
 
@@ -202,15 +203,24 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
 
 def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:
     if (store / WORK).is_dir():
-        return StoreIncompleteError(
-            f"a finished datastore at {store}",
-            "an interrupted build",
-            f"Continue with `retrieve-spec build {store} --resume`, or delete the folder.",
-        )
+        return incomplete(store, f"a finished datastore at {store}")
     return StoreNotFoundError(
         f"a datastore at {store}",
         "no manifest.json there" if store.exists() else "no such folder",
         "Check the path, or build one with `retrieve-spec build`.",
+    )
+
+
+def incomplete(store: Path, expected: str) -> StoreIncompleteError:
+    """Error about a folder whose first change was interrupted, naming the command that continues it."""
+    try:
+        verb = json.loads((store / WORK / PLAN).read_bytes())["verb"]
+    except (OSError, ValueError, KeyError, TypeError):
+        verb = "build"
+    return StoreIncompleteError(
+        expected,
+        f"an interrupted {verb}",
+        f"Continue with `retrieve-spec {verb} {store} --resume`, or delete the folder.",
     )
 
 

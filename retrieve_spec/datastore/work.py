@@ -24,10 +24,8 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.catalog import Document, rows_checksum
 from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder, write_array
 from retrieve_spec.datastore.ingest import Tokenised
-from retrieve_spec.datastore.manifest import SEGMENTS, WORK, SegmentEntry
+from retrieve_spec.datastore.manifest import PLAN, SEGMENTS, WORK, SegmentEntry
 from retrieve_spec.datastore.segment import write_segment
-
-PLAN = "plan.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
-from retrieve_spec.errors import BuildError, TokenizerMismatchError
+from retrieve_spec.errors import BuildError, StoreIncompleteError, TokenizerMismatchError
 
 
 @pytest.fixture
@@ -121,6 +121,22 @@ def test_retokenize(store):
     assert before.segments[0].to_global.max() < 70_000
     assert len(list(store.glob("tokenizer-*.json"))) == 1
     verify_datastore(store)
+
+
+def test_interrupted_merge_names_its_command(store, tmp_path, monkeypatch):
+    from retrieve_spec.datastore import build
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "build_segments", stop)
+    with pytest.raises(KeyboardInterrupt):
+        merge_datastores(tmp_path / "out", [store])
+    monkeypatch.undo()
+    with pytest.raises(StoreIncompleteError, match=r"retrieve-spec merge .* --resume"):
+        open_datastore(tmp_path / "out")
+    assert merge_datastores(tmp_path / "out", resume=True).documents == 9
+    verify_datastore(tmp_path / "out")
 
 
 def test_ngram_only_stores_say_what_they_cannot_do(tokenizer, texts, tmp_path):
