@@ -164,7 +164,7 @@ def test_recording_agrees_for_every_number_of_rows() -> None:
             n = part.shape[1]
             mask.set(start, np.tri(n, dtype=np.bool_), np.arange(n))
 
-            def run(q: Any, k: Any, v: Any, layer: int) -> Any:
+            def run(q: Any, k: Any, v: Any, layer: int, cache: Any = cache, mask: Any = mask) -> Any:
                 keys, values = cache.layers[layer].update(k, v)
                 return attend(q, keys, values, mask, captured.rules[layer])
 
