@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT = (
     SOURCE_NAMES.index(name) for name in ("context", "session", "prediction", "recycling", "ngram", "exact")
 )
+_REST_BELOW, _WAKE_AT = 0.002, 0.004
+"""Shares of the emitted tokens that a source explained, below which it rests and above which it is asked again."""
 _NO_COST = np.empty(0, np.float32)
 _NO_ORIGIN = np.empty(0, np.int64)
 _LONGEST_REST = 8
@@ -100,6 +102,7 @@ class MixtureDrafter:
         self._history: list[NDArray[np.int32]] = []
         self._fresh: list[NDArray[np.int32]] = []
         self._rest = self._misses = 0
+        self._use: NDArray[np.float64] = np.empty(0)
         self._tail: NDArray[np.int32]
         self._window: NDArray[np.int32]
         self._open()
@@ -264,6 +267,7 @@ class MixtureDrafter:
         self._fresh = []
         self._sync()
         roots = self._exact_cursors()
+        self._table[:, blend.RESTING] = 0  # learning sees every source
         self._stamp = expand.learn(
             self._table,
             self._cursors,
@@ -271,11 +275,13 @@ class MixtureDrafter:
             self._tail_len,
             self.calibration.cells,
             self.calibration.scale,
+            self._use,
             self.config.min_path_probability,
             emitted,
             self._scratch.slots,
             self._stamp,
         )
+        self._choose_sources()
         self._tail_len += len(emitted)
         self._follow_stores(emitted, roots)
         self.context.extend(emitted)
@@ -322,6 +328,8 @@ class MixtureDrafter:
             rows.append(self.recycling.row(RECYCLING))
         rows += self.stores.ngram
         self._table = np.array(rows, np.int64).reshape(len(rows), blend.ROW)
+        if len(self._use) != len(rows):
+            self._use = np.full(len(rows), _WAKE_AT)
         self._numbers = self._table[:, blend.NUMBER].astype(np.uint8)
         self._cursors = np.zeros((len(rows), blend.CURSOR), np.int64)
         if self._scratch.rows != len(rows):
@@ -330,6 +338,13 @@ class MixtureDrafter:
         self._tail = np.zeros((1, blend.TAIL), np.int32)
         self._tail_len = 0
         self._window = np.empty(0, np.int32)
+
+    def _choose_sources(self) -> None:
+        """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them."""
+        resting = self._table[:, blend.RESTING]
+        resting[self._use < _REST_BELOW] = 1
+        resting[self._use >= _WAKE_AT] = 0
+        resting[: self._context_row + 1] = 0
 
     def _sync(self) -> None:
         """Bring table and cursors up to date with sources that changed under them."""

@@ -23,8 +23,10 @@ from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_rows,
 
 KIND, NUMBER = 0, 1
 AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT = 0, 1, 2, 3, 4
-ROW = 16
+ROW = 17
 """Integers per source row."""
+RESTING = 16
+"""Field of a source row that is 1 while the source is not asked, because it has explained next to nothing lately."""
 CURSOR = 4
 """Integers per cursor."""
 TAIL = 8
@@ -137,6 +139,8 @@ def _open_row(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, hashes: NDArray[np.uint64], tail_len: int
 ) -> tuple[int, int]:
     """(handle, match length) of a source's longest level; length -1 when it has none."""
+    if table[s, RESTING] == 1:
+        return np.int64(0), np.int64(-1)
     if table[s, KIND] == AUTOMATON:
         return _first_useful(states_of(table, s), cursors[c, 0], cursors[c, 1])
     if table[s, KIND] == PREDICTION:

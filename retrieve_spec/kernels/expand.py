@@ -20,6 +20,7 @@ from retrieve_spec.kernels.blend import (
     NUMBER,
     PREDICTION,
     READ_LIMIT,
+    RESTING,
     TAIL,
     advance_row,
     blend,
@@ -39,6 +40,8 @@ MIN_ORIGIN = 8
 """Tokens that must match before a drafted token is said to stand in a store."""
 MATCH = 64
 """Longest match with a store that is kept when the text leaves it."""
+USE_MEMORY = 512.0
+"""Tokens over which the use of a source is averaged."""
 NEGLIGIBLE = 0.2
 """Part of the smallest useful probability below which a single share is not worth adding up."""
 RANKS = 72
@@ -277,6 +280,8 @@ def expand(
         for i in range(1, TAIL):
             tails[at, i] = tails[parent + 1, i - 1]
         for s in range(rows):
+            if table[s, RESTING] == 1:
+                continue
             advance_row(table, s, cursors, (parent + 1) * rows + s, token, cursors, at * rows + s)
     return best_n, n, stamp
 
@@ -409,9 +414,12 @@ def learn_weights(
     levels: NDArray[np.int64],
     weights: NDArray[np.float32],
     num_levels: int,
+    use: NDArray[np.float64],
     token: int,
 ) -> None:
     """One step of online expectation maximisation: which level explains the token that came.
+
+    ``use`` (s,) is the running share of tokens that each source explained.
 
     The mass that no level took explains it with a small uniform probability, so a surprise lowers every weight.
     """
@@ -431,9 +439,12 @@ def learn_weights(
         total += joint[i]
     total += mass * 1e-4
     reached = 1.0
+    for s in range(len(use)):
+        use[s] *= 1.0 - 1.0 / USE_MEMORY
     for i in range(num_levels):
         cell = levels[i, 2]
         r = joint[i] / total
+        use[levels[i, 0]] += r / USE_MEMORY
         seen = cells[cell, 1]
         keep = 1.0 if seen < CELL_MEMORY else 1.0 - reached / CELL_MEMORY
         cells[cell, 0] = cells[cell, 0] * keep + r
@@ -483,6 +494,7 @@ def learn(
     tail_len: int,
     cells: NDArray[np.float32],
     scale: NDArray[np.float32],
+    use: NDArray[np.float64],
     min_p: float,
     emitted: NDArray[np.int32],
     slots: NDArray[np.int64],
@@ -533,7 +545,7 @@ def learn(
             credit,
         )
         learn_scale(scale, table, tokens, probs, credit, c, min_p, token)
-        learn_weights(table, cursors, cells, levels, weights, k, token)
+        learn_weights(table, cursors, cells, levels, weights, k, use, token)
         for s in range(len(table)):
             moved[0] = cursors[s]
             advance_row(table, s, cursors, s, token, moved, 0)

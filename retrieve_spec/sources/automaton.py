@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton as kernels
+from retrieve_spec.kernels.blend import ROW
 
 BOUNDARY = -1
 """In place of a token id: no context reaches back over this point."""
@@ -98,7 +99,7 @@ class SuffixAutomaton:
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Descriptor for the mixture's source table; valid until the next `extend`."""
-        row = np.zeros(16, np.int64)
+        row = np.zeros(ROW, np.int64)
         row[1] = number
         row[2], row[3] = self.states.ctypes.data, len(self.states)
         row[4], row[5] = self.edges.ctypes.data, len(self.edges)

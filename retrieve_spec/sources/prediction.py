@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import prediction as kernels
+from retrieve_spec.kernels.blend import ROW
 
 HYPOTHESES = 3
 """Places in the text that are followed at once: found again, one token replaced, tokens inserted."""
@@ -60,7 +61,7 @@ class Prediction:
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Descriptor for the mixture's source table (the same for each cursor)."""
-        row = np.zeros(16, np.int64)
+        row = np.zeros(ROW, np.int64)
         row[0], row[1] = 2, number
         row[2], row[3] = self.text.ctypes.data, len(self.text)
         return row

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling as kernels
+from retrieve_spec.kernels.blend import ROW
 
 
 class RecyclingTable:
@@ -73,7 +74,7 @@ class RecyclingTable:
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Descriptor for the mixture's source table."""
-        row = np.zeros(16, np.int64)
+        row = np.zeros(ROW, np.int64)
         row[0], row[1] = 1, number
         row[2], row[3] = self.keys.ctypes.data, len(self.keys)
         row[4] = self.info.ctypes.data
