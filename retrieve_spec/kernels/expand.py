@@ -133,7 +133,7 @@ def _rank(p: float) -> int:
 def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
     """A probability below which no further candidate can be among the ``max_nodes`` best."""
     above = 0
-    for i in range(RANKS):
+    for i in range(RANKS - 1):  # the last bin has no lower end
         above += ranks[i]
         if above >= max_nodes:
             return np.float64(2.0 ** (-(i + 1) / 6.0))
