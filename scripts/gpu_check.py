@@ -128,7 +128,8 @@ def started(make: Callable[[], Verifier], model: Any, context: int, device: str)
 
     prompt = torch.as_tensor((np.arange(context) * 7919 + 13) % 500, device=device)[None]
     verifier = make()
-    kwargs = {"past_key_values": DynamicCache(config=model.config), "position_ids": torch.arange(context, device=device)[None]}  # fmt: skip
+    positions = torch.arange(context, device=device)[None]
+    kwargs = {"past_key_values": DynamicCache(config=model.config), "position_ids": positions}
     verifier.start(VerifierInputs(prompt, kwargs, max_length=context + 512))
     verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
     verifier.commit(NOTHING)

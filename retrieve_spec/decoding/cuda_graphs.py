@@ -25,7 +25,7 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 def capture_cuda_graph(run: Callable[[], None]) -> Replay:
     """Record one call of `run` on a side stream, after a warm-up, and return what repeats it."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):

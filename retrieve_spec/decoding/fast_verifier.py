@@ -75,7 +75,7 @@ class StaticVerifier:
             return self.reason
         if extras:
             return f"the model is given {', '.join(extras)}"
-        if type(self._cache) is not DynamicCache or self._cache.offloading:
+        if not isinstance(self._cache, DynamicCache) or type(self._cache) is not DynamicCache or self._cache.offloading:
             return f"the cache is a {type(self._cache).__name__}"
         if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             return "the prompt is padded"

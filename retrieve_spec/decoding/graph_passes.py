@@ -17,6 +17,8 @@ from torch.nn import functional
 from retrieve_spec.config import PASS
 
 aten = torch.ops.aten
+Node = Any
+"""An `fx.Node`; its arguments are of any type, which a static checker cannot follow."""
 
 ASSERTIONS = {
     aten._assert_tensor_metadata.default,
@@ -66,7 +68,7 @@ def compile_program(
         fuse_rotary(graph, inputs)
         prefer_columns(graph, inputs)
     _open_attention(graph)
-    for node in graph.nodes:
+    for node in _nodes(graph):
         if node.op == "call_function" and node.target in BINDINGS:
             node.target = BINDINGS[node.target]
         elif node.op == "call_function" and node.target is aten.view.default:
@@ -95,9 +97,13 @@ def _value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
+def _nodes(graph: fx.Graph) -> list[Node]:
+    return list(graph.nodes)
+
+
 def drop_noops(graph: fx.Graph) -> None:
     """Remove shape assertions, conversions to what a tensor already is, products by one and idle dropout."""
-    for node in list(graph.nodes):
+    for node in _nodes(graph):
         if node.op != "call_function":
             continue
         if node.target in ASSERTIONS:
@@ -107,7 +113,7 @@ def drop_noops(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _changes_nothing(node: fx.Node) -> bool:
+def _changes_nothing(node: Node) -> bool:
     if node.target in COPIES:
         before, after = _value(node.args[0]), _value(node)
         if before is None or after is None:
@@ -121,8 +127,8 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 def merge_equal(graph: fx.Graph) -> None:
     """Compute equal expressions once; the graph is functional, so equal inputs give equal outputs."""
-    first: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
+    first: dict[Any, Node] = {}
+    for node in _nodes(graph):
         if node.op != "call_function" or node.target is torch.ops.retrieve_spec.attend.default:
             continue
         if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
@@ -158,9 +164,9 @@ class Inputs:
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self._last = placeholders[len(weights) - 1]
         self.of_node = dict(zip(placeholders, weights, strict=False))
-        self._added: dict[Any, fx.Node] = {}
+        self._added: dict[Any, Node] = {}
 
-    def add(self, key: Any, tensor: torch.Tensor) -> fx.Node:
+    def add(self, key: Any, tensor: torch.Tensor) -> Node:
         """Node of a further input; equal keys share one."""
         if key not in self._added:
             with self.graph.inserting_after(self._last):
@@ -173,7 +179,7 @@ class Inputs:
 
 def fuse_rms_norm(graph: fx.Graph, inputs: Inputs) -> None:
     """Rewrite weight · (x · rsqrt(mean(x²) + eps))."""
-    for node in list(graph.nodes):
+    for node in _nodes(graph):
         match = _match_rms_norm(node)
         if match is None:
             continue
@@ -185,12 +191,12 @@ def fuse_rms_norm(graph: fx.Graph, inputs: Inputs) -> None:
     graph.eliminate_dead_code()
 
 
-def _replace(node: fx.Node, by: fx.Node) -> None:
+def _replace(node: Node, by: Node) -> None:
     by.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(by)
 
 
-def _match_rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+def _match_rms_norm(node: Node) -> tuple[Node, Node, float] | None:
     """(x, weight, eps) when a node is the last product of an RMS normalisation over the last axis."""
     if not _is_call(node, aten.mul.Tensor):
         return None
@@ -215,8 +221,8 @@ def _match_rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
 
 def fuse_rotary(graph: fx.Graph, inputs: Inputs) -> None:
     """Rewrite x · cos + [−x₂, x₁] · sin, where x₁ and x₂ are the halves of x."""
-    signed: dict[fx.Node, fx.Node] = {}
-    for node in list(graph.nodes):
+    signed: dict[Node, Node] = {}
+    for node in _nodes(graph):
         match = _match_rotary(node)
         if match is None:
             continue
@@ -233,7 +239,7 @@ def fuse_rotary(graph: fx.Graph, inputs: Inputs) -> None:
     graph.eliminate_dead_code()
 
 
-def _match_rotary(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, int] | None:
+def _match_rotary(node: Node) -> tuple[Node, Node, Node, int] | None:
     """(x, cos, sin, half) when a node is the sum of a rotary embedding by halves."""
     if not (_is_call(node, aten.add.Tensor) and all(_is_call(side, aten.mul.Tensor) for side in node.args)):
         return None
@@ -249,11 +255,11 @@ def _match_rotary(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, int] | None
     return None
 
 
-def _last_axis(args: tuple[Any, ...], node: fx.Node) -> bool:
+def _last_axis(args: tuple[Any, ...], node: Node) -> bool:
     return bool(args) and args[0] in (-1, _value(node).ndim - 1)
 
 
-def _is_part(node: Any, x: fx.Node, start: int, stop: int) -> bool:
+def _is_part(node: Any, x: Node, start: int, stop: int) -> bool:
     """Whether a node is x[..., start:stop]."""
     if not (_is_call(node, aten.slice.Tensor) and node.args[0] is x and _last_axis(node.args[1:], node)):
         return False
@@ -265,7 +271,7 @@ def _open_attention(graph: fx.Graph) -> None:
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
         attend = graph.placeholder("attend")
-    for node in graph.nodes:
+    for node in _nodes(graph):
         if _is_call(node, torch.ops.retrieve_spec.attend.default):
             node.target, node.args = operator.call, (attend, *node.args)
 
@@ -278,7 +284,7 @@ def prefer_columns(graph: fx.Graph, inputs: Inputs) -> None:
     """
     copied = 0
     copies: dict[int, torch.Tensor] = {}
-    for node in list(graph.nodes):
+    for node in _nodes(graph):
         if not _is_call(node, aten.linear.default) or node.args[1] not in inputs.of_node:
             continue
         weight = inputs.of_node[node.args[1]]

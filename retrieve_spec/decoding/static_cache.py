@@ -192,7 +192,8 @@ class PreallocatedCache(Cache):  # type: ignore[misc]
                 start = max(0, length - layer.sliding_window + 1)
                 layer.cumulative_length = length
             layer.keys, layer.values = keys[:, :, start:length], values[:, :, start:length]
-        self._slabs, self.layer_slabs, self.layers = None, [], []
+        self._slabs, self.layer_slabs = None, []
+        self.layers: list[Any] = []
 
 
 def why_not_preallocated(config: Any) -> str:

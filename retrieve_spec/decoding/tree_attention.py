@@ -224,7 +224,10 @@ def attend_split(
     prefix = keys.shape[2] - mask.rows
     if rule.window and rule.window <= mask.prefix + mask.rows:
         full = mask.windowed(rule.window)
-        parts = [(slice(0, prefix), full[..., :prefix]), (slice(prefix, None), full[..., prefix:])]
+        parts: list[tuple[slice, torch.Tensor | None]] = [
+            (slice(0, prefix), full[..., :prefix]),
+            (slice(prefix, None), full[..., prefix:]),
+        ]
     else:
         parts = [(slice(0, prefix), None), (slice(prefix, None), mask.block().repeat(mask.groups, 1)[None, None])]
     if not prefix:

@@ -17,7 +17,7 @@ MAX_SPLITS = 32
 
 
 @triton.jit
-def _attend_split(
+def _attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     query,  # (kv_heads, groups * rows, d)
     keys,  # (kv_heads, capacity, d), strides given
     values,
