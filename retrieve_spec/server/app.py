@@ -21,7 +21,6 @@ from starlette.routing import Route
 
 from retrieve_spec._version import __version__
 from retrieve_spec.server import schemas, wire
-from retrieve_spec.server.engine import QueueFullError
 from retrieve_spec.server.fim import FimParts
 from retrieve_spec.server.guard import Guard, Refusal, given_key, read_body
 from retrieve_spec.server.jobs import Completion, Delta
@@ -29,6 +28,7 @@ from retrieve_spec.server.metrics import Metrics
 from retrieve_spec.server.openapi import describe
 from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.service import Caller, Prepared, Service
+from retrieve_spec.server.stream import Stream
 
 M = TypeVar("M", bound=BaseModel)
 _NO_PINGS = 1 << 20
@@ -36,50 +36,6 @@ _CHAT_TOKENS = 512
 _OPENAI_TOKENS = 16
 _CLIENT_CLOSED = 499
 _SUGGESTIONS = 256
-
-
-class Stream:
-    """What the engine says about one task, as an asynchronous iterator; leaving it early gives the task up.
-
-    Parameters
-    ----------
-    service
-        The server's parts.
-    prepared
-        The task.
-    """
-
-    def __init__(self, service: Service, prepared: Prepared) -> None:
-        loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Delta | Completion] = asyncio.Queue()
-
-        def sink(event: Delta | Completion) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-        self.prepared = prepared
-        try:
-            self._ticket = service.engine.submit(prepared.task, sink)
-        except QueueFullError as error:
-            raise Refusal(503, str(error), "overloaded") from error
-
-    async def __aiter__(self) -> AsyncIterator[Delta | Completion]:
-        while True:
-            event = await self._events.get()
-            yield event
-            if isinstance(event, Completion):
-                return
-
-    async def result(self) -> Completion:
-        """The completion, when it is there."""
-        async for event in self:
-            if isinstance(event, Completion):
-                return event
-        raise AssertionError("a stream ends with a completion")
-
-    def close(self) -> None:
-        """Give the task up (no effect when it is done)."""
-        self._ticket.cancel()
 
 
 class Handlers:

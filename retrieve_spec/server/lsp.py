@@ -20,11 +20,11 @@ from pygls.lsp.server import LanguageServer
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.app import Stream
 from retrieve_spec.server.fim import FimParts
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.schemas import Common
 from retrieve_spec.server.service import Caller, Service
+from retrieve_spec.server.stream import Stream
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")

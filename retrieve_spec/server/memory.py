@@ -22,6 +22,7 @@ _CANDIDATES = 4
 _TAIL_TOKENS = 8
 _ANSWERS = 64
 _RECENT_ANSWERS = 8
+_READ_TEXTS = 20_000
 
 
 class RecentTexts:
@@ -188,6 +189,8 @@ class Memory:
         """Queue a text for the drafter's memory, once."""
         key = hash(text)
         if text and key not in self._read:
+            if len(self._read) >= _READ_TEXTS:
+                self._read.clear()  # long ago: the drafter's memory has let go of most of them, too
             self._read.add(key)
             self._unread.append(text)
 
