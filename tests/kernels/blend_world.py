@@ -1,0 +1,145 @@
+"""The same sources twice: as rows of the kernels' table and as naive ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import naive_blend as naive
+import numpy as np
+from naive_automaton import BOUNDARY, NaiveText
+from naive_recycling import NaiveTable
+
+from retrieve_spec.config import MAX_NODES
+from retrieve_spec.kernels import blend, expand
+from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.prediction import Prediction
+from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.sources.stores import StoreRows
+
+
+@dataclass
+class World:
+    text: list[int]
+    sources: list[Any]
+    table: np.ndarray
+    cursors: np.ndarray
+    tail: np.ndarray
+    alive: list[Any]
+
+    def grow(self, cells, scale, max_nodes, max_depth, min_p=0.0, cost=()):
+        """(nodes as the naive twin gives them, nodes worth verifying, the kernel's cursors)."""
+        rows = len(self.table)
+        cursors = np.zeros(((MAX_NODES + 1) * rows, blend.CURSOR), np.int64)
+        nodes, node_p = np.empty((MAX_NODES, 4), np.int64), np.empty(MAX_NODES, np.float32)
+        pool = 64 * MAX_NODES
+        best, n, _ = expand.expand(
+            self.table,
+            self.cursors.copy(),
+            self.tail.copy(),
+            len(self.text),
+            cells,
+            scale,
+            np.asarray(cost, np.float32),
+            max_nodes,
+            max_depth,
+            min_p,
+            cursors,
+            np.zeros((MAX_NODES + 1, blend.TAIL), np.int32),
+            np.empty(pool, np.float32),
+            np.empty((pool, 3), np.int64),
+            np.empty(pool, np.int64),
+            np.zeros(blend.HASH, np.int64),
+            0,
+            nodes,
+            node_p,
+        )
+        grown = [(*node, float(p)) for node, p in zip(nodes[:n].tolist(), node_p[:n], strict=True)]
+        return grown, int(best), cursors
+
+    def learn(self, cells, scale, use, emitted, min_p=0.0):
+        tail = self.tail.copy()
+        expand.learn(
+            self.table,
+            self.cursors.copy(),
+            tail,
+            len(self.text),
+            cells,
+            scale,
+            use,
+            min_p,
+            np.array(emitted, np.int32),
+            np.zeros(blend.HASH, np.int64),
+            0,
+        )
+        return tail
+
+
+def newest_first(text):
+    tail = np.zeros((1, blend.TAIL), np.int32)
+    newest = text[::-1][: blend.TAIL]
+    tail[0, : len(newest)] = newest
+    return tail
+
+
+def make_world(rng, alphabet, stores=(), documents=()):
+    """Random text, session, expected text and logits over a tiny alphabet, and stores made of `documents`."""
+    text = rng.integers(0, alphabet, int(rng.integers(1, 28))).tolist()
+    session_text = [*rng.integers(0, alphabet, 14).tolist(), BOUNDARY, *rng.integers(0, alphabet, 14).tolist()]
+    expected = rng.integers(0, alphabet, 12).tolist()
+    context, session = SuffixAutomaton(16), SuffixAutomaton(16)
+    naive_context, naive_session = NaiveText(), NaiveText()
+    for automaton, twin, tokens in ((context, naive_context, text), (session, naive_session, session_text)):
+        automaton.extend(np.array(tokens, np.int32))
+        twin.extend(tokens)
+    recycling, naive_table = RecyclingTable(1 << 8, 4), NaiveTable(4)
+    for _ in range(12):
+        newest = rng.integers(0, alphabet, 3)
+        ids = rng.choice(alphabet + 3, 4, replace=False)
+        logits = np.sort(rng.normal(0, 3, 4))[::-1].astype(np.float32)
+        recycling.learn(
+            newest[None].astype(np.int32), np.array([3], np.int32), ids[None].astype(np.int32), logits[None]
+        )
+        naive_table.learn(newest.tolist(), ids.tolist(), logits.tolist())
+    prediction = Prediction(np.array(expected, np.int32))
+    position, matched = int(rng.integers(0, 12)), int(rng.integers(-1, 9))
+    opened = StoreRows.of(list(stores), 4, 5)
+    rows = [prediction.row(2), context.row(0), session.row(1), *opened.exact, recycling.row(3), *opened.ngram]
+    sources = [
+        naive.Prediction(expected, len(text), position, matched),
+        naive.Automaton(0, naive_context),
+        naive.Automaton(1, naive_session),
+        *[naive.Exact(documents, int(row[10]), len(text)) for row in opened.exact],
+        naive.Recycling(naive_table),
+        *[naive.Ngram(documents) for _ in opened.ngram],
+    ]
+    table = np.array(rows, np.int64)
+    cursors = np.zeros((len(rows), blend.CURSOR), np.int64)
+    cursors[0, :2] = position, matched
+    cursors[1, :2] = context.root()
+    state = matched = 0
+    for token in text:
+        state, matched = session.advance(state, matched, token)
+    cursors[2, :2] = state, matched
+    window = np.array(text, np.int32)
+    for i in range(len(opened.exact)):
+        expand.follow_exact(table, 3 + i, cursors, 3 + i, window, len(text))
+    alive = [context, session, recycling, prediction, opened]
+    return World(text, sources, table, cursors, newest_first(text), alive)
+
+
+def learned(rng, strength=5.0):
+    """Tables that have learned something."""
+    cells = np.zeros((blend.CELLS, 4), np.float32)
+    reached, hit = rng.gamma(1, strength, (2, blend.CELLS)), rng.random((2, blend.CELLS))
+    cells[:, 1], cells[:, 3] = reached
+    cells[:, 0], cells[:, 2] = hit * reached
+    summed = rng.gamma(1, strength, (blend.NUM_SOURCES, expand.SCALE_BINS + 1))
+    scale = np.stack([summed * rng.uniform(0.5, 1.2, summed.shape), summed], axis=-1).astype(np.float32)
+    return cells, scale
+
+
+def fresh(rng):
+    """Tables that have seen next to nothing (a little, so that no weight is a round number)."""
+    cells, scale = learned(rng, 0.01)
+    return cells, np.zeros_like(scale)

@@ -1,0 +1,250 @@
+"""What the mixture's kernels compute, by definition: levels of all sources, one distribution, one best-first tree.
+
+A source answers `levels(text)`: (match length, total, distinct, [(token, share)], most recent token or None), longest
+match first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+
+NEGLIGIBLE = 0.2
+PRIOR_WEIGHT, CELL_MEMORY, SCALE_PRIOR, SCALE_MEMORY, USE_MEMORY = 6.0, 400.0, 8.0, 1000.0, 512.0
+LENGTHS = [0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 40]
+COUNTS = [1, 2, 3, 4, 6, 9, 17, 65]
+DISTINCT = [1, 2, 3, 4, 6, 9]
+
+
+def bucket(starts, n):
+    return max([i for i, start in enumerate(starts) if n >= start], default=0)
+
+
+def cell_of(number, length, total, distinct):
+    at = number * len(LENGTHS) + bucket(LENGTHS, length)
+    return (at * len(COUNTS) + bucket(COUNTS, total)) * len(DISTINCT) + bucket(DISTINCT, distinct)
+
+
+def prior(number, length, total, distinct):
+    if number == 3:
+        return 0.75 if length >= 2 else 0.6
+    if number == 2:
+        return 1 - 0.6 / (1 + length)
+    if number > 3:
+        a = 1.0
+    else:
+        first = 6.0 if number == 0 else 4.0
+        a = {0: 20.0, 1: first, 2: 2.5, 3: 1.5, 4: 1.0}.get(length) or max(0.15, 3.5 / length)
+    return total / (total + a * distinct)
+
+
+class Automaton:
+    def __init__(self, number, text):
+        self.number, self.text = number, text
+
+    def levels(self, text):
+        for length, continuations in self.text.levels(text):
+            total = sum(count for _, count in continuations)
+            shares = [(token, count / total) for token, count in continuations]
+            yield length, total, len(continuations), shares, continuations[0][0]
+
+
+class Recycling:
+    number = 3
+
+    def __init__(self, table):
+        self.table = table
+
+    def levels(self, text):
+        for order in range(min(3, len(text)), 0, -1):
+            context = tuple(text[: -order - 1 : -1])
+            if context in self.table.kept:
+                kept = self.table.kept[context]
+                top = max(kept.values())
+                distinct = 1 if top > 0.9 else 2 if top > 0.7 else 3 if top > 0.5 else 5 if top > 0.3 else 9
+                yield order, self.table.seen[context], distinct, list(kept.items()), None
+
+
+class Prediction:
+    """One cursor: `position` in the expected text when `start` tokens had been written, `matched` before it."""
+
+    number = 2
+
+    def __init__(self, expected, start, position, matched):
+        self.expected, self.start, self.position, self.matched = expected, start, position, matched
+
+    def levels(self, text):
+        followed = text[self.start :]
+        at = self.position + len(followed)
+        if self.matched >= 0 and at < len(self.expected) and self.expected[self.position : at] == followed:
+            yield self.matched + len(followed), 1, 1, [(self.expected[at], 1.0)], None
+
+
+class Ngram:
+    number = 4
+
+    def __init__(self, documents, kept=12):
+        self.documents, self.kept = documents, kept
+
+    def levels(self, text):
+        for order in range(min(5, len(text)), 0, -1):
+            counts = Counter(next_tokens(self.documents, text[-order:]))
+            total = sum(counts.values())
+            if total >= (2 if order > 1 else 1):
+                best = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: self.kept]
+                yield order, total, len(counts), [(token, count / total) for token, count in best], None
+
+
+class Exact:
+    number = 5
+
+    def __init__(self, documents, min_depth, start):
+        self.documents, self.min_depth, self.start = documents, min_depth, start
+
+    def levels(self, text):
+        """The longest match of the text that was written, as far as the draft goes on with it."""
+        written = text[: self.start]
+        longest = max(n for n in range(len(written) + 1) if n == 0 or places(self.documents, written[-n:]))
+        match = text[self.start - longest :]
+        ends = places(self.documents, match)
+        if len(match) < self.min_depth or not ends:
+            return
+        after = [document[end] if end < len(document) else None for document, end in ends]
+        distinct = 1 if len(set(after)) == 1 else min(len(ends), 2 + len(ends) // 8)
+        counts = Counter(token for token in after if token is not None)
+        yield len(match), len(ends), distinct, [(t, n / len(ends)) for t, n in sorted(counts.items())], None
+
+
+def places(documents, context):
+    """(document, index after the match) of every place of a context."""
+    n = len(context)
+    return [(d, i + n) for d in documents for i in range(len(d) - n + (n > 0)) if d[i : i + n] == context]
+
+
+def next_tokens(documents, context):
+    return [document[end] for document, end in places(documents, context) if end < len(document)]
+
+
+def merged(sources, text, cells, floor):
+    """[(row, weight, cell, recency, shares, recent)]: longest match first, earlier rows first on a tie."""
+    levels = [(row, *level) for row, source in enumerate(sources) for level in source.levels(text)]
+    levels.sort(key=lambda level: (-level[1], level[0]))
+    out, mass = [], 1.0
+    for row, length, total, distinct, shares, recent in levels[:24]:
+        if mass <= floor:
+            break
+        number = sources[row].number
+        cell = cell_of(number, length, total, distinct)
+        weight = (cells[cell][0] + PRIOR_WEIGHT * prior(number, length, total, distinct)) / (
+            cells[cell][1] + PRIOR_WEIGHT
+        )
+        recency = 0.0
+        if recent is not None:
+            recency = (cells[cell][2] + 0.15 * PRIOR_WEIGHT) / (cells[cell][3] + PRIOR_WEIGHT)
+        out.append((row, weight, cell, recency, shares, recent))
+        mass *= 1 - weight
+    return out
+
+
+def distribution(levels, negligible=0.0):
+    """{token: (probability, row that gave most)}; shares below `negligible` are not added up."""
+    mass, parts = 1.0, {}
+    for row, weight, _cell, recency, shares, recent in levels:
+        for token, share in shares:
+            p = mass * weight * ((1 - recency) * share + (recency if token == recent else 0.0))
+            if p >= negligible:
+                parts.setdefault(token, []).append((p, row))
+        mass *= 1 - weight
+    best = {token: max(given, key=lambda part: part[0])[1] for token, given in parts.items()}
+    return {token: (sum(p for p, _ in given), best[token]) for token, given in parts.items()}
+
+
+def bins(p):
+    """[(bin, share)] of a probability on the log-odds scale, half a unit wide from -8 to 8."""
+    p = min(max(p, 1e-6), 1 - 1e-6)
+    x = (min(max(math.log(p / (1 - p)), -7.999), 7.999) + 8) * 2
+    return [(int(x), 1 - (x - int(x))), (int(x) + 1, x - int(x))]
+
+
+def scaled(scale, number, p):
+    ratio = sum(w * (scale[number][b][0] + SCALE_PRIOR) / (scale[number][b][1] + SCALE_PRIOR) for b, w in bins(p))
+    return min(p * ratio, 0.9999)
+
+
+def expand(sources, text, cells, scale, max_nodes, max_depth, min_p=0.0, floor=0.01, cost=None):
+    """[(token, parent, depth, row, path probability)], best first, and how many of them to verify."""
+    nodes, heap, order = [], [], 0
+
+    def offer(at, path, path_p):
+        nonlocal order
+        levels = merged(sources, text + path, cells, max(min_p / path_p, floor))
+        given = distribution(levels, NEGLIGIBLE * min_p / path_p)
+        for token, (p, row) in given.items():
+            if p >= min_p / path_p:
+                p = path_p * scaled(scale, sources[row].number, p)
+                heapq.heappush(heap, (-p, token, order, at, path, row))
+                order += 1
+
+    offer(-1, [], 1.0)
+    while heap and len(nodes) < max_nodes:
+        p, token, _, parent, path, row = heapq.heappop(heap)
+        nodes.append((token, parent, len(path) + 1, row, -p))
+        if len(path) + 1 < max_depth:
+            offer(len(nodes) - 1, [*path, token], -p)
+    if cost is None:
+        return nodes, len(nodes)
+    gains = [1 + sum(node[4] for node in nodes[:n]) for n in range(len(nodes) + 1)]
+    return nodes, max(range(len(gains)), key=lambda n: (gains[n] / cost[n], -n))
+
+
+def depth_first(nodes):
+    """Indices of best-first nodes in depth-first order, first-born children first."""
+
+    def below(at):
+        for i, node in enumerate(nodes):
+            if node[1] == at:
+                yield i
+                yield from below(i)
+
+    return list(below(-1))
+
+
+def learn_weights(cells, use, levels, token):
+    """Credit every level, and every source, with its part of the token's probability (modifies `cells` and `use`)."""
+    mass, given, parts = 1.0, [], []
+    for _row, weight, _cell, recency, shares, recent in levels:
+        count_part = (1 - recency) * dict(shares).get(token, 0.0)
+        recent_part = recency if recent is not None and token == recent else 0.0
+        given.append(mass * weight * (count_part + recent_part))
+        parts.append(recent_part / (count_part + recent_part) if count_part + recent_part else None)
+        mass *= 1 - weight
+    total = sum(given) + mass * 1e-4
+    reached = 1.0
+    use *= 1 - 1 / USE_MEMORY
+    for (row, _weight, cell, *_), joint, part in zip(levels, given, parts, strict=True):
+        r = joint / total
+        use[row] += r / USE_MEMORY
+        keep = 1 - reached / CELL_MEMORY if cells[cell][1] >= CELL_MEMORY else 1.0
+        old = [float(value) for value in cells[cell]]
+        cells[cell][0] = old[0] * keep + r
+        cells[cell][1] = old[1] * keep + reached
+        if part is not None:
+            cells[cell][2] = old[2] * keep + r * part
+            cells[cell][3] = old[3] * keep + r
+        reached -= r
+        if reached <= 1e-9:
+            break
+
+
+def learn_scale(scale, sources, given, min_p, token):
+    """Compare the probability of every candidate with what came (modifies `scale`)."""
+    for candidate, (p, row) in given.items():
+        if p >= min_p:
+            for b, w in bins(p):
+                cell = scale[sources[row].number][b]
+                if cell[1] > SCALE_MEMORY:
+                    cell[0] *= 0.999
+                    cell[1] *= 0.999
+                cell[0] += w * (candidate == token)
+                cell[1] += w * p

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import blend_world
+import naive_blend as naive
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.kernels import blend, expand
+
+
+def number_tokenizer(size):
+    """One token per number."""
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(size)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """{index: (alphabet, store, documents)}"""
+    made = {"none": (3, None, [])}
+    rng = np.random.default_rng(7)
+    for index, alphabet in (("both", 4), ("exact", 12), ("ngram", 4)):
+        folder = tmp_path_factory.mktemp(index)
+        (folder / "texts").mkdir()
+        documents = [rng.integers(0, alphabet, 60).tolist() for _ in range(4)]
+        for i, document in enumerate(documents):
+            (folder / "texts" / f"{i}.txt").write_text(" ".join(map(str, document)))
+        build_datastore(folder / "store", str(folder / "texts"), number_tokenizer(50), config=StoreConfig(index=index))
+        made[index] = alphabet, open_datastore(folder / "store"), documents
+    return made
+
+
+@pytest.fixture(params=["none", "both", "exact", "ngram"])
+def world(request, stores):
+    alphabet, store, documents = stores[request.param]
+    return lambda rng: blend_world.make_world(rng, alphabet, [store] if store else [], documents)
+
+
+def paths(nodes):
+    """{path: (probability, row)} of best-first nodes."""
+    found, known = {}, []
+    for token, parent, depth, row, p in nodes:
+        path = (*(known[parent] if parent >= 0 else ()), token)
+        assert len(path) == depth
+        known.append(path)
+        assert path not in found, "two nodes with one path"
+        found[path] = (p, row)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_path_has_the_blended_probability(world, seed):
+    rng = np.random.default_rng(seed)
+    w = world(rng)
+    cells, scale = blend_world.learned(rng) if seed % 2 else blend_world.fresh(rng)
+    nodes, n, _ = w.grow(cells, scale, 256, 2)
+    assert n == len(nodes)
+    expected = paths(naive.expand(w.sources, w.text, cells, scale, 10**9, 2)[0])
+    found = paths(nodes)
+    if len(expected) < 256:  # nothing was pruned
+        assert found.keys() == expected.keys()
+    for path, (p, _row) in found.items():
+        assert p == pytest.approx(expected[path][0], rel=2e-4), path
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_best_first_takes_the_most_probable_nodes(world, seed):
+    """Levels of little mass are not read for nodes that cannot come among the best: that may cost a little."""
+    rng = np.random.default_rng(seed + 100)
+    w = world(rng)
+    cells, scale = blend_world.fresh(rng)
+    for max_nodes, max_depth in ((1, 1), (5, 8), (16, 4), (40, 6)):
+        nodes, _, _ = w.grow(cells, scale, max_nodes, max_depth)
+        expected, _ = naive.expand(w.sources, w.text, cells, scale, max_nodes, max_depth)
+        assert len(nodes) == len(expected)
+        p = [node[4] for node in nodes]
+        assert p == sorted(p, reverse=True)
+        assert all(nodes[node[1]][4] >= node[4] for node in nodes if node[1] >= 0)
+        assert all(node[2] <= max_depth for node in nodes)
+        best = sum(node[4] for node in expected)
+        assert 0.95 * best <= sum(p) <= 1.0001 * best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_floor_of_the_path_probability(world, seed):
+    rng = np.random.default_rng(seed + 200)
+    w = world(rng)
+    cells, scale = blend_world.learned(rng)
+    nodes, _, _ = w.grow(cells, scale, 256, 3, min_p=0.03)
+    expected = paths(naive.expand(w.sources, w.text, cells, scale, 10**9, 3, min_p=0.03)[0])
+    if len(expected) < 60:
+        found = paths(nodes)
+        assert found.keys() == expected.keys()
+        assert all(p == pytest.approx(expected[path][0], rel=2e-4) for path, (p, _) in found.items())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cost_stops_where_tokens_per_second_are_most(world, seed):
+    rng = np.random.default_rng(seed + 300)
+    w = world(rng)
+    cells, scale = blend_world.fresh(rng)
+    cost = 1 + np.cumsum(rng.gamma(1.0, rng.choice([0.01, 0.1, 0.5]), 41))
+    cost[rng.integers(1, 40) :] += 0.2  # a step, as when one more tile is needed
+    whole, _, _ = w.grow(cells, scale, 40, 8)
+    gains = 1 + np.concatenate([[0], np.cumsum([node[4] for node in whole])])
+    rates = gains / cost[: len(gains)]
+    nodes, n, _ = w.grow(cells, scale, 40, 8, cost=cost)
+    assert nodes == whole[: len(nodes)]
+    assert rates[n] == pytest.approx(rates.max(), rel=1e-5)
+    if len(nodes) < len(whole):  # stopped early, because nothing more could pay
+        assert rates[len(nodes) :].max() <= rates.max()
+    assert w.grow(cells, scale, 40, 8, cost=np.linspace(1, 500, 41))[1] == 0, "what never pays is not drafted"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_learning_is_expectation_maximisation(world, seed):
+    rng = np.random.default_rng(seed + 400)
+    w = world(rng)
+    cells, scale = blend_world.learned(rng, 300.0) if seed % 2 else blend_world.fresh(rng)
+    if seed % 4 == 3:
+        scale *= 5  # beyond the memory of the scale
+    expected_cells, expected_scale = cells.astype(np.float64), scale.astype(np.float64)
+    use = rng.random(len(w.table))
+    expected_use = use.copy()
+    emitted = rng.integers(0, 4, 5).tolist()
+    for i, token in enumerate(emitted):
+        levels = naive.merged(w.sources, w.text + emitted[:i], expected_cells, 0.01)
+        naive.learn_scale(expected_scale, w.sources, naive.distribution(levels), 0.002, token)
+        naive.learn_weights(expected_cells, expected_use, levels, token)
+    tail = w.learn(cells, scale, use, emitted, 0.002)
+    np.testing.assert_allclose(cells, expected_cells, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(scale, expected_scale, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(use, expected_use, rtol=1e-5)
+    assert (tail == blend_world.newest_first(w.text + emitted)).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shares_add_up_to_one_at_most(world, seed):
+    rng = np.random.default_rng(seed + 500)
+    w = world(rng)
+    cells, scale = blend_world.learned(rng)
+    scale *= 0
+    nodes, _, _ = w.grow(cells, scale, 120, 5)
+    below = {}
+    for _token, parent, _depth, _row, p in nodes:
+        below[parent] = below.get(parent, 0.0) + p
+    for parent, total in below.items():
+        assert total <= (nodes[parent][4] if parent >= 0 else 1.0) * 1.0001
+
+
+@given(st.lists(st.floats(1e-7, 1.0), max_size=300), st.integers(1, 256))
+def test_nothing_below_the_cutoff_is_among_the_best(probabilities, max_nodes):
+    ranks = np.zeros(expand.RANKS, np.int64)
+    for p in probabilities:
+        ranks[expand._rank(p)] += 1
+    cutoff = expand._cutoff(ranks, max_nodes)
+    best = sorted(probabilities, reverse=True)[:max_nodes]
+    if len(probabilities) < max_nodes:
+        assert cutoff == 0.0
+    else:
+        assert cutoff <= best[-1] * (1 + 1e-9)
+
+
+@given(st.integers(0, 7), st.integers(0, 100), st.integers(0, 200), st.integers(0, 20))
+def test_cells(number, length, total, distinct):
+    assert blend.cell_of(number, length, total, distinct) == naive.cell_of(number, length, total, distinct)
+    assert 0 <= blend.cell_of(number, length, total, distinct) < blend.CELLS
+    if total and distinct:
+        assert blend.prior_weight(number, length, total, distinct) == pytest.approx(
+            naive.prior(number, length, total, distinct)
+        )
+
+
+@given(st.floats(0, 1), st.integers(0, 7), st.integers(0, 3))
+def test_scale(p, number, seed):
+    _, scale = blend_world.learned(np.random.default_rng(seed))
+    assert expand.scaled(scale, number, p) == pytest.approx(naive.scaled(scale, number, p), rel=1e-5, abs=1e-9)
+    scale = np.zeros_like(scale)
+    assert expand.scaled(scale, number, p) == pytest.approx(min(p, 0.9999)), "nothing learned changes nothing"
