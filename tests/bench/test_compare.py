@@ -67,9 +67,9 @@ def test_a_missing_peer_is_skipped_with_its_reason(tools, monkeypatch):
         raise sources.Skipped("it is not there")
 
     row = TraceRow("", ids(1, 2), [(ids(1, 2), True)])
-    skipped = compare.measure("gone", missing, [row], 8)
+    skipped = compare.measure(missing, [row], 8)
     assert skipped == {"skipped": "it is not there"}
-    there = compare.measure("here", peers.TransformersLookup, [row], 8)
+    there = compare.measure(peers.TransformersLookup, [row], 8)
     text = compare.table({"file": {"here": there, "gone": skipped}}, "a machine", "a command")
     assert "skipped: it is not there" in text
     assert "a machine" in text
@@ -80,7 +80,7 @@ def test_ours_can_be_replayed_like_a_peer(tools):
     factories = compare.drafters(["ours: auto"])
     row = TraceRow("", ids(*range(40)), [(ids(*range(40)), True)])
     for name, make in factories.items():
-        assert compare.measure(name, make, [row], 16)["tokens_per_pass"] > 3, name
+        assert compare.measure(make, [row], 16)["tokens_per_pass"] > 3, name
 
 
 def test_the_command_that_is_published_names_files_only(tools, tmp_path):

@@ -28,6 +28,7 @@ from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.errors import MissingSourceError
 
 KEPT = ", session kept"
+FEW_NODES = (8, 16)  # as many as the wider peers draft
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -49,10 +50,11 @@ def drafters(only: list[str]) -> dict[str, Any]:
     for preset in PRESETS:
         found[f"ours: {preset}"] = lambda preset=preset: ours(preset, session=False)
     found[f"ours: auto{KEPT}"] = lambda: ours("auto", session=True)
+    found |= {f"ours: auto, {few} nodes": found["ours: auto"] for few in FEW_NODES}
     return {name: make for name, make in found.items() if not only or any(part in name for part in only)}
 
 
-def measure(name: str, make: Any, rows: list[TraceRow], nodes: int) -> dict[str, Any]:
+def measure(make: Any, rows: list[TraceRow], nodes: int) -> dict[str, Any]:
     """Replay one file through one drafter; compiled on the first row, which is then replayed again."""
     try:
         Replay(make(), nodes).run(rows[:1])
@@ -64,10 +66,11 @@ def measure(name: str, make: Any, rows: list[TraceRow], nodes: int) -> dict[str,
 def table(results: dict[str, dict[str, Any]], facts: str, command: str) -> str:
     """Tokens per pass by file, then nodes and times over all files."""
     names = list(next(iter(results.values())))
-    lines = [f"{facts}\n\n`{command}`\n", "Tokens per pass:\n", "| file | " + " | ".join(names) + " |"]
-    lines.append("|---" * (len(names) + 1) + "|")
+    there = [name for name in names if "skipped" not in next(iter(results.values()))[name]]
+    lines = [f"{facts}\n\n`{command}`\n", "Tokens per pass:\n", "| file | " + " | ".join(there) + " |"]
+    lines.append("|---" * (len(there) + 1) + "|")
     for file, by_name in results.items():
-        cells = [f"{r['tokens_per_pass']:.2f}" if "skipped" not in r else "" for r in by_name.values()]
+        cells = [f"{by_name[name]['tokens_per_pass']:.2f}" for name in there]
         lines.append(f"| {file} | " + " | ".join(cells) + " |")
     lines += ["\nNodes per pass and median microseconds (mean over files):\n", "| drafter | nodes | propose | update |"]
     lines.append("|---|---|---|---|")
@@ -108,7 +111,8 @@ def main(words: list[str] | None = None) -> None:
             results[path.stem] = {}
             for name, make in chosen.items():
                 bar.set_postfix_str(f"{path.stem}: {name}")
-                results[path.stem][name] = measure(name, make, rows, args.nodes)
+                few = next((n for n in FEW_NODES if name.endswith(f", {n} nodes")), args.nodes)
+                results[path.stem][name] = measure(make, rows, few)
                 bar.update()
     facts = machine_facts()
     command = shown_command(words if words is not None else sys.argv[1:])
