@@ -258,6 +258,7 @@ class _Decode:
         self.done.cached_tokens = cached
         if self._prefill(slot, cached):
             if self.task.warm:
+                self.task.hints()  # the drafter's memory reads the new chunks now, not with the next keystroke
                 self.done.stop_type = "limit"
                 self.done.prompt_s = monotonic() - begun
             else:

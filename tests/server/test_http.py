@@ -82,6 +82,7 @@ def test_prewarm_reads_the_prompt_and_says_nothing(server, codec):
     body = server.post("/infill", warm).json()
     assert (body["content"], body["tokens_predicted"]) == ("", 0)
     assert len(server.service.memory("").chunks) == 1
+    assert len(server.service.memory("")._session) > 5
     body = server.post("/infill", {**INFILL, "input_extra": extra}).json()
     assert body["timings"]["cache_n"] > 15
 
