@@ -44,8 +44,10 @@ class Prediction:
         for token in emitted:
             self._step(int(token))
         if main[1] <= 0 and n:
-            main[:2] = kernels.anchor(self.text, recent, int(main[0]))
-            self.cursors[1:, 1] = np.where(self.cursors[1:, 0] == main[0], -1, self.cursors[1:, 1])
+            position, matched = kernels.anchor(self.text, recent, int(main[0]))
+            if matched:  # otherwise the place last known stays the one to look near
+                main[:2] = position, matched
+                self.cursors[1:, 1] = np.where(self.cursors[1:, 0] == position, -1, self.cursors[1:, 1])
 
     def _step(self, token: int) -> None:
         hits = [c for c in self.cursors if c[1] >= 0 and c[0] < len(self.text) and self.text[c[0]] == token]
@@ -53,7 +55,7 @@ class Prediction:
             if self.cursors[0, 1] > 0:
                 self.cursors[1, :2] = self.cursors[0, 0] + 1, 0
                 self.cursors[2, :2] = self.cursors[0, 0], 0
-            self.cursors[0, 1] = 0
+            self.cursors[0, 1] = -1
             return
         position, matched = int(hits[0][0]) + 1, int(hits[0][1]) + 1
         self.cursors[1:, 1] = -1

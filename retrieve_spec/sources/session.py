@@ -35,7 +35,8 @@ class SessionMemory:
         half = self.max_tokens // 2
         if len(self.automata[1]) + len(token_ids) > half and len(self.automata[1]):
             self.automata = [self.automata[1], SuffixAutomaton(1024)]
-        text = np.append(np.ascontiguousarray(token_ids[-half:], np.int32), np.int32(BOUNDARY))
+        kept = np.ascontiguousarray(token_ids[max(len(token_ids) - half, 0) :], np.int32)
+        text = np.append(kept, np.int32(BOUNDARY))
         self.automata[1].extend(text)
 
     def cursors_after(self, token_ids: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from retrieve_spec.sources.session import SessionMemory
+
+
+def known(session, text):
+    """Tokens at the end of a text that the session knows."""
+    return int(session.cursors_after(np.array(text, np.int32))[:, 1].max())
+
+
+def test_what_was_generated_is_known():
+    session = SessionMemory(1000)
+    session.remember(np.arange(50, dtype=np.int32))
+    assert known(session, [900, 10, 11, 12, 13]) == 4
+    assert known(session, [900]) == 0
+    state = session.cursors_after(np.array([10, 11], np.int32))[1, 0]
+    assert session.automata[1].successors(int(state))[0].tolist() == [12]
+
+
+def test_texts_do_not_run_into_each_other():
+    session = SessionMemory(1000)
+    session.remember(np.array([1, 2, 3], np.int32))
+    session.remember(np.array([4, 5, 6], np.int32))
+    assert known(session, [2, 3, 4, 5]) == 2
+    state = session.cursors_after(np.array([2, 3], np.int32))[1, 0]
+    assert len(session.automata[1].successors(int(state))[0]) == 0
+
+
+@pytest.mark.parametrize("bound", [1, 2, 10, 64, 1000])
+def test_memory_is_bounded_and_the_oldest_goes_first(bound):
+    session = SessionMemory(bound)
+    rng = np.random.default_rng(0)
+    for i in range(200):
+        text = np.arange(i * 50, i * 50 + int(rng.integers(1, 50)), dtype=np.int32)
+        session.remember(text)
+        assert len(session) <= bound
+        if bound >= 2 and len(text) <= bound // 2:
+            assert known(session, text.tolist()) == len(text), "the newest text is there"
+    if bound == 1000:
+        assert known(session, [0, 1]) == 0, "the first one is forgotten"
+        assert known(session, [198 * 50]) == 1, "the one before the last is not"
+
+
+def test_of_a_text_longer_than_the_memory_the_end_is_kept():
+    session = SessionMemory(40)
+    session.remember(np.arange(100, dtype=np.int32))
+    assert known(session, list(range(60, 100))) == 20
+    assert known(session, [50]) == 0
