@@ -10,6 +10,16 @@ from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.drafting.published.context import AdaptiveNgram, PromptLookup
+from retrieve_spec.drafting.published.corpus import Rest
+from retrieve_spec.drafting.published.hierarchy import Hierarchy
+from retrieve_spec.drafting.published.logitspec import LogitSpec
+from retrieve_spec.drafting.published.lookahead import Lookahead
+from retrieve_spec.drafting.published.recycling import TokenRecycling
+from retrieve_spec.drafting.published.sam import Sam, SamRecycling
+from retrieve_spec.drafting.published.stand import Stand
+from retrieve_spec.drafting.published.suffix import SuffixDecoding
+from retrieve_spec.drafting.published.trigram import AdaptiveTrigram
 from retrieve_spec.errors import UnknownPresetError
 from retrieve_spec.sources.session import SessionMemory
 
@@ -22,7 +32,32 @@ def _auto(
     return MixtureDrafter(config, session=session, datastores=datastores, calibration=calibration)
 
 
-PRESETS: dict[str, Factory] = {AUTO: _auto}
+def _of_text(rule: Callable[[SessionMemory | None], Drafter]) -> Factory:
+    """Factory of a rule that reads no store."""
+    return lambda config, datastores, session, calibration: rule(session)
+
+
+def _of_stores(rule: Callable[[Sequence[Any], SessionMemory | None], Drafter]) -> Factory:
+    """Factory of a rule that reads stores."""
+    return lambda config, datastores, session, calibration: rule(datastores, session)
+
+
+PRESETS: dict[str, Factory] = {
+    AUTO: _auto,
+    "prompt-lookup": _of_text(PromptLookup),
+    "anpd": _of_text(AdaptiveNgram),
+    "sam": _of_stores(Sam),
+    "sam+recycling": _of_stores(SamRecycling),
+    "rest": _of_stores(Rest),
+    "hierarchy": _of_stores(Hierarchy),
+    "token-recycling": _of_text(TokenRecycling),
+    "suffix": _of_text(SuffixDecoding),
+    "stand": _of_text(Stand),
+    "logitspec": _of_text(LogitSpec),
+    "lookahead": _of_text(Lookahead),
+    "adaptive-trigram": _of_stores(AdaptiveTrigram),
+}
+"""Drafters by the name given as `draft`; docs/presets.md says what each follows."""
 
 
 def build_drafter(

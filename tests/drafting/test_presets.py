@@ -1,0 +1,143 @@
+"""What holds for every preset."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import retrieve_spec as rs
+from retrieve_spec.bench.replay import Replay, TraceRow
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.drafter import Budget, Drafter
+from retrieve_spec.drafting.presets import PRESETS, build_drafter
+from retrieve_spec.errors import MissingSourceError, UnknownPresetError
+from retrieve_spec.sources import SOURCE_NAMES
+
+NAMES = sorted(set(PRESETS) - {"auto"})
+
+
+@pytest.fixture(scope="module")
+def store(make_store):
+    return make_store(["abcabcabd", "bcdbca", "ddcab" * 4, "the cat sat on the mat. the cat ran."])
+
+
+def make(name, store, session=False):
+    return build_drafter(SpeculationConfig(draft=name, session=session), datastores=[store])
+
+
+class Checked:
+    """A drafter whose drafts are checked."""
+
+    def __init__(self, drafter, nodes):
+        self.drafter, self.nodes, self.log = drafter, nodes, []
+
+    def __getattr__(self, name):
+        return getattr(self.drafter, name)
+
+    def propose(self, budget):
+        tree = self.drafter.propose(budget)
+        tree.validate()
+        assert len(tree) <= budget.max_nodes
+        assert (tree.depth <= budget.max_depth).all()
+        assert (tree.log_p <= 0).all() and np.isfinite(tree.log_p).all()
+        assert (tree.source < len(SOURCE_NAMES)).all()
+        siblings: dict[int, float] = {}
+        for parent, log_p in zip(tree.parent.tolist(), tree.log_p.tolist(), strict=True):
+            assert log_p <= siblings.get(parent, 0.0) + 1e-6, "a less probable sibling comes first"
+            siblings[parent] = log_p
+        depth_first = all(
+            tree.parent[i] == i - 1 or tree.parent[i] in _ancestors(tree, i - 1) for i in range(1, len(tree))
+        )
+        assert depth_first
+        self.log.append((tree.token_ids.tolist(), tree.parent.tolist()))
+        return tree
+
+    def observe(self, verified):
+        """Show made-up top tokens too, the same for the same draft."""
+        k = self.drafter.top_k
+        if k:
+            n = len(verified.tree) + 1
+            shift = np.append(verified.emitted[:1], verified.tree.token_ids).astype(np.int64)
+            top = (97 + (shift[:n, None] * 3 + np.arange(k)) % max(k, 5)).astype(np.int32)
+            logits = np.tile(-np.arange(k, dtype=np.float32), (n, 1))
+            verified = type(verified)(verified.tree, verified.path, verified.emitted, top, logits)
+        self.drafter.observe(verified)
+
+
+def _ancestors(tree, i):
+    found = {-1}
+    while i >= 0:
+        i = int(tree.parent[i])
+        found.add(i)
+    return found
+
+
+segments = st.lists(st.tuples(st.text("abcd", min_size=1, max_size=40), st.booleans()), min_size=1, max_size=4)
+
+
+def ids(text):
+    return np.array([ord(c) for c in text], np.int32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=15)
+@given(
+    rows=st.lists(st.tuples(st.text("abcd", min_size=1, max_size=30), segments), min_size=1, max_size=3),
+    nodes=st.sampled_from([0, 1, 7, 60, 256]),
+    session=st.booleans(),
+)
+def test_drafts_are_valid_within_the_budget_and_the_same_each_time(name, store, rows, nodes, session):
+    trace = [TraceRow("t", ids(prompt), [(ids(t), generated) for t, generated in parts]) for prompt, parts in rows]
+    logs = []
+    for _ in range(2):
+        checked = Checked(make(name, store, session), nodes)
+        result = Replay(checked, nodes).run(trace)
+        logs.append(checked.log)
+        assert result["passes"] == 0 or result["tokens_per_pass"] >= 1.0
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_a_request_reaches_the_next_without_a_session(name, store):
+    used, fresh = make(name, store), make(name, store)
+    for drafter in (used, fresh):
+        assert isinstance(drafter, Drafter)
+    used = Checked(used, 60)
+    Replay(used, 60).run([TraceRow("t", ids("abcdabcd"), [(ids("dcbadcbadcba"), True)])])
+    for drafter in (used, fresh):
+        drafter.start(ids("cbadcbbacd"))
+    a, b = used.propose(Budget(60, 20)), fresh.propose(Budget(60, 20))
+    assert a.token_ids.tolist() == b.token_ids.tolist() and a.parent.tolist() == b.parent.tolist()
+
+
+@pytest.mark.parametrize("name", ["rest", "hierarchy"])
+def test_a_preset_that_lives_on_a_store_says_so(name):
+    with pytest.raises(MissingSourceError, match=name):
+        build_drafter(SpeculationConfig(draft=name))
+
+
+def test_an_unknown_preset_names_the_closest():
+    with pytest.raises(UnknownPresetError, match="prompt-lookup"):
+        build_drafter(SpeculationConfig(draft="prompt-lookupp"))
+
+
+@pytest.fixture(scope="module")
+def plain_output(_loaded_reference, reference_tokenizer):
+    prompts = [
+        "def add(a, b):\n",
+        "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def ",
+    ]
+    inputs = [reference_tokenizer(p, return_tensors="pt") for p in prompts]
+    return [(i, _loaded_reference.generate(**i, max_new_tokens=32, do_sample=False)) for i in inputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_output_is_that_of_plain_decoding(name, plain_output, reference_model, reference_store):
+    rs.accelerate(reference_model, draft=name, nodes=40, datastores=[reference_store], static_pass="off")
+    for inputs, expected in plain_output:
+        found = reference_model.generate(**inputs, max_new_tokens=32, do_sample=False)
+        assert found.tolist() == expected.tolist()
+        assert reference_model.speculation.last.mode == "tree"
