@@ -67,8 +67,9 @@ class Calibration:
 
     def _load(self, path: Path) -> None:
         try:
-            flat = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+            with open(path, "rb") as file:
+                flat = np.lib.format.read_array(file, allow_pickle=False)
+        except Exception as error:  # a damaged head fails as anything that parses Python can
             raise _damaged(path, str(error)) from None
         if flat.shape != (self.cells.size + self.scale.size,) or flat.dtype != np.float32:
             raise _damaged(path, f"{flat.dtype} of shape {flat.shape}")
