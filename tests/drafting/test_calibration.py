@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import logging
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from retrieve_spec.drafting.calibration import Calibration, calibration_for
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.errors import StoreCorruptError
+
+
+def learned(path=None):
+    calibration = Calibration(path)
+    rng = np.random.default_rng(0)
+    calibration.cells[:] = rng.gamma(1, 5, calibration.cells.shape)
+    calibration.scale[:] = rng.gamma(1, 5, calibration.scale.shape)
+    return calibration
+
+
+def same(a, b):
+    return np.array_equal(a.cells, b.cells) and np.array_equal(a.scale, b.scale)
+
+
+def test_what_was_learned_comes_back(tmp_path):
+    path = tmp_path / "kept.npy"
+    assert not Calibration(path).cells.any(), "there is no file yet"
+    calibration = learned()
+    calibration.save(path)
+    assert same(Calibration(path), calibration)
+    assert os.listdir(tmp_path) == ["kept.npy"]
+
+
+def test_it_is_kept_after_the_first_request_and_then_now_and_again(tmp_path):
+    path = tmp_path / "kept.npy"
+    calibration = learned(path)
+    assert not path.exists()
+    writes = []
+    for i in range(40):
+        calibration.cells[0, 0] = i
+        calibration.keep()
+        writes.append(Calibration(path).cells[0, 0])
+    assert writes[0] == 0
+    assert len(set(writes)) == 3, "writing is rare"
+    assert writes[-1] >= 40 - 16
+    Calibration().keep()  # nowhere to keep it
+
+
+def test_a_drafter_keeps_it_and_starts_warm(tmp_path, run, markov_text):
+    path = tmp_path / "kept.npy"
+    text = markov_text(1, 800)
+    run(MixtureDrafter(calibration=Calibration(path))).request(text[:100], text[100:])
+    warm = Calibration(path)
+    assert warm.cells.any() and warm.scale.any()
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "cut", "longer", "other type", "nan", "negative", "pickle", "zip"])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    path = tmp_path / "kept.npy"
+    learned().save(path)
+    whole = path.read_bytes()
+    flat = np.load(path)
+    if damage in ("empty", "text", "cut", "longer"):
+        cut = {"empty": b"", "text": b"[1, 2, 3]", "cut": whole[:-7], "longer": whole + whole}
+        path.write_bytes(cut[damage])
+        if damage == "longer":
+            np.save(path, np.concatenate([flat, flat]))
+    elif damage == "other type":
+        np.save(path, flat.astype(np.float64))
+    elif damage == "pickle":
+        np.save(path, np.array([{}], object), allow_pickle=True)
+    elif damage == "zip":
+        with open(path, "wb") as file:
+            np.savez(file, flat=flat)
+    else:
+        flat[17] = np.nan if damage == "nan" else -1
+        np.save(path, flat)
+    with pytest.raises(StoreCorruptError, match=r"kept\.npy.*Delete the file"):
+        Calibration(path)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_altered_head_is_refused_or_read(tmp_path, data):
+    """No other error than the typed one, whatever the first bytes became."""
+    path = tmp_path / "kept.npy"
+    learned().save(path)
+    raw = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, 130))] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(raw))
+    try:
+        Calibration(path)
+    except StoreCorruptError as error:
+        assert "kept.npy" in str(error)
+
+
+def test_a_full_disk_does_not_end_a_generation(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "kept.npy"
+    learned().save(path)
+    before = path.read_bytes()
+
+    def full(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with caplog.at_level(logging.WARNING):
+        Calibration(path).keep()
+    assert "No space left" in caplog.text
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["kept.npy"], "no half-written file stays"
+
+
+def test_a_folder_that_is_gone_does_not_end_a_generation(tmp_path, caplog):
+    calibration = Calibration(tmp_path / "gone" / "kept.npy")
+    with caplog.at_level(logging.WARNING):
+        calibration.keep()
+    assert "calibration is not kept" in caplog.text
+
+
+def test_beside_the_first_writable_store(tmp_path):
+    stores = [SimpleNamespace(calibration_path=lambda _key: None)]
+    assert calibration_for(stores, "m").path is None
+    assert calibration_for([], "m").path is None
+    stores.append(SimpleNamespace(calibration_path=lambda key: tmp_path / f"{key}.npy"))
+    assert calibration_for(stores, "m").path == tmp_path / "m.npy"
+
+
+def test_a_damaged_file_beside_a_store_is_learned_anew(tmp_path, caplog):
+    path = tmp_path / "m.npy"
+    path.write_bytes(b"damaged")
+    store = SimpleNamespace(calibration_path=lambda _key: path)
+    with caplog.at_level(logging.WARNING):
+        calibration = calibration_for([store], "m")
+    assert "calibration starts anew" in caplog.text
+    assert not calibration.cells.any()
+    assert calibration.path == path and not path.exists()

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieve_spec.config import MAX_NODES, SpeculationConfig
+from retrieve_spec.drafting.calibration import Calibration
+from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels import blend
+from retrieve_spec.sources import SOURCE_NAMES
+from retrieve_spec.sources.session import SessionMemory
+
+RANDOM = np.random.default_rng(11)
+
+
+def same(a, b):
+    fields = ("token_ids", "parent", "depth", "log_p", "source", "origin")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in fields)
+
+
+def toy_top(tree, written, k=8, vocabulary=50):
+    """Top tokens of a made-up model after the root and every node."""
+    last = [int(written[-1]), *tree.token_ids.tolist()]
+    ids = np.array([[(token * 7 + j * 3) % vocabulary for j in range(k)] for token in last], np.int32)
+    return ids, np.tile(np.linspace(3, 0, k, dtype=np.float32), (len(last), 1))
+
+
+def test_it_fulfils_the_door():
+    drafter = MixtureDrafter()
+    assert isinstance(drafter, Drafter)
+    assert drafter.top_k == 8 and MixtureDrafter(recycling=False).top_k == 0
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 12), st.booleans())
+def test_trees_keep_to_the_budget(seed, max_nodes, max_depth, predicted):
+    rng = np.random.default_rng(seed)
+    alphabet = int(rng.integers(1, 6))
+    drafter = MixtureDrafter(session=SessionMemory(500) if seed % 2 else None)
+    for _ in range(2):
+        prediction = rng.integers(0, alphabet, 30).astype(np.int32) if predicted else None
+        drafter.start(rng.integers(0, alphabet, 20).astype(np.int32), prediction)
+        for _ in range(6):
+            tree = drafter.propose(Budget(max_nodes, max_depth))
+            tree.validate()
+            assert len(tree) <= max_nodes
+            assert tree.depth.max(initial=0) <= max_depth
+            assert (tree.log_p < 0).all()
+            above = np.where(tree.parent >= 0, tree.log_p[np.maximum(tree.parent, 0)], 0.0)
+            assert (tree.log_p <= above).all(), "a path is no more probable than its beginning"
+            assert set(tree.source.tolist()) <= {0, 1, 2, 3}
+            first_of = {}
+            for node, parent in enumerate(tree.parent.tolist()):
+                first = first_of.setdefault(parent, node)
+                assert tree.log_p[first] >= tree.log_p[node], "the most probable child comes first"
+            emitted = rng.integers(0, alphabet, int(rng.integers(1, 5))).astype(np.int32)
+            top = toy_top(tree, [0])
+            drafter.observe(VerifiedPass(tree, np.empty(0, np.int32), emitted, *top))
+        drafter.finish()
+
+
+def test_siblings_of_a_new_drafter_add_up_to_one_at_most():
+    text = RANDOM.integers(0, 4, 300).astype(np.int32)
+    drafter = MixtureDrafter()
+    drafter.start(text)
+    tree = drafter.propose(Budget(MAX_NODES, 20))
+    assert len(tree) == MAX_NODES
+    for parent in {-1, *tree.parent.tolist()}:
+        below = np.exp(tree.log_p[tree.parent == parent]).sum()
+        assert below <= (1.0 if parent < 0 else np.exp(tree.log_p[parent])) * 1.001
+
+
+def test_limits_of_the_config(markov_text):
+    text = markov_text(0, 600)
+    drafter = MixtureDrafter(SpeculationConfig(max_depth=3, min_path_probability=0.05))
+    drafter.start(text)
+    tree = drafter.propose(Budget(200, 100))
+    assert 0 < tree.depth.max() <= 3
+    assert np.exp(tree.log_p).min() >= 0.0499
+    assert len(drafter.propose(Budget(0, 10))) == len(drafter.propose(Budget(10, 0))) == 0
+    assert len(drafter.propose(Budget(10**6, 10))) <= MAX_NODES
+
+
+def test_a_sure_copy_is_one_long_chain():
+    text = np.concatenate([np.arange(300), np.arange(40)]).astype(np.int32)
+    drafter = MixtureDrafter()
+    drafter.start(text)
+    tree = drafter.propose(Budget(64, 200))
+    branch = tree.first_branch()
+    assert len(branch) >= 40
+    assert branch.token_ids.tolist() == list(range(40, 40 + len(branch)))
+    assert drafter.propose(Budget(64, 5)).depth.max() == 5
+
+
+def test_the_same_requests_make_the_same_trees(run, markov_text):
+    def trees():
+        drafter = MixtureDrafter(session=SessionMemory(2000))
+        runs = [run(drafter, top=toy_top).request(markov_text(s, 60), markov_text(s, 300)) for s in (1, 2, 1)]
+        return [tree for r in runs for tree in r.trees], drafter.calibration
+
+    (one, calibration), (two, other) = trees(), trees()
+    assert len(one) == len(two)
+    assert all(map(same, one, two))
+    assert (calibration.cells == other.cells).all() and (calibration.scale == other.scale).all()
+
+
+def test_asking_twice_changes_nothing(markov_text):
+    drafter = MixtureDrafter()
+    drafter.start(markov_text(3, 500))
+    assert same(drafter.propose(Budget(40, 30)), drafter.propose(Budget(40, 30)))
+
+
+@pytest.mark.parametrize("cost", [None, np.linspace(1.0, 1.5, 33).astype(np.float32)])
+def test_expected_is_what_comes(run, markov_text, cost):
+    """Within 5 % over a long run, from the first token on."""
+    text = markov_text(5, 9000)
+    drafter = MixtureDrafter(recycling=False)
+    r = run(drafter, lambda left: Budget(32, left, cost)).request(text[:500], text[500:])
+    expected = 1 + np.mean([tree.expected_accepted for tree in r.trees])
+    assert 1 + np.mean(r.accepted) > 1.5
+    assert expected == pytest.approx(1 + np.mean(r.accepted), rel=0.05)
+
+
+def test_calibration_makes_later_requests_better(run, markov_text):
+    shared = Calibration()
+    first = run(MixtureDrafter(calibration=shared)).request(markov_text(6, 100), markov_text(6, 3000)[100:])
+    warm = run(MixtureDrafter(calibration=shared)).request(markov_text(7, 100), markov_text(7, 2000)[100:])
+    cold = run(MixtureDrafter()).request(markov_text(7, 100), markov_text(7, 2000)[100:])
+    assert np.mean(first.accepted) > 0
+    assert np.mean(warm.accepted) >= 0.98 * np.mean(cold.accepted)
+
+
+def test_text_without_repeats_is_rarely_looked_at_and_comes_back(run, monkeypatch):
+    looks = []
+    original = MixtureDrafter._tree
+
+    def counted(self, n):
+        looks.append(n)
+        return original(self, n)
+
+    monkeypatch.setattr(MixtureDrafter, "_tree", counted)
+    cost = (1.0 + 0.05 * np.arange(33)).astype(np.float32)
+    drafter = MixtureDrafter(recycling=False)
+    r = run(drafter, lambda left: Budget(32, left, cost))
+    drafter.start(np.arange(5, dtype=np.int32))
+    r.generate(np.arange(1000, 2000))
+    passes = len(r.trees)
+    assert passes == 1000 and len(looks) < 250, "nothing to copy: few looks"
+    r.generate(np.arange(1000, 1400))
+    later = r.accepted[passes:]
+    assert len(later) < 100, "a copy of what came before is drafted again"
+    assert np.mean(later[10:]) > 5
+    assert drafter.context.root()[1] == 5 + 1400, "nothing was left out while resting"
+
+
+def test_without_a_cost_it_never_rests(run):
+    drafter = MixtureDrafter(recycling=False)
+    run(drafter).request([1, 2, 3], np.arange(100, 160))
+    assert drafter._rest == 0
+
+
+def secret_tokens(trees, secret):
+    return {int(t) for tree in trees for t in tree.token_ids} & set(secret)
+
+
+@pytest.mark.parametrize("kind", ["plain", "recycling", "prediction", "aborted", "resting"])
+def test_a_request_does_not_see_another(run, kind):
+    secret = list(range(500, 560))
+    prompt = [1, 2, 3, 4]
+    drafter = MixtureDrafter()
+
+    def leaky_top(tree, written):
+        ids = np.tile(np.array(secret[:8], np.int32), (len(tree) + 1, 1))
+        return ids, np.zeros((len(tree) + 1, 8), np.float32)
+
+    first = run(drafter, top=leaky_top if kind == "recycling" else None)
+    if kind == "resting":
+        first.budget = lambda left: Budget(32, left, np.linspace(1, 900, 33).astype(np.float32))
+    drafter.start(np.array(prompt * 3, np.int32), np.array(secret, np.int32) if kind == "prediction" else None)
+    if kind == "recycling":
+        ids = np.tile(np.array(secret[:8], np.int32), (4, 1))
+        drafter.observe_prompt(np.array(prompt, np.int32), ids, np.zeros((4, 8), np.float32))
+    first.generate(prompt + secret + prompt + secret)
+    if kind != "resting":
+        assert secret_tokens(first.trees, secret), "the first request drafts them"
+    if kind != "aborted":
+        drafter.finish()
+    second = run(drafter).request(prompt * 3, prompt * 20)
+    assert not secret_tokens(second.trees, secret)
+
+
+def test_a_session_remembers_what_was_generated(run):
+    answer = list(range(500, 560))
+    session = SessionMemory(10_000)
+    drafter = MixtureDrafter(session=session)
+    run(drafter).request([1, 2, 3, 700, 701], answer)
+    second = run(drafter).request([9, 8, 7], answer)
+    assert np.sum(second.accepted) > 40
+    names = {SOURCE_NAMES[s] for tree in second.trees for s in tree.source}
+    assert "session" in names
+    other = run(MixtureDrafter(session=session)).request([5], answer)
+    assert np.sum(other.accepted) > 40, "another drafter with the same session"
+    third = run(drafter).request([1, 2, 3], [700, 6, 700, 6])
+    assert not secret_tokens(third.trees[:1], [700, 701]), "prompts are not remembered"
+
+
+def test_a_session_forgets(run):
+    session = SessionMemory(400)
+    drafter = MixtureDrafter(session=session)
+    answer = np.arange(500, 560)
+    run(drafter).request([1], answer)
+    for i in range(10):
+        run(drafter).request([1], np.arange(2000 + 100 * i, 2100 + 100 * i))
+    assert len(session) <= 400
+    assert not secret_tokens(run(drafter).request([9], answer[:1]).trees, answer)
+    assert np.sum(run(drafter).request([9], [2950, *range(2951, 2999)]).accepted) > 30
+
+
+def test_fed_text_is_context(run):
+    drafter = MixtureDrafter()
+    r = run(drafter)
+    drafter.start(np.array([1, 2, 3], np.int32))
+    r.generate([4, 5, 6])
+    drafter.feed(np.arange(100, 200, dtype=np.int32))
+    drafter.feed(np.array([7], np.int32))
+    drafter.feed(np.array([100, 101], np.int32))
+    before = len(r.trees)
+    r.generate(range(102, 150))
+    assert np.sum(r.accepted[before:]) > 35
+    tail = drafter._tail[0].tolist()
+    assert tail == list(range(149, 149 - blend.TAIL, -1))
+    assert drafter.context.root()[1] == 6 + 103 + 48
+
+
+def test_a_prediction_is_followed(run, markov_text):
+    expected = RANDOM.integers(100, 4000, 300).astype(np.int32)
+    output = np.concatenate([expected[:100], [7, 8], expected[100:200], expected[220:]])
+    drafter = MixtureDrafter()
+    with_it = run(drafter).request([1, 2], output, expected)
+    assert len(with_it.trees) < 60
+    assert SOURCE_NAMES.index("prediction") in {int(s) for tree in with_it.trees for s in tree.source}
+    assert len(run(drafter).request([1, 2], output).trees) > 200, "forgotten with its request"
+
+
+def test_recycling_learns_from_rejected_branches(run):
+    """The target's top tokens at nodes that were not accepted are drafted when their context comes."""
+    drafter = MixtureDrafter()
+    drafter.start(np.array([1, 2, 1], np.int32))
+    tree = drafter.propose(Budget(4, 2))
+    assert tree.token_ids[0] == 2
+    top = np.full((len(tree) + 1, 8), 77, np.int32) + np.arange(8, dtype=np.int32)
+    logits = np.tile(np.linspace(5, 0, 8, dtype=np.float32), (len(tree) + 1, 1))
+    drafter.observe(VerifiedPass(tree, np.empty(0, np.int32), np.array([9], np.int32), top, logits))
+    drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([1, 2], np.int32)))
+    drafted = drafter.propose(Budget(8, 1))
+    assert 77 in drafted.token_ids.tolist()
+    node = drafted.token_ids.tolist().index(77)
+    assert SOURCE_NAMES[drafted.source[node]] == "recycling"
+
+
+def test_prompt_logits_teach_recycling():
+    drafter = MixtureDrafter()
+    prompt = np.array([5, 6, 7], np.int32)
+    drafter.start(prompt)
+    ids = np.array([[10 * (i + 1) + j for j in range(8)] for i in range(3)], np.int32)
+    drafter.observe_prompt(prompt, ids, np.tile(np.linspace(4, 0, 8, dtype=np.float32), (3, 1)))
+    assert drafter.propose(Budget(1, 1)).token_ids.tolist() == [30]
+
+
+def test_empty_beginnings():
+    drafter = MixtureDrafter(session=SessionMemory(100))
+    drafter.start(np.empty(0, np.int32))
+    assert len(drafter.propose(Budget(8, 8))) == 0
+    drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([3], np.int32)))
+    drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.empty(0, np.int32)))
+    drafter.finish()
+    drafter.finish()
+    assert len(drafter.session) == 1
