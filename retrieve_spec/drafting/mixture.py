@@ -145,7 +145,10 @@ class MixtureDrafter:
         ids = np.ascontiguousarray(token_ids, np.int32)
         self.context.extend(ids)
         self._place_session(ids)
-        self._follow_stores(ids[-expand.MATCH :], self._exact_cursors())
+        roots = self._exact_cursors()
+        if len(ids) > expand.MATCH:  # only the end is followed: what was matched before does not reach it
+            roots[:] = 0
+        self._follow_stores(ids[-expand.MATCH :], roots)
         self._tail = np.roll(self._tail, len(ids), axis=1)
         newest = ids[::-1][: blend.TAIL]
         self._tail[0, : len(newest)] = newest
