@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import retrieve_spec as rs
 from retrieve_spec.bench.replay import Replay, TraceRow
 from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, Drafter
 from retrieve_spec.drafting.presets import PRESETS, build_drafter
 from retrieve_spec.errors import MissingSourceError, UnknownPresetError
@@ -20,7 +22,8 @@ NAMES = sorted(set(PRESETS) - {"auto"})
 
 @pytest.fixture(scope="module")
 def store(make_store):
-    return make_store(["abcabcabd", "bcdbca", "ddcab" * 4, "the cat sat on the mat. the cat ran."])
+    texts = ["abcabcabd", "bcdbca", "ddcab" * 4, "the cat sat on the mat. the cat ran."]
+    return make_store([[ord(c) for c in text] for text in texts])
 
 
 def make(name, store, session=False):
@@ -131,6 +134,14 @@ def plain_output(_loaded_reference, reference_tokenizer):
     ]
     inputs = [reference_tokenizer(p, return_tensors="pt") for p in prompts]
     return [(i, _loaded_reference.generate(**i, max_new_tokens=32, do_sample=False)) for i in inputs]
+
+
+@pytest.fixture(scope="module")
+def reference_store(tmp_path_factory, reference_tokenizer):
+    folder = tmp_path_factory.mktemp("reference")
+    (folder / "queue.py").write_text("class Queue:\n    def pop(self):\n        return self.items.pop()\n")
+    build_datastore(folder / "store", str(folder / "queue.py"), reference_tokenizer.backend_tokenizer)
+    return open_datastore(folder / "store")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.published import base
 from retrieve_spec.drafting.published.context import AdaptiveNgram, PromptLookup
 from retrieve_spec.drafting.published.corpus import Rest
-from retrieve_spec.drafting.published.hierarchy import Hierarchy
+from retrieve_spec.drafting.published.hierarchy import Hierarchy, frequent_grams
 from retrieve_spec.drafting.published.logitspec import LogitSpec
 from retrieve_spec.drafting.published.lookahead import Lookahead
 from retrieve_spec.drafting.published.recycling import CHILDREN, TEMPLATE, TokenRecycling
@@ -117,9 +117,15 @@ def test_suffix_takes_earlier_answers_when_they_score_higher():
 # --- rules of stores
 
 
+@pytest.fixture(scope="module")
+def text_store(make_store):
+    """Builds a store of texts, one token per character."""
+    return lambda texts: make_store([[ord(c) for c in text] for text in texts])
+
+
 @pytest.fixture
-def store(make_store):
-    return make_store(["abcdX", "1abcdX", "abceY", "1abce"])
+def store(text_store):
+    return text_store(["abcdX", "1abcdX", "abceY", "1abce"])
 
 
 def test_rest_drafts_the_most_frequent_prefixes_of_the_longest_match(store):
@@ -135,39 +141,54 @@ def test_rest_wants_two_tokens(store):
     assert len(draft(Rest([store]), "..a")) == 0
 
 
-def test_sam_takes_the_store_when_its_match_is_longer_by_more_than_five(make_store):
-    store = make_store(["abcdefghKLMNOPQRSTUVWXYZ"])
+def test_sam_takes_the_store_when_its_match_is_longer_by_more_than_five(text_store):
+    store = text_store(["abcdefghKLMNOPQRSTUVWXYZ"])
     assert paths(draft(Sam([store]), "..abcdefgh")) == ["KLMNOPQRSTUV"]  # 8 matched, 3 counted, 12 nodes
     assert len(draft(Sam([store]), "..efgh")) == 0  # 4 matched, none counted
 
 
-def test_sam_recycling_is_either_or(make_store):
+def test_sam_recycling_is_either_or(text_store):
     drafter = SamRecycling()
     assert paths(draft(drafter, "zabcdePQRS.abcde")) == ["PQRS.abcde"]  # a match of 5: a chain
     drafter.start(ids("zabcdPQ.abcd"))
     assert len(drafter.propose(BIG)) == 0  # a match of 4: nothing recycled yet
     seen(drafter, "d", top=["12345678"])
     assert paths(drafter.propose(BIG)) == list("12345678")
-    store = make_store(["0123456789abcKLMNO"])
+    store = text_store(["0123456789abcKLMNO"])
     tree = draft(SamRecycling([store]), "..0123456789abc")
     assert paths(tree) == ["KLMNO"] and sources(tree) == {"exact"}
 
 
-def test_hierarchy_goes_from_the_context_to_answers_to_statistics(make_store):
-    answers, corpus = make_store(["aBBBBz", "1aBBBBz", "aCCCCz"]), make_store(["xaDDDDz", "xaEE"])
+def test_hierarchy_goes_from_the_context_to_answers_to_statistics(text_store):
+    answers, corpus = text_store(["aBBBBz", "1aBBBBz", "aCCCCz"]), text_store(["xaDDDDz", "xaEE"])
     tree = draft(Hierarchy([answers, corpus]), "a1234.a5678.xa")
     assert sorted(paths(tree)) == ["1234", "5678", "BBBB", "CCCC", "DDDD", "EE"]
     assert sources(tree) == {"context", "exact"}
 
 
-def test_hierarchy_stops_at_seven_guesses_newest_first(make_store):
+def test_frequent_grams_are_the_most_frequent_of_the_prefixes_looked_at():
+    texts = ["ab", "ab", "ac", "de"]
+
+    def follow(prefix):
+        counts = Counter(t[len(prefix)] for t in texts if t.startswith(prefix) and len(t) > len(prefix))
+        return [(ord(c), n, prefix + c) for c, n in counts.items()]
+
+    found = [("".join(map(chr, gram)), n) for gram, n in frequent_grams(follow, "", 2)]
+    assert found == [("ab", 2), ("ac", 1), ("de", 1)]
+    texts = [f"{a}{b}" for a in "abcdefgh" for b in "123456789"]
+    found = [("".join(map(chr, gram)), n) for gram, n in frequent_grams(follow, "", 2)]
+    assert len(found) == 57  # eight first tokens, 56 second ones; none of them prolongs "h"
+    assert found[0] == ("a1", 1) and found[-1] == ("h", 9)
+
+
+def test_hierarchy_stops_at_seven_guesses_newest_first(text_store):
     context = "".join(f"a{c * 4}." for c in "123456789")
-    tree = draft(Hierarchy([make_store(["aZZZZ"])]), context + "a")
+    tree = draft(Hierarchy([text_store(["aZZZZ"])]), context + "a")
     assert sorted(paths(tree)) == [c * 4 for c in "3456789"]
 
 
-def test_adaptive_trigram_mixes_the_corpus_with_the_text(make_store):
-    drafter = AdaptiveTrigram([make_store(["abX.", "1abX.", "abY."])])
+def test_adaptive_trigram_mixes_the_corpus_with_the_text(text_store):
+    drafter = AdaptiveTrigram([text_store(["abX.", "1abX.", "abY."])])
     tree = draft(drafter, "ab", Budget(2, 1))
     assert [chr(t) for t in tree.token_ids] == ["X", "Y"] and sources(tree) == {"ngram"}
     assert np.exp(tree.log_p) == pytest.approx([2 / 3, 1 / 3])

@@ -18,6 +18,8 @@ from retrieve_spec.sources.session import SessionMemory
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
+CHOICES = 64
+"""Prefixes looked at per database, as in REST."""
 Gram = tuple[int, ...]
 Follow = Callable[[Any], list[tuple[int, int, Any]]]
 """State → (token, count, state behind it) of its continuations."""
@@ -26,16 +28,24 @@ Follow = Callable[[Any], list[tuple[int, int, Any]]]
 def frequent_grams(follow: Follow, start: Any, length: int) -> Iterator[tuple[Gram, int]]:
     """Continuations of up to `length` tokens with their counts, most frequent first, of equals the smaller tokens.
 
-    A continuation is shorter than `length` where nothing follows it.
+    The `CHOICES` most frequent prefixes are looked at. A continuation is shorter than `length` where nothing follows
+    it, or where none of its prolongations is among them; these come last.
     """
     front: list[tuple[int, Gram, Any]] = [(0, (), start)]
-    while front:
+    cut: dict[Gram, int] = {}
+    for _ in range(CHOICES + 1):
+        if not front:
+            break
         count, gram, state = heapq.heappop(front)
+        cut.pop(gram[:-1], None)
         below = follow(state) if len(gram) < length else []
         if gram and not below:
             yield gram, -count
+        elif gram:
+            cut[gram] = -count
         for token, n, behind in below:
             heapq.heappush(front, (-n, (*gram, token), behind))
+    yield from sorted(cut.items(), key=lambda item: (-item[1], item[0]))
 
 
 class Hierarchy(PublishedDrafter):
