@@ -85,6 +85,9 @@ class Chooser(Protocol):
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return the token that follows `text`, given the logits at `row`."""
 
+    def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
+        """(seed, row, position) of the noise the token that follows `text` is drawn with, None without noise."""
+
 
 class GreedyChooser:
     """The most probable token, no processors."""
@@ -95,6 +98,9 @@ class GreedyChooser:
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return the argmax of the row."""
         return int(logits.top_ids[row, 0])
+
+    def noise_at(self, text: RowText) -> None:
+        """Greedy decoding has no noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +143,10 @@ class SamplingChooser:
         count = truncate_row(values, w.temperature, w.top_k, w.top_p, w.min_p, self._ids, self._scores)
         return int(gumbel_argmax(self._ids, self._scores, count, *key))
 
+    def noise_at(self, text: RowText) -> tuple[int, int, int]:
+        """Key of the noise of the next token."""
+        return self._seed, self._row, text.length
+
 
 class ProcessorChooser:
     """Any list of logits processors, called once per emitted token in order, as plain decoding calls them."""
@@ -163,6 +173,10 @@ class ProcessorChooser:
             return int(torch.argmax(scores, dim=-1))
         host = np.ascontiguousarray(scores[0].detach().float().cpu().numpy())
         return int(gumbel_argmax_row(host, 1.0, self._seed, self._row, text.length))
+
+    def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
+        """Key of the noise of the next token, None when the processed argmax is taken."""
+        return None if self._seed is None else (self._seed, self._row, text.length)
 
 
 def make_chooser(

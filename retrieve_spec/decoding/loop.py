@@ -145,7 +145,8 @@ class Decoding:
         cost = self._cost.seconds(self.text.length, nodes) if limits.nodes is None else None
         if depth < 1:
             nodes, cost = 0, None
-        tree = self._drafter.propose(Budget(nodes, max(depth, 0), cost))
+        noise = self._chooser.noise_at(self.text)
+        tree = self._drafter.propose(Budget(nodes, max(depth, 0), cost, noise))
         return tree.first_branch() if self._verifier.mode == "chain" and not tree.is_chain else tree
 
     def _verify(self, tree: DraftTree) -> VerifierOutput:

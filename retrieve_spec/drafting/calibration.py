@@ -36,12 +36,13 @@ class Calibration:
         (CELLS, 4) float32: how often the level explained the token and was reached; the same for its most recent
         continuation.
     scale
-        (NUM_SOURCES, SCALE_BINS + 1, 2) float32: hits and summed probability per log-odds bin.
+        (2 · NUM_SOURCES, SCALE_BINS + 1, 2) float32: hits and summed probability per log-odds bin, for greedy
+        decoding and then for sampling with known noise.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.cells: NDArray[np.float32] = np.zeros((CELLS, 4), np.float32)
-        self.scale: NDArray[np.float32] = np.zeros((NUM_SOURCES, SCALE_BINS + 1, 2), np.float32)
+        self.scale: NDArray[np.float32] = np.zeros((2 * NUM_SOURCES, SCALE_BINS + 1, 2), np.float32)
         self.path = None if path is None else Path(path)
         self._requests = 0
         if self.path is not None and self.path.exists():
@@ -96,7 +97,7 @@ def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibrat
 
 
 def _damaged(path: Path, got: str) -> StoreCorruptError:
-    size = CELLS * 4 + NUM_SOURCES * (SCALE_BINS + 1) * 2
+    size = CELLS * 4 + 2 * NUM_SOURCES * (SCALE_BINS + 1) * 2
     return StoreCorruptError(
         f"a calibration table of {size} float32 counts", f"{got} in {path}", "Delete the file; it is learned again."
     )

@@ -24,11 +24,16 @@ class Budget:
     cost
         (max_nodes + 1,) float32 or None: seconds a pass over n drafted nodes takes, n = 0 … max_nodes, drafting
         included. With it the drafter stops where expected tokens per second is highest; without it, it fills up.
+    noise
+        (seed, row, position of the next token) when tokens are sampled with noise counted by these
+        (`retrieve_spec.kernels.sampling`): a drafter may look at the noise that the sample will be drawn with, which
+        changes what it proposes and never what is emitted. None when decoding greedily or when it is not known.
     """
 
     max_nodes: int
     max_depth: int
     cost: NDArray[np.float32] | None = None
+    noise: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,8 @@ class MixtureDrafter:
         self._history: list[NDArray[np.int32]] = []
         self._fresh: list[NDArray[np.int32]] = []
         self._rest = self._misses = 0
+        self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
+        self._noise_offset = 0
         self._use: NDArray[np.float64] = np.empty(0)
         self._tail: NDArray[np.int32]
         self._window: NDArray[np.int32]
@@ -132,6 +134,7 @@ class MixtureDrafter:
         self._history = []
         self._fresh = []
         self._rest = self._misses = 0
+        self._noise[0] = 0
         self._open()
         newest = prompt[::-1][: blend.TAIL]
         self._tail[0, : len(newest)] = newest
@@ -198,6 +201,7 @@ class MixtureDrafter:
         cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
         s = self._scratch
         self._sync()
+        self._hear(budget.noise)
         n, _grown, self._stamp = expand.expand(
             self._table,
             self._cursors,
@@ -205,6 +209,7 @@ class MixtureDrafter:
             self._tail_len,
             self.calibration.cells,
             self.calibration.scale,
+            self._noise,
             cost,
             limit,
             min(budget.max_depth, self.config.max_depth),
@@ -223,6 +228,13 @@ class MixtureDrafter:
             self._misses = 0 if n else self._misses + 1
             self._rest = min(self._misses // 2, _LONGEST_REST)
         return self._tree(n)
+
+    def _hear(self, noise: tuple[int, int, int] | None) -> None:
+        """Take over the key of the sampling noise; positions are kept relative to the text so far."""
+        self._noise[0] = noise is not None
+        if noise is not None:
+            self._noise[1:] = noise
+            self._noise_offset = noise[2] - self._tail_len
 
     def _tree(self, n: int) -> DraftTree:
         if n == 0:
@@ -270,6 +282,7 @@ class MixtureDrafter:
         self._fresh = []
         self._sync()
         roots = self._exact_cursors()
+        self._noise[3] = self._tail_len + self._noise_offset
         self._table[:, blend.RESTING] = 0  # learning sees every source
         self._stamp = expand.learn(
             self._table,
@@ -279,6 +292,7 @@ class MixtureDrafter:
             self.calibration.cells,
             self.calibration.scale,
             self._use,
+            self._noise,
             self.config.min_path_probability,
             emitted,
             self._scratch.slots,

@@ -214,9 +214,13 @@ def exact_successors(
     else:
         n, _ = sa_successors(view_u32(table[s, 2], table[s, 3]), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
     to_global = view_u32(table[s, 9], table[s, 11])
+    known = 0
     for i in range(n):
-        out_tokens[i] = to_global[out_tokens[i]]
-    return np.int64(n)
+        if out_tokens[i] < len(to_global):  # a damaged store can hold other ids
+            out_tokens[known] = to_global[out_tokens[i]]
+            out_counts[known] = out_counts[i]
+            known += 1
+    return np.int64(known)
 
 
 @njit(cache=True, nogil=True)

@@ -17,6 +17,7 @@ from retrieve_spec.kernels.blend import (
     MAX_CANDIDATES,
     MAX_LEVELS,
     NGRAM,
+    NUM_SOURCES,
     NUMBER,
     PREDICTION,
     READ_LIMIT,
@@ -32,6 +33,7 @@ from retrieve_spec.kernels.blend import (
     slots_of,
     states_of,
 )
+from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.suffix_array import sa_extend
 from retrieve_spec.kernels.views import view_f32, view_i32, view_u16, view_u32, view_u64
 
@@ -115,6 +117,27 @@ def _pop(heap: NDArray[np.int64], size: int, pool_p: NDArray[np.float32], pool_i
 
 
 @njit(cache=True, nogil=True)
+def couple(tokens: NDArray[np.int32], probs: NDArray[np.float32], n: int, key: np.uint64) -> None:
+    """Turn probabilities into probabilities given the noise that the sample will be drawn with.
+
+    The target's token is the argmax of ``p_i / E_i`` where the exponential ``E_i`` is known (Gumbel-max sampling with
+    counted noise) and only ``p_i`` is estimated. So the candidates' scores are known up to the error of the estimate,
+    and the chance to win is taken in proportion to them (an exponent of 1.5 or 2.5 was no better, and worse calibrated);
+    the mass of all others competes with its median noise, ln 2.
+    """
+    others = 1.0
+    for i in range(n):
+        others -= probs[i]
+    total = max(others, 0.0) / 0.6931
+    for i in range(n):
+        score = probs[i] / -np.log(uniform(key, tokens[i]))
+        probs[i] = score
+        total += score
+    for i in range(n):
+        probs[i] /= total
+
+
+@njit(cache=True, nogil=True)
 def _best_possible(cost: NDArray[np.float32], n: int, gain: float, p: float, rate: float) -> bool:
     """Whether adding more nodes of probability at most ``p`` can still raise tokens per second above ``rate``."""
     for m in range(n + 1, len(cost)):  # noqa: SIM110 (Numba compiles the loop, not any())
@@ -148,6 +171,7 @@ def expand(
     tail_len: int,
     cells: NDArray[np.float32],
     scale: NDArray[np.float32],
+    noise: NDArray[np.int64],
     cost: NDArray[np.float32],
     max_nodes: int,
     max_depth: int,
@@ -166,6 +190,8 @@ def expand(
 
     Parameters
     ----------
+    noise
+        (4,) int64: 1 if tokens are sampled with known noise (else 0), seed, row, position of the next token.
     cost
         (max_nodes + 1,) float32 seconds of a pass over n nodes, or (0,) to fill the budget.
     cursors, tails
@@ -215,7 +241,8 @@ def expand(
             valid = min(tail_len + depth, TAIL)
             # No candidate below `cutoff` can be among the best: levels with too little mass to make one are not read.
             worth = max(min_p, cutoff) / path_p
-            mass = max(worth, MASS_FLOOR)
+            mass = MASS_FLOOR if noise[0] else max(worth, MASS_FLOOR)
+            negligible = 0.0 if noise[0] else NEGLIGIBLE * worth  # known noise can make a small share the largest
             k = collect_levels(
                 table, cursors, at * rows, tails, at, valid, cells, mass, open_levels, hashes, levels, weights
             )
@@ -228,7 +255,7 @@ def expand(
                 levels,
                 weights,
                 k,
-                NEGLIGIBLE * worth,
+                negligible,
                 slots,
                 stamp,
                 read_tokens,
@@ -239,10 +266,12 @@ def expand(
                 probs,
                 credit,
             )
+            if noise[0]:
+                couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + depth))
             for i in range(c):
                 if probs[i] < worth or pool >= len(pool_p):
                     continue
-                p = path_p * scaled(scale, table[credit[i], NUMBER], probs[i])
+                p = path_p * scaled(scale, noise[0] * NUM_SOURCES + table[credit[i], NUMBER], probs[i])
                 pool_p[pool] = p
                 pool_ids[pool, 0] = tokens[i]
                 pool_ids[pool, 1] = at - 1
@@ -461,6 +490,7 @@ def learn_weights(
 @njit(cache=True, nogil=True)
 def learn_scale(
     scale: NDArray[np.float32],
+    first: int,
     table: NDArray[np.int64],
     tokens: NDArray[np.int32],
     probs: NDArray[np.float32],
@@ -473,7 +503,7 @@ def learn_scale(
     for i in range(n):
         if probs[i] < min_p:
             continue
-        source = table[credit[i], NUMBER]
+        source = first + table[credit[i], NUMBER]
         b, f = _bin(probs[i])
         hit = 1.0 if tokens[i] == token else 0.0
         for j in range(2):
@@ -495,6 +525,7 @@ def learn(
     cells: NDArray[np.float32],
     scale: NDArray[np.float32],
     use: NDArray[np.float64],
+    noise: NDArray[np.int64],
     min_p: float,
     emitted: NDArray[np.int32],
     slots: NDArray[np.int64],
@@ -544,7 +575,9 @@ def learn(
             probs,
             credit,
         )
-        learn_scale(scale, table, tokens, probs, credit, c, min_p, token)
+        if noise[0]:
+            couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + i))
+        learn_scale(scale, noise[0] * NUM_SOURCES, table, tokens, probs, credit, c, min_p, token)
         learn_weights(table, cursors, cells, levels, weights, k, use, token)
         for s in range(len(table)):
             moved[0] = cursors[s]
