@@ -83,7 +83,7 @@ def read_trace(path: str | Path, tokenizer: Encoder, limit: int | None = None) -
     TraceError
         When a line is not JSON or lacks a field.
     """
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and number > limit:
                 return
@@ -99,11 +99,14 @@ def read_trace(path: str | Path, tokenizer: Encoder, limit: int | None = None) -
 def _parse(line: str, number: int, path: str | Path) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        if not isinstance(row["prompt"], str) or not isinstance(row["output"], str):
+        turns = [text for context, generated in row.get("more") or [] for text in (context, generated)]
+        texts = [row["prompt"], row["output"], row.get("task") or "", *turns]
+        "".join(texts).encode()  # fails for what is no string, or none that can be encoded
+        if not isinstance(row.get("meta") or {}, dict):
             raise TypeError
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise TraceError(
-            "one JSON object per line with the strings 'prompt' and 'output'",
+            "one JSON object per line with the strings 'prompt' and 'output' (and 'more' as pairs of strings)",
             f"line {number} of {path}: {line[:60].rstrip()!r}",
             "Write the log in that form (docs/benchmarks.md).",
         ) from None

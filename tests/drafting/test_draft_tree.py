@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrieve_spec.drafting.tree import DraftTree
+
+PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=8)
+
+
+def paths_of(tree):
+    """Token path of every node."""
+    paths = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parent.tolist(), strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+    return paths
+
+
+@given(PATHS)
+def test_paths_are_merged(paths):
+    tree = DraftTree.from_paths(paths)
+    tree.validate()
+    found = paths_of(tree)
+    prefixes = {tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)}
+    assert len(found) == len(prefixes) and {tuple(path) for path in found} == prefixes
+    assert tree.depth.tolist() == [len(path) for path in found]
+    assert tree.is_chain == (found == [found[-1][:n] for n in range(1, len(found) + 1)] if found else True)
+    branch = tree.first_branch()
+    branch.validate()
+    assert branch.is_chain
+    first = paths[0] if paths else []
+    assert branch.token_ids[: len(first)].tolist() == first
+    assert tree.expected_accepted == len(tree)
+
+
+@given(PATHS)
+def test_a_node_sees_its_ancestors_and_itself(paths):
+    tree = DraftTree.from_paths(paths)
+    found = paths_of(tree)
+    mask = tree.ancestor_mask()
+    assert mask.shape == (len(tree), len(tree))
+    for i, path in enumerate(found):
+        for j, other in enumerate(found):
+            assert mask[i, j] == (path[: len(other)] == other)
+
+
+def test_the_empty_tree():
+    tree = DraftTree()
+    tree.validate()
+    assert len(tree) == 0 and tree.is_chain and tree.expected_accepted == 0.0
+    assert tree.ancestor_mask().shape == (0, 0)
+    assert len(tree.first_branch()) == 0
+    assert (tree.token_ids.dtype, tree.origin.dtype) == (np.int32, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("parent", [-1, 1, 0], "does not come first"),
+        ("parent", [-2, 0, 0], "does not come first"),
+        ("depth", [1, 2, 3], "depth"),
+        ("depth", [0, 1, 1], "depth"),
+        ("token_ids", [1, 2, 2], "same token"),
+        ("log_p", [0.0], "log_p has 1 entries for 3 nodes"),
+        ("origin", [], "origin has 0 entries"),
+    ],
+)
+def test_a_broken_tree_is_told(field, value, message):
+    tree = DraftTree.from_paths([[1, 2], [1, 3]])
+    tree.validate()
+    broken = replace(tree, **{field: np.array(value, getattr(tree, field).dtype)})
+    with pytest.raises(AssertionError, match=message):
+        broken.validate()

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tokenizers import processors
+
+from retrieve_spec.bench.cli_replay import replay as replay_command
+from retrieve_spec.bench.replay import Replay, TraceRow, read_trace, replay_trace, walk
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.errors import ConfigError, TokenizerMismatchError, TraceError, UnknownPresetError
+
+
+def words(numbers):
+    return " ".join(map(str, numbers))
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Writes rows (or raw lines) to a file."""
+
+    def write(*rows):
+        path = tmp_path / "trace.jsonl"
+        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+        path.write_bytes(b"".join(line + b"\n" for line in lines))
+        return path
+
+    return write
+
+
+class Oracle:
+    """Drafts the next `n` tokens of a known text, the last of them wrong, with a wrong sibling before each."""
+
+    top_k = 0
+    wants_hidden = False
+
+    def __init__(self, text, n):
+        self.text, self.n = text, n
+        self.at = 0
+        self.budgets, self.log = [], []
+
+    def start(self, prompt_ids, prediction_ids=None):
+        self.log.append(("start", prompt_ids.tolist()))
+
+    def observe_prompt(self, token_ids, top_ids, top_logits):
+        raise AssertionError("there are no logits")
+
+    def propose(self, budget):
+        self.budgets.append((budget.max_nodes, budget.max_depth))
+        true = self.text[self.at : self.at + self.n]
+        n = min(len(true), budget.max_depth)
+        return DraftTree.from_paths([[-7], [*true[: n - 1], -9]] if n else [])
+
+    def observe(self, verified):
+        assert verified.top_ids is None
+        self.log.append(("observe", verified.emitted.tolist(), verified.path.tolist()))
+        self.at += len(verified.emitted)
+
+    def feed(self, token_ids):
+        self.log.append(("feed", token_ids.tolist()))
+
+    def finish(self):
+        self.log.append(("finish",))
+
+
+def ids(*values):
+    return np.array(values, np.int32)
+
+
+def test_counts_are_exact():
+    row = TraceRow("edit", ids(1, 2), [(ids(3, 4, 5, 6), True), (ids(50, 51), False), (ids(7, 8, 9), True)])
+    oracle = Oracle([3, 4, 5, 6, 7, 8, 9], 3)
+    told = []
+    result = Replay(oracle, 10).run([row], lambda tokens, passes: told.append((tokens, passes)))
+    # 3 4 + 5 | 6 (wrong) | fed | 7 8 + 9
+    assert [entry for entry in oracle.log if entry[0] != "observe"] == [
+        ("start", [1, 2]),
+        ("feed", [50, 51]),
+        ("finish",),
+    ]
+    assert [entry[1] for entry in oracle.log if entry[0] == "observe"] == [[3, 4, 5], [6], [7, 8, 9]]
+    assert [entry[2] for entry in oracle.log if entry[0] == "observe"] == [[1, 2], [], [1, 2]]
+    assert oracle.budgets == [(10, 4), (10, 1), (10, 3)]
+    assert result["passes"] == 3 and result["tokens"] == 7
+    assert result["tokens_per_pass"] == pytest.approx(7 / 3)
+    assert result["nodes_per_pass"] == pytest.approx((4 + 2 + 4) / 3)
+    assert result["expected_tokens_per_pass"] == pytest.approx(1 + (4 + 2 + 4) / 3)
+    assert result["accepted_by_source"] == {"context": 4}
+    assert result["by_task"] == {"edit": {"tokens_per_pass": pytest.approx(7 / 3), "passes": 3, "tokens": 7}}
+    assert set(result["propose_us"]) == set(result["observe_us"]) == {"p50", "p99"}
+    assert told == [(7, 3)]
+
+
+def test_no_rows_and_empty_answers():
+    assert Replay(Oracle([], 1)).run([])["tokens_per_pass"] == 0
+    result = Replay(Oracle([], 1)).run([TraceRow("", ids(1), [(ids(), True)])])
+    assert (result["passes"], result["tokens"], result["accepted_by_source"]) == (0, 0, {})
+
+
+def test_walk_follows_the_answer():
+    tree = DraftTree.from_paths([[1, 2, 3], [1, 4], [5]])
+    assert walk(tree, ids(1, 4, 9)).tolist() == [0, 3]
+    assert walk(tree, ids(1, 2, 3, 4)).tolist() == [0, 1, 2]
+    assert walk(tree, ids(9)).tolist() == walk(tree, ids()).tolist() == walk(DraftTree(), ids(1)).tolist() == []
+
+
+def test_rows_are_read_as_documented(trace, numbers):
+    numbers.post_processor = processors.TemplateProcessing(single="7 $A", special_tokens=[("7", 7)])
+    path = trace(
+        {"prompt": "1 2", "output": "3", "task": "a", "extra": 1},
+        {"prompt": "1", "output": "2", "meta": {"loop": True}},
+        {"prompt": "4", "output": "5", "more": [["6 8", "9"], ["10", ""]], "meta": {"loop": False}},
+        {"prompt": "", "output": "", "task": None, "meta": None, "more": None},
+    )
+    rows = list(read_trace(path, numbers))
+    assert [row.task for row in rows] == ["a", "", ""]
+    assert [row.prompt.tolist() for row in rows] == [[7, 1, 2], [7, 4], [7]], "special tokens before prompts alone"
+    assert [(part.tolist(), own) for part, own in rows[1].segments] == [
+        ([5], True),
+        ([6, 8], False),
+        ([9], True),
+        ([10], False),
+        ([], True),
+    ]
+    assert rows[0].prompt.dtype == np.int32
+    assert len(list(read_trace(path, numbers, limit=2))) == 1, "rows that are left out count"
+    assert len(list(read_trace(path, numbers, limit=3))) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b"[]",
+        b"3",
+        b'{"prompt": "1"}',
+        b'{"prompt": "1", "output": 3}',
+        b'{"prompt": null, "output": "3"}',
+        b'{"prompt": "1", "output": "2", "more": [["1"]]}',
+        b'{"prompt": "1", "output": "2", "more": ["123"]}',
+        b'{"prompt": "1", "output": "2", "more": [[1, 2]]}',
+        b'{"prompt": "1", "output": "2", "more": 5}',
+        b'{"prompt": "1", "output": "2", "meta": "loop"}',
+        b'{"prompt": "1", "output": "2", "task": [1]}',
+        b'{"prompt": "1", "output": "\xff\xfe"}',
+        b'{"prompt": "1", "output": "\\ud800"}',
+        b"\xff\xfe\x00",
+        b"",
+    ],
+)
+def test_a_bad_line_is_named(trace, numbers, line):
+    good = {"prompt": "1", "output": "2"}
+    path = trace(good, line, good)
+    rows = read_trace(path, numbers)
+    assert next(rows).prompt.tolist() == [1]
+    with pytest.raises(TraceError, match=r"line 2 of .*trace\.jsonl"):
+        next(rows)
+    assert len(list(read_trace(path, numbers, limit=1))) == 1, "what is not read is not judged"
+
+
+@pytest.fixture
+def answers(trace, numbers, tmp_path):
+    """A trace whose answers repeat from row to row, and the tokenizer's file."""
+    numbers.save(str(tmp_path / "tokenizer.json"))
+    answer = words(range(100, 140))
+    path = trace(
+        {"prompt": "1 2 3", "output": answer, "task": "b"},
+        {"prompt": "4 5 6", "output": answer, "task": "a"},
+        {"prompt": "7", "output": answer, "meta": {"loop": True}},
+        {"prompt": "8 9", "output": "10 11", "more": [[words(range(300, 340)), words(range(300, 330))]], "task": "b"},
+    )
+    return path, tmp_path / "tokenizer.json"
+
+
+def test_a_session_is_remembered_only_when_asked_for(answers):
+    path, tokenizer = answers
+    without = replay_trace(path, tokenizer)
+    kept = replay_trace(path, tokenizer, session=True)
+    assert without["tokens"] == kept["tokens"] == 40 + 40 + 32
+    assert without["by_task"]["a"]["passes"] >= 39, "nothing of the first row is in the second"
+    assert kept["by_task"]["a"]["passes"] < 15
+    assert kept["accepted_by_source"]["session"] > 25
+    assert "session" not in without["accepted_by_source"]
+    assert without["by_task"]["b"]["passes"] <= 2 + 40 + 8, "fed text is drafted from"
+
+
+def test_the_same_replay_gives_the_same_figures(answers):
+    path, tokenizer = answers
+    timed = {"propose_us", "observe_us", "pass_us"}
+    one, two = (replay_trace(path, tokenizer, session=True, limit=2) for _ in range(2))
+    assert {k: v for k, v in one.items() if k not in timed} == {k: v for k, v in two.items() if k not in timed}
+    assert one["tokens"] == 80
+    assert one["nodes_per_pass"] <= 60 and replay_trace(path, tokenizer, nodes=3)["nodes_per_pass"] <= 3
+
+
+def test_stores_are_drafted_from(answers, make_store, tmp_path):
+    path, tokenizer = answers
+    store = make_store([list(range(90, 150))])
+    result = replay_trace(path, tokenizer, stores=[store.path], limit=2)
+    assert result["passes"] < 30
+    assert sum(count for name, count in result["accepted_by_source"].items() if name in ("exact", "ngram")) > 50
+    other = tmp_path / "other.json"
+    other.write_text(tokenizer.read_text().replace('"999": 999', '"other": 999'))
+    with pytest.raises(TokenizerMismatchError):
+        replay_trace(path, other, stores=[store.path])
+
+
+def test_what_cannot_be_replayed(answers):
+    path, tokenizer = answers
+    with pytest.raises(UnknownPresetError, match="no-such"):
+        replay_trace(path, tokenizer, draft="no-such")
+    assert issubclass(UnknownPresetError, ConfigError)
+
+
+def test_replay_from_the_command_line(answers):
+    path, tokenizer = answers
+    arguments = [str(path), "--tokenizer", str(tokenizer), "--session", "--limit", "3", "--quiet", "--nodes", "20"]
+    plain = CliRunner().invoke(replay_command, arguments)
+    assert plain.exit_code == 0, plain.output
+    found = CliRunner().invoke(replay_command, [*arguments, "--json", "--by-task"])
+    assert found.exit_code == 0, found.output
+    result = json.loads(found.output.splitlines()[-1])
+    expected = replay_trace(path, tokenizer, session=True, limit=3, nodes=20)
+    for name in ("tokens", "passes", "tokens_per_pass", "nodes_per_pass", "by_task", "accepted_by_source"):
+        assert result[name] == expected[name]
+    assert f"{result['tokens_per_pass']:.3f} tokens per pass" in plain.output
+    bare = CliRunner().invoke(replay_command, [*arguments, "--json"])
+    assert "by_task" not in json.loads(bare.output.splitlines()[-1])
+
+
+def test_replay_agrees_with_the_loop(run, markov_text):
+    """The same passes as greedy verification of the same drafter."""
+    text = markov_text(2, 900)
+    row = TraceRow("", text[:100], [(text[100:], True)])
+    result = Replay(MixtureDrafter(recycling=False), 32).run([row])
+    r = run(MixtureDrafter(recycling=False)).request(text[:100], text[100:])
+    assert result["passes"] == len(r.trees)
+    assert sum(result["accepted_by_source"].values()) == sum(r.accepted)
