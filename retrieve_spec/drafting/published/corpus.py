@@ -129,7 +129,7 @@ class Corpus:
         levels = [0] * (max_depth + 1)
         front: list[tuple[int, int, int, int, Places]] = []
         self._push(front, places, depth, 1, ROOT, min(children, nodes), reads)
-        while front and nodes > 0:
+        while front and nodes > 0 and len(builder) < builder.max_nodes:
             count, level, token, parent, above = heapq.heappop(front)
             if levels[level] >= per_level:
                 continue
@@ -138,7 +138,7 @@ class Corpus:
                 continue
             levels[level] += 1
             nodes -= 1
-            if level < max_depth and nodes > 0:
+            if level < min(max_depth, builder.max_depth) and nodes > 0:
                 here = self.narrow(above, depth + level - 1, token)
                 self._push(front, here, depth + level, level + 1, node, min(children, nodes), reads)
 
