@@ -17,6 +17,8 @@ from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.stores import StoreRows
 
+NO_NOISE = (0, 0, 0, 0)
+
 
 @dataclass
 class World:
@@ -27,7 +29,7 @@ class World:
     tail: np.ndarray
     alive: list[Any]
 
-    def grow(self, cells, scale, max_nodes, max_depth, min_p=0.0, cost=()):
+    def grow(self, cells, scale, max_nodes, max_depth, min_p=0.0, cost=(), noise=NO_NOISE):
         """(nodes as the naive twin gives them, nodes worth verifying, the kernel's cursors)."""
         rows = len(self.table)
         cursors = np.zeros(((MAX_NODES + 1) * rows, blend.CURSOR), np.int64)
@@ -40,6 +42,7 @@ class World:
             len(self.text),
             cells,
             scale,
+            np.array(noise, np.int64),
             np.asarray(cost, np.float32),
             max_nodes,
             max_depth,
@@ -57,7 +60,7 @@ class World:
         grown = [(*node, float(p)) for node, p in zip(nodes[:n].tolist(), node_p[:n], strict=True)]
         return grown, int(best), cursors
 
-    def learn(self, cells, scale, use, emitted, min_p=0.0):
+    def learn(self, cells, scale, use, emitted, min_p=0.0, noise=NO_NOISE):
         tail = self.tail.copy()
         expand.learn(
             self.table,
@@ -67,6 +70,7 @@ class World:
             cells,
             scale,
             use,
+            np.array(noise, np.int64),
             min_p,
             np.array(emitted, np.int32),
             np.zeros(blend.HASH, np.int64),
@@ -134,7 +138,7 @@ def learned(rng, strength=5.0):
     reached, hit = rng.gamma(1, strength, (2, blend.CELLS)), rng.random((2, blend.CELLS))
     cells[:, 1], cells[:, 3] = reached
     cells[:, 0], cells[:, 2] = hit * reached
-    summed = rng.gamma(1, strength, (blend.NUM_SOURCES, expand.SCALE_BINS + 1))
+    summed = rng.gamma(1, strength, (2 * blend.NUM_SOURCES, expand.SCALE_BINS + 1))
     scale = np.stack([summed * rng.uniform(0.5, 1.2, summed.shape), summed], axis=-1).astype(np.float32)
     return cells, scale
 

@@ -160,6 +160,14 @@ def distribution(levels, negligible=0.0):
     return {token: (sum(p for p, _ in given), best[token]) for token, given in parts.items()}
 
 
+def couple(given, noise):
+    """Probabilities when the noise of the sample is known: the target takes the largest p / E, E exponential."""
+    scores = {token: p / -math.log(noise(token)) for token, (p, _) in given.items()}
+    others = max(1 - sum(p for p, _ in given.values()), 0.0) / 0.6931  # their noise is not looked at: its median
+    total = others + sum(scores.values())
+    return {token: (scores[token] / total, row) for token, (_, row) in given.items()}
+
+
 def bins(p):
     """[(bin, share)] of a probability on the log-odds scale, half a unit wide from -8 to 8."""
     p = min(max(p, 1e-6), 1 - 1e-6)
@@ -172,17 +180,21 @@ def scaled(scale, number, p):
     return min(p * ratio, 0.9999)
 
 
-def expand(sources, text, cells, scale, max_nodes, max_depth, min_p=0.0, floor=0.01, cost=None):
+def expand(sources, text, cells, scale, max_nodes, max_depth, min_p=0.0, cost=None, noise=None):
     """[(token, parent, depth, row, path probability)], best first, and how many of them to verify."""
     nodes, heap, order = [], [], 0
 
     def offer(at, path, path_p):
         nonlocal order
-        levels = merged(sources, text + path, cells, max(min_p / path_p, floor))
-        given = distribution(levels, NEGLIGIBLE * min_p / path_p)
+        worth = min_p / path_p
+        if noise is None:
+            given = distribution(merged(sources, text + path, cells, max(worth, 0.01)), NEGLIGIBLE * worth)
+        else:
+            given = distribution(merged(sources, text + path, cells, 0.01))
+            given = couple(given, noise(len(path)))
         for token, (p, row) in given.items():
-            if p >= min_p / path_p:
-                p = path_p * scaled(scale, sources[row].number, p)
+            if p >= worth:
+                p = path_p * scaled(scale, sources[row].number + (8 if noise else 0), p)
                 heapq.heappush(heap, (-p, token, order, at, path, row))
                 order += 1
 
@@ -237,12 +249,12 @@ def learn_weights(cells, use, levels, token):
             break
 
 
-def learn_scale(scale, sources, given, min_p, token):
+def learn_scale(scale, sources, given, min_p, token, first=0):
     """Compare the probability of every candidate with what came (modifies `scale`)."""
     for candidate, (p, row) in given.items():
         if p >= min_p:
             for b, w in bins(p):
-                cell = scale[sources[row].number][b]
+                cell = scale[first + sources[row].number][b]
                 if cell[1] > SCALE_MEMORY:
                     cell[0] *= 0.999
                     cell[1] *= 0.999

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.kernels import blend, expand
+from retrieve_spec.kernels import blend, expand, sampling
 
 
 def number_tokenizer(size):
@@ -86,6 +86,39 @@ def test_best_first_takes_the_most_probable_nodes(world, seed):
         assert all(node[2] <= max_depth for node in nodes)
         best = sum(node[4] for node in expected)
         assert 0.95 * best <= sum(p) <= 1.0001 * best
+
+
+def noise_of(seed, row, position):
+    """What `blend_world` passes, and the noise it stands for: by depth, then token."""
+    key = [np.uint64(sampling.noise_key(seed, row, position + depth)) for depth in range(8)]
+    return (1, seed, row, position), lambda depth: lambda token: sampling.uniform(key[depth], token)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_known_noise_decides_between_the_candidates(world, seed):
+    rng = np.random.default_rng(seed + 600)
+    w = world(rng)
+    cells, scale = blend_world.learned(rng)
+    given, noise = noise_of(seed, 1, 40)
+    nodes, _, _ = w.grow(cells, scale, 256, 2, noise=given)
+    expected = paths(naive.expand(w.sources, w.text, cells, scale, 10**9, 2, noise=noise)[0])
+    found = paths(nodes)
+    assert found, "something is drafted"
+    for path, (p, _row) in found.items():
+        assert p == pytest.approx(expected[path][0], rel=2e-4), path
+    plain, _, _ = w.grow(cells, scale, 256, 2)
+    assert plain != nodes
+    use = np.zeros(len(w.table))
+    expected_cells, expected_scale = cells.astype(np.float64), scale.astype(np.float64)
+    emitted = rng.integers(0, 4, 4).tolist()
+    for i, token in enumerate(emitted):
+        levels = naive.merged(w.sources, w.text + emitted[:i], expected_cells, 0.01)
+        coupled = naive.couple(naive.distribution(levels), noise(i))
+        naive.learn_scale(expected_scale, w.sources, coupled, 0.002, token, first=8)
+        naive.learn_weights(expected_cells, use.copy(), levels, token)
+    w.learn(cells, scale, use, emitted, 0.002, given)
+    np.testing.assert_allclose(cells, expected_cells, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(scale, expected_scale, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -178,7 +211,7 @@ def test_cells(number, length, total, distinct):
         )
 
 
-@given(st.floats(0, 1), st.integers(0, 7), st.integers(0, 3))
+@given(st.floats(0, 1), st.integers(0, 15), st.integers(0, 3))
 def test_scale(p, number, seed):
     _, scale = blend_world.learned(np.random.default_rng(seed))
     assert expand.scaled(scale, number, p) == pytest.approx(naive.scaled(scale, number, p), rel=1e-5, abs=1e-9)
