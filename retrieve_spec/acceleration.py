@@ -7,6 +7,7 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from retrieve_spec.config import AUTO, SpeculationConfig
+from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
+from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.decoding.costprobe import measure_passes
 from retrieve_spec.decoding.fast_verifier import try_build
 from retrieve_spec.decoding.hf import HFVerifier
@@ -58,7 +61,7 @@ def accelerate(
     tokenizer
         Its tokenizer, for text predictions and streams of text.
     datastores
-        Datastores to draft from.
+        Datastores to draft from: folders, or stores opened before.
     drafter
         What drafts instead of the configured preset.
     config
@@ -74,7 +77,9 @@ def accelerate(
     UnsupportedModelError
         The object cannot generate.
     TokenizerMismatchError
-        The tokenizer has tokens the model does not know.
+        The tokenizer has tokens the model does not know, or a store was built with another one.
+    StoreError
+        A folder holds no store, or a damaged or unfinished one.
     ConfigError
         An option is unknown or out of range; also for an unknown preset or one that misses a source.
     """
@@ -91,7 +96,8 @@ def accelerate(
         restore(model)
     finding = _find_mode(model)
     make_verifier, why_not_static = _verifier_factory(model, finding, config)
-    speculation = Speculation(config, finding, make_verifier, tokenizer, datastores or (), drafter)
+    stores = [_open_store(store, tokenizer) for store in datastores or ()]
+    speculation = Speculation(config, finding, make_verifier, tokenizer, stores, drafter)
     speculation.model_key = _model_key(model)
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
@@ -105,6 +111,15 @@ def accelerate(
     if config.nodes == AUTO and config.draft != OFF:
         measure_passes(model, speculation)
     return model
+
+
+def _open_store(store: Any, tokenizer: Any) -> Datastore:
+    """Open a folder, or check that an open store was built with the tokenizer."""
+    if isinstance(store, (str, os.PathLike)):
+        return open_datastore(store, tokenizer=tokenizer)
+    if tokenizer is not None and isinstance(store, Datastore):
+        check_tokenizer(store.path, store.manifest, tokenizer_fingerprint(tokenizer))
+    return store  # type: ignore[no-any-return]
 
 
 def _model_key(model: Any) -> str:

@@ -95,6 +95,10 @@ class PassConfig:
         Root tokens and draft nodes of one captured pass at most.
     graph_bytes
         GPU memory that captured graphs may hold.
+    cuda_graphs
+        Replay passes on a GPU as captured graphs, one per number of rows in `graph_rows`.
+    graph_rows
+        Rows of a pass are padded to the next of these.
     min_parameters
         Smallest model whose pass is recorded unasked; recording takes a second or more.
     """
@@ -104,6 +108,8 @@ class PassConfig:
     layout_bytes: int = 256 << 20
     max_rows: int = 512
     graph_bytes: int = 512 << 20
+    cuda_graphs: bool = False  # off until it has run on a GPU
+    graph_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     min_parameters: int = 1_000_000
 
 

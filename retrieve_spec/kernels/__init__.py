@@ -1,0 +1,1 @@
+"""Numba and Triton kernels: arrays and scalars in, arrays out; no validation."""

@@ -122,8 +122,8 @@ def couple(tokens: NDArray[np.int32], probs: NDArray[np.float32], n: int, key: n
 
     The target's token is the argmax of ``p_i / E_i`` where the exponential ``E_i`` is known (Gumbel-max sampling with
     counted noise) and only ``p_i`` is estimated. So the candidates' scores are known up to the error of the estimate,
-    and the chance to win is taken in proportion to them (an exponent of 1.5 or 2.5 was no better, and worse calibrated);
-    the mass of all others competes with its median noise, ln 2.
+    and the chance to win is taken in proportion to them (exponents of 1.5 and 2.5 were no better, and worse
+    calibrated); the mass of all others competes with its median noise, ln 2.
     """
     others = 1.0
     for i in range(n):

@@ -422,3 +422,15 @@ def test_threads_take_turns(tiny: Any, prompt: torch.Tensor) -> None:
     for thread in threads:
         thread.join()
     assert results == [True] * 4
+
+
+def test_datastores_are_given_as_folders_or_open(tmp_path, reference_model, reference_tokenizer) -> None:
+    (tmp_path / "a.py").write_text("def first():\n    return 1\n" * 4)
+    folder = tmp_path / "store"
+    rs.build_datastore(folder, [str(tmp_path / "a.py")], reference_tokenizer)
+    for store in (str(folder), folder, rs.open_datastore(folder)):
+        rs.accelerate(reference_model, tokenizer=reference_tokenizer, datastores=[store], nodes=4, static_pass="off")
+        assert [s.path for s in reference_model.speculation.datastores] == [folder]
+        rs.restore(reference_model)
+    with pytest.raises(errors.StoreNotFoundError):
+        rs.accelerate(reference_model, datastores=[str(tmp_path / "none")])
