@@ -233,8 +233,9 @@ class MixtureDrafter:
         """Take over the key of the sampling noise; positions are kept relative to the text so far."""
         self._noise[0] = noise is not None
         if noise is not None:
-            self._noise[1:] = noise
-            self._noise_offset = noise[2] - self._tail_len
+            seed, row, position = noise
+            self._noise[1:] = (seed + (1 << 63)) % (1 << 64) - (1 << 63), row, position  # the seed's 64 bits, signed
+            self._noise_offset = position - self._tail_len
 
     def _tree(self, n: int) -> DraftTree:
         if n == 0:

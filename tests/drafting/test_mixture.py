@@ -11,6 +11,7 @@ from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import blend
+from retrieve_spec.kernels.sampling import gumbel_argmax, noise_key, uniform
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.session import SessionMemory
 
@@ -280,3 +281,53 @@ def test_empty_beginnings():
     drafter.finish()
     drafter.finish()
     assert len(drafter.session) == 1
+
+
+def sampled(seed, length, alphabet=12):
+    """(text, noise key) of a first-order source whose tokens are drawn as the decoding loop draws them."""
+    rng = np.random.default_rng(seed)
+    table = np.log(rng.dirichlet(np.full(alphabet, 0.3), alphabet))
+    ids, text = np.arange(alphabet, dtype=np.int32), [0]
+    while len(text) < length:
+        text.append(int(gumbel_argmax(ids, table[text[-1]], alphabet, seed, 0, len(text))))
+    return np.array(text, np.int32)
+
+
+def noisy(drafter, run, text, known, start=300, seed=9):
+    r = run(drafter)
+    r.budget = lambda left: Budget(8, left, None, (seed, 0, len(text) - left) if known else None)
+    r.request(text[:start], text[start:])
+    return np.mean(r.accepted), np.mean([tree.expected_accepted for tree in r.trees])
+
+
+def test_known_noise_tells_which_token_will_be_drawn(run):
+    text = sampled(9, 5000)
+    plain, _ = noisy(MixtureDrafter(recycling=False), run, text, False)
+    known, expected = noisy(MixtureDrafter(recycling=False), run, text, True)
+    assert known > 1.3 * plain
+    assert 1 + expected == pytest.approx(1 + known, rel=0.05)
+    wrong, _ = noisy(MixtureDrafter(recycling=False), run, text, True, seed=10)
+    assert wrong < known, "the noise of another seed is no help"
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**62, 2**63 + 5, 2**64 - 1])
+def test_any_seed_is_heard(seed):
+    drafter = MixtureDrafter()
+    drafter.start(np.array([1, 2, 1, 3, 1], np.int32))
+    tree = drafter.propose(Budget(8, 8, None, (seed, 0, 5)))
+    tree.validate()
+    key = np.uint64(noise_key(np.uint64(seed % 2**64), 0, 5))
+    best = {token: -np.log(uniform(key, token)) for token in (2, 3)}
+    first = [t for t in tree.token_ids[tree.depth == 1].tolist() if t in best]
+    assert first[0] == min(best, key=best.get), "2 and 3 are about as probable, so the noise decides"
+
+
+def test_noise_is_forgotten_with_the_request(markov_text):
+    text = markov_text(4, 300)
+    one, two = MixtureDrafter(), MixtureDrafter()
+    one.start(text)
+    one.propose(Budget(16, 8, None, (5, 0, 300)))
+    one.finish()
+    one.start(text)
+    two.start(text)
+    assert same(one.propose(Budget(16, 8)), two.propose(Budget(16, 8)))
