@@ -13,7 +13,7 @@ from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import blend, expand
+from retrieve_spec.kernels import blend, expand, learn, levels, order
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.prediction import HYPOTHESES, Prediction
@@ -51,8 +51,8 @@ class _Scratch:
 
     def __post_init__(self) -> None:
         pool = 64 * MAX_NODES
-        self.cursors = np.zeros(((MAX_NODES + 1) * self.rows, blend.CURSOR), np.int64)
-        self.tails = np.zeros((MAX_NODES + 1, blend.TAIL), np.int32)
+        self.cursors = np.zeros(((MAX_NODES + 1) * self.rows, levels.CURSOR), np.int64)
+        self.tails = np.zeros((MAX_NODES + 1, levels.TAIL), np.int32)
         self.pool_p = np.empty(pool, np.float32)
         self.pool_ids = np.empty((pool, 3), np.int64)
         self.heap = np.empty(pool, np.int64)
@@ -136,11 +136,11 @@ class MixtureDrafter:
         self._rest = self._misses = 0
         self._noise[0] = 0
         self._open()
-        newest = prompt[::-1][: blend.TAIL]
+        newest = prompt[::-1][: levels.TAIL]
         self._tail[0, : len(newest)] = newest
         self._tail_len = len(prompt)
         self._place_session(prompt)
-        self._follow_stores(prompt[-expand.MATCH :], self._exact_cursors())
+        self._follow_stores(prompt[-order.MATCH :], self._exact_cursors())
 
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
@@ -149,19 +149,19 @@ class MixtureDrafter:
         self.context.extend(ids)
         self._place_session(ids)
         roots = self._exact_cursors()
-        if len(ids) > expand.MATCH:  # only the end is followed: what was matched before does not reach it
+        if len(ids) > order.MATCH:  # only the end is followed: what was matched before does not reach it
             roots[:] = 0
-        self._follow_stores(ids[-expand.MATCH :], roots)
+        self._follow_stores(ids[-order.MATCH :], roots)
         self._tail = np.roll(self._tail, len(ids), axis=1)
-        newest = ids[::-1][: blend.TAIL]
+        newest = ids[::-1][: levels.TAIL]
         self._tail[0, : len(newest)] = newest
         self._tail_len += len(ids)
 
     def _follow_stores(self, token_ids: NDArray[np.int32], roots: NDArray[np.int64]) -> None:
         """Move the stores' longest-match cursors from where they were before the tokens to after them."""
-        self._window = np.concatenate([self._window, token_ids])[-expand.MATCH - len(token_ids) :]
+        self._window = np.concatenate([self._window, token_ids])[-order.MATCH - len(token_ids) :]
         for i in range(len(roots)):
-            expand.follow_exact(self._table, self._exact_row + i, roots, i, self._window, len(token_ids))
+            order.follow_exact(self._table, self._exact_row + i, roots, i, self._window, len(token_ids))
         self._cursors[self._exact_row : self._exact_row + len(roots)] = roots
 
     def _exact_cursors(self) -> NDArray[np.int64]:
@@ -243,7 +243,7 @@ class MixtureDrafter:
         origin = _NO_ORIGIN
         if self.config.provenance and self.stores.exact:
             origin = np.empty(n, np.int64)
-            expand.find_origins(self._table, self._scratch.cursors, self._exact_row, len(self.stores.exact), n, origin)
+            order.find_origins(self._table, self._scratch.cursors, self._exact_row, len(self.stores.exact), n, origin)
         tree = DraftTree(
             np.empty(n, np.int32),
             np.empty(n, np.int32),
@@ -252,7 +252,7 @@ class MixtureDrafter:
             np.empty(n, np.uint8),
             np.empty(n, np.int64),
         )
-        expand.depth_first(
+        order.depth_first(
             self._scratch.nodes,
             self._scratch.node_p,
             self._numbers,
@@ -284,8 +284,8 @@ class MixtureDrafter:
         self._sync()
         roots = self._exact_cursors()
         self._noise[3] = self._tail_len + self._noise_offset
-        self._table[:, blend.RESTING] = 0  # learning sees every source
-        self._stamp = expand.learn(
+        self._table[:, levels.RESTING] = 0  # learning sees every source
+        self._stamp = learn.learn(
             self._table,
             self._cursors,
             self._tail,
@@ -308,7 +308,7 @@ class MixtureDrafter:
             self.prediction.follow(emitted, self._recent())
 
     def _recent(self) -> NDArray[np.int32]:
-        return np.ascontiguousarray(self._tail[0, : min(self._tail_len, blend.TAIL)][::-1])
+        return np.ascontiguousarray(self._tail[0, : min(self._tail_len, levels.TAIL)][::-1])
 
     def _recycle(self, verified: VerifiedPass) -> None:
         assert self.recycling is not None
@@ -317,7 +317,7 @@ class MixtureDrafter:
         tree = verified.tree
         tails = np.empty((len(tree) + 1, 3), np.int32)
         lens = np.empty(len(tree) + 1, np.int32)
-        expand.node_tails(tree.token_ids, tree.parent, self._tail, self._tail_len, tails, lens)
+        order.node_tails(tree.token_ids, tree.parent, self._tail, self._tail_len, tails, lens)
         self.recycling.learn(tails, lens, verified.top_ids, verified.top_logits)
 
     def finish(self) -> None:
@@ -345,21 +345,21 @@ class MixtureDrafter:
         if self.recycling:
             rows.append(self.recycling.row(RECYCLING))
         rows += self.stores.ngram
-        self._table = np.array(rows, np.int64).reshape(len(rows), blend.ROW)
+        self._table = np.array(rows, np.int64).reshape(len(rows), levels.ROW)
         if len(self._use) != len(rows):
             self._use = np.full(len(rows), _WAKE_AT)
-        self._numbers = self._table[:, blend.NUMBER].astype(np.uint8)
-        self._cursors = np.zeros((len(rows), blend.CURSOR), np.int64)
+        self._numbers = self._table[:, levels.NUMBER].astype(np.uint8)
+        self._cursors = np.zeros((len(rows), levels.CURSOR), np.int64)
         if self._scratch.rows != len(rows):
             self._scratch = _Scratch(len(rows))
             self._stamp = 0
-        self._tail = np.zeros((1, blend.TAIL), np.int32)
+        self._tail = np.zeros((1, levels.TAIL), np.int32)
         self._tail_len = 0
         self._window = np.empty(0, np.int32)
 
     def _choose_sources(self) -> None:
         """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them."""
-        resting = self._table[:, blend.RESTING]
+        resting = self._table[:, levels.RESTING]
         resting[self._use < _REST_BELOW] = 1
         resting[self._use >= _WAKE_AT] = 0
         resting[: self._context_row + 1] = 0

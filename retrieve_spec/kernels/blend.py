@@ -5,9 +5,6 @@ Levels of all sources are merged from the longest match to the shortest. Level k
 that longer levels left over and spends it on its own continuations (prediction by partial matching, interpolated).
 ``λ`` is learned online per cell (source, match length, count, number of distinct continuations) by expectation
 maximisation of the likelihood of the emitted tokens, starting from ``n / (n + a·d)``.
-
-Source table: one int64 row per source, `KIND`, `NUMBER` (index into `SOURCE_NAMES`) and addresses of its arrays.
-Cursors: (rows, `CURSOR`) int64 per node.
 """
 
 from __future__ import annotations
@@ -16,21 +13,14 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, recycling
-from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_find, ngram_hash
-from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
-from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_rows, view_u16, view_u32, view_u64
-
-KIND, NUMBER = 0, 1
-AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT = 0, 1, 2, 3, 4
-ROW = 17
-"""Integers per source row."""
-RESTING = 16
-"""Field of a source row that is 1 while the source is not asked, because it has explained next to nothing lately."""
-CURSOR = 4
-"""Integers per cursor."""
-TAIL = 8
-"""How many of the newest tokens every node knows."""
+from retrieve_spec.kernels.levels import (
+    NUMBER,
+    context_hashes,
+    evidence,
+    next_level,
+    open_row,
+    read_level,
+)
 
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
 NUM_SOURCES = 8
@@ -42,8 +32,6 @@ CELL_MEMORY = 400.0
 MAX_LEVELS = 24
 MAX_CANDIDATES = 160
 HASH = 512
-READ_LIMIT = 32
-"""Continuations read per level, most recent or most frequent first."""
 MASS_FLOOR = 0.01
 """Mass below which learning stops reading levels."""
 
@@ -108,177 +96,6 @@ def recency_weight(cells: NDArray[np.float32], cell: int) -> float:
 
 
 @njit(cache=True, nogil=True)
-def states_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """State rows of an automaton source."""
-    return view_rows(table[s, 2], table[s, 3], 5)
-
-
-@njit(cache=True, nogil=True)
-def edges_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """Edge rows of an automaton source."""
-    return view_rows(table[s, 4], table[s, 5], 6)
-
-
-@njit(cache=True, nogil=True)
-def slots_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """Edge hash table of an automaton source."""
-    return view_i32(table[s, 6], table[s, 7])
-
-
-@njit(cache=True, nogil=True)
-def _first_useful(states: NDArray[np.int32], state: int, length: int) -> tuple[int, int]:
-    """The state, or the nearest one up its suffix links, that has a successor, and its match length (0: the root)."""
-    while state > 0 and states[state, automaton.TOKEN] == -1:
-        state = np.int64(states[state, automaton.LINK])
-        length = np.int64(states[state, automaton.LENGTH])
-    return (state, length) if states[state, automaton.TOKEN] != -1 else (np.int64(0), np.int64(-1))
-
-
-@njit(cache=True, nogil=True)
-def _open_row(
-    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, hashes: NDArray[np.uint64], tail_len: int
-) -> tuple[int, int]:
-    """(handle, match length) of a source's longest level; length -1 when it has none."""
-    if table[s, RESTING] == 1:
-        return np.int64(0), np.int64(-1)
-    if table[s, KIND] == AUTOMATON:
-        return _first_useful(states_of(table, s), cursors[c, 0], cursors[c, 1])
-    if table[s, KIND] == PREDICTION:
-        inside = cursors[c, 1] >= 0 and cursors[c, 0] < table[s, 3]
-        return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
-    if table[s, KIND] == NGRAM:
-        return _ngram_level(table, s, hashes, min(tail_len, table[s, 10]))
-    if table[s, KIND] == EXACT:
-        found = cursors[c, 2] >= table[s, 10] and cursors[c, 0] < cursors[c, 1]
-        return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
-    return _recycling_level(table, s, hashes, min(tail_len, recycling.ORDERS))
-
-
-@njit(cache=True, nogil=True)
-def _recycling_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
-    keys = view_u64(table[s, 2], table[s, 3])
-    while order > 0:
-        e = recycling.find(keys, hashes[1, order - 1])
-        if e >= 0:
-            return np.int64(e), np.int64(order)
-        order -= 1
-    return np.int64(0), np.int64(-1)
-
-
-@njit(cache=True, nogil=True)
-def _ngram_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
-    """(slot, order) of the longest context of at most ``order`` tokens in an n-gram table."""
-    keys = view_u32(table[s, 2], table[s, 3])
-    while order > 0:
-        slot = ngram_find(keys, hashes[0, order - 1])
-        if slot >= 0:
-            return np.int64(slot), np.int64(order)
-        order -= 1
-    return np.int64(0), np.int64(-1)
-
-
-@njit(cache=True, nogil=True)
-def ngram_token(table: NDArray[np.int64], s: int, i: int) -> int:
-    """Token of one stored continuation of an n-gram table."""
-    if table[s, 11] == 2:
-        return np.int64(view_u16(table[s, 7], table[s, 9])[i])
-    return np.int64(view_u32(table[s, 7], table[s, 9])[i])
-
-
-@njit(cache=True, nogil=True)
-def exact_narrow(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int, token: int) -> tuple[int, int]:
-    """Suffix array interval of a store's segment after one more token of the model's vocabulary."""
-    local = view_i32(table[s, 7], table[s, 8])[token] if 0 <= token < table[s, 8] else np.int32(0)
-    sa = view_u32(table[s, 5], table[s, 6])
-    if table[s, 4] == 2:
-        a, b = sa_narrow(view_u16(table[s, 2], table[s, 3]), sa, lo, hi, depth, np.int64(local))
-    else:
-        a, b = sa_narrow(view_u32(table[s, 2], table[s, 3]), sa, lo, hi, depth, np.int64(local))
-    return np.int64(a), np.int64(b)
-
-
-@njit(cache=True, nogil=True)
-def exact_successors(
-    table: NDArray[np.int64],
-    s: int,
-    lo: int,
-    hi: int,
-    depth: int,
-    out_tokens: NDArray[np.int32],
-    out_counts: NDArray[np.int32],
-) -> int:
-    """Next tokens of an interval, as ids of the model's vocabulary, with counts; returns how many."""
-    sa = view_u32(table[s, 5], table[s, 6])
-    if table[s, 4] == 2:
-        n, _ = sa_successors(view_u16(table[s, 2], table[s, 3]), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
-    else:
-        n, _ = sa_successors(view_u32(table[s, 2], table[s, 3]), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
-    to_global = view_u32(table[s, 9], table[s, 11])
-    known = 0
-    for i in range(n):
-        if out_tokens[i] < len(to_global):  # a damaged store can hold other ids
-            out_tokens[known] = to_global[out_tokens[i]]
-            out_counts[known] = out_counts[i]
-            known += 1
-    return np.int64(known)
-
-
-@njit(cache=True, nogil=True)
-def _exact_distinct(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int) -> int:
-    """1 when all suffixes of a sorted interval go on alike, else a guess from its size (a read would cost more)."""
-    sa = view_u32(table[s, 5], table[s, 6])
-    first, last = np.int64(sa[lo]) + depth, np.int64(sa[hi - 1]) + depth
-    if table[s, 4] == 2:
-        tokens = view_u16(table[s, 2], table[s, 3])
-        same = tokens[first] == tokens[last]
-    else:
-        wide = view_u32(table[s, 2], table[s, 3])
-        same = wide[first] == wide[last]
-    return 1 if same else min(hi - lo, 2 + (hi - lo) // 8)
-
-
-@njit(cache=True, nogil=True)
-def _next_level(
-    table: NDArray[np.int64], s: int, handle: int, length: int, hashes: NDArray[np.uint64]
-) -> tuple[int, int]:
-    """(handle, match length) of the level after this one."""
-    if table[s, KIND] == AUTOMATON:
-        states = states_of(table, s)
-        link = np.int64(states[handle, automaton.LINK])
-        if link < 0:
-            return np.int64(0), np.int64(-1)
-        return _first_useful(states, link, np.int64(states[link, automaton.LENGTH]))
-    if table[s, KIND] == RECYCLING:
-        return _recycling_level(table, s, hashes, length - 1)
-    if table[s, KIND] == NGRAM:
-        return _ngram_level(table, s, hashes, length - 1)
-    return np.int64(0), np.int64(-1)
-
-
-@njit(cache=True, nogil=True)
-def _evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]:
-    """(total count, distinct continuations) of a level; for probabilities, how peaked they are stands for distinct."""
-    if table[s, KIND] == AUTOMATON:
-        states = states_of(table, s)
-        return np.int64(states[handle, automaton.COUNT]), np.int64(automaton.degree(states, handle))
-    if table[s, KIND] == RECYCLING:
-        k = table[s, 10]
-        top = view_f32(table[s, 8], table[s, 3] * k)[handle * k]
-        seen = view_i64(table[s, 4], table[s, 3] * 2)[handle * 2]
-        distinct = 1 if top > 0.9 else (2 if top > 0.7 else (3 if top > 0.5 else (5 if top > 0.3 else 9)))
-        return seen, np.int64(distinct)
-    if table[s, KIND] == NGRAM:
-        return np.int64(view_u32(table[s, 4], table[s, 3])[handle]), np.int64(
-            view_u16(table[s, 5], table[s, 3])[handle]
-        )
-    if table[s, KIND] == EXACT:
-        return cursors[c, 1] - cursors[c, 0], np.int64(
-            _exact_distinct(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2])
-        )
-    return np.int64(1), np.int64(1)
-
-
-@njit(cache=True, nogil=True)
 def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     """Weight of a level before anything was learned: n / (n + a·d), with a falling in the match length."""
     if source == 3:  # recycling: the target's own probabilities
@@ -300,19 +117,6 @@ def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     if source > 3:
         a = 1.0
     return total / (total + a * distinct)
-
-
-@njit(cache=True, nogil=True)
-def context_hashes(tails: NDArray[np.int32], at: int, tail_len: int, out: NDArray[np.uint64]) -> None:
-    """Hashes of the last 1, 2, … tokens: row 0 as n-gram tables are keyed, row 1 as the recycling table is."""
-    h = np.uint64(0)
-    g = np.uint64(0)
-    for i in range(min(tail_len, MAX_ORDER)):
-        h = ngram_hash(h, tails[at, i])
-        out[0, i] = h
-        if i < recycling.ORDERS:
-            g = recycling.mix(g, tails[at, i])
-            out[1, i] = g
 
 
 @njit(cache=True, nogil=True)
@@ -358,7 +162,7 @@ def collect_levels(
     rows = len(table)
     context_hashes(tails, at, tail_len, hashes)
     for s in range(rows):
-        open_levels[s, 0], open_levels[s, 1] = _open_row(table, s, cursors, base + s, hashes, tail_len)
+        open_levels[s, 0], open_levels[s, 1] = open_row(table, s, cursors, base + s, hashes, tail_len)
     n = 0
     mass = 1.0
     while n < MAX_LEVELS and mass > mass_floor:
@@ -371,7 +175,7 @@ def collect_levels(
         if best < 0:
             break
         handle = open_levels[best, 0]
-        total, distinct = _evidence(table, best, cursors, base + best, handle)
+        total, distinct = evidence(table, best, cursors, base + best, handle)
         source = table[best, NUMBER]
         cell = cell_of(source, length, total, distinct)
         weight = level_weight(cells, cell, prior_weight(source, length, total, distinct))
@@ -382,58 +186,8 @@ def collect_levels(
         weights[n] = weight
         mass *= 1.0 - weight
         n += 1
-        open_levels[best, 0], open_levels[best, 1] = _next_level(table, best, handle, length, hashes)
+        open_levels[best, 0], open_levels[best, 1] = next_level(table, best, handle, length, hashes)
     return n
-
-
-@njit(cache=True, nogil=True)
-def read_level(
-    table: NDArray[np.int64],
-    s: int,
-    cursors: NDArray[np.int64],
-    c: int,
-    handle: int,
-    total: int,
-    recency: float,
-    out_tokens: NDArray[np.int32],
-    out_counts: NDArray[np.int32],
-    out_p: NDArray[np.float32],
-) -> int:
-    """Continuations of one level and their shares of it; returns how many were written."""
-    if table[s, KIND] == AUTOMATON:
-        n = automaton.successors(states_of(table, s), edges_of(table, s), handle, READ_LIMIT, out_tokens, out_counts)
-        for i in range(n):
-            out_p[i] = (1.0 - recency) * out_counts[i] / total
-        if n > 0:
-            out_p[0] += recency
-        return n
-    if table[s, KIND] == RECYCLING:
-        k = table[s, 10]
-        ids = view_i32(table[s, 6], table[s, 3] * k)
-        p = view_f32(table[s, 8], table[s, 3] * k)
-        n = 0
-        while n < k and ids[handle * k + n] >= 0:
-            out_tokens[n] = ids[handle * k + n]
-            out_p[n] = p[handle * k + n]
-            n += 1
-        return n
-    if table[s, KIND] == NGRAM:
-        start = view_u32(table[s, 6], table[s, 3] + 1)
-        counts = view_u32(table[s, 8], table[s, 9])
-        first = np.int64(start[handle])
-        n = min(np.int64(start[handle + 1]) - first, READ_LIMIT)
-        for i in range(n):
-            out_tokens[i] = ngram_token(table, s, first + i)
-            out_p[i] = counts[first + i] / total
-        return n
-    if table[s, KIND] == EXACT:
-        n = exact_successors(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], out_tokens, out_counts)
-        for i in range(n):
-            out_p[i] = out_counts[i] / total
-        return n
-    out_tokens[0] = view_i32(table[s, 2], table[s, 3])[handle]
-    out_p[0] = 1.0
-    return 1
 
 
 @njit(cache=True, nogil=True)
@@ -519,27 +273,3 @@ def blend(
                 credit[n] = row
                 n += 1
     return n
-
-
-@njit(cache=True, nogil=True)
-def advance_row(
-    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, token: int, out: NDArray[np.int64], o: int
-) -> None:
-    """Cursor of one source after one more token."""
-    if table[s, KIND] == AUTOMATON:
-        out[o, 0], out[o, 1] = automaton.advance(
-            states_of(table, s), edges_of(table, s), slots_of(table, s), cursors[c, 0], cursors[c, 1], token
-        )
-    elif table[s, KIND] == PREDICTION:
-        out[o, 0], out[o, 1] = cursors[c, 0], np.int64(-1)
-        if (
-            cursors[c, 1] >= 0
-            and cursors[c, 0] < table[s, 3]
-            and view_i32(table[s, 2], table[s, 3])[cursors[c, 0]] == token
-        ):
-            out[o, 0], out[o, 1] = cursors[c, 0] + 1, cursors[c, 1] + 1
-    elif table[s, KIND] == EXACT:
-        out[o, 0], out[o, 1], out[o, 2] = np.int64(0), np.int64(0), np.int64(-1)
-        if cursors[c, 2] >= 0 and cursors[c, 0] < cursors[c, 1]:
-            out[o, 0], out[o, 1] = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
-            out[o, 2] = cursors[c, 2] + 1

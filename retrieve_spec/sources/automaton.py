@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton as kernels
-from retrieve_spec.kernels.blend import ROW
+from retrieve_spec.kernels.levels import ROW
 
 BOUNDARY = -1
 """In place of a token id: no context reaches back over this point."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import blend
+from retrieve_spec.kernels import levels
 from retrieve_spec.kernels.ngram import MAX_ORDER
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def _address(array: NDArray[Any]) -> int:
 
 
 def _ngram_row(table: NgramTable, number: int) -> NDArray[np.int64]:
-    row = np.zeros(blend.ROW, np.int64)
-    row[0], row[1] = blend.NGRAM, number
+    row = np.zeros(levels.ROW, np.int64)
+    row[0], row[1] = levels.NGRAM, number
     row[2], row[3] = _address(table.keys), len(table.keys)
     row[4], row[5], row[6] = _address(table.total), _address(table.distinct), _address(table.start)
     row[7], row[8], row[9] = _address(table.succ_tokens), _address(table.succ_counts), len(table.succ_tokens)
@@ -63,8 +63,8 @@ def _ngram_row(table: NgramTable, number: int) -> NDArray[np.int64]:
 
 
 def _exact_row(segment: Segment, number: int, min_depth: int) -> NDArray[np.int64]:
-    row = np.zeros(blend.ROW, np.int64)
-    row[0], row[1] = blend.EXACT, number
+    row = np.zeros(levels.ROW, np.int64)
+    row[0], row[1] = levels.EXACT, number
     row[2], row[3], row[4] = _address(segment.tokens), len(segment.tokens), segment.tokens.dtype.itemsize
     row[5], row[6] = _address(segment.suffix_array), len(segment.suffix_array)
     row[7], row[8] = _address(segment.to_local), len(segment.to_local)

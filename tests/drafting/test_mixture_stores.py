@@ -8,7 +8,7 @@ import pytest
 from retrieve_spec.config import SpeculationConfig, StoreConfig
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.kernels.expand import MIN_ORIGIN, ORIGIN_BITS
+from retrieve_spec.kernels.order import MIN_ORIGIN, ORIGIN_BITS
 from retrieve_spec.sources import SOURCE_NAMES
 
 EXACT = StoreConfig(index="exact")

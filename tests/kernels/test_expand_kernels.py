@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import expand
+from retrieve_spec.kernels import expand, order
 
 SHAPES = st.lists(st.integers(0, 10**6), max_size=40).map(
     lambda picks: [pick % (i + 1) - 1 for i, pick in enumerate(picks)]
@@ -29,7 +29,7 @@ def in_order(nodes, origin=(), verify=None):
     n = len(nodes) if verify is None else verify
     types = (np.int32, np.int32, np.int32, np.float32, np.uint8, np.int64)
     tree = DraftTree(*(np.empty(n, dtype) for dtype in types))
-    expand.depth_first(
+    order.depth_first(
         np.array([node[:4] for node in nodes], np.int64).reshape(-1, 4),
         np.array([node[4] for node in nodes], np.float32),
         np.array([5, 6, 7], np.uint8),
@@ -84,7 +84,7 @@ def test_node_tails(shape, text, width):
     newest = text[::-1][:8]
     tail[0, : len(newest)] = newest
     tails, lens = np.empty((len(tree) + 1, width), np.int32), np.empty(len(tree) + 1, np.int32)
-    expand.node_tails(tree.token_ids, tree.parent, tail, len(text), tails, lens)
+    order.node_tails(tree.token_ids, tree.parent, tail, len(text), tails, lens)
     for i in range(-1, len(tree)):
         path, at = [], i
         while at >= 0:

@@ -1,0 +1,225 @@
+"""Numba kernels that learn from the tokens that came: which levels explained them, and how probabilities turned out."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels import automaton
+from retrieve_spec.kernels.blend import (
+    CELL_MEMORY,
+    MASS_FLOOR,
+    MAX_CANDIDATES,
+    MAX_LEVELS,
+    NUM_SOURCES,
+    blend,
+    collect_levels,
+    recency_weight,
+)
+from retrieve_spec.kernels.expand import SCALE_MEMORY, USE_MEMORY, _bin, couple
+from retrieve_spec.kernels.levels import (
+    AUTOMATON,
+    CURSOR,
+    EXACT,
+    KIND,
+    NGRAM,
+    NUMBER,
+    PREDICTION,
+    READ_LIMIT,
+    TAIL,
+    advance_row,
+    edges_of,
+    exact_narrow,
+    ngram_token,
+    slots_of,
+    states_of,
+)
+from retrieve_spec.kernels.sampling import noise_key
+from retrieve_spec.kernels.views import view_f32, view_i32, view_u32
+
+
+@njit(cache=True, nogil=True)
+def _share_of(
+    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int, total: int, token: int
+) -> tuple[float, float]:
+    """(share of a level that goes to ``token`` by count, 1 if the token is its most recent continuation)."""
+    if table[s, KIND] == AUTOMATON:
+        states = states_of(table, s)
+        edges = edges_of(table, s)
+        count = automaton.count_of(states, edges, slots_of(table, s), handle, token)
+        recent = 1.0 if automaton.most_recent(states, edges, handle) == token else 0.0
+        return count / total, recent
+    if table[s, KIND] == PREDICTION:
+        hit = 1.0 if view_i32(table[s, 2], table[s, 3])[handle] == token else 0.0
+        return hit, hit
+    if table[s, KIND] == NGRAM:
+        start = view_u32(table[s, 6], table[s, 3] + 1)
+        for j in range(np.int64(start[handle]), np.int64(start[handle + 1])):
+            if ngram_token(table, s, j) == token:
+                return view_u32(table[s, 8], table[s, 9])[j] / total, 0.0
+        return 0.0, 0.0
+    if table[s, KIND] == EXACT:
+        a, b = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
+        return (b - a) / total, 0.0
+    k = table[s, 10]
+    ids = view_i32(table[s, 6], table[s, 3] * k)
+    p = view_f32(table[s, 8], table[s, 3] * k)
+    for i in range(k):
+        if ids[handle * k + i] == token:
+            return np.float64(p[handle * k + i]), 0.0
+    return 0.0, 0.0
+
+
+@njit(cache=True, nogil=True)
+def learn_weights(
+    table: NDArray[np.int64],
+    cursors: NDArray[np.int64],
+    cells: NDArray[np.float32],
+    levels: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    num_levels: int,
+    use: NDArray[np.float64],
+    token: int,
+) -> None:
+    """One step of online expectation maximisation: which level explains the token that came.
+
+    ``use`` (s,) is the running share of tokens that each source explained.
+
+    The mass that no level took explains it with a small uniform probability, so a surprise lowers every weight.
+    """
+    joint = np.empty(MAX_LEVELS, np.float64)
+    by_count = np.empty(MAX_LEVELS, np.float64)
+    by_recency = np.empty(MAX_LEVELS, np.float64)
+    mass = 1.0
+    total = 0.0
+    for i in range(num_levels):
+        s = levels[i, 0]
+        recency = recency_weight(cells, levels[i, 2]) if table[s, KIND] == AUTOMATON else 0.0
+        share, recent = _share_of(table, s, cursors, s, levels[i, 1], levels[i, 3], token)
+        by_count[i] = (1.0 - recency) * share
+        by_recency[i] = recency * recent
+        joint[i] = mass * weights[i] * (by_count[i] + by_recency[i])
+        mass *= 1.0 - weights[i]
+        total += joint[i]
+    total += mass * 1e-4
+    reached = 1.0
+    for s in range(len(use)):
+        use[s] *= 1.0 - 1.0 / USE_MEMORY
+    for i in range(num_levels):
+        cell = levels[i, 2]
+        r = joint[i] / total
+        use[levels[i, 0]] += r / USE_MEMORY
+        seen = cells[cell, 1]
+        keep = 1.0 if seen < CELL_MEMORY else 1.0 - reached / CELL_MEMORY
+        cells[cell, 0] = cells[cell, 0] * keep + r
+        cells[cell, 1] = cells[cell, 1] * keep + reached
+        part = by_count[i] + by_recency[i]
+        if part > 0:
+            cells[cell, 2] = cells[cell, 2] * keep + r * by_recency[i] / part
+            cells[cell, 3] = cells[cell, 3] * keep + r
+        reached -= r
+        if reached <= 1e-9:
+            break
+
+
+@njit(cache=True, nogil=True)
+def learn_scale(
+    scale: NDArray[np.float32],
+    first: int,
+    table: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    probs: NDArray[np.float32],
+    credit: NDArray[np.int64],
+    n: int,
+    min_p: float,
+    token: int,
+) -> None:
+    """Compare every candidate's probability with what came."""
+    for i in range(n):
+        if probs[i] < min_p:
+            continue
+        source = first + table[credit[i], NUMBER]
+        b, f = _bin(probs[i])
+        hit = 1.0 if tokens[i] == token else 0.0
+        for j in range(2):
+            w = (1.0 - f) if j == 0 else f
+            cell = scale[source, b + j]
+            if cell[1] > SCALE_MEMORY:
+                cell[0] *= 0.999
+                cell[1] *= 0.999
+            cell[0] += w * hit
+            cell[1] += w * probs[i]
+
+
+@njit(cache=True, nogil=True)
+def learn(
+    table: NDArray[np.int64],
+    cursors: NDArray[np.int64],
+    tail: NDArray[np.int32],
+    tail_len: int,
+    cells: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    use: NDArray[np.float64],
+    noise: NDArray[np.int64],
+    min_p: float,
+    emitted: NDArray[np.int32],
+    slots: NDArray[np.int64],
+    stamp: int,
+) -> int:
+    """Follow the emitted tokens with all cursors and learn at every position; cursors and tail end after the last.
+
+    Returns
+    -------
+    int
+        The new stamp.
+    """
+    tokens = np.empty(MAX_CANDIDATES, np.int32)
+    probs = np.empty(MAX_CANDIDATES, np.float32)
+    credit = np.empty(MAX_CANDIDATES, np.int64)
+    levels = np.empty((MAX_LEVELS, 4), np.int64)
+    weights = np.empty(MAX_LEVELS, np.float32)
+    open_levels = np.empty((len(table), 2), np.int64)
+    hashes = np.empty((2, TAIL), np.uint64)
+    read_tokens = np.empty(READ_LIMIT, np.int32)
+    read_counts = np.empty(READ_LIMIT, np.int32)
+    read_p = np.empty(READ_LIMIT, np.float32)
+    share = np.empty(MAX_CANDIDATES, np.float32)
+    moved = np.empty((1, CURSOR), np.int64)
+    for i in range(len(emitted)):
+        token = emitted[i]
+        k = collect_levels(
+            table, cursors, 0, tail, 0, min(tail_len + i, TAIL), cells, MASS_FLOOR, open_levels, hashes, levels, weights
+        )
+        stamp += 1
+        c = blend(
+            table,
+            cursors,
+            0,
+            cells,
+            levels,
+            weights,
+            k,
+            0.0,
+            slots,
+            stamp,
+            read_tokens,
+            read_counts,
+            read_p,
+            share,
+            tokens,
+            probs,
+            credit,
+        )
+        if noise[0]:
+            couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + i))
+        learn_scale(scale, noise[0] * NUM_SOURCES, table, tokens, probs, credit, c, min_p, token)
+        learn_weights(table, cursors, cells, levels, weights, k, use, token)
+        for s in range(len(table)):
+            moved[0] = cursors[s]
+            advance_row(table, s, cursors, s, token, moved, 0)
+            cursors[s] = moved[0]
+        for j in range(TAIL - 1, 0, -1):
+            tail[0, j] = tail[0, j - 1]
+        tail[0, 0] = token
+    return stamp

@@ -1,0 +1,160 @@
+"""Numba kernels around a grown draft tree: its order, the contexts of its nodes, where they stand in a store."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.suffix_array import sa_extend
+from retrieve_spec.kernels.views import view_i32, view_u16, view_u32, view_u64
+
+ORIGIN_BITS = 40
+MIN_ORIGIN = 8
+"""Tokens that must match before a drafted token is said to stand in a store."""
+MATCH = 64
+"""Longest match with a store that is kept when the text leaves it."""
+
+
+@njit(cache=True, nogil=True)
+def depth_first(
+    nodes: NDArray[np.int64],
+    node_p: NDArray[np.float32],
+    numbers: NDArray[np.uint8],
+    node_origin: NDArray[np.int64],
+    token_ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    depths: NDArray[np.int32],
+    log_p: NDArray[np.float32],
+    sources: NDArray[np.uint8],
+    origins: NDArray[np.int64],
+) -> None:
+    """Write the first nodes (best-first, parents first) in depth-first order, so that first branches are contiguous.
+
+    Parameters
+    ----------
+    nodes, node_p
+        Output of `expand`; as many nodes are written as the outputs hold.
+    numbers
+        (s,) uint8, number of each source row.
+    node_origin
+        Output of `find_origins`, or (0,) when it was not asked for.
+    token_ids, parents, depths, log_p, sources, origins
+        (n,) outputs: the fields of a `DraftTree`.
+    """
+    n = len(token_ids)
+    first = np.full(n + 1, -1, np.int64)
+    after = np.full(n, -1, np.int64)
+    place = np.empty(n + 1, np.int32)
+    stack = np.empty(n + 1, np.int64)
+    for i in range(n - 1, -1, -1):
+        parent = nodes[i, 1] + 1
+        after[i] = first[parent]
+        first[parent] = i
+    place[0] = -1
+    top = 0
+    filled = 0
+    at = first[0]
+    while at >= 0 or top > 0:
+        if at < 0:
+            top -= 1
+            at = after[stack[top]]
+            continue
+        token_ids[filled] = nodes[at, 0]
+        parents[filled] = place[nodes[at, 1] + 1]
+        depths[filled] = nodes[at, 2]
+        log_p[filled] = np.log(node_p[at])
+        sources[filled] = numbers[nodes[at, 3]]
+        origins[filled] = node_origin[at] if len(node_origin) > 0 else -1
+        place[at + 1] = filled
+        filled += 1
+        stack[top] = at
+        top += 1
+        at = first[at + 1]
+    # Where a first branch can be read in one piece, say so: what stands before its end stands before its beginning.
+    for i in range(n - 1, 0, -1):
+        known = parents[i] == i - 1 and origins[i] >= 0 and origins[i - 1] >= 0
+        if known and origins[i] >> ORIGIN_BITS == origins[i - 1] >> ORIGIN_BITS:
+            origins[i - 1] = origins[i] - 1
+
+
+@njit(cache=True, nogil=True)
+def find_origins(
+    table: NDArray[np.int64],
+    cursors: NDArray[np.int64],
+    first_row: int,
+    num_exact: int,
+    num_nodes: int,
+    out: NDArray[np.int64],
+) -> None:
+    """Say where the path to each node stands in a store: longest match over the exact rows, -1 where none is long.
+
+    Writes ``out[i] = segment << ORIGIN_BITS | token position`` for the i-th node in best-first order.
+    """
+    rows = len(table)
+    for i in range(num_nodes):
+        out[i] = -1
+        longest = MIN_ORIGIN - 1
+        for e in range(num_exact):
+            s = first_row + e
+            c = (i + 1) * rows + s
+            if cursors[c, 2] > longest and cursors[c, 0] < cursors[c, 1]:
+                longest = cursors[c, 2]
+                position = np.int64(view_u32(table[s, 5], table[s, 6])[cursors[c, 0]]) + longest - 1
+                out[i] = (table[s, 15] << ORIGIN_BITS) | position
+
+
+@njit(cache=True, nogil=True)
+def node_tails(
+    token_ids: NDArray[np.int32],
+    parent: NDArray[np.int32],
+    tail: NDArray[np.int32],
+    tail_len: int,
+    tails: NDArray[np.int32],
+    lens: NDArray[np.int32],
+) -> None:
+    """Newest tokens of the context after the root (row 0) and after every node (row i + 1), newest first."""
+    width = tails.shape[1]
+    for j in range(width):
+        tails[0, j] = tail[0, j]
+    lens[0] = min(tail_len, width)
+    for i in range(len(token_ids)):
+        above = parent[i] + 1
+        tails[i + 1, 0] = token_ids[i]
+        for j in range(1, width):
+            tails[i + 1, j] = tails[above, j - 1]
+        lens[i + 1] = min(lens[above] + 1, width)
+
+
+@njit(cache=True, nogil=True)
+def follow_exact(
+    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, window: NDArray[np.int32], fresh: int
+) -> None:
+    """Follow the newest tokens of the text with a store's longest-match cursor.
+
+    Parameters
+    ----------
+    row
+        An `EXACT` source.
+    cursor
+        (CURSOR,) int64 (lo, hi, depth) before the fresh tokens, modified in place.
+    window
+        (w,) int32 newest tokens of the text, oldest first, the fresh ones included.
+    fresh
+        How many of them are new.
+    """
+    local = np.empty(len(window), np.int64)
+    to_local = view_i32(table[s, 7], table[s, 8])
+    for i in range(len(window)):
+        local[i] = to_local[window[i]] if 0 <= window[i] < table[s, 8] else 0
+    sa = view_u32(table[s, 5], table[s, 6])
+    top = view_u64(table[s, 12], table[s, 13])
+    lo, hi, depth = cursors[c, 0], cursors[c, 1], cursors[c, 2]
+    for i in range(len(window) - fresh, len(window)):
+        if table[s, 4] == 2:
+            tokens = view_u16(table[s, 2], table[s, 3])
+            lo, hi, depth = sa_extend(tokens, sa, top, table[s, 14], lo, hi, depth, local, i + 1, MATCH)
+        else:
+            wide = view_u32(table[s, 2], table[s, 3])
+            lo, hi, depth = sa_extend(wide, sa, top, table[s, 14], lo, hi, depth, local, i + 1, MATCH)
+    cursors[c, 0], cursors[c, 1], cursors[c, 2] = lo, hi, depth
