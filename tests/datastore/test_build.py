@@ -7,7 +7,7 @@ import stat
 
 import numpy as np
 import pytest
-from conftest import byte_tokenizer
+from byte_tokenizers import byte_tokenizer
 from filelock import FileLock
 
 from retrieve_spec.config import StoreConfig

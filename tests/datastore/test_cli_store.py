@@ -23,7 +23,7 @@ def command(capfd):
 @pytest.fixture
 def store(command, texts, tmp_path):
     tokenizer = tmp_path / "tokenizer.json"
-    from conftest import byte_tokenizer
+    from byte_tokenizers import byte_tokenizer
 
     byte_tokenizer().save(str(tokenizer))
     code, out, _ = command("build", tmp_path / "s", texts, "--tokenizer", tokenizer, "--licence", "MIT", "--json")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import byte_tokenizer
+from byte_tokenizers import byte_tokenizer
 from test_build import contents
 
 from retrieve_spec.config import StoreConfig

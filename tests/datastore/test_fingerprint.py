@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import byte_tokenizer
+from byte_tokenizers import byte_tokenizer
 from tokenizers import Tokenizer, normalizers
 
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
