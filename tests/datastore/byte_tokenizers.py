@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import ByteLevel
 
 
 def byte_tokenizer(offset: int = 0, pad: int = 0) -> Tokenizer:

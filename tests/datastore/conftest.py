@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from byte_tokenizers import byte_tokenizer
 from hypothesis import settings
 from tokenizers import Tokenizer
 
 settings.register_profile("compiled", deadline=None)  # the first example compiles
 settings.load_profile("compiled")
-from byte_tokenizers import byte_tokenizer
 
 
 @pytest.fixture(scope="session")
