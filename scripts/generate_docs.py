@@ -135,7 +135,7 @@ def tree() -> str:
     lines += [f"  {path.name:<22}{first_sentence(path)}" for path in _modules(package)]
     for folder in sorted(path.parent for path in package.glob("*/__init__.py")):
         lines.append(f"  {folder.name + '/':<22}{first_sentence(folder / '__init__.py')}".rstrip())
-        lines += [f"    {path.name:<20}{first_sentence(path)}" for path in _modules(folder)]
+        lines += [f"    {path.name + ' ':<20}{first_sentence(path)}" for path in _modules(folder)]
     lines.append("  reference/            the bundled model, its tokenizer and its card")
     lines += [f"{name + '/':<24}{text}" for name, text in TREE_FOLDERS.items()]
     return "\n".join([*lines, "```", ""])
