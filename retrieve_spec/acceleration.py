@@ -10,6 +10,7 @@ import json
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
+from retrieve_spec.decoding.acceptance import read_logits
 from retrieve_spec.decoding.costprobe import measure_passes
 from retrieve_spec.decoding.fast_verifier import try_build
 from retrieve_spec.decoding.hf import HFVerifier
@@ -94,11 +96,13 @@ def accelerate(
         _check_tokenizer(model, tokenizer)
     if isinstance(getattr(model, "speculation", None), Speculation):
         restore(model)
+    loading = _load_kernels()
     finding = _find_mode(model)
     make_verifier, why_not_static = _verifier_factory(model, finding, config)
     stores = [_open_store(store, tokenizer) for store in datastores or ()]
     speculation = Speculation(config, finding, make_verifier, tokenizer, stores, drafter)
     speculation.model_key = _model_key(model)
+    speculation.prepare_seconds = loading
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
     original = model.__dict__.get("generate")
@@ -120,6 +124,13 @@ def _open_store(store: Any, tokenizer: Any) -> Datastore:
     if tokenizer is not None and isinstance(store, Datastore):
         check_tokenizer(store.path, store.manifest, tokenizer_fingerprint(tokenizer))
     return store  # type: ignore[no-any-return]
+
+
+def _load_kernels() -> float:
+    """Let Numba set itself up and load a first kernel, so that what follows is timed without it; seconds taken."""
+    began = perf_counter()
+    read_logits(torch.zeros(1, 2), 1)
+    return perf_counter() - began
 
 
 def _model_key(model: Any) -> str:

@@ -49,7 +49,7 @@ class Speculation:
     model_key
         Name under which what was learned about the model is kept beside a store.
     prepare_seconds
-        How long the drafter took to get ready at `accelerate` (kernels compiled, or loaded from Numba's cache).
+        How long kernels took to get ready at `accelerate` (compiled, or loaded from Numba's cache).
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class Speculation:
         return self._drafters[name]
 
     def prepare(self) -> None:
-        """Make the configured drafter ready: kernels compiled or loaded; how long it took is `prepare_seconds`."""
+        """Make the configured drafter ready: kernels compiled or loaded; how long it took is added to `prepare_seconds`."""
         began = perf_counter()
         drafter = self.drafter()
         if isinstance(drafter, Preparable):
             drafter.prepare()
-        self.prepare_seconds = perf_counter() - began
+        self.prepare_seconds += perf_counter() - began
 
     def use_datastores(self, datastores: Sequence[Any]) -> None:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
