@@ -111,7 +111,7 @@ class Speculation:
         return self._drafters[name]
 
     def prepare(self) -> None:
-        """Make the configured drafter ready: kernels compiled or loaded; how long it took is added to `prepare_seconds`."""
+        """Make the configured drafter ready (kernels compiled or loaded); the time is added to `prepare_seconds`."""
         began = perf_counter()
         drafter = self.drafter()
         if isinstance(drafter, Preparable):
