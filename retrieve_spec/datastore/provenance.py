@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from retrieve_spec.kernels.order import ORIGIN_BITS
+
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
-
-ORIGIN_BITS = 40
-"""An origin is ``segment << ORIGIN_BITS | token position``, segments counted over all open stores in order."""
 
 
 @dataclass(frozen=True, slots=True)

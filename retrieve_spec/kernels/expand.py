@@ -24,11 +24,6 @@ from retrieve_spec.kernels.levels import (
 )
 from retrieve_spec.kernels.sampling import noise_key, uniform
 
-ORIGIN_BITS = 40
-MIN_ORIGIN = 8
-"""Tokens that must match before a drafted token is said to stand in a store."""
-MATCH = 64
-"""Longest match with a store that is kept when the text leaves it."""
 USE_MEMORY = 512.0
 """Tokens over which the use of a source is averaged."""
 NEGLIGIBLE = 0.2

@@ -10,6 +10,7 @@ from retrieve_spec.kernels.suffix_array import sa_extend
 from retrieve_spec.kernels.views import view_i32, view_u16, view_u32, view_u64
 
 ORIGIN_BITS = 40
+"""An origin is ``segment << ORIGIN_BITS | token position``, segments counted over all open stores in order."""
 MIN_ORIGIN = 8
 """Tokens that must match before a drafted token is said to stand in a store."""
 MATCH = 64
