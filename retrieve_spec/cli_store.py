@@ -90,7 +90,7 @@ def build(
 
     config, sources, name = StoreConfig(), _sources(options), ""
     if recipe is not None and not resume:
-        loaded = load_recipe(recipe, options["sources"])
+        loaded = load_recipe(recipe, options["sources"], include=options["include"], exclude=options["exclude"])
         config, sources, name = loaded.config, list(loaded.sources), loaded.name
     config = replace(config, index=index) if index else config
     if not resume and not sources:

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
@@ -41,12 +41,19 @@ class Recipe:
     config: StoreConfig
 
 
-def load_recipe(path: str | os.PathLike[str], given: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: str | os.PathLike[str],
+    given: Sequence[str] = (),
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Recipe:
     """Read a recipe and find its sources on this machine.
 
     A source names a ``path``, in which ``{stdlib}`` stands for the standard library of the running interpreter,
     ``{repository}`` for the git checkout of the working directory and ``{given}`` for each source given on the command
-    line; or ``distributions = true``, which stands for every installed distribution with the licence it states.
+    line; or ``distributions = true``, which stands for every installed distribution with the licence it states. Paths
+    of its documents begin as below ``site-packages``: ``networkx/utils/misc.py``.
 
     Parameters
     ----------
@@ -54,6 +61,8 @@ def load_recipe(path: str | os.PathLike[str], given: Sequence[str] = ()) -> Reci
         The TOML file.
     given
         Sources given by the user.
+    include, exclude
+        Globs that replace (include) or join (exclude) those of every source.
 
     Raises
     ------
@@ -72,7 +81,8 @@ def load_recipe(path: str | os.PathLike[str], given: Sequence[str] = ()) -> Reci
     sources: list[Source] = []
     for source in listed:
         _check_keys(file, source, _SOURCE_KEYS)
-        sources += _sources_of(file, source, given)
+        found = _sources_of(file, source, given)
+        sources += [replace(s, include=tuple(include) or s.include, exclude=(*s.exclude, *exclude)) for s in found]
     config = StoreConfig(index=content.get("index", "both"))
     return Recipe(content["name"], content.get("description", ""), tuple(sources), config)
 
@@ -112,16 +122,29 @@ def _place(path: str) -> str:
 
 
 def _distributions(template: Source) -> list[Source]:
-    """One source per top-level package or module of every installed distribution, in the order of their names."""
+    """One source per package or module of every installed distribution, in the order of their names."""
     sources = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
-        tops = {file.parts[0] for file in distribution.files or () if file.suffix == ".py" and file.parts[0] != ".."}
-        for top in sorted(tops):
-            location = Path(str(distribution.locate_file(top)))
+        for root in _roots({file for file in distribution.files or () if file.suffix == ".py"}):
+            location = Path(str(distribution.locate_file(root)))
             if name and location.exists():
-                sources[name.lower(), top] = replace(template, path=str(location), licence=licence_of(distribution))
+                prefix = "".join(f"{part}/" for part in (root.parts if location.is_dir() else root.parts[:-1]))
+                sources[name.lower(), root] = replace(
+                    template, path=str(location), licence=licence_of(distribution), prefix=prefix
+                )
     return [sources[key] for key in sorted(sources)]
+
+
+def _roots(files: set[metadata.PackagePath]) -> set[PurePosixPath]:
+    """Packages and modules that are a distribution's own: it may share a namespace folder with others."""
+    packages = {PurePosixPath(file).parent for file in files if file.name == "__init__.py"}
+    roots = set()
+    for file in map(PurePosixPath, files):
+        if file.parts[0] != ".." and not file.is_absolute():
+            outermost_first = list(file.parents)[-2::-1]
+            roots.add(next((folder for folder in outermost_first if folder in packages), file))
+    return roots
 
 
 def licence_of(distribution: metadata.Distribution) -> str:

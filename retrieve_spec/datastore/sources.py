@@ -7,7 +7,7 @@ import re
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retrieve_spec.errors import BuildError
@@ -30,8 +30,11 @@ class Source:
         Licence of its documents, recorded with each.
     include, exclude
         Globs over paths relative to the source (``**`` spans folders; without a slash they match names).
+        A source that is a file itself is listed as skipped where they leave it out.
     field
         Field or column that holds the text of JSON Lines and Parquet records, dotted for nested ones.
+    prefix
+        Put before the path of every document, as ``networkx/``; globs see it.
     """
 
     path: str
@@ -39,6 +42,7 @@ class Source:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     field: str = "text"
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,18 @@ def _list_source(index: int, source: Source) -> Iterator[SourceFile]:
     root = Path(source.path)
     if not root.exists():
         raise BuildError(f"a file or folder at {root}", "nothing there", "Check the path.")
-    if root.is_file() or not root.is_dir():
-        yield _describe(index, source, root.name, root, root.resolve().parent)
-        return
     included, excluded = _matcher(source.include), _matcher(source.exclude)
+
+    def wanted(relative: str) -> bool:
+        path = source.prefix + relative
+        return (not source.include or included(path)) and not excluded(path)
+
+    if root.is_file() or not root.is_dir():
+        file = _describe(index, source, root.name, root, root.resolve().parent)
+        yield file if wanted(root.name) else replace(file, skip="left out by a glob")
+        return
     for relative in _tracked(root) if (root / ".git").exists() else _walk(root):
-        if (not source.include or included(relative)) and not excluded(relative):
+        if wanted(relative):
             yield _describe(index, source, relative, root / relative, root.resolve())
 
 
@@ -103,7 +113,7 @@ def _describe(index: int, source: Source, relative: str, location: Path, root: P
             skip = "outside the source"
     except (OSError, RuntimeError):
         skip = "unreadable"
-    return SourceFile(index, relative, str(location), size, kind, compression, skip, source.licence)
+    return SourceFile(index, source.prefix + relative, str(location), size, kind, compression, skip, source.licence)
 
 
 def _walk(root: Path, prefix: str = "") -> Iterator[str]:

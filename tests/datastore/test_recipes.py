@@ -31,13 +31,38 @@ def test_standard_library_builds(tmp_path):
     assert store.document_at(0, 0).licence == "PSF-2.0"
 
 
-def test_installed_packages_carry_their_licences():
+def test_installed_packages_carry_their_names_and_licences():
+    recipe = load_recipe(RECIPES / "installed-packages.toml", exclude=["click/**", "**/typing_extensions.py"])
+    licences = {file.path: file.licence for file in list_files(recipe.sources) if not file.skip}
+    assert "MIT" in licences["_pytest/main.py"]
+    assert "numpy/ma/core.py" in licences
+    assert not any(path.startswith("click/") or "typing_extensions" in path for path in licences)
+    again = load_recipe(RECIPES / "installed-packages.toml", include=["click/**"])
+    assert [s.path for s in again.sources] == [s.path for s in recipe.sources]
+    assert {file.path.split("/")[0] for file in list_files(again.sources) if not file.skip} == {"click"}
+
+
+def test_namespace_folders_belong_to_several_distributions(monkeypatch, tmp_path):
+    for name, licence, files in (
+        ("first", "MIT", ("shared/one/__init__.py", "shared/one/deep/a.py", "shared/loose.py")),
+        ("second", "BSD-3-Clause", ("shared/two/__init__.py", "single.py", "../bin/tool.py")),
+    ):
+        about = tmp_path / f"{name}-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nLicense-Expression: {licence}\n")
+        (about / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+        for file in files:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text(f"name = {file!r}")
+    monkeypatch.setattr(metadata, "distributions", lambda: metadata.Distribution.discover(path=[str(tmp_path)]))
     recipe = load_recipe(RECIPES / "installed-packages.toml")
-    by_name = {Path(source.path).name: source for source in recipe.sources}
-    assert "MIT" in by_name["pytest"].licence
-    assert [s.path for s in recipe.sources] == [
-        s.path for s in load_recipe(RECIPES / "installed-packages.toml").sources
-    ]
+    assert {file.path: file.licence for file in list_files(recipe.sources)} == {
+        "shared/one/__init__.py": "MIT",
+        "shared/one/deep/a.py": "MIT",
+        "shared/loose.py": "MIT",
+        "shared/two/__init__.py": "BSD-3-Clause",
+        "single.py": "BSD-3-Clause",
+    }
 
 
 def test_this_repository(monkeypatch, tmp_path):

@@ -176,3 +176,10 @@ def test_long_text_is_encoded_in_pieces(tokenizer, monkeypatch):
     ids = encode(tokenizer, text)
     assert ids.dtype == np.uint32
     assert tokenizer.decode(ids.tolist()) == text
+
+
+def test_a_file_that_a_glob_leaves_out_is_listed(tokenizer, texts):
+    assert outcome(read(tokenizer, Source(str(texts / "a.txt"), include=("*.py",)))) == {"a.txt": "left out by a glob"}
+    assert outcome(read(tokenizer, Source(str(texts / "a.txt"), exclude=("x/*.txt",), prefix="x/"))) == {
+        "x/a.txt": "left out by a glob"
+    }
