@@ -146,11 +146,11 @@ def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
         work.end()
         raise BuildError(f"an interrupted {verb} in {work.store}", "none", "Run the command again without --resume.")
     if plan["verb"] != verb:
-        raise BuildError(
-            f"an interrupted {verb} in {work.store}",
-            f"an interrupted {plan['verb']}",
-            "Resume that one, or run the command without --resume.",
-        )
+        other = plan["verb"]
+        remedy = "Run the command without --resume."
+        if other != "remove":  # which cannot be resumed
+            remedy = f"Continue that one with `retrieve-spec {other} {work.store} --resume`, or leave out --resume."
+        raise BuildError(f"an interrupted {verb} in {work.store}", f"an interrupted {other}", remedy)
     return plan
 
 
