@@ -33,7 +33,7 @@ from retrieve_spec.decoding.request import Prepared, prepare
 from retrieve_spec.decoding.speculation import OFF, Running, Speculation
 from retrieve_spec.decoding.streaming import Piece, StreamerFeed, TextDecoder
 from retrieve_spec.decoding.verifier import Verifier
-from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.drafting.drafter import Drafter, Layer
 from retrieve_spec.errors import ConfigError, PromptError, TokenizerMismatchError, UnsupportedModelError
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
@@ -98,8 +98,9 @@ def accelerate(
         restore(model)
     loading = _load_kernels()
     finding = _find_mode(model)
-    make_verifier, why_not_static = _verifier_factory(model, finding, config)
     stores = [_open_store(store, tokenizer) for store in datastores or ()]
+    layer = "last" if drafter is None or drafter.wants_hidden is None else drafter.wants_hidden
+    make_verifier, why_not_static = _verifier_factory(model, finding, config, layer)
     speculation = Speculation(config, finding, make_verifier, tokenizer, stores, drafter)
     speculation.model_key = _model_key(model)
     speculation.prepare_seconds = loading
@@ -169,6 +170,7 @@ def generate_stream(
     tokenizer: Any = None,
     past_key_values: Any = None,
     prediction: str | Sequence[int] | NDArray[np.int32] | None = None,
+    context_ids: Sequence[int] | NDArray[np.int32] | None = None,
     draft: str | None = None,
     nodes: int | str | None = None,
     seed: int | None = None,
@@ -193,6 +195,9 @@ def generate_stream(
         A cache to continue from; it ends as plain `generate` would leave it.
     prediction, draft, nodes, seed
         As for `model.generate`, see `accelerate`.
+    context_ids
+        (n,) what the drafter reads in place of the prompt: other texts, the most relevant last, and at the end what
+        stands in front of the output. In fill-in-the-middle that is not the end of the prompt.
     skip_special_tokens
         Leave special tokens out of the text.
     **kwargs
@@ -219,7 +224,8 @@ def generate_stream(
     ids = arguments["input_ids"]
     if ids.shape[0] != 1:
         raise ConfigError("one row to stream", f"{ids.shape[0]} rows", "Call generate for batches.")
-    return _stream(model, arguments, tokenizer, draft, nodes, prediction, seed, skip_special_tokens)
+    read = None if context_ids is None else np.asarray(context_ids, np.int32)
+    return _stream(model, arguments, tokenizer, draft, nodes, prediction, read, seed, skip_special_tokens)
 
 
 def _stream(
@@ -229,6 +235,7 @@ def _stream(
     draft: str | None,
     nodes: int | str | None,
     prediction: Any,
+    context_ids: NDArray[np.int32] | None,
     seed: int | None,
     skip_special_tokens: bool,
 ) -> Iterator[Piece]:
@@ -240,7 +247,9 @@ def _stream(
         runs: Any = iter([_delegate_row(model, arguments)])
     else:
         predicted = _prediction_ids(prediction, tokenizer)
-        running = speculation.decode(prepared, draft=draft, nodes=nodes, prediction_ids=predicted, seed=seed)
+        running = speculation.decode(
+            prepared, draft=draft, nodes=nodes, prediction_ids=predicted, context_ids=context_ids, seed=seed
+        )
         runs = iter(running)
     try:
         for visible in runs:
@@ -339,7 +348,9 @@ def _find_mode(model: Any) -> Finding:
         model.train(training)
 
 
-def _verifier_factory(model: Any, finding: Finding, config: SpeculationConfig) -> tuple[Callable[[], Verifier], str]:
+def _verifier_factory(
+    model: Any, finding: Finding, config: SpeculationConfig, layer: Layer
+) -> tuple[Callable[[], Verifier], str]:
     """What makes a generation's verifier, and why it is not the static one."""
 
     def make() -> Verifier:
@@ -347,7 +358,7 @@ def _verifier_factory(model: Any, finding: Finding, config: SpeculationConfig) -
             return StepVerifier(model, finding.reason)
         return HFVerifier(model, finding.interface, finding.mode, finding.reason)
 
-    static, why = try_build(model, finding, config)
+    static, why = try_build(model, finding, config, layer)
     return static or make, why
 
 

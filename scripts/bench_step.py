@@ -29,7 +29,7 @@ from retrieve_spec.drafting.tree import DraftTree
 class FullTrees:
     """Proposes trees of exactly the asked size: one likely branch and short side branches, one token accepted."""
 
-    top_k, wants_hidden = 8, False
+    top_k, wants_hidden = 8, None
 
     def __init__(self, nodes: int) -> None:
         chain = list(range(2, 2 + nodes // 2))

@@ -170,7 +170,7 @@ class TraceDriven:
         self._past = 0
         self._inner.start(inputs)
 
-    def forward(self, root_ids: Any, tree: Any = None, *, keep: int = 1, want_hidden: bool = False) -> VerifierOutput:
+    def forward(self, root_ids: Any, tree: Any = None, *, keep: int = 1, want_hidden: Any = None) -> VerifierOutput:
         out = self._inner.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
         self._roots = len(root_ids)
         last = self._past + self._roots

@@ -27,7 +27,7 @@ class ScriptedDrafter:
     ) -> None:
         self.answer = [int(token) for token in answer]
         self.script, self.length, self.vocab = script, length, vocab
-        self.top_k, self.wants_hidden = top_k, False
+        self.top_k, self.wants_hidden = top_k, None
         self.text: list[int] = []
         self.seen: list[VerifiedPass] = []
         self.budgets: list[Budget] = []

@@ -24,8 +24,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from retrieve_spec.config import PASS
 from retrieve_spec.decoding import graph_passes
-from retrieve_spec.decoding.interface import input_device
+from retrieve_spec.decoding.interface import catch_hidden, input_device
 from retrieve_spec.decoding.tree_attention import LayerRule, rule_from_call
+from retrieve_spec.drafting.drafter import Layer
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 RECORDER = "retrieve_spec_recorder"
@@ -99,29 +100,25 @@ class _RecordedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _Recording(nn.Module):
-    """The function that is recorded: token ids and positions in, logits and final hidden states out."""
+    """The function that is recorded: token ids and positions in, logits and one layer's hidden states out."""
 
-    def __init__(self, model: Any, num_layers: int) -> None:
+    def __init__(self, model: Any, num_layers: int, layer: Layer) -> None:
         super().__init__()
         self.model = model
         self.num_layers = num_layers
+        self.layer: Layer = layer
         self.log = _Log()
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cache = Cache(layers=[_RecordedLayer(i, self.log) for i in range(self.num_layers)])
         self.log.clear()
-        hidden: list[torch.Tensor] = []
-        head = self.model.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda _module, args: hidden.append(args[0]))
-        try:
+        with catch_hidden(self.model, self.layer) as hidden:
             out = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
                 past_key_values=cache,
                 use_cache=True,
             )
-        finally:
-            hook.remove()
         return out.logits, hidden[-1]
 
 
@@ -172,6 +169,8 @@ class CapturedPass:
         A causal language model in evaluation mode.
     num_layers
         Its attention layers.
+    layer
+        The layer whose hidden states are handed out.
 
     Attributes
     ----------
@@ -186,10 +185,11 @@ class CapturedPass:
         When its forward cannot be recorded.
     """
 
-    def __init__(self, model: Any, num_layers: int) -> None:
+    def __init__(self, model: Any, num_layers: int, layer: Layer = "last") -> None:
         if why := _why_not_recordable(model):
             raise CaptureError(why)
-        recording = _Recording(model, num_layers)
+        recording = _Recording(model, num_layers, layer)
+        self.layer = layer
         self.device = input_device(model)
         with attention_implementation(model, RECORDER), torch.no_grad(), _quiet():
             program = self._export(recording)

@@ -21,6 +21,7 @@ from retrieve_spec.decoding.probe import Finding, check_verifier
 from retrieve_spec.decoding.static_cache import PreallocatedCache, why_not_preallocated
 from retrieve_spec.decoding.tree_attention import PassMask, attend, has_triton, row_depths, visible_rows
 from retrieve_spec.decoding.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 
 logger = logging.getLogger(__name__)
@@ -84,11 +85,18 @@ class StaticVerifier:
         return ""
 
     def forward(
-        self, root_ids: NDArray[np.int32], tree: DraftTree | None = None, *, keep: int = 1, want_hidden: bool = False
+        self,
+        root_ids: NDArray[np.int32],
+        tree: DraftTree | None = None,
+        *,
+        keep: int = 1,
+        want_hidden: Layer | None = None,
     ) -> VerifierOutput:
         """Run one pass (`Verifier.forward`)."""
         roots, nodes = len(root_ids), 0 if tree is None else len(tree)
         self._pending = roots
+        if want_hidden not in (None, self._captured.layer) and self._slabs is None:
+            self.static_reason = self.static_reason or f"hidden states of layer {want_hidden} are not recorded"
         if self.static_reason or self._unread > 0:
             return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
         slabs = self._slabs or self._adopt()
@@ -97,14 +105,14 @@ class StaticVerifier:
         self._mask.set(self._past, visible_rows(roots, tree), depths)
         if self._graphs is not None and (bucket := self._graphs.bucket(len(ids))) is not None:
             out = bucket(ids.astype(np.int64), depths, self._mask.seen, self._past, self._shift)
-            return VerifierOutput(out[0][-keep - nodes :], out[1][-keep - nodes :] if want_hidden else None)
+            return VerifierOutput(out[0][-keep - nodes :], out[1][-keep - nodes :] if want_hidden is not None else None)
         rows = torch.from_numpy(ids.astype(np.int64))[None].to(self._device, non_blocking=True)
         positions = torch.from_numpy(depths + (self._past + self._shift))[None].to(self._device, non_blocking=True)
         slabs.make_room(self._past + max(len(ids), self._graph_room))
         slabs.set_length(self._past)
         logits, hidden = self._captured.run(rows, positions, self._attend)
         last = keep + nodes
-        return VerifierOutput(logits[0, -last:], hidden[0, -last:] if want_hidden else None)
+        return VerifierOutput(logits[0, -last:], hidden[0, -last:] if want_hidden is not None else None)
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Write a layer's keys and values and attend to all of them."""
@@ -140,7 +148,9 @@ class StaticVerifier:
         return self._ordinary.finish()
 
 
-def try_build(model: Any, finding: Finding, config: SpeculationConfig) -> tuple[Callable[[], Verifier] | None, str]:
+def try_build(
+    model: Any, finding: Finding, config: SpeculationConfig, layer: Layer = "last"
+) -> tuple[Callable[[], Verifier] | None, str]:
     """Record a model's pass if that is wanted, can be done and agrees with the model.
 
     Parameters
@@ -151,6 +161,8 @@ def try_build(model: Any, finding: Finding, config: SpeculationConfig) -> tuple[
         How an `HFVerifier` verifies it.
     config
         `static_pass` says whether to record.
+    layer
+        The layer whose hidden states are recorded.
 
     Returns
     -------
@@ -164,8 +176,8 @@ def try_build(model: Any, finding: Finding, config: SpeculationConfig) -> tuple[
         return None, why
     try:
         captured = _recorded.get(model)
-        if captured is None or not captured.is_current(model):
-            captured = _recorded[model] = CapturedPass(model, len(DynamicCache(config=text_config).layers))
+        if captured is None or captured.layer != layer or not captured.is_current(model):
+            captured = _recorded[model] = CapturedPass(model, len(DynamicCache(config=text_config).layers), layer)
     except CaptureError as error:
         return None, str(error)
     recorded = captured

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.decoding.cache import keep_path, recording, set_recording, trim
-from retrieve_spec.decoding.interface import ModelInterface, cache_mode, input_device, weaker
+from retrieve_spec.decoding.interface import ModelInterface, cache_mode, catch_hidden, input_device, weaker
 from retrieve_spec.decoding.verifier import Mode, VerifierInputs, VerifierOutput
+from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
 
@@ -77,7 +78,12 @@ class HFVerifier:
             self._long_mask[:, : mask.shape[1]] = mask
 
     def forward(
-        self, root_ids: NDArray[np.int32], tree: DraftTree | None = None, *, keep: int = 1, want_hidden: bool = False
+        self,
+        root_ids: NDArray[np.int32],
+        tree: DraftTree | None = None,
+        *,
+        keep: int = 1,
+        want_hidden: Layer | None = None,
     ) -> VerifierOutput:
         """Run one pass (`Verifier.forward`)."""
         nodes = 0 if tree is None else len(tree)
@@ -88,13 +94,8 @@ class HFVerifier:
             kwargs = self._prefill_inputs(len(root_ids), keep)
         else:
             kwargs = self._decode_inputs(root_ids, tree, keep)
-        hidden: list[torch.Tensor] = []
-        hook = self._catch_hidden(hidden) if want_hidden else None
-        try:
+        with catch_hidden(self.model, want_hidden) as hidden:
             outputs = self.model(**kwargs, return_dict=True)
-        finally:
-            if hook is not None:
-                hook.remove()
         self._cache = getattr(outputs, self.interface.cache_name, self._cache)
         self._pending = (len(root_ids), nodes)
         rows = keep + nodes
@@ -225,8 +226,3 @@ class HFVerifier:
         rows, columns = seen.shape
         device = str(self._device)
         return create_block_mask(lambda batch, head, q, kv: seen[q, kv], 1, None, rows, columns, device=device)
-
-    def _catch_hidden(self, into: list[torch.Tensor]) -> Any:
-        """Catch what goes into the output embeddings: the final hidden states of the rows logits are made for."""
-        head = self.model.get_output_embeddings()
-        return head.register_forward_pre_hook(lambda _module, args: into.append(args[0]))

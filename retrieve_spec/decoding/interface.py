@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
@@ -17,6 +20,8 @@ from transformers.cache_utils import (
 )
 
 from retrieve_spec.decoding.verifier import Mode
+from retrieve_spec.drafting.drafter import Layer
+from retrieve_spec.errors import UnsupportedModelError
 
 MaskForm = Literal["bool", "float", "block", "none"]
 
@@ -163,3 +168,52 @@ def input_device(model: Any) -> torch.device:
     embeddings = model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
     return weight.device if isinstance(weight, torch.Tensor) else torch.device(model.device)
+
+
+@contextlib.contextmanager
+def catch_hidden(model: Any, layer: Layer | None) -> Iterator[list[torch.Tensor]]:
+    """Catch the hidden states (1, rows, d) of one layer while the model runs; nothing is computed for it.
+
+    Parameters
+    ----------
+    layer
+        `"last"`: what goes into the output embeddings. N: what the N-th block hands on. None: nothing.
+
+    Yields
+    ------
+    list
+        The caught tensors, one per forward.
+    """
+    caught: list[torch.Tensor] = []
+    if layer is None:
+        yield caught
+        return
+    if layer == "last":
+        head = model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _module, args: caught.append(args[0]))
+    else:
+        block = decoder_blocks(model)[layer - 1]
+        hook = block.register_forward_hook(
+            lambda _module, _args, out: caught.append(out[0] if isinstance(out, tuple) else out)
+        )
+    try:
+        yield caught
+    finally:
+        hook.remove()
+
+
+def decoder_blocks(model: Any) -> nn.ModuleList:
+    """The blocks of a decoder: its list of modules with as many entries as the config has layers.
+
+    Raises
+    ------
+    UnsupportedModelError
+        When the model keeps them in another way.
+    """
+    count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModelError(
+        f"a model with a list of {count} blocks", type(model).__name__, "Use the last layer's hidden states."
+    )

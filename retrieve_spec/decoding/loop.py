@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.decoding.acceptance import Chooser, PassLogits, Walk, read_logits, walk
+from retrieve_spec.decoding.acceptance import Chooser, PassLogits, Walk, walk
 from retrieve_spec.decoding.cost import CostModel
 from retrieve_spec.decoding.report import GenerationReport
 from retrieve_spec.decoding.stopping import Stopper
@@ -72,6 +72,7 @@ class Decoding:
         limits: Limits,
         cost: CostModel,
         prediction_ids: NDArray[np.int32] | None = None,
+        context_ids: NDArray[np.int32] | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids, limits.max_length + 1)
         self.report = GenerationReport(mode=verifier.mode, reason=verifier.reason)
@@ -79,7 +80,8 @@ class Decoding:
         self._log: list[tuple[DraftTree, int, NDArray[np.uint8] | None, float, float, float, float, float]] = []
         self._inputs, self._verifier, self._chooser, self._stopper = inputs, verifier, chooser, stopper
         self._drafter, self._limits, self._cost, self._prediction_ids = drafter, limits, cost, prediction_ids
-        self._want_hidden = drafter is not None and drafter.wants_hidden
+        self._context_ids = self.text.prompt_ids if context_ids is None else context_ids
+        self._want_hidden = None if drafter is None else drafter.wants_hidden
 
     def run(self) -> Generator[NDArray[np.int32], None, None]:
         """Decode until a stop; every item is what became visible since the last one."""
@@ -89,8 +91,8 @@ class Decoding:
             tree = self._draft()
             drafted = perf_counter()
             output = self._verify(tree)
+            logits = self._read(output, tree, 0)  # waits for the device: its time is the pass's
             checked = perf_counter()
-            logits = self._read(output)
             verified = walk(tree, logits, 0, self._chooser, self.text, self._stopper)
             self._verifier.commit(verified.path)
             committed = perf_counter()
@@ -107,7 +109,7 @@ class Decoding:
         if plain:
             self._drafter = None
         if self._drafter is not None:
-            self._drafter.start(self.text.prompt_ids, self._prediction_ids)
+            self._drafter.start(self._context_ids, self._prediction_ids)
         prompt = self._inputs.uncached_ids
         size = len(prompt) if plain else (self._limits.prefill_chunk or len(prompt))
         while len(prompt) > size:
@@ -120,7 +122,7 @@ class Decoding:
         keep = min(max(self._limits.prompt_logits, 1), len(prompt)) if learns else 1
         with torch.no_grad():
             output = self._verifier.forward(prompt, keep=keep, want_hidden=self._want_hidden)
-        logits = self._read(output)
+        logits = self._read(output, _NO_DRAFT, keep - 1)
         verified = walk(_NO_DRAFT, logits, keep - 1, self._chooser, self.text, self._stopper)
         self._verifier.commit(verified.path)
         if self._drafter is not None:
@@ -154,8 +156,9 @@ class Decoding:
         with torch.no_grad():
             return self._verifier.forward(root, tree if len(tree) else None, want_hidden=self._want_hidden)
 
-    def _read(self, output: VerifierOutput) -> PassLogits:
-        return read_logits(output.logits, self._drafter.top_k if self._drafter is not None else 1)
+    def _read(self, output: VerifierOutput, tree: DraftTree, first_row: int) -> PassLogits:
+        top_k = self._drafter.top_k if self._drafter is not None else 1
+        return self._chooser.read(output.logits, first_row, tree, self.text, top_k)
 
     def _learn(self, tree: DraftTree, verified: Walk, logits: PassLogits, output: VerifierOutput) -> None:
         """Tell the drafter what the pass showed."""

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.decoding.verifier import Mode, VerifierInputs, VerifierOutput
+from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 
 
@@ -29,7 +30,12 @@ class StepVerifier:
         self._outputs: Any = None
 
     def forward(
-        self, root_ids: NDArray[np.int32], tree: DraftTree | None = None, *, keep: int = 1, want_hidden: bool = False
+        self,
+        root_ids: NDArray[np.int32],
+        tree: DraftTree | None = None,
+        *,
+        keep: int = 1,
+        want_hidden: Layer | None = None,
     ) -> VerifierOutput:
         """Run one pass over the whole uncached prompt or over one token (`Verifier.forward`)."""
         assert tree is None or not len(tree), "a plain verifier takes no drafts"

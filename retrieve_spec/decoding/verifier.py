@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 
 Mode = Literal["tree", "chain", "plain"]
@@ -57,7 +58,7 @@ class VerifierOutput:
         (keep + n, vocab), any float dtype, on the model's device: rows `0 … keep - 1` follow the last `keep` root
         tokens (row `keep - 1` follows the root itself), row `keep + i` follows node i.
     hidden
-        (keep + n, d) or None: final hidden states of the same rows.
+        (keep + n, d) or None: hidden states of the same rows.
     """
 
     logits: torch.Tensor
@@ -80,7 +81,12 @@ class Verifier(Protocol):
         """Begin a generation: take over the cache (make one when there is none)."""
 
     def forward(
-        self, root_ids: NDArray[np.int32], tree: DraftTree | None = None, *, keep: int = 1, want_hidden: bool = False
+        self,
+        root_ids: NDArray[np.int32],
+        tree: DraftTree | None = None,
+        *,
+        keep: int = 1,
+        want_hidden: Layer | None = None,
     ) -> VerifierOutput:
         """Run the model over tokens that are not in the cache yet and over the draft that follows them.
 
@@ -94,7 +100,7 @@ class Verifier(Protocol):
         keep
             How many of the last root tokens to return logits for, 1 … m.
         want_hidden
-            Return final hidden states too.
+            Return the hidden states of this layer too.
         """
 
     def commit(self, path: NDArray[np.int32]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import DraftTree
+
+Layer = int | Literal["last"]
+"""Where hidden states are taken: `"last"` (what the output embeddings read, after the final norm) or N >= 1, behind the
+N-th block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,8 @@ class VerifiedPass:
     top_logits
         (n + 1, k) float32 or None: their raw logits.
     hidden
-        (d,) float32 or None: final hidden state at the last accepted token (what predicts the bonus token).
+        (d,) float32 or None: hidden state of the wanted layer at the last accepted token, the one the bonus token was
+        predicted from.
     """
 
     tree: DraftTree
@@ -79,8 +84,8 @@ class Drafter(Protocol):
 
     top_k: int
     """How many of the target's top tokens per visited node `observe` wants (0: none; the loop then skips the work)."""
-    wants_hidden: bool
-    """Whether `observe` wants the final hidden state."""
+    wants_hidden: Layer | None
+    """The layer whose hidden state `observe` wants; None for none."""
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: forget the last one, read the prompt (L,) and the text the user expects, if any."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
-from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import blend, expand, learn, levels, order
 from retrieve_spec.sources import SOURCE_NAMES
@@ -78,7 +78,7 @@ class MixtureDrafter:
         Learned weights to start from and to go on learning; a fresh one when None.
     """
 
-    wants_hidden = False
+    wants_hidden: Layer | None = None
 
     def __init__(
         self,

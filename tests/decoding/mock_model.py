@@ -28,7 +28,7 @@ class MockVerifier:
     def start(self, inputs: VerifierInputs) -> None:
         self.cache = inputs.input_ids[0, : inputs.past_length].tolist()
 
-    def forward(self, root_ids: Any, tree: Any = None, *, keep: int = 1, want_hidden: bool = False) -> VerifierOutput:
+    def forward(self, root_ids: Any, tree: Any = None, *, keep: int = 1, want_hidden: Any = None) -> VerifierOutput:
         assert self._pending is None, "forward before commit"
         if len(self.passes) == self.fail_at:
             raise KeyboardInterrupt
@@ -47,7 +47,7 @@ class MockVerifier:
             assert tree.is_chain
         self._pending = (roots, tree)
         rows = torch.stack([torch.as_tensor(self.logits_of(context), dtype=torch.float32) for context in contexts])
-        hidden = torch.arange(len(contexts), dtype=torch.float32)[:, None] if want_hidden else None
+        hidden = torch.arange(len(contexts), dtype=torch.float32)[:, None] if want_hidden is not None else None
         return VerifierOutput(rows, hidden)
 
     def commit(self, path: Any) -> None:

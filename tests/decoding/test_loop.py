@@ -90,7 +90,7 @@ def test_custom_criteria_see_every_token_once_and_in_order() -> None:
 
 def test_what_the_drafter_learns() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", length=3, vocab=50, top_k=2)
-    drafter.wants_hidden = True
+    drafter.wants_hidden = "last"
     made = decoding(MockVerifier(counting()), drafter, [3, 4, 5], max_length=12, prompt_logits=2)
     run(made)
     token_ids, top_ids, top_logits = drafter.prompt_rows

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import retrieve_spec as rs
+from retrieve_spec.decoding.fast_verifier import StaticVerifier
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import cache_mode, read_interface
 from retrieve_spec.decoding.probe import probe
@@ -32,12 +33,12 @@ def started(model: Any, prompt: torch.Tensor) -> HFVerifier:
 def test_rows_follow_their_nodes(tiny: Any, prompt: torch.Tensor) -> None:
     with torch.no_grad():
         verifier = started(tiny, prompt)
-        first = verifier.forward(prompt[0].numpy().astype(np.int32), keep=3, want_hidden=True)
+        first = verifier.forward(prompt[0].numpy().astype(np.int32), keep=3, want_hidden="last")
         verifier.commit(NOTHING)
         whole = tiny(prompt, output_hidden_states=True)
         torch.testing.assert_close(first.logits, whole.logits[0, -3:], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(first.hidden, whole.hidden_states[-1][0, -3:], atol=1e-5, rtol=1e-5)
-        rows = verifier.forward(np.array([3, 4], np.int32), TREE, keep=2, want_hidden=True)
+        rows = verifier.forward(np.array([3, 4], np.int32), TREE, keep=2, want_hidden="last")
         text = [*prompt[0].tolist(), 3, 4, 7, 8, 9]
         path = tiny(torch.tensor([text]), output_hidden_states=True)
         along = [0, 1, 4, 5, 6]  # both roots, then nodes 2, 3, 4
@@ -52,18 +53,39 @@ def test_rows_follow_their_nodes(tiny: Any, prompt: torch.Tensor) -> None:
     assert not tiny.lm_head._forward_pre_hooks
 
 
-def test_drafters_that_want_hidden_states_get_those_of_the_last_accepted_token(tiny: Any, prompt: torch.Tensor) -> None:
+@pytest.mark.parametrize("static_pass", ["always", "off"])
+@pytest.mark.parametrize("layer", ["last", 1])
+def test_drafters_that_want_hidden_states_get_those_of_the_last_accepted_token(
+    tiny: Any, prompt: torch.Tensor, layer: Any, static_pass: str
+) -> None:
     answer = tiny.generate(prompt, do_sample=False, max_new_tokens=16)
-    drafter = ScriptedDrafter(answer[0], "branchy")
-    drafter.wants_hidden = True
-    rs.accelerate(tiny, drafter=drafter, nodes=16)
-    tiny.generate(prompt, do_sample=False, max_new_tokens=16)
+    for script in ("branchy", "wrong"):  # accepted, and rejected: then it is the root's
+        drafter = ScriptedDrafter(answer[0], script)
+        drafter.wants_hidden = layer
+        rs.accelerate(tiny, drafter=drafter, nodes=16, static_pass=static_pass)
+        assert isinstance(tiny.speculation._make_verifier(), StaticVerifier) == (static_pass == "always")
+        tiny.generate(prompt, do_sample=False, max_new_tokens=16)
+        with torch.no_grad():
+            states = tiny(answer, output_hidden_states=True).hidden_states[-1 if layer == "last" else layer][0]
+        at = prompt.shape[1] - 1
+        for verified in drafter.seen:
+            at += len(verified.emitted)
+            np.testing.assert_allclose(verified.hidden, states[at - 1].numpy(), atol=1e-4)
+        assert tiny.speculation.last.passes == len(drafter.seen)
+        rs.restore(tiny)
+
+
+def test_states_of_a_layer_that_was_not_recorded_come_from_the_model_itself(tiny: Any, prompt: torch.Tensor) -> None:
+    rs.accelerate(tiny, nodes=8, static_pass="always")
+    verifier = tiny.speculation._make_verifier()
+    kwargs = {"past_key_values": DynamicCache(config=tiny.config)}
+    verifier.start(VerifierInputs(prompt, kwargs, max_length=64))
     with torch.no_grad():
-        states = tiny(answer, output_hidden_states=True).hidden_states[-1][0]
-    at = prompt.shape[1] - 1
-    for verified in drafter.seen:
-        at += len(verified.emitted)
-        np.testing.assert_allclose(verified.hidden, states[at - 1].numpy(), atol=1e-4)
+        rows = verifier.forward(prompt[0].numpy().astype(np.int32), want_hidden=1).hidden
+        verifier.commit(NOTHING)
+        whole = tiny(prompt, output_hidden_states=True).hidden_states[1][0, -1:]
+    torch.testing.assert_close(rows, whole, atol=1e-5, rtol=1e-5)
+    assert verifier.static_reason == "hidden states of layer 1 are not recorded"
 
 
 def test_caches_that_cannot_be_rolled_back_are_plain(tiny: Any, prompt: torch.Tensor) -> None:

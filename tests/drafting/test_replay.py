@@ -35,7 +35,7 @@ class Oracle:
     """Drafts the next `n` tokens of a known text, the last of them wrong, with a wrong sibling before each."""
 
     top_k = 0
-    wants_hidden = False
+    wants_hidden = None
 
     def __init__(self, text, n):
         self.text, self.n = text, n

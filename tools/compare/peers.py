@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sources import Skipped, arctic_folder, llama_file, vllm_file
+from sources import VLLM_NGRAM, VLLM_SUFFIX, Skipped, arctic_folder, llama_file, vllm_file
 
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 
 Ids = NDArray[np.int32]
+KEPT, GIVEN = ", answers kept", ", other answers given"
+"""Endings of names: what a drafter knows beside the text so far."""
 LOOKUP_TOKENS = 10  # candidates of every prompt lookup, transformers' default
 SCRIPT = 7  # index in SOURCE_NAMES that is credited
 
@@ -25,7 +27,7 @@ class Peer:
     """A drafter over the text so far, kept in one growing buffer."""
 
     top_k = 0
-    wants_hidden = False
+    wants_hidden = None
 
     def start(self, prompt_ids: Ids, prediction_ids: Ids | None = None) -> None:
         """Begin a request."""
@@ -98,15 +100,63 @@ class VllmNgram(Peer):
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.shortest, self.longest = shortest, longest
-        # The file imports vLLM's config for one annotation; a stand-in spares its dependencies.
-        for name in ("vllm", "vllm.config"):
-            sys.modules.setdefault(name, types.ModuleType(name))
-        sys.modules["vllm.config"].VllmConfig = object  # type: ignore[attr-defined]
-        self.find = _load(vllm_file(), "ngram_proposer")._find_longest_matched_ngram_and_propose_tokens
+        self.find = _load_vllm(VLLM_NGRAM)._find_longest_matched_ngram_and_propose_tokens
 
     def lookup(self, most: int) -> Ids:
         """Its candidates."""
         return self.find(self.text, self.shortest, self.longest, 2**31, most)
+
+
+class VllmSuffix(Peer):
+    """`SuffixDecodingProposer` of vLLM with its defaults; every turn of a conversation is a request of its own.
+
+    A request's last prompt token is handed over as its first sampled one: vLLM drafts from then on.
+    """
+
+    depth, factor, least, cached = 24, 1.0, 0.1, 10_000
+    longest = 1 << 24
+
+    def __init__(self) -> None:
+        _arctic()
+        asked = types.SimpleNamespace(
+            num_speculative_tokens=self.depth,
+            suffix_decoding_max_tree_depth=self.depth,
+            suffix_decoding_max_spec_factor=self.factor,
+            suffix_decoding_min_token_prob=self.least,
+            suffix_decoding_max_cached_requests=self.cached,
+        )
+        model = types.SimpleNamespace(max_model_len=self.longest)
+        config = types.SimpleNamespace(speculative_config=asked, model_config=model)
+        self.proposer = _load_vllm(VLLM_SUFFIX).SuffixDecodingProposer(config)
+        self.requests = 0
+
+    def feed(self, token_ids: Ids) -> None:
+        """A new request begins with text that the model did not write."""
+        super().feed(token_ids)
+        self.requests += 1
+        self.prompt_tokens = max(self.length - 1, 0)
+        self.sampled = self.text[self.prompt_tokens :].tolist()
+
+    def observe(self, verified: VerifiedPass) -> None:
+        """Append what was emitted."""
+        super().feed(verified.emitted)
+        self.sampled = verified.emitted.tolist()
+
+    def lookup(self, most: int) -> Ids:
+        """Its candidates."""
+        name = str(self.requests)
+        batch = types.SimpleNamespace(
+            req_ids=[name],
+            req_id_to_index={name: 0},
+            num_tokens_no_spec=[self.length],
+            num_prompt_tokens=[self.prompt_tokens],
+            token_ids_cpu=self.buffer[None],
+        )
+        return np.array(self.proposer.propose(self.depth, batch, [self.sampled])[0], np.int32)[:most]
+
+    def propose(self, budget: Budget) -> DraftTree:
+        """Draft a chain as long as its rule says."""
+        return chain(self.lookup(min(budget.max_nodes, budget.max_depth)))
 
 
 class ArcticSuffix(Peer):
@@ -120,16 +170,23 @@ class ArcticSuffix(Peer):
         Keep the responses of earlier requests in the global tree.
     factor, least
         Draft at most `factor` tokens per matched token, none of path probability below `least`.
+    answers
+        (tokens,) each, responses that the global tree begins with.
     """
 
     depth = 64
 
-    def __init__(self, tree: bool, keep: bool, factor: float = 1.0, least: float = 0.1) -> None:
-        sys.path.insert(0, str(arctic_folder()))
-        from _C import SuffixTree
+    def __init__(
+        self, tree: bool, keep: bool, factor: float = 1.0, least: float = 0.1, answers: Sequence[Ids] = ()
+    ) -> None:
+        _arctic()
+        from arctic_inference.suffix_decoding._C import SuffixTree
 
         self.make, self.tree, self.keep, self.factor, self.least = SuffixTree, tree, keep, factor, least
-        self.shared, self.requests = SuffixTree(self.depth), 0
+        self.shared, self.requests = SuffixTree(self.depth), len(answers)
+        self.trees_of_all = [self.shared] if keep or answers else []
+        for number, answer in enumerate(answers):
+            self.shared.extend_ndarray(number, np.ascontiguousarray(answer, np.int32))
 
     def start(self, prompt_ids: Ids, prediction_ids: Ids | None = None) -> None:
         """Begin a request with a tree of its own."""
@@ -152,18 +209,20 @@ class ArcticSuffix(Peer):
         """The better of both trees' drafts, by its score."""
         context = np.ascontiguousarray(self.text[-self.depth :])
         most = min(budget.max_nodes, budget.max_depth) if not self.tree else budget.max_nodes
-        trees = [self.local, self.shared] if self.keep else [self.local]
-        drafts = [tree.speculate_ndarray(context, most, self.factor, 0.0, self.least, self.tree) for tree in trees]
+        drafts = [
+            tree.speculate_ndarray(context, most, self.factor, 0.0, self.least, self.tree)
+            for tree in [self.local, *self.trees_of_all]
+        ]
         best = max(drafts, key=lambda draft: draft.score)
         return as_tree(np.array(best.token_ids, np.int32), np.array(best.parents, np.int32), best.probs)
 
 
-def ours(preset: str, session: bool) -> Any:
+def ours(preset: str, session: bool = False, datastores: Sequence[Any] = ()) -> Any:
     """A preset of this library; only `auto` also drafts without the logits that a replay does not have."""
     from retrieve_spec.config import SpeculationConfig
     from retrieve_spec.drafting.presets import build_drafter
 
-    drafter = build_drafter(SpeculationConfig(draft=preset, session=session))
+    drafter = build_drafter(SpeculationConfig(draft=preset, session=session), datastores=datastores)
     if drafter.top_k > 0 and preset != "auto":
         raise Skipped("it learns from the model's logits, which a replay does not have")
     return drafter
@@ -186,6 +245,24 @@ def as_tree(token_ids: Ids, parent: Ids, path_probability: Any) -> DraftTree:
     return DraftTree(token_ids, parent, depth, log_p.astype(np.float32), credit, np.full(n, -1, np.int64))
 
 
+def _arctic() -> None:
+    """Make the suffix part of Arctic Inference importable."""
+    folder = str(arctic_folder())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _load_vllm(name: str) -> Any:
+    """One of vLLM's files; it imports two classes for annotations only, and stand-ins spare its dependencies."""
+    for module, attribute in (("vllm.config", "VllmConfig"), ("vllm.v1.worker.gpu_input_batch", "InputBatch")):
+        parts = module.split(".")
+        for end in range(1, len(parts) + 1):
+            sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+        setattr(sys.modules[module], attribute, object)
+    path = vllm_file(name)
+    return _load(path, path.stem)
+
+
 def _load(path: Path, name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"peer_{name}", path)
     if spec is None or spec.loader is None:
@@ -196,11 +273,7 @@ def _load(path: Path, name: str) -> Any:
 
 
 def _not_published() -> Any:
-    raise Skipped("no package index has it")
-
-
-def _through_arctic() -> Any:
-    raise Skipped("it calls Arctic Inference's trees: see suffix-decoding")
+    raise Skipped("the package index has no distribution of this name")
 
 
 PEERS: dict[str, Callable[[], Any]] = {
@@ -208,10 +281,12 @@ PEERS: dict[str, Callable[[], Any]] = {
     "llama-cpp-python prompt lookup": LlamaLookup,
     "vllm ngram (5)": lambda: VllmNgram(5, 5),
     "vllm ngram (2-5)": lambda: VllmNgram(2, 5),
-    "vllm suffix": _through_arctic,
     "suffix-decoding chain": lambda: ArcticSuffix(tree=False, keep=False),
     "suffix-decoding tree": lambda: ArcticSuffix(tree=True, keep=False),
-    "suffix-decoding tree, responses kept": lambda: ArcticSuffix(tree=True, keep=True),
-    "suffix-decoding tree, responses kept, wide": lambda: ArcticSuffix(tree=True, keep=True, factor=4.0, least=0.0),
+    "suffix-decoding tree, wide": lambda: ArcticSuffix(tree=True, keep=False, factor=4.0, least=0.0),
+    f"vllm suffix{KEPT}": VllmSuffix,
+    f"suffix-decoding tree{KEPT}": lambda: ArcticSuffix(tree=True, keep=True),
+    f"suffix-decoding tree, wide{KEPT}": lambda: ArcticSuffix(tree=True, keep=True, factor=4.0, least=0.0),
     "dejavuu": _not_published,
 }
+"""Factories of the peers by name."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.session import SessionMemory
@@ -168,7 +168,7 @@ class PublishedDrafter:
     """
 
     top_k = 0
-    wants_hidden = False
+    wants_hidden: Layer | None = None
     nodes = MAX_NODES
     """Nodes of the published rule at most."""
 
