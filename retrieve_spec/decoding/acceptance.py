@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.generation import logits_process as hf
 
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.drafting.tree import ROOT, DraftTree
@@ -33,12 +32,15 @@ class PassLogits:
         (rows, vocab), on the model's device, any float dtype.
     top_ids, top_logits
         (rows, k) int32 and float32, most probable first, k >= 1; column 0 is the argmax.
+    chosen
+        (rows,) int32 tokens that were chosen on the device, -1 where the host chooses; None when the host chooses all.
     """
 
     logits: torch.Tensor
     top_ids: NDArray[np.int32]
     top_logits: NDArray[np.float32]
     _host: NDArray[np.float32] | None = None
+    chosen: NDArray[np.int32] | None = None
 
     def row(self, i: int) -> NDArray[np.float32]:
         """(vocab,) float32 logits of one row on the host."""
@@ -49,26 +51,35 @@ class PassLogits:
 
 def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
     """Find the `top_k` (at least 1) largest entries of every row, with one copy from the device."""
+    if logits.device.type != "cpu":
+        return read_packed(logits, top_k, None)
     k = min(max(top_k, 1), logits.shape[-1])
-    if logits.device.type == "cpu":
-        rows = logits if logits.dtype == torch.float32 else logits.float()
-        rows = rows if rows.is_contiguous() else rows.contiguous()
-        host = rows.numpy()
-        ids = np.empty((len(host), k), np.int32)
-        values = np.empty((len(host), k), np.float32)
-        full = host.shape[1] // BLOCK
-        blocks = rows if full * BLOCK == host.shape[1] else rows[:, : full * BLOCK]
-        maxima = blocks.view(len(host), full, BLOCK).amax(-1).numpy() if full else host[:, :0]
-        row_topk(host, maxima, ids, values)
-        return PassLogits(logits, ids, values, host)
+    rows = logits if logits.dtype == torch.float32 else logits.float()
+    rows = rows if rows.is_contiguous() else rows.contiguous()
+    host = rows.numpy()
+    ids = np.empty((len(host), k), np.int32)
+    values = np.empty((len(host), k), np.float32)
+    full = host.shape[1] // BLOCK
+    blocks = rows if full * BLOCK == host.shape[1] else rows[:, : full * BLOCK]
+    maxima = blocks.view(len(host), full, BLOCK).amax(-1).numpy() if full else host[:, :0]
+    row_topk(host, maxima, ids, values)
+    return PassLogits(logits, ids, values, host)
+
+
+def read_packed(logits: torch.Tensor, top_k: int, chosen: torch.Tensor | None) -> PassLogits:
+    """Copy the `top_k` largest entries of every row and the tokens `chosen` (rows,) on the device at once."""
+    k = min(max(top_k, 1), logits.shape[-1])
     values_, ids_ = torch.topk(logits.float(), k, dim=-1)
-    best = logits.argmax(dim=-1, keepdim=True).int()  # ties go to the lowest id, which topk does not promise
-    packed = torch.cat([best, ids_.int(), values_.view(torch.int32)], dim=-1).cpu().numpy()
+    best = logits.argmax(dim=-1, keepdim=True)  # ties go to the lowest id, which topk does not promise
+    parts = [best.int(), ids_.int(), values_.view(torch.int32)]
+    if chosen is not None:
+        parts.append(chosen.int()[:, None])
+    packed = torch.cat(parts, dim=-1).cpu().numpy()  # the one wait for the device in a step
     ids = np.ascontiguousarray(packed[:, 1 : k + 1])
-    swap = ids[:, 0] != packed[:, 0]
-    for r in np.flatnonzero(swap):
+    for r in np.flatnonzero(ids[:, 0] != packed[:, 0]):
         ids[r] = np.concatenate([packed[r, :1], ids[r][ids[r] != packed[r, 0]]])[:k]
-    return PassLogits(logits, ids, np.ascontiguousarray(packed[:, k + 1 :]).view(np.float32))
+    values = np.ascontiguousarray(packed[:, k + 1 : 2 * k + 1]).view(np.float32)
+    return PassLogits(logits, ids, values, chosen=None if chosen is None else packed[:, -1])
 
 
 class Chooser(Protocol):
@@ -82,6 +93,12 @@ class Chooser(Protocol):
     def raw(self) -> list[torch.Tensor] | None:
         """Raw logits (1, vocab) of every chosen token, where they are asked for."""
 
+    def read(self, logits: torch.Tensor, first_row: int, tree: DraftTree, text: RowText, top_k: int) -> PassLogits:
+        """Read what `choose` and the drafter need of the (rows, vocab) logits of a pass.
+
+        `first_row` follows the root, which is the last token of `text`; `first_row + 1 + i` follows node i of `tree`.
+        """
+
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return the token that follows `text`, given the logits at `row`."""
 
@@ -89,15 +106,39 @@ class Chooser(Protocol):
         """(seed, row, position) of the noise the token that follows `text` is drawn with, None without noise."""
 
 
-class GreedyChooser:
-    """The most probable token, no processors."""
+class HostReading:
+    """Reading for choosers that work on the host."""
+
+    def read(self, logits: torch.Tensor, first_row: int, tree: DraftTree, text: RowText, top_k: int) -> PassLogits:
+        """Read the most probable tokens of every row (`Chooser.read`)."""
+        return read_logits(logits, top_k)
+
+
+def penalise(scores: NDArray[np.float32], text: RowText, penalty: float) -> NDArray[np.float32]:
+    """Apply the repetition penalty of CTRL (Keskar et al., 2019) for the tokens of `text` to a copy of (vocab,) scores."""
+    ids = text.ids
+    ids = ids[ids < len(scores)]
+    factor = np.float32(penalty)
+    before = scores[ids]
+    penalised = scores.copy()
+    penalised[ids] = np.where(before < 0, before * factor, before / factor)
+    return penalised
+
+
+class GreedyChooser(HostReading):
+    """The most probable token, after a repetition penalty if there is one."""
 
     scores = None
     raw = None
 
+    def __init__(self, penalty: float = 1.0) -> None:
+        self.penalty = penalty
+
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return the argmax of the row."""
-        return int(logits.top_ids[row, 0])
+        if self.penalty == 1.0:
+            return int(logits.top_ids[row, 0])
+        return int(penalise(logits.row(row), text, self.penalty).argmax())
 
     def noise_at(self, text: RowText) -> None:
         """Greedy decoding has no noise."""
@@ -105,16 +146,25 @@ class GreedyChooser:
 
 @dataclass(frozen=True, slots=True)
 class Warpers:
-    """The sampling rules that `SamplingChooser` applies without building tensors; neutral values switch them off."""
+    """The rules that are applied without building tensors, in this order but the penalty, which comes first.
+
+    Neutral values switch them off.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    penalty: float = 1.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any token may become impossible."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-class SamplingChooser:
-    """A sample from softmax(logits) under temperature, top-k, top-p and min-p.
+class SamplingChooser(HostReading):
+    """A sample from softmax(logits) under a repetition penalty, temperature, top-k, top-p and min-p.
 
     Gumbel-max with counted noise: the noise of a token depends on (seed, row, position, token) alone, so the sample
     is the same whether the row came from a tree, a chain or a pass over one token.
@@ -135,7 +185,9 @@ class SamplingChooser:
         key = (self._seed, self._row, text.length)
         values = logits.row(row)
         w = self.warpers
-        if w.top_k == 0 and w.top_p >= 1.0 and w.min_p <= 0.0:
+        if w.penalty != 1.0:
+            values = penalise(values, text, w.penalty)
+        if not w.truncates:
             return int(gumbel_argmax_row(values, w.temperature, *key))
         if len(self._ids) < len(values):
             self._ids = np.empty(len(values), np.int32)
@@ -148,7 +200,7 @@ class SamplingChooser:
         return self._seed, self._row, text.length
 
 
-class ProcessorChooser:
+class ProcessorChooser(HostReading):
     """Any list of logits processors, called once per emitted token in order, as plain decoding calls them."""
 
     def __init__(
@@ -177,41 +229,6 @@ class ProcessorChooser:
     def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
         """Key of the noise of the next token, None when the processed argmax is taken."""
         return None if self._seed is None else (self._seed, self._row, text.length)
-
-
-def make_chooser(
-    processors: Any, seed: int | None, *, keep_scores: bool = False, keep_raw: bool = False
-) -> GreedyChooser | SamplingChooser | ProcessorChooser:
-    """Pick the cheapest chooser that applies `processors` exactly; `seed` None chooses greedily."""
-    if not (keep_scores or keep_raw):
-        if seed is None and not len(processors):
-            return GreedyChooser()
-        warpers = _read_warpers(processors) if seed is not None else None
-        if seed is not None and warpers is not None:
-            return SamplingChooser(warpers, seed)
-    return ProcessorChooser(processors, seed, keep_scores=keep_scores, keep_raw=keep_raw)
-
-
-def _read_warpers(processors: Any) -> Warpers | None:
-    """Read the rules off a list of plain warpers in their usual order; None when anything else is in it."""
-    readers: list[tuple[type, Callable[[Any], dict[str, Any]]]] = [
-        (hf.TemperatureLogitsWarper, lambda p: {"temperature": float(p.temperature)}),
-        (hf.TopKLogitsWarper, lambda p: {"top_k": int(p.top_k)}),
-        (hf.TopPLogitsWarper, lambda p: {"top_p": float(p.top_p)}),
-        (hf.MinPLogitsWarper, lambda p: {"min_p": float(p.min_p)}),
-    ]
-    rules: dict[str, Any] = {}
-    at = 0
-    for processor in processors:
-        while at < len(readers) and type(processor) is not readers[at][0]:
-            at += 1
-        if at == len(readers) or getattr(processor, "min_tokens_to_keep", 1) > 1:
-            return None
-        if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
-            return None
-        rules.update(readers[at][1](processor))
-        at += 1
-    return Warpers(**rules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
 from retrieve_spec.datastore.provenance import sourced_runs
-from retrieve_spec.decoding.acceptance import Chooser, make_chooser
+from retrieve_spec.decoding.acceptance import Chooser
+from retrieve_spec.decoding.choosers import make_chooser
 from retrieve_spec.decoding.cost import CostModel
 from retrieve_spec.decoding.loop import Decoding, Limits
 from retrieve_spec.decoding.probe import Finding
@@ -163,6 +164,7 @@ class Speculation:
         nodes: int | str | None,
         prediction_ids: NDArray[np.int32] | None,
         seed: int | None,
+        context_ids: NDArray[np.int32] | None = None,
         keep_scores: bool = False,
         keep_raw: bool = False,
     ) -> Running:
@@ -176,10 +178,13 @@ class Speculation:
         elif seed is None:
             seed = int(torch.randint(2**62, (), dtype=torch.int64).item())
         stopper = Stopper(prepared.criteria)
-        chooser = make_chooser(prepared.processors, seed, keep_scores=keep_scores, keep_raw=keep_raw)
+        device = prepared.inputs.input_ids.device
+        chooser = make_chooser(prepared.processors, seed, keep_scores=keep_scores, keep_raw=keep_raw, device=device)
         limits = self._limits(prepared, stopper, None if nodes == AUTO else int(nodes))
         verifier = self._make_verifier()
-        decoding = Decoding(prepared.inputs, verifier, drafter, chooser, stopper, limits, self.cost, prediction_ids)
+        decoding = Decoding(
+            prepared.inputs, verifier, drafter, chooser, stopper, limits, self.cost, prediction_ids, context_ids
+        )
         return Running(self, decoding, verifier, drafter, chooser)
 
     def _limits(self, prepared: Prepared, stopper: Stopper, nodes: int | None) -> Limits:

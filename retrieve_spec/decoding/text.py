@@ -39,6 +39,12 @@ class RowText:
         return self._tensor[:, : self.length].to(self._device)
 
     @property
+    def ids(self) -> NDArray[np.int64]:
+        """(length,) view of all tokens; read only."""
+        row: NDArray[np.int64] = self._ids[: self.length]
+        return row
+
+    @property
     def prompt_ids(self) -> NDArray[np.int32]:
         """(prompt,) int32 copy of the prompt."""
         prompt: NDArray[np.int32] = self._ids[: self.prompt_length].astype(np.int32)

@@ -101,7 +101,7 @@ def _nucleus(
         if k >= 1024:
             break
         k = min(k * 4, v)
-    order = np.argsort(-row)
+    order = np.argsort(-row, kind="mergesort")  # equal values by id
     before = 0.0
     for i in range(v):
         ids[i] = order[i]

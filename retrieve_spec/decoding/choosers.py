@@ -1,0 +1,68 @@
+"""A call's logits processors in, the cheapest chooser that applies them exactly out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as hf
+
+from retrieve_spec.decoding.acceptance import Chooser, GreedyChooser, ProcessorChooser, SamplingChooser, Warpers
+from retrieve_spec.decoding.device_acceptance import DeviceChooser
+
+
+def make_chooser(
+    processors: Any,
+    seed: int | None,
+    *,
+    keep_scores: bool = False,
+    keep_raw: bool = False,
+    device: torch.device | None = None,
+) -> Chooser:
+    """Pick a chooser for a generation.
+
+    Parameters
+    ----------
+    processors
+        Logits processors in order.
+    seed
+        Of the sampling noise; None chooses greedily.
+    keep_scores, keep_raw
+        Keep processed scores or raw logits of every chosen token.
+    device
+        Where the logits are. On a GPU known rules are applied there, to all rows at once; on the host, rows are
+        looked at one by one as the walk gets to them, which is less work.
+    """
+    warpers = None if keep_scores or keep_raw else _read_warpers(processors)
+    if warpers is None or (seed is None and warpers != Warpers(penalty=warpers.penalty)):
+        return ProcessorChooser(processors, seed, keep_scores=keep_scores, keep_raw=keep_raw)
+    host = GreedyChooser(warpers.penalty) if seed is None else SamplingChooser(warpers, seed)
+    if device is None or device.type == "cpu" or (isinstance(host, GreedyChooser) and host.penalty == 1.0):
+        return host  # the argmax of every row is read anyway
+    return DeviceChooser(host)
+
+
+def _read_warpers(processors: Any) -> Warpers | None:
+    """Read the rules off a list of plain warpers in their usual order; None when anything else is in it."""
+    readers: list[tuple[type, Callable[[Any], dict[str, Any]]]] = [
+        (hf.RepetitionPenaltyLogitsProcessor, lambda p: {"penalty": float(p.penalty)}),
+        (hf.TemperatureLogitsWarper, lambda p: {"temperature": float(p.temperature)}),
+        (hf.TopKLogitsWarper, lambda p: {"top_k": int(p.top_k)}),
+        (hf.TopPLogitsWarper, lambda p: {"top_p": float(p.top_p)}),
+        (hf.MinPLogitsWarper, lambda p: {"min_p": float(p.min_p)}),
+    ]
+    rules: dict[str, Any] = {}
+    at = 0
+    for processor in processors:
+        while at < len(readers) and type(processor) is not readers[at][0]:
+            at += 1
+        if at == len(readers) or getattr(processor, "min_tokens_to_keep", 1) > 1:
+            return None
+        if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
+            return None
+        if getattr(processor, "prompt_ignore_length", None) is not None:
+            return None
+        rules.update(readers[at][1](processor))
+        at += 1
+    return Warpers(**rules)
