@@ -46,6 +46,27 @@ class SegmentEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseRecord:
+    """What the dense indexes of a store were built with.
+
+    Attributes
+    ----------
+    model, fingerprint
+        Name or folder the model was loaded from, and `model_fingerprint` of it.
+    layer
+        `"last"` (after the final norm), or the number of the layer whose output the keys are.
+    dims, hidden_size
+        Numbers of a key, and of a hidden state.
+    """
+
+    model: str
+    fingerprint: str
+    layer: int | str
+    dims: int
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything a reader has to know before it opens a store.
 
@@ -65,6 +86,8 @@ class Manifest:
         Grows with every change of the store.
     history
         One entry per change: verb, time, version, sources or arguments, counts, what was skipped and why.
+    dense
+        What its dense indexes were built with, or None where there are none.
     """
 
     fingerprint: str
@@ -74,6 +97,7 @@ class Manifest:
     next_segment: int = 1
     generation: int = 0
     history: tuple[dict[str, Any], ...] = field(default_factory=tuple)
+    dense: DenseRecord | None = None
 
     @property
     def tokenizer_name(self) -> str:
@@ -198,6 +222,7 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
         raw["next_segment"],
         raw["generation"],
         tuple(raw["history"]),
+        DenseRecord(**raw["dense"]) if raw.get("dense") else None,
     )
 
 

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import StaticAutomaton, build_automaton
+from retrieve_spec.datastore.dense import INDEX, DenseIndex
 from retrieve_spec.datastore.files import FileEntry, check_size, map_array, write_array
-from retrieve_spec.datastore.manifest import SegmentEntry
+from retrieve_spec.datastore.manifest import DenseRecord, SegmentEntry
 from retrieve_spec.datastore.ngrams import NgramTable, build_ngrams
 from retrieve_spec.datastore.sort import suffix_array
 from retrieve_spec.kernels.suffix_array import sa_top_table
@@ -50,6 +51,8 @@ class Segment:
         The segment's n-gram table, or None.
     automaton
         The segment's static automaton, or None.
+    dense
+        The segment's dense index, or None.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Segment:
     removed: tuple[int, ...]
     ngram: NgramTable | None
     automaton: StaticAutomaton | None
+    dense: DenseIndex | None = None
 
     def document_of(self, position: int) -> int:
         """Number of the document that covers a token position."""
@@ -149,7 +153,7 @@ def write_arrays(
     }
 
 
-def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int) -> Segment:
+def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int, record: DenseRecord | None = None) -> Segment:
     """Map a segment into memory, with cheap checks (files and sizes).
 
     Raises
@@ -175,6 +179,10 @@ def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int) -> Segment:
     automaton = None
     if "automaton_link" + SUFFIX in entry.files:
         automaton = StaticAutomaton(*(load(f"automaton_{field.name}", np.uint32) for field in fields(StaticAutomaton)))
+    starts = load("documents", np.uint32)
+    dense = None
+    if record is not None and INDEX in entry.files:
+        dense = DenseIndex(folder, entry.files, record, starts, entry.removed)
     return Segment(
         entry.name,
         load("tokens", np.uint16, scattered=True),
@@ -183,8 +191,9 @@ def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int) -> Segment:
         bits_of(len(to_global) - 1),
         to_global,
         to_local,
-        load("documents", np.uint32),
+        starts,
         entry.removed,
         table,
         automaton,
+        dense,
     )

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from retrieve_spec.datastore.catalog import Catalog, Document
+from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import check_size
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, Manifest, read_manifest
@@ -51,6 +52,11 @@ class Datastore:
     def ngrams(self) -> tuple[NgramTable, ...]:
         """N-gram tables of the segments that have one; counts of different tables add up."""
         return tuple(segment.ngram for segment in self.segments if segment.ngram is not None)
+
+    @property
+    def dense(self) -> list[tuple[int, DenseIndex]]:
+        """Dense indexes of the segments that have one, each with the index of its segment."""
+        return [(i, segment.dense) for i, segment in enumerate(self.segments) if segment.dense is not None]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -135,7 +141,9 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
 
 def _open(folder: Path, manifest: Manifest) -> Datastore:
     check_size(folder / manifest.tokenizer_name, manifest.tokenizer)
-    segments = tuple(open_segment(folder / SEGMENTS / s.name, s, manifest.vocabulary) for s in manifest.segments)
+    segments = tuple(
+        open_segment(folder / SEGMENTS / s.name, s, manifest.vocabulary, manifest.dense) for s in manifest.segments
+    )
     return Datastore(folder, manifest, segments, Catalog(folder / CATALOG))
 
 

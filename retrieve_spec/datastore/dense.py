@@ -1,0 +1,251 @@
+"""Dense indexes: from a model's hidden state to the places of a segment where it was in a similar one.
+
+A key is the hidden state at one token, standardised, reduced by PCA and scaled to length one (DReSD, arXiv 2502.15572);
+similarity is the inner product of keys, their cosine. A key leads to the position of its token, so what followed there
+is read from the segment's own text, in any length, and its document is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.datastore.files import FileEntry, check_size, map_array, sha256_of
+from retrieve_spec.datastore.manifest import DenseRecord
+from retrieve_spec.errors import ConfigError, ModelMismatchError, StoreCorruptError
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.segment import Segment
+
+INDEX = "dense_index.faiss"
+TRANSFORM = ("dense_mean.bin", "dense_scale.bin", "dense_components.bin")
+MAPPED_BYTES = 1 << 28
+"""Larger index files are mapped into memory; smaller ones are read, and their checksum is compared."""
+WEIGHTS_SAMPLED = 16
+"""Of every parameter, for the fingerprint of a model."""
+_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+_REMEDY = "Restore the file from a copy, or build the store again."
+
+
+class Transform:
+    """From hidden states to keys: standardise, project on principal components, scale to length one.
+
+    Parameters
+    ----------
+    mean, scale
+        (hidden_size,) float32.
+    components
+        (hidden_size, dims) float32, orthonormal columns.
+    """
+
+    def __init__(self, mean: NDArray[np.float32], scale: NDArray[np.float32], components: NDArray[np.float32]) -> None:
+        self.mean, self.scale, self.components = mean, scale, components
+        self._weights = np.ascontiguousarray(components / scale[:, None], np.float32)
+        self._offset = np.asarray((mean / scale) @ components, np.float32)
+
+    def __call__(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Keys of hidden states, (q, hidden_size) to (q, dims) float32."""
+        keys = hidden @ self._weights - self._offset
+        norms = np.sqrt(np.einsum("qd,qd->q", keys, keys))
+        return np.asarray(keys / np.maximum(norms, 1e-12)[:, None], np.float32)
+
+
+class DenseIndex:
+    """Hidden states of one segment's tokens; the files are opened by the first search.
+
+    Attributes
+    ----------
+    layer
+        `"last"` (after the final norm) or the number of the layer whose output the keys are.
+    dims, hidden_size
+        Of keys and of hidden states.
+    model
+        Fingerprint of the model (`model_fingerprint`).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: dict[str, FileEntry],
+        record: DenseRecord,
+        starts: NDArray[np.uint32],
+        removed: tuple[int, ...],
+    ) -> None:
+        self.layer, self.dims, self.hidden_size, self.model = (
+            record.layer,
+            record.dims,
+            record.hidden_size,
+            record.fingerprint,
+        )
+        self._folder, self._files, self._starts = folder, files, starts
+        self._removed = np.array(removed, np.int64)
+
+    @property
+    def count(self) -> int:
+        """Keys in the index, those of removed documents included."""
+        return int(self._faiss.ntotal)
+
+    @property
+    def kind(self) -> str:
+        """`"flat"`, `"ivf-pq"` or `"hnsw"`."""
+        import faiss
+
+        index = self._faiss
+        inner = faiss.downcast_index(index.index) if isinstance(index, faiss.IndexIDMap) else index
+        return {"IndexFlatIP": "flat", "IndexFlat": "flat"}.get(
+            type(inner).__name__, "hnsw" if isinstance(inner, faiss.IndexHNSW) else "ivf-pq"
+        )
+
+    @cached_property
+    def transform(self) -> Transform:
+        """Mean, scale and principal components."""
+        mean, scale, components = (map_array(self._folder / name, self._files[name]) for name in TRANSFORM)
+        sizes = (len(mean), len(scale), len(components))
+        expected = (self.hidden_size, self.hidden_size, self.hidden_size * self.dims)
+        if sizes != expected:
+            raise StoreCorruptError(f"a transform of sizes {expected} in {self._folder}", f"{sizes}", _REMEDY)
+        if not all(np.isfinite(a).all() for a in (mean, scale, components)) or (scale <= 0).any():
+            raise StoreCorruptError(f"finite mean, scale and components in {self._folder}", "others", _REMEDY)
+        return Transform(mean, scale, components.reshape(self.hidden_size, self.dims))
+
+    @cached_property
+    def _faiss(self) -> Any:
+        import faiss
+
+        path, entry = self._folder / INDEX, self._files[INDEX]
+        check_size(path, entry)
+        mapped = entry.bytes > MAPPED_BYTES
+        if not mapped and (found := sha256_of(path)) != entry.sha256:
+            raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12], _REMEDY)
+        try:
+            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP if mapped else 0)
+        except RuntimeError as error:
+            raise StoreCorruptError(f"a FAISS index in {path}", str(error).splitlines()[0], _REMEDY) from error
+        if index.d != self.dims or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise StoreCorruptError(f"keys of {self.dims} dimensions in {path}", f"{index.d}", _REMEDY)
+        if index.ntotal == 0:
+            raise StoreCorruptError(f"keys in {path}", "an empty index", _REMEDY)
+        return index
+
+    def search(self, hidden: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Find the positions whose keys are most similar to hidden states.
+
+        Parameters
+        ----------
+        hidden
+            (q, hidden_size) float32, of the model and the layer the index was built with.
+        k
+            Neighbours wanted.
+
+        Returns
+        -------
+        tuple
+            Similarities (q, k) float32, falling, and positions (q, k) int64 in the segment's token array: of the token
+            whose hidden state is similar; its continuation begins one further. Where fewer were found, -1 and -1.
+
+        Raises
+        ------
+        ModelMismatchError
+            When the hidden states have another size.
+        ConfigError
+            When a hidden state is not finite.
+        StoreCorruptError
+            When the files of the index are damaged.
+        """
+        hidden = np.ascontiguousarray(hidden, np.float32)
+        if hidden.ndim != 2 or hidden.shape[1] != self.hidden_size:
+            raise ModelMismatchError(
+                f"hidden states of {self.hidden_size} numbers, as those of the model of the dense index",
+                f"shape {hidden.shape}",
+                "Use the model the store was built with, or build the store again with `--dense MODEL`.",
+            )
+        if not np.isfinite(hidden).all():
+            raise ConfigError(
+                "finite hidden states to search for", "NaN or infinity", "Run the model in bfloat16 or float32."
+            )
+        return self.search_keys(self.transform(hidden), k)
+
+    def search_keys(self, keys: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Find the positions of the most similar keys, as `search` does for hidden states."""
+        wanted = k
+        while True:
+            similarity, positions = self._faiss.search(keys, wanted)
+            if len(self._removed) == 0:
+                break
+            gone = self._is_removed(positions)
+            similarity[gone], positions[gone] = -1, -1
+            if wanted >= self.count or ((positions >= 0).sum(1) >= k).all():
+                break
+            wanted = min(2 * wanted, self.count)
+        outside = (positions < 0) | (positions >= int(self._starts[-1]))
+        similarity[outside], positions[outside] = -1, -1
+        if wanted > k or outside.any():
+            order = np.argsort(positions < 0, axis=1, kind="stable")[:, :k]
+            similarity = np.take_along_axis(similarity, order, 1)
+            positions = np.take_along_axis(positions, order, 1)
+        return similarity, positions
+
+    def _is_removed(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        documents = np.searchsorted(self._starts, positions, side="right") - 1
+        return np.isin(documents, self._removed)
+
+
+def continuation(segment: Segment, position: int, most: int) -> NDArray[np.int32]:
+    """Token ids that follow a position in its document, (n,) int32 with n ≤ `most`."""
+    end = int(segment.document_starts[segment.document_of(position) + 1]) - 1
+    ids: NDArray[np.int32] = segment.to_global[segment.tokens[position + 1 : min(position + 1 + most, end)]].astype(
+        np.int32
+    )
+    return ids
+
+
+def model_fingerprint(model: Any) -> str:
+    """Fingerprint of a model: SHA-256 over its configuration and a sample of its weights, in bfloat16.
+
+    A model loaded in another dtype, or from another place, has the same fingerprint.
+    """
+    import torch
+
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            digest.update(f"{name} {tuple(weight.shape)}".encode())
+            if weight.device.type == "meta":  # offloaded
+                continue
+            flat = weight.detach().reshape(-1)
+            at = torch.linspace(0, len(flat) - 1, min(WEIGHTS_SAMPLED, len(flat)), dtype=torch.float64).long()
+            sample = flat[at.to(flat.device)].to(torch.bfloat16).view(torch.int16)
+            digest.update(sample.cpu().numpy().astype("<i2").tobytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def check_model(record: DenseRecord, model: Any, name: str = "") -> None:
+    """Compare the model of a store's dense indexes with the one at hand.
+
+    Raises
+    ------
+    ModelMismatchError
+        When it is another one, naming both.
+    """
+    fingerprint = model_fingerprint(model)
+    if fingerprint == record.fingerprint:
+        return
+    size = hidden_size_of(model)
+    name = name or getattr(model, "name_or_path", "") or type(model).__name__
+    raise ModelMismatchError(
+        f"the model of the dense index ({record.model}, {record.fingerprint[7:19]}, hidden size {record.hidden_size})",
+        f"{name} ({fingerprint[7:19]}, hidden size {size})",
+        "Use that model, or build the store again with `--dense` and this one.",
+    )
+
+
+def hidden_size_of(model: Any) -> int:
+    """Numbers in a hidden state of a model's text part."""
+    return int(model.config.get_text_config().hidden_size)
