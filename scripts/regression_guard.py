@@ -5,17 +5,22 @@
     python scripts/regression_guard.py              # compare; exit 1 when tokens per pass fell by more than 1 %
     python scripts/regression_guard.py --accept     # write the counts of today as the new baseline, on purpose
 
-Two workloads, both at fixed node budgets (measured cost plays no part): recorded answers are replayed without the
-model, where every count is exact, and the bundled model answers the same prompts, where drafts also come from its
-logits. Answers are sampled (with a fixed seed), because greedy ones of so small a model loop. An answer that this
-machine rounds to another text is left out on both sides.
+Three workloads, all at fixed node budgets (measured cost plays no part): recorded answers are replayed without the
+model, where every count is exact; the bundled model answers the same prompts, where drafts also come from its logits;
+and a few answers are replayed with the compiler off to count what the kernels do (`kernel_operations.py`), of which no
+kind may grow by more than 10 % per token. Answers are sampled (with a fixed seed), because greedy ones of so small a
+model loop. An answer that this machine rounds to another text is left out on both sides. The store holds the prompts
+of the last answers, which the others are drafted from.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +29,17 @@ from tokenizers import Tokenizer
 from retrieve_spec.bench.replay import Replay, read_trace
 from retrieve_spec.bench.workloads import structured_prompts
 from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.reference_model import load_model, reference_path
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "bench" / "guard"
 ANSWERS, BASELINE = FOLDER / "answers.jsonl", FOLDER / "baseline.json"
-ALLOWED_LOSS = 0.01
+ALLOWED_LOSS, ALLOWED_WORK = 0.01, 0.1
+OPERATIONS = "kernel operations"
+STORED = 5  # last answers whose prompts are in the store
 REPLAY_NODES = (16, 60)
 LIVE_NODES = 16
 GENERATION = {"max_new_tokens": 96, "do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0, "seed": 1}
@@ -42,18 +52,40 @@ def replayed() -> dict[str, Any]:
     tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
     rows = list(read_trace(ANSWERS, tokenizer))
     counts = {}
-    for nodes in REPLAY_NODES:
-        for session in (False, True):
-            drafter: Any = build_drafter(SpeculationConfig(session=session))
-            result = Replay(drafter, nodes).run(rows)
-            name = f"replay, {nodes} nodes" + (", session kept" if session else "")
-            counts[name] = {
-                "tokens": result["tokens"],
-                "passes": result["passes"],
-                "nodes": round(result["nodes_per_pass"] * result["passes"]),
-                "accepted_by_source": result["accepted_by_source"],
-            }
+    with tempfile.TemporaryDirectory() as folder:
+        stores = [open_datastore(guard_store(Path(folder)), tokenizer=tokenizer)]
+        states = {"": (False, []), ", session kept": (True, []), ", store": (False, stores)}
+        for nodes in REPLAY_NODES:
+            for name, (session, datastores) in states.items():
+                drafter: Any = build_drafter(SpeculationConfig(session=session), datastores=datastores)
+                result = Replay(drafter, nodes).run(rows[:-STORED] if datastores else rows)
+                counts[f"replay, {nodes} nodes{name}"] = {
+                    "tokens": result["tokens"],
+                    "passes": result["passes"],
+                    "nodes": round(result["nodes_per_pass"] * result["passes"]),
+                    "accepted_by_source": result["accepted_by_source"],
+                }
     return counts
+
+
+def guard_store(folder: Path) -> Path:
+    """Build the store of the guard."""
+    texts = [json.loads(line)["prompt"] for line in ANSWERS.read_text(encoding="utf-8").splitlines()[-STORED:]]
+    source = folder / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    build_datastore(folder / "store", Source(str(source), field="text"), reference_path(), workers=1)
+    return folder / "store"
+
+
+def operations() -> dict[str, Any]:
+    """What the kernels do, counted by an interpreter with the compiler off."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(__file__).with_name("kernel_operations.py")
+        command = [sys.executable, str(script), str(ANSWERS), str(guard_store(Path(folder)))]
+        done = subprocess.run(command, env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return {OPERATIONS: json.loads(done.stdout)}
 
 
 def live() -> dict[str, Any]:
@@ -95,6 +127,20 @@ def compare(now: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
         if new < old * (1 - ALLOWED_LOSS):
             what = names[0] if len(names) == 1 else f"live, {len(names)} answers"
             failures.append(f"{what}: {new:.3f} tokens per pass, {old:.3f} before ({new / old - 1:+.1%})")
+    return failures + more_work(now.get(OPERATIONS), baseline.get(OPERATIONS))
+
+
+def more_work(now: dict[str, int] | None, baseline: dict[str, int] | None) -> list[str]:
+    """Kinds of kernel operations that grew by more than allowed, per token."""
+    if now is None or baseline is None:
+        return [f"{OPERATIONS}: not measured"] if now is not baseline else []
+    failures = []
+    for kind, before in baseline.items():
+        old, new = before / baseline["tokens"], now.get(kind, 0) / now["tokens"]
+        if kind not in now:
+            failures.append(f"{OPERATIONS}: {kind} are not counted any more")
+        elif new > old * (1 + ALLOWED_WORK):
+            failures.append(f"{OPERATIONS}: {new:.1f} {kind} per token, {old:.1f} before ({new / old - 1:+.1%})")
     return failures
 
 
@@ -132,7 +178,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.record:
         record_answers()
-    now = replayed() | live()
+    now = replayed() | operations() | live()
     if args.accept or args.record:
         BASELINE.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {BASELINE.name}")
@@ -141,7 +187,7 @@ def main() -> None:
     for failure in failures:
         print(failure)
     if failures:
-        print("If the loss is meant, accept it: python scripts/regression_guard.py --accept")
+        print("If that is meant, accept it: python scripts/regression_guard.py --accept")
     print(json.dumps(now))
     sys.exit(1 if failures else 0)
 
