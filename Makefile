@@ -1,4 +1,4 @@
-# make demo   set up .venv and run the bundled model on real Python files, plain and accelerated
+# make demo   set up .venv and run the bundled model on real Python files: plain, accelerated, with a datastore
 # make test   set up .venv and run the tests
 # Both do nothing that is already done. `make help` lists the rest.
 
@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
 
-## make demo        the bundled model completes real Python files, plain and accelerated side by side
+## make demo        the bundled model completes real Python files: plain, accelerated and with a datastore
 demo: setup
 	@$(BIN)/python -m retrieve_spec.demo $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Turns real Python files into a race on the terminal: the bundled model, plain and accelerated, side by side."""
+"""Turns Python files into a race on the terminal: the bundled model plain, accelerated and with a datastore."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrieve_spec._version import __version__
 from retrieve_spec.bench.workloads import Prompt, builtin, loops
-from retrieve_spec.errors import StoreError, TokenizerMismatchError
+from retrieve_spec.demo_screen import MIN_COLUMNS, Mode, Pane, PaneStreamer, Screen
+from retrieve_spec.errors import StoreError
 from retrieve_spec.paths import cache_dir
 
 if TYPE_CHECKING:
@@ -24,184 +26,100 @@ if TYPE_CHECKING:
 
     from retrieve_spec.datastore.store import Datastore
 
-Mode = Literal["live", "text", "silent"]
-ROWS = 12
-MIN_COLUMNS = 80
-SECONDS_PER_FRAME = 0.05
 WARM_UP_TOKENS = 16
+SEEN_FILES = 8
+"""Files of the standard library that may be completed; these are not in the store."""
 
 
-@dataclass
-class Pane:
-    """One column of the race: what has been generated, and when.
-
-    Attributes
-    ----------
-    title
-        Shown above the text.
-    token_ids
-        New tokens so far.
-    seconds
-        Time since the generation began.
-    """
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """One way to complete a prompt: its title, a model, and whether its own `generate` is used or the accelerated."""
 
     title: str
-    token_ids: list[int] = field(default_factory=list)
-    seconds: float = 0.0
+    model: PreTrainedModel
+    accelerated: bool
 
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens by time so far."""
-        return len(self.token_ids) / self.seconds if self.seconds else 0.0
-
-    def lines(self, tokenizer: PreTrainedTokenizerBase, width: int, rows: int) -> list[str]:
-        """The last rows of the text, wrapped to the width and padded."""
-        text = tokenizer.decode(self.token_ids, skip_special_tokens=True).expandtabs(4)
-        wrapped = [line[i : i + width] for line in text.split("\n") for i in range(0, max(len(line), 1), width)]
-        shown = wrapped[-rows:] + [""] * (rows - len(wrapped))
-        return ["".join(c if c.isprintable() else " " for c in line).ljust(width) for line in shown]
-
-
-class Screen:
-    """Draws two panes over their last frame (`live`), or prints them when they are done (`text`), or neither."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: Mode) -> None:
-        self.tokenizer = tokenizer
-        self.mode = mode
-        self.drawn = False
-
-    def draw(self, panes: list[Pane]) -> None:
-        """Draw one frame."""
-        if self.mode != "live":
-            return
-        width = (min(shutil.get_terminal_size().columns, 160) - 3) // 2
-        heads = [f"{p.title}  {len(p.token_ids):4d} tokens  {p.tokens_per_second:5.0f} tokens/s"[:width] for p in panes]
-        bodies = [pane.lines(self.tokenizer, width, ROWS) for pane in panes]
-        frame = [" │ ".join(click.style(head.ljust(width), bold=True) for head in heads)]
-        frame += [" │ ".join(row) for row in zip(*bodies, strict=True)]
-        up = f"\x1b[{len(frame)}A" if self.drawn else ""
-        click.echo(up + "\n".join(f"\x1b[2K{row}" for row in frame))
-        self.drawn = True
-
-    def finish(self, panes: list[Pane]) -> None:
-        """Draw the last frame, or print both texts one below the other."""
-        self.draw(panes)
-        if self.mode == "text":
-            for pane in panes:
-                click.echo(f"--- {pane.title}: {len(pane.token_ids)} tokens, {pane.tokens_per_second:.0f} tokens/s")
-                click.echo(self.tokenizer.decode(pane.token_ids, skip_special_tokens=True))
-        self.drawn = False
-
-
-class PaneStreamer:
-    """A transformers streamer that fills a pane and redraws now and then."""
-
-    def __init__(self, panes: list[Pane], index: int, screen: Screen) -> None:
-        self.panes, self.pane, self.screen = panes, panes[index], screen
-        self.prompt_seen = False
-        self.begin = self.last_frame = time.perf_counter()
-
-    def put(self, value: Any) -> None:
-        """Take new token ids; the first call brings the prompt."""
-        if not self.prompt_seen:
-            self.prompt_seen = True
-            return
-        self.pane.token_ids += value.flatten().tolist()
-        now = time.perf_counter()
-        if now - self.last_frame >= SECONDS_PER_FRAME:
-            self.pane.seconds = now - self.begin
-            self.screen.draw(self.panes)
-            self.last_frame = now
-
-    def end(self) -> None:
-        """Stop the clock."""
-        self.pane.seconds = time.perf_counter() - self.begin
+    def generate(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Prompt,
+        options: dict[str, Any],
+        streamer: PaneStreamer | None = None,
+    ) -> None:
+        """Run one generation; the class's own `generate` is the plain one, whatever the instance carries."""
+        inputs = tokenizer(prompt.turns[0], return_tensors="pt").to(self.model.device)
+        call = self.model.generate if self.accelerated else type(self.model).generate.__get__(self.model)
+        call(**inputs, streamer=streamer, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one file gave.
+    """What one file gave: a pane per runner, the plain one first.
 
     Attributes
     ----------
     name
         The file.
-    plain, accelerated
-        The two panes when they were done.
-    identical
-        Whether both hold the same token ids.
-    tokens_per_pass
-        Mean tokens that a forward pass yielded.
-    passes
-        Forward passes of the accelerated run.
-    accepted_by_source
-        Accepted draft tokens by source.
+    panes
+        When they were done.
     looping
         Whether the text ends in a loop, which flatters every drafter.
     """
 
     name: str
-    plain: Pane
-    accelerated: Pane
-    identical: bool
-    tokens_per_pass: float
-    passes: int
-    accepted_by_source: dict[str, int]
+    panes: list[Pane]
     looping: bool
+
+    @property
+    def identical(self) -> bool:
+        """Whether all panes hold the same token ids."""
+        return all(pane.token_ids == self.panes[0].token_ids for pane in self.panes)
 
 
 def race(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: dict[str, Any], screen: Screen
-) -> Result:
-    """Complete one prompt twice: transformers' own `generate`, then ours."""
-    panes = [Pane("plain"), Pane("accelerated")]
-    generate(model, tokenizer, prompt, options, PaneStreamer(panes, 0, screen), accelerated=False)
-    generate(model, tokenizer, prompt, options, PaneStreamer(panes, 1, screen), accelerated=True)
-    screen.finish(panes)
-    report = model.speculation.last
-    return Result(
-        name=prompt.name,
-        plain=panes[0],
-        accelerated=panes[1],
-        identical=panes[0].token_ids == panes[1].token_ids,
-        tokens_per_pass=report.tokens_per_pass,
-        passes=report.passes,
-        accepted_by_source=dict(report.accepted_by_source),
-        looping=loops(tokenizer.decode(panes[1].token_ids)),
-    )
-
-
-def generate(
-    model: PreTrainedModel,
+    runners: list[Runner],
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
     options: dict[str, Any],
-    streamer: PaneStreamer | None,
-    *,
-    accelerated: bool,
-) -> None:
-    """Run one generation; the class's own `generate` is the plain one, whatever the instance carries."""
-    inputs = tokenizer(prompt.turns[0], return_tensors="pt").to(model.device)
-    call = model.generate if accelerated else type(model).generate.__get__(model)
-    call(**inputs, streamer=streamer, **options)
+    screen: Screen,
+) -> Result:
+    """Complete one prompt once with every runner."""
+    panes = [Pane(runner.title) for runner in runners]
+    for index, runner in enumerate(runners):
+        runner.generate(tokenizer, prompt, options, PaneStreamer(panes, index, screen))
+        panes[index].passes = len(panes[index].token_ids)
+        if runner.accelerated:
+            report = runner.model.speculation.last
+            panes[index].passes, panes[index].accepted = report.passes, dict(report.accepted_by_source)
+    screen.finish(panes)
+    return Result(prompt.name, panes, loops(tokenizer.decode(panes[0].token_ids)))
 
 
 def table(results: list[Result]) -> str:
-    """The figures of all files as aligned text."""
-    head = ("file", "plain tok/s", "accelerated", "speed-up", "tokens/pass", "identical")
+    """The figures of all files as aligned text: tokens per second and, but for the plain one, tokens per pass."""
+    head = ["file"]
+    for i, pane in enumerate(results[0].panes):
+        head += [pane.title] if i == 0 else [pane.title, "per pass"]
     rows = [_row(result.name + (" (loops)" if result.looping else ""), [result]) for result in results]
-    total = _row("all files", results)
-    widths = [max(len(row[i]) for row in [head, *rows, total]) for i in range(len(head))]
-    lines = [_aligned(row, widths) for row in (head, *rows)]
-    rule = "-" * len(lines[0])
-    accepted: dict[str, int] = {}
-    for result in results:
-        for name, count in result.accepted_by_source.items():
-            accepted[name] = accepted.get(name, 0) + count
-    by_source = ", ".join(f"{name} {count}" for name, count in sorted(accepted.items(), key=lambda x: -x[1]) if count)
-    tokens = sum(len(result.accelerated.token_ids) for result in results)
-    credit = f"accepted tokens by source: {by_source or 'none'} (of {tokens} generated)"
-    return "\n".join([lines[0], rule, *lines[1:], rule, _aligned(total, widths), "", credit])
+    lines = [[*head, "identical"], *rows, _row("all files", results)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    shown = [_aligned(line, widths) for line in lines]
+    rule = "-" * len(shown[0])
+    legend = "tokens/s, how many times plain, and tokens per forward pass"
+    return "\n".join([shown[0], rule, *shown[1:-1], rule, shown[-1], "", legend, *_credits(results)])
+
+
+def _credits(results: list[Result]) -> list[str]:
+    """One line per accelerated runner: which sources its accepted tokens came from."""
+    lines = []
+    for panes in list(zip(*(result.panes for result in results), strict=True))[1:]:
+        accepted: Counter[str] = Counter()
+        for pane in panes:
+            accepted.update(pane.accepted)
+        by_source = ", ".join(f"{name} {count}" for name, count in accepted.most_common() if count)
+        tokens = sum(len(pane.token_ids) for pane in panes)
+        lines.append(f"{panes[0].title}: accepted by source: {by_source or 'none'} (of {tokens} generated)")
+    return lines
 
 
 def figures(results: list[Result]) -> dict[str, Any]:
@@ -210,11 +128,9 @@ def figures(results: list[Result]) -> dict[str, Any]:
         "files": [
             {
                 "file": result.name,
-                "plain_tokens_per_second": result.plain.tokens_per_second,
-                "tokens_per_second": result.accelerated.tokens_per_second,
-                "speedup": result.accelerated.tokens_per_second / result.plain.tokens_per_second,
-                "tokens_per_pass": result.tokens_per_pass,
-                "accepted_by_source": result.accepted_by_source,
+                "plain_tokens_per_second": result.panes[0].tokens_per_second,
+                **_figures_of(result.panes[1], result.panes[0]),
+                "with_store": _figures_of(result.panes[2], result.panes[0]) if len(result.panes) > 2 else None,
                 "identical": result.identical,
                 "looping": result.looping,
             }
@@ -224,49 +140,61 @@ def figures(results: list[Result]) -> dict[str, Any]:
     }
 
 
-def _row(name: str, results: list[Result]) -> tuple[str, ...]:
-    plain = _rate([result.plain for result in results])
-    fast = _rate([result.accelerated for result in results])
-    tokens = sum(len(result.accelerated.token_ids) for result in results)
-    passes = sum(result.passes for result in results)
-    same = "yes" if all(result.identical for result in results) else "NO"
-    return name, f"{plain:.0f}", f"{fast:.0f}", f"{fast / plain:.2f}x", f"{tokens / max(passes, 1):.2f}", same
+def _figures_of(pane: Pane, plain: Pane) -> dict[str, Any]:
+    return {
+        "tokens_per_second": pane.tokens_per_second,
+        "speedup": pane.tokens_per_second / plain.tokens_per_second,
+        "tokens_per_pass": len(pane.token_ids) / max(pane.passes, 1),
+        "accepted_by_source": pane.accepted,
+    }
 
 
-def _rate(panes: list[Pane]) -> float:
+def _row(name: str, results: list[Result]) -> list[str]:
+    columns = list(zip(*(result.panes for result in results), strict=True))
+    plain = _rate(columns[0])
+    cells = [name, f"{plain:.0f}"]
+    for panes in columns[1:]:
+        tokens, passes = sum(len(pane.token_ids) for pane in panes), sum(pane.passes for pane in panes)
+        cells += [f"{_rate(panes):.0f} ({_rate(panes) / plain:.2f}x)", f"{tokens / max(passes, 1):.2f}"]
+    return [*cells, "yes" if all(result.identical for result in results) else "NO"]
+
+
+def _rate(panes: Sequence[Pane]) -> float:
     return sum(len(pane.token_ids) for pane in panes) / max(sum(pane.seconds for pane in panes), 1e-9)
 
 
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+def _aligned(cells: list[str], widths: list[int]) -> str:
     return cells[0].ljust(widths[0]) + "".join("  " + c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))
 
 
-def stdlib_store(tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> list[Datastore]:
+def stdlib_store(tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None], progress: bool) -> Datastore | None:
     """The standard library as a datastore, built on first use and kept in the user's cache.
 
-    Empty where the recipe did not come along (an installation without the repository) or nothing can be written.
+    None where the recipe did not come along (an installation without the repository) or nothing can be written.
     """
-    from retrieve_spec.datastore.build import build_datastore
+    from retrieve_spec.datastore.cached import open_or_build
     from retrieve_spec.datastore.recipes import load_recipe
-    from retrieve_spec.datastore.store import open_datastore
 
-    recipe = Path(__file__).resolve().parent.parent / "datastores" / "python-stdlib.toml"
-    if not recipe.exists():
-        return []
+    file = Path(__file__).resolve().parent.parent / "datastores" / "python-stdlib.toml"
+    if not file.exists():
+        say("No datastore: the recipes lie in the repository, not in the installed package.")
+        return None
     path = cache_dir() / "stores" / f"python-stdlib-{platform.python_version()}-{__version__}"
+    completed = [prompt.name.partition(" ")[0] for prompt in builtin(SEEN_FILES, ("seen",))]
     try:
-        return [open_datastore(path, tokenizer=tokenizer)]
-    except (StoreError, TokenizerMismatchError):
-        shutil.rmtree(path, ignore_errors=True)  # absent, cut off or of another version: made again
-    say(f"Building a datastore of the standard library in {path} (once, about ten seconds) …")
-    try:
-        loaded = load_recipe(recipe)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        build_datastore(path, list(loaded.sources), tokenizer, config=loaded.config, recipe=loaded.name)
-        return [open_datastore(path, tokenizer=tokenizer)]
-    except (StoreError, OSError) as error:
-        say(f"Going on without it: {error}")
-        return []
+        store = open_or_build(
+            path,
+            load_recipe(file, exclude=completed),
+            tokenizer,
+            before=lambda: say("Building a datastore of the standard library (once; 15 s on two idle cores) …"),
+            after=lambda report: say(f"Built {path} in {sum(report.seconds.values()):.0f} s."),
+            progress=progress,
+        )
+    except StoreError as error:
+        say(f"No datastore: {error}")
+        return None
+    say(f"Datastore: {store.manifest.tokens:,} tokens of the standard library, without the files completed below.")
+    return store
 
 
 def _fits() -> bool:
@@ -275,21 +203,41 @@ def _fits() -> bool:
 
 def choose(files: int) -> list[Prompt]:
     """Two unseen files for every one that the model was trained on."""
-    seen = builtin(files // 3, ("seen",)) if files >= 3 else []
+    seen = builtin(min(files // 3, SEEN_FILES), ("seen",)) if files >= 3 else []
     return builtin(files - len(seen), ("unseen",)) + seen
+
+
+def runners_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, datastores: Sequence[Datastore]
+) -> list[Runner]:
+    """Plain and accelerated, and, where there are datastores, accelerated with them."""
+    import retrieve_spec as rs
+    from retrieve_spec.reference_model import load_model
+
+    rs.accelerate(model, tokenizer=tokenizer)
+    runners = [Runner("plain", model, False), Runner("accelerated", model, True)]
+    if datastores:
+        another, _ = load_model()
+        rs.accelerate(another, tokenizer=tokenizer, datastores=datastores)
+        runners.append(Runner("with stdlib store", another, True))
+    return runners
 
 
 @click.command()
 @click.option("--files", type=click.IntRange(min=1), default=6, show_default=True, help="How many files.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=160, show_default=True)
-@click.option("--store/--no-store", default=False, show_default=True, help="Draft from the standard library too.")
+@click.option(
+    "--store/--no-store",
+    default=True,
+    show_default=True,
+    help="Also draft from a datastore of the standard library, built on first use.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Only print the figures, as one JSON object.")
 def main(files: int, max_new_tokens: int, store: bool, as_json: bool) -> None:
-    """Complete Python files with the bundled model, plain and accelerated, and compare."""
+    """Complete Python files with the bundled model: plain, accelerated, and with a datastore beside it."""
     import torch
     from transformers.utils import logging
 
-    import retrieve_spec as rs
     from retrieve_spec.reference_model import load_model
 
     logging.disable_progress_bar()
@@ -300,25 +248,19 @@ def main(files: int, max_new_tokens: int, store: bool, as_json: bool) -> None:
             click.echo(text)
 
     say("Loading the bundled model (12.6 M parameters, trained on Python) …")
-    start = time.perf_counter()
     model, tokenizer = load_model()
-    loaded = time.perf_counter()
-    datastores = stdlib_store(tokenizer, say) if store else []
-    built = time.perf_counter()
-    rs.accelerate(model, tokenizer=tokenizer, datastores=datastores)
+    found = stdlib_store(tokenizer, say, not as_json) if store else None
+    start = time.perf_counter()
+    runners = runners_of(model, tokenizer, [found] if found else [])
     prompts = choose(files)
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    for accelerated in (False, True):
-        generate(
-            model, tokenizer, prompts[0], {**options, "max_new_tokens": WARM_UP_TOKENS}, None, accelerated=accelerated
-        )
-    prepared = time.perf_counter()
-    threads = torch.get_num_threads()
-    say(f"Loaded in {loaded - start:.1f} s, prepared in {prepared - built:.1f} s, {threads} threads.")
+    for runner in runners:
+        runner.generate(tokenizer, prompts[0], {**options, "max_new_tokens": WARM_UP_TOKENS})
+    say(f"Ready in {time.perf_counter() - start:.1f} s, {torch.get_num_threads()} threads.")
     results = []
     for index, prompt in enumerate(prompts, 1):
         say(f"\n[{index}/{len(prompts)}] {prompt.name}")
-        results.append(race(model, tokenizer, prompt, options, Screen(tokenizer, mode)))
+        results.append(race(runners, tokenizer, prompt, options, Screen(tokenizer, mode)))
     click.echo(json.dumps(figures(results)) if as_json else "\n" + table(results))
     sys.exit(0 if all(result.identical for result in results) else 1)
 

@@ -1,0 +1,78 @@
+"""Stores in a cache: built on first use, opened after that, mended where they cannot be used."""
+
+from __future__ import annotations
+
+import pytest
+from byte_tokenizers import byte_tokenizer
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore import build
+from retrieve_spec.datastore.cached import open_or_build
+from retrieve_spec.datastore.change import writer
+from retrieve_spec.datastore.recipes import Recipe
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.errors import BuildError, StoreLockedError
+
+
+@pytest.fixture
+def recipe(texts):
+    return Recipe("mine", "", (Source(str(texts), "MIT"),), StoreConfig())
+
+
+@pytest.fixture
+def opened(recipe, tokenizer, tmp_path):
+    """Opens the store; says whether it had to be built."""
+
+    def call(with_tokenizer=tokenizer):
+        told = []
+        store = open_or_build(
+            tmp_path / "cache" / "s",
+            recipe,
+            with_tokenizer,
+            before=lambda: told.append("before"),
+            after=lambda report: told.append(report.documents),
+        )
+        assert store.manifest.documents == 4
+        return told
+
+    return call
+
+
+def test_built_once(opened):
+    assert opened() == ["before", 4]
+    assert opened() == []
+
+
+def test_damage_and_other_tokenizers_are_built_anew(opened, tmp_path):
+    opened()
+    (tmp_path / "cache" / "s" / "catalog.sqlite").unlink()
+    assert opened() == ["before", 4]
+    assert opened(byte_tokenizer(offset=9)) == ["before", 4]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_interrupted_build_is_continued_or_begun_again(opened, tmp_path, monkeypatch, lost):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "build_segments", stop)
+    with pytest.raises(KeyboardInterrupt):
+        opened()
+    monkeypatch.undo()
+    if lost:
+        (tmp_path / "cache" / "s" / "work" / "plan.json").unlink()
+    assert opened() == ["before", 4]
+
+
+def test_a_build_under_way_is_left_alone(opened, tmp_path):
+    with writer(tmp_path / "cache" / "s") as work:
+        work.begin({"verb": "build"})
+        with pytest.raises(StoreLockedError):
+            opened()
+        assert work.plan() == {"verb": "build"}
+
+
+def test_a_source_that_is_gone_is_an_error(recipe, tokenizer, tmp_path):
+    gone = Recipe("mine", "", (Source(str(tmp_path / "nowhere")),), StoreConfig())
+    with pytest.raises(BuildError, match="nothing there"):
+        open_or_build(tmp_path / "s", gone, tokenizer)
