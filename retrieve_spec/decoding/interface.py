@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
@@ -21,7 +20,7 @@ from transformers.cache_utils import (
 
 from retrieve_spec.decoding.verifier import Mode
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.errors import UnsupportedModelError
+from retrieve_spec.model_layers import decoder_blocks
 
 MaskForm = Literal["bool", "float", "block", "none"]
 
@@ -200,20 +199,3 @@ def catch_hidden(model: Any, layer: Layer | None) -> Iterator[list[torch.Tensor]
         yield caught
     finally:
         hook.remove()
-
-
-def decoder_blocks(model: Any) -> nn.ModuleList:
-    """The blocks of a decoder: its list of modules with as many entries as the config has layers.
-
-    Raises
-    ------
-    UnsupportedModelError
-        When the model keeps them in another way.
-    """
-    count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UnsupportedModelError(
-        f"a model with a list of {count} blocks", type(model).__name__, "Use the last layer's hidden states."
-    )
