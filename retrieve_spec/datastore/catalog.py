@@ -89,7 +89,7 @@ def check_exists(path: Path) -> None:
 
 
 class Catalog:
-    """The documents of a store, and how well its drafts did.
+    """The documents of a store, and what was left out of it.
 
     The file of a store never changes: `edited_catalog` alters a copy and puts it in place, so that readers need no
     locks and keep what they have opened.
@@ -141,10 +141,6 @@ class Catalog:
         skipped = self.db.table("skipped")
         if not skipped.exists():
             skipped.create({"generation": int, "path": str, "source": str, "reason": str})
-        statistics = self.db.table("statistics")
-        if not statistics.exists():
-            columns = {"model": str, "source": str, "drafted": int, "accepted": int, "updated_at": str}
-            statistics.create(columns, pk=("model", "source"))
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Run one statement.
@@ -226,21 +222,6 @@ class Catalog:
         result = self.query("PRAGMA integrity_check")
         if result != [("ok",)]:
             raise StoreCorruptError(f"a sound catalogue at {self.path}", str(result[0][0]), _REBUILD)
-
-    def add_statistics(self, model: str, counts: dict[str, tuple[int, int]], now: str) -> None:
-        """Add (drafted, accepted) tokens per source to what is recorded for a model."""
-        with self.db.conn:
-            self.db.conn.executemany(
-                "insert into statistics values (?, ?, ?, ?, ?) on conflict (model, source) do update set "
-                "drafted = drafted + excluded.drafted, accepted = accepted + excluded.accepted, "
-                "updated_at = excluded.updated_at",
-                [(model, source, drafted, accepted, now) for source, (drafted, accepted) in sorted(counts.items())],
-            )
-
-    def statistics(self, model: str) -> dict[str, tuple[int, int]]:
-        """Recorded (drafted, accepted) tokens per source for a model."""
-        rows = self.query("select source, drafted, accepted from statistics where model = ? order by source", (model,))
-        return {source: (drafted, accepted) for source, drafted, accepted in rows}
 
 
 @contextmanager

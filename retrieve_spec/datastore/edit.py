@@ -143,7 +143,9 @@ def _without(
     """Write a segment anew whose index leaves out some documents; the text is shared through hard links."""
     if not len(segment.tokens):
         raise BuildError(
-            "a store that keeps its text", f"{work.store}, which keeps n-grams only", "Build it again without them."
+            "a store that keeps its text, or all documents of a segment",
+            f"{work.store}, which keeps n-grams only",
+            "Build it again without these documents.",
         )
     removed = sorted({*entry.removed, *numbers})
     starts = segment.document_starts.astype(np.int64)

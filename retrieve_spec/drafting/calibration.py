@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.blend import CELLS, NUM_SOURCES
 from retrieve_spec.kernels.expand import SCALE_BINS
+from retrieve_spec.sources import SOURCE_NAMES
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
@@ -65,6 +66,11 @@ class Calibration:
         except OSError as error:  # a full disk or a store that became read-only must not end a generation
             logger.warning("calibration is not kept: %s", error)
             partial.unlink(missing_ok=True)
+
+    def statistics(self) -> dict[str, tuple[float, float]]:
+        """How many candidates of each source were right, and how many its probabilities promised; old ones fade."""
+        hits, promised = self.scale.reshape(2, NUM_SOURCES, -1, 2).sum((0, 2), dtype=np.float64).T.tolist()
+        return {name: (h, p) for name, h, p in zip(SOURCE_NAMES, hits, promised, strict=True) if p > 0}
 
     def _load(self, path: Path) -> None:
         try:

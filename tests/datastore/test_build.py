@@ -238,16 +238,6 @@ def test_full_disk_is_explained_and_the_store_stays(tokenizer, texts, records, t
     verify_datastore(tmp_path / "s")
 
 
-def test_statistics_survive(tokenizer, texts, tmp_path):
-    from retrieve_spec.datastore.catalog import edited_catalog
-
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    for _ in range(2):
-        with edited_catalog(tmp_path / "s" / "catalog.sqlite", tmp_path) as catalog:
-            catalog.add_statistics("model", {"exact": (10, 4), "ngram": (3, 1)}, "now")
-    assert open_datastore(tmp_path / "s").catalog.statistics("model") == {"exact": (20, 8), "ngram": (6, 2)}
-
-
 def test_catalogue_can_be_searched_by_path(tokenizer, texts, tmp_path):
     import sqlite_utils
 

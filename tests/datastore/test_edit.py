@@ -152,6 +152,18 @@ def test_ngram_only_stores_say_what_they_cannot_do(tokenizer, texts, tmp_path):
     verify_datastore(tmp_path / "s")
 
 
+def test_ngram_only_stores_grow_by_segments(tokenizer, texts, tmp_path):
+    build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(index="ngram"))
+    (tmp_path / "more.txt").write_text("the cat met the dog")
+    report = add_documents(tmp_path / "s", [str(tmp_path / "more.txt"), str(texts)])
+    assert (report.documents, report.segments, report.skipped_by_reason) == (1, 2, {"duplicate": 4})
+    assert [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments] == [0, 0]
+    assert len(open_datastore(tmp_path / "s").ngrams) == 2
+    verify_datastore(tmp_path / "s")
+    assert remove_documents(tmp_path / "s", ["more.txt"]).segments == 1  # a whole segment
+    verify_datastore(tmp_path / "s")
+
+
 def test_search_adds_up_segments(store):
     result = search_datastore(open_datastore(store), "zzz the cat")
     assert result.text == " the cat"

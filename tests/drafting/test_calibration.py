@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from retrieve_spec.drafting.calibration import Calibration, calibration_for
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import StoreCorruptError
+from retrieve_spec.kernels.blend import NUM_SOURCES
+from retrieve_spec.sources import SOURCE_NAMES
 
 
 def learned(path=None):
@@ -119,6 +121,16 @@ def test_a_folder_that_is_gone_does_not_end_a_generation(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         calibration.keep()
     assert "calibration is not kept" in caplog.text
+
+
+def test_statistics_by_source(tmp_path):
+    calibration = Calibration(tmp_path / "kept.npy")
+    assert calibration.statistics() == {}
+    exact = SOURCE_NAMES.index("exact")
+    calibration.scale[exact, 3] = 2, 4
+    calibration.scale[NUM_SOURCES + exact, 5] = 1, 0.5  # when sampling
+    calibration.save(tmp_path / "kept.npy")
+    assert Calibration(tmp_path / "kept.npy").statistics() == {"exact": (3.0, 4.5)}
 
 
 def test_beside_the_first_writable_store(tmp_path):
