@@ -33,7 +33,7 @@ from retrieve_spec.decoding.request import Prepared, prepare
 from retrieve_spec.decoding.speculation import OFF, Running, Speculation
 from retrieve_spec.decoding.streaming import Piece, StreamerFeed, TextDecoder
 from retrieve_spec.decoding.verifier import Verifier
-from retrieve_spec.drafting.drafter import Drafter, Layer
+from retrieve_spec.drafting.drafter import Drafter, Layer, VerifiedPass
 from retrieve_spec.errors import ConfigError, PromptError, TokenizerMismatchError, UnsupportedModelError
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
@@ -171,6 +171,7 @@ def generate_stream(
     past_key_values: Any = None,
     prediction: str | Sequence[int] | NDArray[np.int32] | None = None,
     context_ids: Sequence[int] | NDArray[np.int32] | None = None,
+    on_pass: Callable[[VerifiedPass], None] | None = None,
     draft: str | None = None,
     nodes: int | str | None = None,
     seed: int | None = None,
@@ -198,6 +199,8 @@ def generate_stream(
     context_ids
         (n,) what the drafter reads in place of the prompt: other texts, the most relevant last, and at the end what
         stands in front of the output. In fill-in-the-middle that is not the end of the prompt.
+    on_pass
+        Called with what each drafted-for pass showed, the prompt's first; the arrays are valid during the call.
     skip_special_tokens
         Leave special tokens out of the text.
     **kwargs
@@ -225,7 +228,7 @@ def generate_stream(
     if ids.shape[0] != 1:
         raise ConfigError("one row to stream", f"{ids.shape[0]} rows", "Call generate for batches.")
     read = None if context_ids is None else np.asarray(context_ids, np.int32)
-    return _stream(model, arguments, tokenizer, draft, nodes, prediction, read, seed, skip_special_tokens)
+    return _stream(model, arguments, tokenizer, draft, nodes, prediction, read, on_pass, seed, skip_special_tokens)
 
 
 def _stream(
@@ -236,6 +239,7 @@ def _stream(
     nodes: int | str | None,
     prediction: Any,
     context_ids: NDArray[np.int32] | None,
+    on_pass: Callable[[VerifiedPass], None] | None,
     seed: int | None,
     skip_special_tokens: bool,
 ) -> Iterator[Piece]:
@@ -248,7 +252,13 @@ def _stream(
     else:
         predicted = _prediction_ids(prediction, tokenizer)
         running = speculation.decode(
-            prepared, draft=draft, nodes=nodes, prediction_ids=predicted, context_ids=context_ids, seed=seed
+            prepared,
+            draft=draft,
+            nodes=nodes,
+            prediction_ids=predicted,
+            context_ids=context_ids,
+            on_pass=on_pass,
+            seed=seed,
         )
         runs = iter(running)
     try:

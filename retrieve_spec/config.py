@@ -145,8 +145,8 @@ class ServeConfig:
         Bounds of the workspace index: files, characters over all, bytes of one file.
     memory_chars
         Bound of remembered chunks, buffers and accepted completions, each.
-    reference_tokens
-        Tokens of remembered texts handed to the drafter per request.
+    accepted_tokens
+        Tokens of accepted completions that the drafter reads with every request.
     origins
         Browser origins that may call; none by default.
     """
@@ -165,7 +165,7 @@ class ServeConfig:
     workspace_chars: int = 16_000_000
     workspace_file_bytes: int = 256 << 10
     memory_chars: int = 2_000_000
-    reference_tokens: int = 8192
+    accepted_tokens: int = 512
     origins: tuple[str, ...] = ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -73,6 +73,7 @@ class Decoding:
         cost: CostModel,
         prediction_ids: NDArray[np.int32] | None = None,
         context_ids: NDArray[np.int32] | None = None,
+        on_pass: Callable[[VerifiedPass], None] | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids, limits.max_length + 1)
         self.report = GenerationReport(mode=verifier.mode, reason=verifier.reason)
@@ -81,6 +82,7 @@ class Decoding:
         self._inputs, self._verifier, self._chooser, self._stopper = inputs, verifier, chooser, stopper
         self._drafter, self._limits, self._cost, self._prediction_ids = drafter, limits, cost, prediction_ids
         self._context_ids = self.text.prompt_ids if context_ids is None else context_ids
+        self._on_pass = on_pass
         self._want_hidden = None if drafter is None else drafter.wants_hidden
 
     def run(self) -> Generator[NDArray[np.int32], None, None]:
@@ -130,6 +132,9 @@ class Decoding:
                 self._drafter.observe_prompt(prompt[-keep:], logits.top_ids, logits.top_logits)
             hidden = _host(output.hidden, keep - 1)
             self._drafter.observe(VerifiedPass(_NO_DRAFT, verified.path, verified.emitted, hidden=hidden))
+            if self._on_pass is not None:
+                top = (logits.top_ids[-1:], logits.top_logits[-1:]) if learns else (None, None)
+                self._on_pass(VerifiedPass(_NO_DRAFT, verified.path, verified.emitted, *top))
         self.report.prefill_ms = (perf_counter() - began) * 1e3
         self.report.passes = self.report.new_tokens = 1
         yield verified.emitted
@@ -165,16 +170,17 @@ class Decoding:
         if self._drafter is None:
             return
         seen = self._drafter.top_k > 0
-        self._drafter.observe(
-            VerifiedPass(
-                tree,
-                verified.path,
-                verified.emitted,
-                logits.top_ids if seen else None,
-                logits.top_logits if seen else None,
-                _host(output.hidden, int(verified.path[-1]) + 1 if len(verified.path) else 0),
-            )
+        shown = VerifiedPass(
+            tree,
+            verified.path,
+            verified.emitted,
+            logits.top_ids if seen else None,
+            logits.top_logits if seen else None,
+            _host(output.hidden, int(verified.path[-1]) + 1 if len(verified.path) else 0),
         )
+        self._drafter.observe(shown)
+        if self._on_pass is not None:
+            self._on_pass(shown)
 
     def _count(
         self, tree: DraftTree, verified: Walk, began: float, drafted: float, checked: float, committed: float

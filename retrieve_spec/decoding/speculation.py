@@ -24,7 +24,7 @@ from retrieve_spec.decoding.report import GenerationReport
 from retrieve_spec.decoding.request import Prepared
 from retrieve_spec.decoding.stopping import Stopper
 from retrieve_spec.decoding.verifier import Verifier
-from retrieve_spec.drafting.drafter import Drafter, Preparable
+from retrieve_spec.drafting.drafter import Drafter, Preparable, VerifiedPass
 from retrieve_spec.errors import ConfigError, SupersededError
 
 logger = logging.getLogger(__name__)
@@ -165,6 +165,7 @@ class Speculation:
         prediction_ids: NDArray[np.int32] | None,
         seed: int | None,
         context_ids: NDArray[np.int32] | None = None,
+        on_pass: Callable[[VerifiedPass], None] | None = None,
         keep_scores: bool = False,
         keep_raw: bool = False,
     ) -> Running:
@@ -183,7 +184,16 @@ class Speculation:
         limits = self._limits(prepared, stopper, None if nodes == AUTO else int(nodes))
         verifier = self._make_verifier()
         decoding = Decoding(
-            prepared.inputs, verifier, drafter, chooser, stopper, limits, self.cost, prediction_ids, context_ids
+            prepared.inputs,
+            verifier,
+            drafter,
+            chooser,
+            stopper,
+            limits,
+            self.cost,
+            prediction_ids,
+            context_ids,
+            on_pass,
         )
         return Running(self, decoding, verifier, drafter, chooser)
 

@@ -14,6 +14,7 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import blend, expand, learn, levels, order
+from retrieve_spec.kernels.prediction import LOOKBACK
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.prediction import HYPOTHESES, Prediction
@@ -305,10 +306,7 @@ class MixtureDrafter:
         self.context.extend(emitted)
         self._history.append(emitted)
         if self.prediction:
-            self.prediction.follow(emitted, self._recent())
-
-    def _recent(self) -> NDArray[np.int32]:
-        return np.ascontiguousarray(self._tail[0, : min(self._tail_len, levels.TAIL)][::-1])
+            self.prediction.follow(emitted, self._window[-LOOKBACK:])
 
     def _recycle(self, verified: VerifiedPass) -> None:
         assert self.recycling is not None

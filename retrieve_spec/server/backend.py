@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from retrieve_spec.server.branches import Branch, BranchCollector
 from retrieve_spec.server.samplers import Sampling
 
 
@@ -23,15 +23,16 @@ class DraftHints:
         False decodes plainly.
     prediction
         Tokens expected to come next.
-    references
-        Texts to look in, the most relevant last.
+    context
+        What the drafter reads instead of the prompt: texts to draft from, the most relevant last, then the text in
+        front of the completion. Empty: the prompt.
     session
         A `retrieve_spec.sources.session.SessionMemory` to draft from and to add the completion to, None for none.
     """
 
     enabled: bool = True
     prediction: tuple[int, ...] = ()
-    references: tuple[tuple[int, ...], ...] = ()
+    context: tuple[int, ...] = ()
     session: Any = None
 
 
@@ -72,15 +73,18 @@ class Backend(Protocol):
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
-        hints: DraftHints,
+        hints: DraftHints, branches: bool = False,
     ) -> Iterator[Sequence[int]]:  # fmt: skip
-        """Runs of accepted tokens, one per pass; the cache already holds a proper prefix of the prompt."""
+        """Runs of accepted tokens, one per pass; the cache already holds a proper prefix of the prompt.
+
+        With ``branches`` it is noted what verification showed beside the path that was taken.
+        """
 
     def figures(self) -> PassFigures:
         """What the last `decode` cost."""
 
-    def likely_next(self, cache: Any, token_id: int, k: int) -> list[tuple[int, float]]:
-        """The k most probable tokens after one more token, with probabilities; the token is read into the cache."""
+    def branches(self) -> list[Branch]:
+        """What the last `decode` with ``branches`` noted, the likeliest first; nothing where nothing was drafted."""
 
 
 class HuggingFaceBackend:
@@ -100,8 +104,8 @@ class HuggingFaceBackend:
         self.model = model
         self.tokenizer = tokenizer
         self._stream = generate_stream
-        self._accepts = frozenset(inspect.signature(generate_stream).parameters)
         self._infill: Any = None
+        self._branches = BranchCollector(follow=True)
         config = model.config.get_text_config()
         self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
 
@@ -145,7 +149,7 @@ class HuggingFaceBackend:
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
-        hints: DraftHints,
+        hints: DraftHints, branches: bool = False,
     ) -> Iterator[Sequence[int]]:  # fmt: skip
         """Runs of accepted tokens, one per pass; the cache already holds a proper prefix of the prompt."""
         import torch
@@ -157,11 +161,14 @@ class HuggingFaceBackend:
         if hints.enabled:
             if hints.prediction:
                 options["prediction"] = list(hints.prediction)
-            if hints.references and "reference_ids" in self._accepts:
-                options["reference_ids"] = [list(reference) for reference in hints.references]
+            if hints.context:
+                options["context_ids"] = hints.context
         else:
             options["draft"] = "off"
-        if not sampling.greedy and "seed" in self._accepts:
+        if branches:
+            self._branches = BranchCollector(follow=sampling.greedy)
+            options["on_pass"] = self._branches
+        if not sampling.greedy:
             options["seed"] = sampling.seed
         drafter: Any = self.model.speculation.drafter() if hints.enabled else None
         if hasattr(drafter, "session"):
@@ -180,12 +187,6 @@ class HuggingFaceBackend:
             return PassFigures()
         return PassFigures(last.passes, last.nodes, dict(last.accepted_by_source))
 
-    def likely_next(self, cache: Any, token_id: int, k: int) -> list[tuple[int, float]]:
-        """The k most probable tokens after one more token, with probabilities; the token is read into the cache."""
-        import torch
-
-        ids = torch.tensor([[token_id]], dtype=torch.long, device=self.model.device)
-        with torch.inference_mode():
-            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        p, top = logits[0, -1].float().softmax(-1).topk(k)
-        return list(zip(top.tolist(), p.tolist(), strict=True))
+    def branches(self) -> list[Branch]:
+        """What the last `decode` with ``branches`` noted, the likeliest first."""
+        return self._branches.likeliest()

@@ -7,21 +7,18 @@ and cancellation is looked at after every pass, reading the prompt included.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import Condition, Thread
 from time import monotonic
 
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.backend import Backend, DraftHints
+from retrieve_spec.server.backend import Backend
+from retrieve_spec.server.decode import Decode
 from retrieve_spec.server.jobs import Completion, Delta, Job, Sink, Task, Ticket
-from retrieve_spec.server.slots import Slot, SlotPool
-from retrieve_spec.server.stopping import StopRules, StopScanner
+from retrieve_spec.server.slots import SlotPool
 from retrieve_spec.server.text import TextCodec
 
 log = logging.getLogger("retrieve_spec.server")
-
-_ALTERNATIVE_TOKENS = 32
-_ALTERNATIVE_P = 0.05
 
 
 class QueueFullError(ServeError):
@@ -204,7 +201,7 @@ class Engine:
 
     def _attempt(self, job: Job) -> Completion:
         try:
-            return _Decode(self, job).run()
+            return Decode(self.backend, self.codec, self._pool, job, self._chunk, self.publish).run()
         except Exception as error:
             log.exception("a completion failed")
             self._pool.clear()
@@ -227,163 +224,3 @@ class Engine:
             sinks = list(job.sinks)
             for sink in sinks:
                 sink(delta)
-
-    @property
-    def pool(self) -> SlotPool:
-        """The caches."""
-        return self._pool
-
-    @property
-    def prefill_chunk(self) -> int:
-        """Tokens read per pass while a prompt is prefilled."""
-        return self._chunk
-
-
-class _Decode:
-    """The work on one job: read the prompt, decode, look for reasons to stop after every pass."""
-
-    def __init__(self, engine: Engine, job: Job) -> None:
-        self.engine, self.job, self.task = engine, job, job.task
-        self.backend = engine.backend
-        self.done = Completion(prompt_tokens=len(job.task.prompt_ids))
-        limit = job.task.deadline_s
-        self.deadline = None if limit is None else job.submitted + limit
-
-    def run(self) -> Completion:
-        begun = monotonic()
-        prompt = self.task.prompt_ids
-        slot, cached = self.engine.pool.take(prompt, reuse=self.task.reuse)
-        self.done.setup_s = monotonic() - begun
-        begun += self.done.setup_s
-        self.done.cached_tokens = cached
-        if self._prefill(slot, cached):
-            if self.task.warm:
-                self.task.hints()  # the drafter's memory reads the new chunks now, not with the next keystroke
-                self.done.stop_type = "limit"
-                self.done.prompt_s = monotonic() - begun
-            else:
-                self._decode(slot, begun)
-        if self.job.cancel.is_set():
-            self.done.outcome = "superseded" if self.job.superseded else "cancelled"
-        return self.done
-
-    def _expired(self) -> bool:
-        if self.deadline is not None and monotonic() > self.deadline:
-            self.done.deadline_hit = True
-        return self.done.deadline_hit
-
-    def _prefill(self, slot: Slot, cached: int) -> bool:
-        """Read all of the prompt but the last chunk, which decoding reads itself; False when there is no use."""
-        prompt = self.task.prompt_ids
-        last = 1 if self.task.warm else self.engine.prefill_chunk
-        at = cached
-        while len(prompt) - at > last:
-            if self.job.cancel.is_set() or self._expired():
-                self.done.stop_type = "limit"
-                return False
-            step = min(self.engine.prefill_chunk, len(prompt) - at - 1)
-            self.backend.prefill(slot.cache, prompt[at : at + step])
-            at += step
-            self.engine.pool.settle(slot, prompt[:at])
-        return not self.job.cancel.is_set()
-
-    def _decode(self, slot: Slot, begun: float) -> None:
-        task, prompt = self.task, self.task.prompt_ids
-        room = self.backend.n_ctx - len(prompt)
-        wanted = room if task.rules.max_tokens < 0 else min(task.rules.max_tokens, room)
-        scanner = StopScanner(self.engine.codec, task.rules)
-        looked = monotonic()
-        hints = task.hints() if task.drafting else DraftHints(enabled=False)
-        self.done.setup_s += monotonic() - looked
-        begun += monotonic() - looked
-        emitted: list[int] = []
-        started = None
-        runs = self.backend.decode(
-            slot.cache, prompt, max_tokens=wanted, end_ids=task.rules.end_ids, sampling=task.sampling, hints=hints
-        )
-        try:
-            for token_ids in runs:
-                if started is None:
-                    started = monotonic()
-                    self.done.prompt_s = started - begun
-                emitted += token_ids
-                if not self._accept(scanner, token_ids):
-                    break
-        finally:
-            runs.close()  # type: ignore[attr-defined]
-            self.engine.pool.settle(slot, [*prompt, *emitted])
-        scanner.finish()
-        self._conclude(scanner, started or monotonic())
-        if task.alternatives and not self.job.cancel.is_set():
-            self._alternatives(slot)
-
-    def _accept(self, scanner: StopScanner, token_ids: Sequence[int]) -> bool:
-        """Take one run of tokens; whether to go on."""
-        before = len(scanner.token_ids)
-        scanner.push(token_ids)
-        if self.job.cancel.is_set():
-            self.done.passes_after_cancel += 1
-            return False
-        fresh = scanner.visible()
-        taken = scanner.token_ids[before:]
-        if fresh or taken:
-            self.engine.publish(self.job, Delta(fresh, tuple(taken)))
-        return not (scanner.stopped or self._expired())
-
-    def _conclude(self, scanner: StopScanner, started: float) -> None:
-        rest = scanner.remaining()
-        if rest and not self.job.cancel.is_set():
-            self.engine.publish(self.job, Delta(rest, ()))
-        done = self.done
-        done.text, done.token_ids = scanner.text, scanner.token_ids
-        done.stop_type = scanner.stop_type if scanner.stopped else "limit"
-        done.stopping_word = scanner.stopping_word
-        done.predict_s = monotonic() - started
-        done.figures = self.backend.figures()
-
-    def _alternatives(self, slot: Slot) -> None:
-        """Continuations of the next likeliest first tokens, to the end of their line, while time is left."""
-        prompt, backend = self.task.prompt_ids, self.backend
-        if not backend.crop(slot.cache, len(prompt) - 1):
-            return
-        choices = backend.likely_next(slot.cache, prompt[-1], self.task.alternatives + 1)
-        self.engine.pool.settle(slot, prompt)
-        first = self.done.token_ids[:1]
-        limit = self.task.rules.newline_after_s
-        until = monotonic() + (limit if limit is not None else 1.0)
-        for token_id, p in choices:
-            late = monotonic() > until or self.job.cancel.is_set() or self._expired()
-            if late or p < _ALTERNATIVE_P or len(self.done.alternatives) >= self.task.alternatives:
-                break
-            if [token_id] == first or token_id in self.task.rules.end_ids or not backend.crop(slot.cache, len(prompt)):
-                continue
-            text = self._branch(slot, token_id)
-            if text.strip() and text != self.done.text:
-                self.done.alternatives.append(text)
-
-    def _branch(self, slot: Slot, token_id: int) -> str:
-        asked = self.task.rules
-        length = _ALTERNATIVE_TOKENS if asked.max_tokens < 0 else min(_ALTERNATIVE_TOKENS, asked.max_tokens)
-        rules = StopRules(length, asked.end_ids, asked.words, asked.min_indent, newline_after_s=-1.0)
-        scanner = StopScanner(self.engine.codec, rules)
-        scanner.push([token_id])
-        prompt = [*self.task.prompt_ids, token_id]
-        emitted: list[int] = []
-        if not scanner.stopped and len(prompt) < self.backend.n_ctx:
-            runs = self.backend.decode(
-                slot.cache,
-                prompt,
-                max_tokens=min(rules.max_tokens, self.backend.n_ctx - len(prompt)),
-                end_ids=rules.end_ids,
-                sampling=self.task.sampling,
-                hints=DraftHints(enabled=self.task.drafting),
-            )
-            for token_ids in runs:
-                emitted += token_ids
-                scanner.push(token_ids)
-                if scanner.stopped or self.job.cancel.is_set():
-                    break
-            runs.close()  # type: ignore[attr-defined]
-        self.engine.pool.settle(slot, [*prompt, *emitted])
-        scanner.finish()
-        return scanner.text

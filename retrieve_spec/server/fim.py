@@ -125,9 +125,21 @@ class FimParts:
 
 @dataclass(frozen=True, slots=True)
 class FimPrompt:
-    """An assembled prompt: its token ids, and how much of each part was kept."""
+    """An assembled prompt.
+
+    Attributes
+    ----------
+    token_ids
+        What the model reads.
+    context_ids
+        The same text without control tokens of the format, the prefix last: what a drafter reads, since the text
+        before the cursor says more about what comes next than the suffix that ends the prompt.
+    truncated
+        Whether a part had to be cut.
+    """
 
     token_ids: list[int]
+    context_ids: list[int]
     truncated: bool
 
 
@@ -256,7 +268,7 @@ class FimAssembler:
         if v.middle is not None:
             ids.append(v.middle)
         cut = len(prefix_text) < len(parts.prefix) or len(suffix_text) < len(parts.suffix)
-        return FimPrompt(ids, dropped or cut)
+        return FimPrompt(ids, [*extra, *suffix, *prefix], dropped or cut)
 
     def _capped(self, ids: list[int], limit: int) -> list[int]:
         """Drop whole blocks from the front, so that the cut moves once in many keystrokes."""

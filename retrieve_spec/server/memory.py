@@ -81,8 +81,8 @@ class Memory:
         Indexed folders, if any.
     max_chars
         Bound of chunks, buffers and accepted completions, each.
-    reference_tokens
-        Tokens of whole texts handed to the drafter per request.
+    accepted_tokens
+        Tokens of accepted completions that the drafter reads with every request.
     session_tokens
         Bound of the drafter's own memory of chunks, buffers and completions.
     """
@@ -93,7 +93,7 @@ class Memory:
         workspace: Workspace | None,
         *,
         max_chars: int = 2_000_000,
-        reference_tokens: int = 8192,
+        accepted_tokens: int = 512,
         session_tokens: int = 1_000_000,
     ) -> None:
         self.codec = codec
@@ -105,7 +105,7 @@ class Memory:
         self._session = SessionMemory(session_tokens)
         self._unread: list[str] = []
         self._read: set[int] = set()
-        self._reference_tokens = reference_tokens
+        self._accepted_tokens = accepted_tokens
         self._lock = threading.Lock()
 
     def note_chunks(self, chunks: Sequence[tuple[str | None, str]]) -> None:
@@ -170,20 +170,21 @@ class Memory:
         best = sorted({hit.text: hit for hit in reversed(found)}.values(), key=lambda hit: -hit.matched)
         return best[:_CANDIDATES]
 
-    def hints(self, left: str, right: str, prompt_ids: Sequence[int], prediction: str | None = None) -> DraftHints:
+    def hints(self, left: str, right: str, context_ids: Sequence[int], prediction: str | None = None) -> DraftHints:
         """What to draft a completion between two texts from.
 
-        A continuation found by characters is encoded on its own, as the model will write it, and given to the drafter
-        behind the last tokens of the prompt, where the drafter's own search finds it.
+        ``context_ids`` are what the model was shown, the text left of the cursor last. A continuation found by
+        characters is encoded on its own, as the model will write it, and stands in the context behind a copy of the
+        last tokens, where the drafter's own search finds it among the others: as the expected text it would be
+        trusted too much, even after a long match.
         """
         candidates = [self.codec.encode(hit.text) for hit in self.continuations(left, right)]
-        expected = self.codec.encode(prediction) if prediction else candidates[0] if candidates else []
-        tail = list(prompt_ids[-_TAIL_TOKENS:])
-        references = [tuple(ids) for ids in self._whole_texts()]
-        references += [tuple(tail + ids) for ids in reversed(candidates)]
-        if prediction:
-            references.append(tuple(tail + expected))
-        return DraftHints(True, tuple(expected), tuple(references), self._session_now())
+        expected = self.codec.encode(prediction) if prediction else []
+        tail = list(context_ids[-_TAIL_TOKENS:])
+        context = [i for ids in self._accepted() for i in ids]
+        for ids in reversed(candidates):
+            context += tail + ids
+        return DraftHints(True, tuple(expected), (*context, *context_ids), self._session_now())
 
     def _have_read(self, text: str) -> None:
         """Queue a text for the drafter's memory, once."""
@@ -202,14 +203,12 @@ class Memory:
             self._session.remember(np.asarray(self.codec.encode_cached(text), np.int32))
         return self._session
 
-    def _whole_texts(self) -> list[list[int]]:
-        """Accepted completions, chunks and buffers as tokens, the latest last, within the bound."""
+    def _accepted(self) -> list[list[int]]:
+        """Accepted completions as tokens, the latest last, within the bound."""
         with self._lock:
-            texts = [*self.accepted.latest_first()[:64], *self.chunks.latest_first(), *self.buffers.latest_first()]
-        room, taken = self._reference_tokens, []
+            texts = self.accepted.latest_first()[:64]
+        room, taken = self._accepted_tokens, []
         for text in texts:
-            if len(text) > 8 * room:
-                continue
             ids = self.codec.encode_cached(text)
             if len(ids) > room:
                 break

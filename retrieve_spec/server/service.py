@@ -98,7 +98,7 @@ class Service:
                 self.codec,
                 self.workspace,
                 max_chars=config.memory_chars,
-                reference_tokens=config.reference_tokens,
+                accepted_tokens=config.accepted_tokens,
             )
         self._memories[scope] = memory
         while len(self._memories) > _SCOPES:
@@ -152,7 +152,7 @@ class Service:
             wanted,
             caller,
             document=parts.prefix,
-            hints=self._hints(memory, parts.prefix, parts.suffix, prompt.token_ids, request),
+            hints=self._hints(memory, parts.prefix, parts.suffix, prompt.context_ids, request),
             alternatives=alternatives,
         )
         return Prepared(task, memory, prompt.truncated, parts.prefix, self._predicted(request))
@@ -171,18 +171,20 @@ class Service:
                 400, f"the prompt has {len(ids)} tokens; the model reads at most {limit - 1}", "exceed_context"
             )
         memory = self.memory(caller.scope)
-        sides = self._split(ids)
-        if sides is None:
+        cursor = self._split(ids)
+        if cursor is None:
             left = self.codec.decode(ids[-512:], skip_special=True)
             typing = caller if caller.explicit else Caller(caller.scope)
             hints = self._hints(memory, left, "", ids, request)
             return Prepared(
                 self._task(ids, request, wanted, typing, hints=hints), memory, False, "", self._predicted(request)
             )
-        memory.note_typed(sides[0])
-        hints = self._hints(memory, *sides, ids, request)
-        task = self._task(ids, request, wanted, caller, document=sides[0], hints=hints)
-        return Prepared(task, memory, False, sides[0], self._predicted(request))
+        before, after = cursor
+        left, right = self.codec.decode(before), self.codec.decode(after)
+        memory.note_typed(left)
+        hints = self._hints(memory, left, right, [*after, *before], request)
+        task = self._task(ids, request, wanted, caller, document=left, hints=hints)
+        return Prepared(task, memory, False, left, self._predicted(request))
 
     @property
     def backend_vocabulary(self) -> int:
@@ -219,16 +221,19 @@ class Service:
             ids += [start, *encode(f"{turn['role']}\n{turn['content']}"), end, *encode("\n")]
         return [*ids, start, *encode("assistant\n")]
 
-    def _split(self, ids: Sequence[int]) -> tuple[str, str] | None:
-        """Text before and after the cursor of a prompt that spells fill-in-the-middle tokens."""
+    def _split(self, ids: list[int]) -> tuple[list[int], list[int]] | None:
+        """What stands before and after the cursor in a prompt that spells fill-in-the-middle tokens.
+
+        Other files in front of it count as standing before.
+        """
         fim = self.fim
         if fim is None or fim.prefix not in ids or fim.suffix not in ids:
             return None
-        marks = sorted((list(ids).index(mark), mark) for mark in (fim.prefix, fim.suffix))
         last = len(ids) - 1 if fim.middle is not None and ids[-1] == fim.middle else len(ids)
-        (first, _), (second, _) = marks
-        parts = {marks[0][1]: ids[first + 1 : second], marks[1][1]: ids[second + 1 : last]}
-        return self.codec.decode(parts[fim.prefix]), self.codec.decode(parts[fim.suffix])
+        prefix, suffix = ids.index(fim.prefix), ids.index(fim.suffix)
+        if prefix < suffix:
+            return [*ids[:prefix], *ids[prefix + 1 : suffix]], ids[suffix + 1 : last]
+        return [*ids[:suffix], *ids[prefix + 1 : last]], ids[suffix + 1 : prefix]
 
     def _hints(
         self, memory: Memory, left: str, right: str, ids: Sequence[int], request: Common

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from retrieve_spec.server.backend import DraftHints, PassFigures
+from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.samplers import Sampling
 
 
@@ -20,6 +21,7 @@ class ScriptedBackend:
         self.hints: list[DraftHints] = []
         self.gate: threading.Semaphore | None = None
         self.fail = False
+        self.beside: list[Branch] = []
         self._figures = PassFigures()
 
     def new_cache(self) -> list[int]:
@@ -55,6 +57,7 @@ class ScriptedBackend:
         end_ids: frozenset[int],
         sampling: Sampling,
         hints: DraftHints,
+        branches: bool = False,
     ) -> Iterator[Sequence[int]]:
         assert list(prompt_ids[: len(cache)]) == cache, "the cache does not hold the beginning of the prompt"
         assert len(cache) < len(prompt_ids)
@@ -82,11 +85,8 @@ class ScriptedBackend:
     def figures(self) -> PassFigures:
         return self._figures
 
-    def likely_next(self, cache: list[int], token_id: int, k: int) -> list[tuple[int, float]]:
-        self._pass()
-        cache.append(token_id)
-        first = self.script(cache)[0]
-        return [(first, 0.5), *((100 + i, 0.2) for i in range(k - 1))]
+    def branches(self) -> list[Branch]:
+        return self.beside
 
 
 class Collector:

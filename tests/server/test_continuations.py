@@ -53,10 +53,18 @@ def test_a_word_cut_by_the_cursor_is_continued(codec):
     memory = Memory(codec, None)
     memory.note_chunks([("h.py", "def compute_total(items):\n    return sum(items)\n")])
     hints = memory.hints("x = 1\ntotal = compute_to", "\n", [1, 2, 3])
-    assert codec.decode(hints.prediction).startswith("tal(items):\n    return sum(items)")
     # The draft is encoded on its own: its first token is what the model writes next, not a piece of a longer token.
-    assert list(hints.prediction) == codec.encode(codec.decode(hints.prediction))
-    assert hints.references[-1][:3] == (1, 2, 3)
+    # The drafter meets it behind the same tokens that stand left of the cursor.
+    assert hints.context == (1, 2, 3, *codec.encode("tal(items):\n    return sum(items)\n"), 1, 2, 3)
+
+
+def test_accepted_completions_are_read_with_every_request(codec):
+    memory = Memory(codec, None, accepted_tokens=12)
+    for i in range(9):
+        memory.note_accepted(f"value_{i} = {i}\n")
+    context = codec.decode(memory.hints("", "", [5, 6]).context)
+    assert context.endswith("value_8 = 8\n" + codec.decode([5, 6]))
+    assert "value_1" not in context
 
 
 def test_the_clients_prediction_comes_first(codec):
@@ -66,8 +74,8 @@ def test_the_clients_prediction_comes_first(codec):
 
 def test_the_last_suggestion_is_drafted_again_while_it_is_typed(codec):
     memory = Memory(codec, None)
-    memory.note_answer("def add(a, b):\n    re", "turn a + b\n")
-    assert codec.decode(memory.hints("def add(a, b):\n    retur", "", [1]).prediction).startswith("n a + b")
+    memory.note_answer("def add(a, b, c, d):\n    re", "turn a + b\n")
+    assert codec.decode(memory.hints("def add(a, b, c, d):\n    retur", "", [1]).context[1:]).startswith("n a + b")
 
 
 def test_a_suggestion_that_was_typed_counts_as_accepted(codec):

@@ -6,6 +6,7 @@ import time
 import pytest
 from scripted import Collector, ScriptedBackend
 
+from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.engine import Engine, QueueFullError
 from retrieve_spec.server.jobs import Task, same_document
 from retrieve_spec.server.slots import SlotPool, common_prefix
@@ -240,11 +241,35 @@ def test_a_failing_model_fails_one_task(engine, backend):
     assert ask(engine, [500]).result().outcome == "done"
 
 
-def test_alternatives_begin_with_other_tokens(engine, backend, codec):
+def test_alternatives_are_finished_to_the_end_of_their_line(engine, backend, codec):
     newline = codec.encode("\n")[0]
-    backend.script = lambda prompt: [prompt[-1] + 400, newline, 600, 601]
-    done = ask(engine, [100, 101], alternatives=2).result()
-    assert done.alternatives == [codec.decode([100, 500, newline]), codec.decode([101, 501, newline])]
+    backend.script = lambda prompt: [prompt[-1] + 400, prompt[-1] + 401, newline, 600, 601]
+    backend.beside = [
+        Branch(0, (700, 701, newline, 702), 0.9),  # verified to its end: free
+        Branch(0, (0,), 0.8),  # the end of the text is no suggestion
+        Branch(1, (800,), 0.5),
+        Branch(4, (900,), 0.4),  # on the next line: nobody sees the difference at the cursor
+    ]
+    done = ask(engine, [100, 101], alternatives=3).result()
+    assert done.token_ids == [501, 502, newline, 600, 601]
+    assert done.alternatives == [
+        codec.decode([700, 701, newline]),
+        codec.decode([501, 800, 1200, 1201, newline]),
+    ]
+    assert backend.prompts == [(100, 101), (100, 101, 501, 800)]
+    # What is cached afterwards is what was read last.
+    assert ask(engine, [100, 101, 501, 800, 7]).result().cached_tokens == 4
+
+
+def test_alternatives_that_say_the_same_are_left_out(engine, backend, codec):
+    newline = codec.encode("\n")[0]
+    backend.script = lambda prompt: [500, 501, newline, 600]
+    backend.beside = [
+        Branch(0, (500, 501, newline), 0.9),
+        Branch(0, (700, newline), 0.8),
+        Branch(0, (700, newline), 0.8),
+    ]
+    assert ask(engine, [100], alternatives=3).result().alternatives == [codec.decode([700, newline])]
 
 
 def test_drafting_off_reaches_the_backend(engine, backend):

@@ -94,9 +94,47 @@ def test_sampling_is_the_same_with_and_without_drafts(reference_live, samplers):
     assert on["content"] == off["content"]
 
 
-def test_alternatives_continue_other_first_tokens(reference_live):
-    answers = reference_live.post("/infill", body(CUTS[3], n_cmpl=3)).json()
-    assert len({answer["content"] for answer in answers}) == len(answers)
+def test_alternatives_are_what_the_model_says_after_another_token(reference, reference_live):
+    service = reference[0].service
+    cut = SOURCE.index("stable_tail(parts.prefix") + 6
+    request = body(cut, n_cmpl=3, n_predict=16)
+    first, *others = (answer["content"] for answer in reference_live.post("/infill", request).json())
+    assert others
+    assert first == reference_live.post("/infill", body(cut, n_predict=16, speculative=False)).json()["content"]
+    ids = service.infill(InfillRequest.model_validate(request), Caller()).task.prompt_ids
+    for text in others:
+        said = service.codec.encode(text)
+        lines = [plain_text(reference, [*ids, *said[:n]], len(said) - n) for n in range(len(said))]
+        assert text != first
+        assert any(service.codec.decode(said[:n]) + lines[n] == text for n in range(1, len(said)))
+
+
+def test_a_drafter_may_read_another_text_than_the_prompt(reference):
+    from retrieve_spec import generate_stream
+
+    served, _, tokenizer = reference
+    model, codec = served.service.backend.model, served.service.codec
+    ids = codec.encode(SOURCE[:900])
+    tokens, passes = {}, {}
+    for name in ("prompt", "with the answer"):
+        options = {"context_ids": [*ids[-8:], *tokens["prompt"], *ids]} if passes else {}
+        shown = []
+        with torch.no_grad():
+            stream = generate_stream(
+                model,
+                torch.tensor([ids]),
+                tokenizer=tokenizer,
+                max_new_tokens=32,
+                do_sample=False,
+                nodes=16,
+                on_pass=lambda verified, shown=shown: shown.extend(verified.emitted.tolist()),
+                **options,
+            )
+            tokens[name] = [int(i) for piece in stream for i in piece.token_ids]
+        passes[name] = model.speculation.last.passes
+        assert shown == tokens[name]
+    assert tokens["prompt"] == tokens["with the answer"]
+    assert passes["with the answer"] < passes["prompt"]
 
 
 def test_stops_inside_a_run_of_accepted_tokens(reference_live):
