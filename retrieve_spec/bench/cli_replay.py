@@ -20,6 +20,9 @@ from retrieve_spec.config import MAX_NODES
 )
 @click.option("--store", "stores", multiple=True, metavar="DIR", help="A datastore to draft from; can be repeated.")
 @click.option("--session", is_flag=True, help="Remember the answers of earlier rows and draft from them.")
+@click.option(
+    "--without", multiple=True, metavar="SOURCE", help="A source that auto does without, to see what it adds."
+)
 @click.option("--by-task", is_flag=True, help="Also report each task.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="First N rows of the file.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
@@ -48,6 +51,7 @@ def replay(**options: Any) -> None:
             nodes=options["nodes"],
             stores=options["stores"],
             session=options["session"],
+            without=options["without"],
             limit=options["limit"],
             progress=progress,
         )

@@ -37,8 +37,8 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     default="plain,prompt-lookup,off,auto",
     show_default=True,
     metavar="A,B,…",
-    help="plain and prompt-lookup[:K] are transformers' own; off, auto and presets, each also with :NODES, are ours."
-    " ours/prompt-lookup is the preset.",
+    help="plain and prompt-lookup[:K] are transformers' own; off, auto and presets, each also with :NODES, are ours;"
+    " auto~SOURCE is auto without a source, ours/prompt-lookup the preset.",
 )
 @click.option("--store", "stores", multiple=True, metavar="DIR", help="A datastore to draft from; can be repeated.")
 @click.option(
@@ -174,8 +174,8 @@ def run_bench(
         "seed": seed,
         "template": template,
     }
-    folder = ResultsFolder(out, header, resume=resume)
     bench = Bench(lm, tokenizer, chosen, datastores=datastores, session=state != "cold", seed=seed, options=sampling)
+    folder = ResultsFolder(out, header, resume=resume)  # made only when all options are right
     warm_up(bench, plan)
     with Progress(len(questions) * runs, len(folder.done()), quiet) as progress:
         try:

@@ -6,6 +6,8 @@
     transformers' own prompt lookup with K (10) candidate tokens.
 `off`, `auto`, any preset, and each with `:N`
     this library's loop; N fixes the nodes per pass. `ours/prompt-lookup` is the preset of that name.
+`auto~SOURCE`
+    `auto` without a source (`~` can be repeated, `:N` comes last).
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import retrieve_spec as rs
+from retrieve_spec.bench.ablation import FreshDrafter
+from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.errors import ConfigError
 
 PLAIN, PROMPT_LOOKUP, OFF = "plain", "prompt-lookup", "off"
-OURS = "ours/"
+OURS, WITHOUT = "ours/", "~"
 PROMPT_LOOKUP_TOKENS = 10
 
 
@@ -37,12 +41,15 @@ class Method:
         After the colon: nodes per pass or candidate tokens; None leaves the default.
     ours
         Whether this library's loop decodes.
+    without
+        Sources that `auto` does without.
     """
 
     name: str
     kind: str
     nodes: int | None
     ours: bool
+    without: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -92,10 +99,11 @@ def parse_method(name: str) -> Method:
         The part after the colon is no number, or the method takes none.
     """
     kind, colon, number = name.removeprefix(OURS).partition(":")
+    kind, *without = kind.split(WITHOUT)
     ours = name.startswith(OURS) or kind not in (PLAIN, PROMPT_LOOKUP)
     if colon and (kind in (PLAIN, OFF) or not number.isdigit()):
         raise ConfigError("a method such as auto, auto:16 or prompt-lookup:10", repr(name), "See `bench run --help`.")
-    return Method(name, kind, int(number) if colon else None, ours)
+    return Method(name, kind, int(number) if colon else None, ours, tuple(without))
 
 
 class FirstToken:
@@ -147,17 +155,21 @@ class Bench:
     ) -> None:
         self.model, self.tokenizer, self.seed, self.options = model, tokenizer, seed, dict(options or {})
         self._states: dict[str, Any] = {}
+        self._drafters: dict[str, FreshDrafter] = {}
         for method in methods:
             if method.ours:
                 nodes: Any = "auto" if method.nodes is None else method.nodes
-                options_of_ours = {"draft": method.kind, "nodes": nodes, "session": session}
-                rs.accelerate(model, tokenizer, datastores=datastores, **options_of_ours)
+                config = SpeculationConfig(draft=method.kind, nodes=nodes, session=session)
+                drafter = None
+                if method.kind != OFF:
+                    drafter = self._drafters[method.name] = FreshDrafter(config, datastores, method.without)
+                rs.accelerate(model, tokenizer, datastores=datastores, drafter=drafter, config=config)
                 self._states[method.name] = model.speculation
 
     def forget(self, method: Method) -> None:
-        """Put a method back to the state it began in."""
-        if method.ours:
-            self._states[method.name].forget()
+        """Put a method back to the state it began in; only measured costs stay."""
+        if method.name in self._drafters:
+            self._drafters[method.name].renew()
 
     def cost_curve(self, method: Method, context: int = 512, most: int = 128) -> list[float]:
         """Seconds per pass over 0, 1, … nodes, as this method's state measured them; empty if it did not."""

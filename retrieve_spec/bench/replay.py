@@ -228,6 +228,7 @@ def replay_trace(
     nodes: int = 60,
     stores: Sequence[str | Path] = (),
     session: bool = False,
+    without: Sequence[str] = (),
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -245,6 +246,8 @@ def replay_trace(
         Folders of datastores to draft from.
     session
         Remember the answers of earlier rows.
+    without
+        Sources that `auto` does without.
     limit
         Rows read at most.
     progress
@@ -261,14 +264,14 @@ def replay_trace(
     TraceError, TokenizerMismatchError, UnknownPresetError, MissingSourceError
         When the file, a store or the preset does not fit.
     """
+    from retrieve_spec.bench.ablation import FreshDrafter
     from retrieve_spec.config import SpeculationConfig
     from retrieve_spec.datastore.fingerprint import load_tokenizer
     from retrieve_spec.datastore.store import open_datastore
-    from retrieve_spec.drafting.presets import build_drafter
 
     encoder = load_tokenizer(tokenizer)
     opened = [open_datastore(store, tokenizer=encoder) for store in stores]
-    drafter = build_drafter(SpeculationConfig(draft=draft, session=session), datastores=opened)
+    drafter = FreshDrafter(SpeculationConfig(draft=draft, session=session), opened, without).drafter
     if not isinstance(drafter, FeedingDrafter):
         raise ConfigError(
             "a preset that can be fed text it did not draft", repr(draft), "Replay `auto` or another preset."

@@ -161,6 +161,11 @@ def test_names_of_methods(name, kind, nodes, ours):
     assert (method.kind, method.nodes, method.ours) == (kind, nodes, ours)
 
 
+def test_a_method_can_do_without_sources():
+    method = parse_method("auto~recycling~ngram:16")
+    assert (method.kind, method.without, method.nodes, method.ours) == ("auto", ("recycling", "ngram"), 16, True)
+
+
 @pytest.mark.parametrize("name", ["plain:3", "off:1", "auto:", "auto:x", "ours/off:2"])
 def test_wrong_names_of_methods(name):
     with pytest.raises(ConfigError):
@@ -171,6 +176,8 @@ def test_unknown_methods_and_prompts_are_explained(tmp_path, capsys):
     assert cli.run(["bench", "run", "--methods", "plain,plain", "--out", str(tmp_path)]) == 2
     assert cli.run(["bench", "run", "--methods", "plain,atuo", "--out", str(tmp_path), "--device", "cpu"]) == 1
     assert "'atuo'" in capsys.readouterr().err
+    assert cli.run(["bench", "run", "--methods", "auto~recyclin", "--out", str(tmp_path), "--device", "cpu"]) == 1
+    assert "'recyclin'" in capsys.readouterr().err
     assert cli.run(["bench", "run", "--prompts", "/no/such.jsonl", "--out", str(tmp_path)]) == 1
     assert "/no/such.jsonl" in capsys.readouterr().err
     with pytest.raises(TraceError):

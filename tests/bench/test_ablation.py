@@ -1,0 +1,87 @@
+"""Leaving a source out changes what that source adds and nothing else; cold means cold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from retrieve_spec.bench.ablation import SOURCES, FreshDrafter
+from retrieve_spec.bench.methods import Bench, parse_method
+from retrieve_spec.bench.replay import Replay, TraceRow
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.reference_model import load_model, reference_path
+
+COPY = "".join(f"value_{i} = compute(value_{i - 1}, {i})\n" for i in range(1, 40))
+
+
+def replay(drafter, tokenizer):
+    prompt, text = (tokenizer(t)["input_ids"] for t in ("import this\n", COPY))
+    row = TraceRow("", np.array(prompt, np.int32), [(np.array(text, np.int32), True)])
+    run = Replay(drafter, 16)
+    run.run([row])
+    run.run([row])
+    return run.result()
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model(device="cpu")
+
+
+@pytest.fixture
+def store(tmp_path):
+    source = tmp_path / "text.py"
+    source.write_text(COPY)
+    build_datastore(tmp_path / "store", str(source), reference_path(), workers=1)
+    return tmp_path / "store"
+
+
+def test_a_source_that_is_left_out_gets_no_credit_and_is_missed(loaded, store):
+    _, tokenizer = loaded
+    opened = [open_datastore(store, tokenizer=tokenizer)]
+    config = SpeculationConfig(session=True)
+    whole = replay(FreshDrafter(config, opened).drafter, tokenizer)
+    credited = [name for name in ("context", "session", "ngram", "exact") if whole["accepted_by_source"].get(name)]
+    assert len(credited) >= 2
+    for name in credited:
+        less = replay(FreshDrafter(config, opened, [name]).drafter, tokenizer)
+        assert name not in less["accepted_by_source"]
+    alone = replay(FreshDrafter(config, opened, ["session", "ngram", "exact", "context"]).drafter, tokenizer)
+    assert alone["tokens_per_pass"] == 1.0
+
+
+def test_all_sources_of_the_mixture_can_be_left_out(loaded):
+    _, tokenizer = loaded
+    for name in SOURCES:
+        drafter = FreshDrafter(SpeculationConfig(), (), [name])
+        assert isinstance(drafter, Drafter)
+        drafter.start(np.arange(9, dtype=np.int32), np.arange(5, dtype=np.int32))
+        assert (drafter.prediction is None) == (name == "prediction")
+        assert (drafter.top_k == 0) == (name == "recycling")
+    assert len(tokenizer) > 0
+
+
+def test_unknown_sources_and_other_presets_are_refused():
+    with pytest.raises(ConfigError, match="'contxt'"):
+        FreshDrafter(SpeculationConfig(), (), ["contxt"])
+    with pytest.raises(ConfigError, match="another preset"):
+        FreshDrafter(SpeculationConfig(draft="sam"), (), ["context"])
+
+
+def test_cold_is_cold_also_beside_a_writable_store(loaded, store):
+    model, tokenizer = loaded
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
+    method = parse_method("auto")
+    bench = Bench(model, tokenizer, [method], datastores=[open_datastore(store, tokenizer=tokenizer)])
+    ids = tokenizer(COPY[:400], return_tensors="pt")["input_ids"]
+    first = bench.generate(method, ids, max_new_tokens=24)
+    bench.generate(method, ids, max_new_tokens=24)
+    bench.forget(method)
+    again = bench.generate(method, ids, max_new_tokens=24)
+    assert [entry[:3] for entry in again.per_pass][:3] == [entry[:3] for entry in first.per_pass][:3]
+    assert again.token_ids == first.token_ids
+    assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == before
