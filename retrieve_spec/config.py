@@ -95,6 +95,8 @@ class PassConfig:
         Root tokens and draft nodes of one captured pass at most.
     graph_bytes
         GPU memory that captured graphs may hold.
+    pool_bytes
+        Largest key-value cache that is kept, with its graphs, for the next generation.
     cuda_graphs
         Replay passes on a GPU as captured graphs, one per number of rows in `graph_rows`.
     graph_rows
@@ -108,6 +110,7 @@ class PassConfig:
     layout_bytes: int = 256 << 20
     max_rows: int = 512
     graph_bytes: int = 512 << 20
+    pool_bytes: int = 4 << 30
     cuda_graphs: bool = False  # off until it has run on a GPU
     graph_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     min_parameters: int = 1_000_000

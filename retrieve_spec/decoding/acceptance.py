@@ -115,7 +115,7 @@ class HostReading:
 
 
 def penalise(scores: NDArray[np.float32], text: RowText, penalty: float) -> NDArray[np.float32]:
-    """Apply the repetition penalty of CTRL (Keskar et al., 2019) for the tokens of `text` to a copy of (vocab,) scores."""
+    """A copy of (vocab,) scores after CTRL's penalty (Keskar et al., 2019) for the tokens of `text`."""
     ids = text.ids
     ids = ids[ids < len(scores)]
     factor = np.float32(penalty)

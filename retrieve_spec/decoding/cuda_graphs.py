@@ -1,40 +1,93 @@
 """Turns a captured pass into CUDA graphs, one per padded number of rows, that are replayed as the cache grows.
 
-Everything that changes from pass to pass is read from device buffers: token ids, positions, slots of the new rows,
-visibility bits and the length of the prefix. Padding rows see themselves only and write behind the real rows.
+Everything that changes from pass to pass is read from one device buffer: token ids, positions, visibility bits and the
+rows held. Padding rows see themselves only and write behind the real rows. Graphs and the slabs they write to outlive
+a generation (`PassPool`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from retrieve_spec.config import PASS
 from retrieve_spec.decoding.captured_pass import CapturedPass
-from retrieve_spec.decoding.static_cache import PreallocatedCache
-from retrieve_spec.decoding.tree_attention import PassMask, attend_triton
+from retrieve_spec.decoding.static_cache import PreallocatedCache, Slab
+from retrieve_spec.decoding.tree_attention import LayerRule, PassMask, attend_triton, has_triton, visibility_bits
+
+FIRST_ROWS = 2048
+"""Slabs that outlive a generation are made for multiples of this, so that most texts find room."""
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 
 
-def capture_cuda_graph(run: Callable[[], None]) -> Replay:
-    """Record one call of `run` on a side stream, after a warm-up, and return what repeats it."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
+class CudaGraphCapture:
+    """Records a call on a side stream, after a warm-up, and returns what repeats it.
+
+    All graphs share one memory pool: a graph's outputs are read before any graph is replayed again.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Replay:
+        """Record one call of `run`."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
             run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+        return graph.replay
+
+
+class PassBuffer:
+    """The inputs of one pass over a fixed number of rows, in device memory, filled with one copy.
+
+    Parameters
+    ----------
+    rows
+        Rows of the pass, padding included.
+    slabs
+        How many slabs are written to; each has its own number of rows held.
+    """
+
+    def __init__(self, rows: int, slabs: int, device: torch.device) -> None:
+        words = -(-rows // 32)
+        sizes = [rows, rows, rows, slabs, rows * words]
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+        self._device = self._host.to(device)
+        self._host_ids, self._host_positions, self._host_depths, self._host_held, self._host_words = np.split(
+            self._host.numpy(), np.cumsum(sizes)[:-1]
+        )
+        self.ids, self.positions, self.depths, self.held, bits = torch.split(self._device, sizes)
+        self.words = bits.view(rows, words)
+        self.rows = rows
+
+    def fill(
+        self, ids: NDArray[Any], depths: NDArray[Any], seen: NDArray[np.bool_], position: int, held: Sequence[int]
+    ) -> None:
+        """Write a pass of at most `rows` rows: ids, depths, who sees whom, the first row's position, rows held."""
+        real = len(ids)
+        visible = np.eye(self.rows, dtype=np.bool_)
+        visible[:real, :real] = seen
+        self._host_ids[:real], self._host_ids[real:] = ids, 0
+        self._host_depths[:real], self._host_depths[real:] = depths, 0
+        self._host_positions[:] = self._host_depths + position
+        self._host_held[:] = held
+        self._host_words[:] = visibility_bits(visible).ravel()
+        self._device.copy_(self._host, non_blocking=True)
 
 
 class BucketPass:
@@ -42,79 +95,127 @@ class BucketPass:
 
     Parameters
     ----------
-    captured, slabs
-        What to run, and the cache it writes to; the pass holds while `slabs.capacity` does.
+    captured, cache
+        What to run, and the cache it writes to; the pass holds while `cache.capacities` does.
     rows
         Rows it is padded to.
     capture
         Makes a replay of a call; tests pass the identity.
+    triton
+        Use the Triton kernel, where it takes the layers' shapes; else torch attends to all rows there is room for.
     """
 
     def __init__(
-        self, captured: CapturedPass, slabs: PreallocatedCache, rows: int, dtype: torch.dtype, capture: Capture
+        self, captured: CapturedPass, cache: PreallocatedCache, rows: int, capture: Capture, triton: bool
     ) -> None:
-        device = captured.device
-        self.rows, self.capacity = rows, slabs.capacity
-        self._captured, self._slabs = captured, slabs
-        self._mask = PassMask(captured.groups, dtype, device)
-        self._mask.set(0, np.eye(rows, dtype=np.bool_), np.zeros(rows, np.int64))
-        self._ids, self._positions = (torch.zeros((1, rows), dtype=torch.long, device=device) for _ in range(2))
-        self._slots = torch.arange(slabs.capacity - rows, slabs.capacity, device=device)  # capturing writes, too
-        self._prefix = torch.zeros(1, dtype=torch.int32, device=device)
-        self._words, self._depths = self._mask.words()
-        self._mask.device_words = (self._words, self._depths, self._prefix)
+        self.rows, self.capacities = rows, cache.capacities
+        self._captured, self._cache, self._triton = captured, cache, triton
+        self._buffer = PassBuffer(rows, len(cache.slabs), captured.device)
+        held = [slab.capacity - rows for slab in cache.slabs]  # capturing writes, too: behind all rows
+        self._buffer.fill(np.zeros(0), np.zeros(0), np.ones((0, 0), np.bool_), 0, held)
+        self._slots: list[torch.Tensor] = []
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
         self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
         self._replay = capture(self._run)
 
     def _run(self) -> None:
-        self._outputs = self._captured.run(self._ids, self._positions, self._attend)
+        buffer = self._buffer
+        self._masks.clear()
+        rows = torch.arange(self.rows, device=buffer.ids.device)
+        self._slots = [rows + buffer.held[i] for i in range(len(self._cache.slabs))]
+        self._outputs = self._captured.run(buffer.ids.long()[None], buffer.positions.long()[None], self._attend)
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-        all_keys, all_values = self._slabs.layer_slabs[layer]
-        all_keys.index_copy_(2, self._slots, keys)
-        all_values.index_copy_(2, self._slots, values)
+        at, rule = self._cache.slab_of[layer], self._captured.rules[layer]
+        all_keys, all_values = self._cache.layer_slabs[layer]
+        all_keys.index_copy_(2, self._slots[at], keys)
+        all_values.index_copy_(2, self._slots[at], values)
         _, heads, rows, width = query.shape
         packed = query.reshape(1, keys.shape[1], heads // keys.shape[1] * rows, width)
-        out = attend_triton(packed, all_keys, all_values, self._mask, self._captured.rules[layer])
-        return out.reshape(1, heads, rows, width).transpose(1, 2)
+        if self._triton and width == values.shape[-1] <= 256:
+            described = (self._buffer.words, self._buffer.depths, self._buffer.held[at : at + 1])
+            out = attend_triton(packed, all_keys, all_values, _NO_MASK, rule, described=described)
+        else:
+            if (at, rule.window) not in self._masks:
+                slab = self._cache.slabs[at]
+                self._masks[at, rule.window] = visible_rows_of(slab, self._buffer, self._buffer.held[at], rule.window)
+            out = attend_all(packed, all_keys, all_values, self._masks[at, rule.window], rule)
+        return out.reshape(1, heads, rows, values.shape[-1]).transpose(1, 2)
 
     def __call__(
-        self, ids: NDArray[np.int64], depths: NDArray[np.int64], seen: NDArray[np.bool_], prefix: int, shift: int
+        self, ids: NDArray[Any], depths: NDArray[Any], seen: NDArray[np.bool_], past: int, shift: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a pass of at most `rows` rows: (rows, vocab) logits and (rows, d) states, valid until the next call."""
-        real = len(ids)
-        padded = np.zeros((2, self.rows), np.int64)
-        padded[0, :real], padded[1, :real] = ids, depths
-        visible = np.eye(self.rows, dtype=np.bool_)
-        visible[:real, :real] = seen
-        self._mask.set(prefix, visible, padded[1])
-        words, relative = self._mask.words()
-        self._mask.device_words = (self._words, self._depths, self._prefix)
-        self._ids.copy_(torch.from_numpy(padded[:1]), non_blocking=True)
-        self._positions.copy_(torch.from_numpy(padded[1:] + (prefix + shift)), non_blocking=True)
-        self._slots.copy_(torch.arange(prefix, prefix + self.rows), non_blocking=True)
-        self._words.copy_(words, non_blocking=True)
-        self._depths.copy_(relative, non_blocking=True)
-        self._prefix.fill_(prefix)
+        self._buffer.fill(ids, depths, seen, past + shift, [past - slab.offset for slab in self._cache.slabs])
         self._replay()
         assert self._outputs is not None
         logits, hidden = self._outputs
-        return logits[0, :real], hidden[0, :real]
+        return logits[0, : len(ids)], hidden[0, : len(ids)]
+
+
+_NO_MASK = PassMask(1, torch.float32, torch.device("cpu"))
+
+
+def visible_rows_of(slab: Slab, buffer: PassBuffer, held: torch.Tensor, window: int) -> torch.Tensor:
+    """(rows, capacity) bool: what each row of a pass sees of a slab, from device memory alone."""
+    column = torch.arange(slab.capacity, device=held.device) - held
+    drafted = (column >= 0) & (column < buffer.rows)
+    at = torch.where(drafted, column, 0)
+    bits = (buffer.words[:, at // 32] >> (at % 32)) & 1
+    seen = (column < 0) | (drafted & (bits == 1))
+    if window:
+        position = torch.where(drafted, buffer.depths[at], column)
+        seen &= buffer.depths[:, None] - position < window
+    return seen
+
+
+def attend_all(
+    packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, rule: LayerRule
+) -> torch.Tensor:
+    """Attention over all rows a slab has room for, (1, kv_heads, groups · rows, d) in and out."""
+    seen = seen.repeat(packed.shape[2] // len(seen), 1)
+    values = torch.where(seen.any(0)[:, None], values, 0)  # rows never written may hold anything, even NaN
+    keys = torch.where(seen.any(0)[:, None], keys, 0)
+    if not rule.softcap and rule.sinks is None:
+        return functional.scaled_dot_product_attention(
+            packed, keys, values, attn_mask=seen[None, None], scale=rule.scale
+        )
+    scores = torch.matmul(packed, keys.transpose(2, 3)).float() * rule.scale
+    if rule.softcap:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if rule.sinks is not None:
+        sinks = rule.sinks.float().view(1, keys.shape[1], -1, 1)
+        sinks = sinks.repeat_interleave(packed.shape[2] // sinks.shape[2], dim=2)
+        weights = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1)
+    out: torch.Tensor = torch.matmul(weights.to(values.dtype), values)
+    return out
 
 
 class GraphedPasses:
-    """Bucket passes, captured when first needed, within `config.PASS.graph_bytes` of GPU memory."""
+    """Bucket passes, captured when first needed, within `config.PASS.graph_bytes` of GPU memory.
+
+    When a slab grows its tensors move, and all passes are captured anew as they are needed.
+
+    Attributes
+    ----------
+    cache
+        What the passes write to.
+    captures
+        Passes captured so far.
+    """
 
     def __init__(
-        self,
-        captured: CapturedPass,
-        slabs: PreallocatedCache,
-        dtype: torch.dtype,
-        capture: Capture = capture_cuda_graph,
+        self, captured: CapturedPass, cache: PreallocatedCache, capture: Capture, triton: bool | None = None
     ) -> None:
+        self.cache = cache
+        self._captured, self._capture = captured, capture
+        self._triton = has_triton() and captured.device.type == "cuda" if triton is None else triton
         self._made: dict[int, BucketPass] = {}
-        self._captured, self._slabs, self._dtype, self._capture = captured, slabs, dtype, capture
         self._bytes = 0
+        self.captures = 0
 
     def bucket(self, rows: int) -> BucketPass | None:
         """The pass that `rows` rows are padded to, or None when there is none or its memory is spent."""
@@ -122,15 +223,47 @@ class GraphedPasses:
         if at == len(PASS.graph_rows):
             return None
         size = PASS.graph_rows[at]
+        if any(made.capacities != self.cache.capacities for made in self._made.values()):
+            self._made.clear()
+            self._bytes = 0
         made = self._made.get(size)
-        if made is not None and made.capacity == self._slabs.capacity:
+        if made is not None or self._bytes > PASS.graph_bytes:
             return made
-        if self._bytes > PASS.graph_bytes:
-            return None
         before = _gpu_bytes(self._captured.device)
-        self._made[size] = BucketPass(self._captured, self._slabs, size, self._dtype, self._capture)
+        made = self._made[size] = BucketPass(self._captured, self.cache, size, self._capture, self._triton)
         self._bytes += max(0, _gpu_bytes(self._captured.device) - before)
-        return self._made[size]
+        self.captures += 1
+        return made
+
+
+class PassPool:
+    """Slabs and graphs of one recorded model, lent to one generation after another.
+
+    What a generation finds is what the last one gave back, if its layers had the same windows and it takes no more than
+    `config.PASS.pool_bytes`; a text that needs more room lets the slabs grow.
+    """
+
+    def __init__(self, captured: CapturedPass, capture: Capture | None = None, triton: bool | None = None) -> None:
+        self._captured, self._triton = captured, triton
+        self._capture = capture
+        self._idle: GraphedPasses | None = None
+
+    def take(self, windows: tuple[int, ...], rows: int) -> GraphedPasses:
+        """Graphs and, as `cache`, empty slabs with room for `rows` rows."""
+        rows = -(-rows // FIRST_ROWS) * FIRST_ROWS
+        idle, self._idle = self._idle, None
+        if idle is not None and idle.cache.windows == windows:
+            idle.cache.reserve(rows)
+            return idle
+        if self._capture is None:
+            self._capture = CudaGraphCapture()
+        return GraphedPasses(self._captured, PreallocatedCache(windows, rows), self._capture, self._triton)
+
+    def give_back(self, passes: GraphedPasses) -> None:
+        """Keep what a generation used for the next one."""
+        kept = self._idle
+        if passes.cache.nbytes <= PASS.pool_bytes and (kept is None or kept.cache.nbytes < passes.cache.nbytes):
+            self._idle = passes
 
 
 def _gpu_bytes(device: Any) -> int:

@@ -14,12 +14,12 @@ from transformers import DynamicCache
 
 from retrieve_spec.config import AUTO, MAX_NODES, PASS, SpeculationConfig
 from retrieve_spec.decoding.captured_pass import CapturedPass, CaptureError
-from retrieve_spec.decoding.cuda_graphs import GraphedPasses
+from retrieve_spec.decoding.cuda_graphs import GraphedPasses, PassPool
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import input_device
 from retrieve_spec.decoding.probe import Finding, check_verifier
-from retrieve_spec.decoding.static_cache import PreallocatedCache, why_not_preallocated
-from retrieve_spec.decoding.tree_attention import PassMask, attend, has_triton, row_depths, visible_rows
+from retrieve_spec.decoding.static_cache import PreallocatedCache, cache_windows, why_not_preallocated
+from retrieve_spec.decoding.tree_attention import PassMask, attend, row_depths, visible_rows
 from retrieve_spec.decoding.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
@@ -38,7 +38,7 @@ class StaticVerifier:
     generation that the captured pass cannot serve is left to the `HFVerifier` entirely.
     """
 
-    def __init__(self, model: Any, ordinary: HFVerifier, captured: CapturedPass) -> None:
+    def __init__(self, model: Any, ordinary: HFVerifier, captured: CapturedPass, pool: PassPool | None = None) -> None:
         self.model = model
         self.mode: Mode = ordinary.mode
         self.reason = ordinary.reason
@@ -50,7 +50,7 @@ class StaticVerifier:
         self._slabs: PreallocatedCache | None = None
         self._layers: list[Any] = []
         self._graphs: GraphedPasses | None = None
-        self._graph_room = max(PASS.graph_rows) if PASS.cuda_graphs else 0
+        self._pool = pool
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
@@ -102,14 +102,15 @@ class StaticVerifier:
         slabs = self._slabs or self._adopt()
         ids = root_ids if not nodes or tree is None else np.concatenate([root_ids, tree.token_ids])
         depths = row_depths(roots, tree)
-        self._mask.set(self._past, visible_rows(roots, tree), depths)
+        seen = visible_rows(roots, tree)
+        slabs.set_length(self._past)
+        slabs.make_room(len(ids) if self._graphs is None else max(len(ids), *PASS.graph_rows))
         if self._graphs is not None and (bucket := self._graphs.bucket(len(ids))) is not None:
-            out = bucket(ids.astype(np.int64), depths, self._mask.seen, self._past, self._shift)
+            out = bucket(ids, depths, seen, self._past, self._shift)
             return VerifierOutput(out[0][-keep - nodes :], out[1][-keep - nodes :] if want_hidden is not None else None)
         rows = torch.from_numpy(ids.astype(np.int64))[None].to(self._device, non_blocking=True)
         positions = torch.from_numpy(depths + (self._past + self._shift))[None].to(self._device, non_blocking=True)
-        slabs.make_room(self._past + max(len(ids), self._graph_room))
-        slabs.set_length(self._past)
+        self._mask.set(self._past, seen, depths)
         logits, hidden = self._captured.run(rows, positions, self._attend)
         last = keep + nodes
         return VerifierOutput(logits[0, -last:], hidden[0, -last:] if want_hidden is not None else None)
@@ -122,11 +123,12 @@ class StaticVerifier:
     def _adopt(self) -> PreallocatedCache:
         """Move the rows that the prompt left in the caller's cache to slabs."""
         room = min(self._max_length, self._past + PASS.cache_block * 16) + MAX_NODES + 1
-        slabs = PreallocatedCache(len(self._captured.rules), max(room, self._past + PASS.cache_block))
+        room, windows = max(room, self._past + PASS.cache_block), cache_windows(self._cache)
+        if self._pool is not None:
+            self._graphs = self._pool.take(windows, room)
+        slabs = PreallocatedCache(windows, room) if self._graphs is None else self._graphs.cache
         slabs.load(self._cache, self._past)
         self._slabs, self._layers = slabs, slabs.layers
-        if PASS.cuda_graphs and self._device.type == "cuda" and has_triton():
-            self._graphs = GraphedPasses(self._captured, slabs, self.model.dtype)
         return slabs
 
     def commit(self, path: NDArray[np.int32]) -> None:
@@ -142,7 +144,9 @@ class StaticVerifier:
         """Put the rows back into the cache this generation was given, and return it."""
         if self._slabs is not None:
             self._slabs.set_length(self._past)
-            self._slabs.unload(self._cache)
+            self._slabs.unload(self._cache, copy=self._graphs is not None)
+            if self._pool is not None and self._graphs is not None:
+                self._pool.give_back(self._graphs)
             self._slabs, self._layers, self._graphs = None, [], None
         self._cache = None
         return self._ordinary.finish()
@@ -180,15 +184,25 @@ def try_build(
             captured = _recorded[model] = CapturedPass(model, len(DynamicCache(config=text_config).layers), layer)
     except CaptureError as error:
         return None, str(error)
+    if why := _why_not_windows(captured, cache_windows(DynamicCache(config=text_config))):
+        return None, why
     recorded = captured
+    pool = PassPool(captured) if PASS.cuda_graphs and captured.device.type == "cuda" else None
 
     def make() -> Verifier:
-        return StaticVerifier(model, HFVerifier(model, finding.interface), recorded)
+        return StaticVerifier(model, HFVerifier(model, finding.interface), recorded, pool)
 
     if problem := check_verifier(model, finding.interface, make()):
         del _recorded[model]
         return None, problem
     return make, ""
+
+
+def _why_not_windows(captured: CapturedPass, windows: tuple[int, ...]) -> str:
+    for layer, (rule, window) in enumerate(zip(captured.rules, windows, strict=True)):
+        if window and rule.window != window:
+            return f"the attention of layer {layer} does not name the window of its cache"
+    return ""
 
 
 def _why_not_static(model: Any, finding: Finding, config: SpeculationConfig) -> str:

@@ -1,11 +1,13 @@
 """Turns key and value rows into preallocated, in-place storage of which a commit keeps only the accepted rows.
 
-The layers are ordinary Transformers cache layers, so any model's forward can write to them. All layers of one model
-share two slabs, so that a commit is one copy for the whole model, not one per layer.
+The layers are ordinary Transformers cache layers, so any model's forward can write to them. Layers with the same window
+share one slab for keys and one for values, so that a commit is one copy per slab, not one per layer; a slab of
+sliding-window layers holds the rows of a window and some spare ones, however long the text is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,52 +16,137 @@ from numpy.typing import NDArray
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from retrieve_spec.config import PASS
+from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.errors import UnsupportedModelError
 
 
+class Slab:
+    """Keys and values of layers with one window: (layers, kv_heads, capacity, head_dim) each.
+
+    Row r of the text stands at `r - offset`; rows before `offset` are not held.
+
+    Attributes
+    ----------
+    window
+        Keys a query sees at most; 0 for all.
+    offset
+        First row held; 0 without a window.
+    tensors
+        Keys and values, none before the first rows are in.
+    """
+
+    def __init__(self, num_layers: int, window: int, capacity: int) -> None:
+        self.window = window
+        self.offset = 0
+        self.tensors: tuple[torch.Tensor, ...] = ()
+        self._layers = num_layers
+        spare = max(window // 4, PASS.cache_block) + MAX_NODES + 1
+        self.capacity = min(capacity, window + spare) if window else capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(1, kv_heads, capacity, head_dim) keys and values of one layer."""
+        keys, values = self.tensors
+        return keys[index : index + 1], values[index : index + 1]
+
+    def make_room(self, held: int, rows: int) -> bool:
+        """Let rows `held … held + rows - 1` fit behind the rows held; return whether the tensors were replaced."""
+        if held + rows - self.offset > self.capacity and self.window and self.tensors:
+            first = max(self.offset, held - self.window + 1)
+            for tensor in self.tensors:
+                kept = tensor[:, :, first - self.offset : held - self.offset].clone()
+                tensor[:, :, : held - first] = kept
+            self.offset = first
+        needed = held + rows - self.offset
+        if needed <= self.capacity:
+            return False
+        block = PASS.cache_block
+        before, self.capacity = self.capacity, max(2 * self.capacity, -(-needed // block) * block)
+        if not self.tensors:
+            return False
+        grown = tuple(tensor.new_empty((*tensor.shape[:2], self.capacity, tensor.shape[3])) for tensor in self.tensors)
+        for old, new in zip(self.tensors, grown, strict=True):
+            new[:, :, :before] = old
+        self.tensors = grown
+        return True
+
+    def fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Allocate tensors for such keys and values, once; return whether that was done.
+
+        Raises
+        ------
+        UnsupportedModelError
+            When they differ from those the slab was made for.
+        """
+        given = (key_states, value_states)
+        if not self.tensors:
+            self.tensors = tuple(s.new_empty((self._layers, s.shape[1], self.capacity, s.shape[3])) for s in given)
+            return True
+        for slab, states in zip(self.tensors, given, strict=True):
+            if states.shape[0] != 1 or states.shape[1] != slab.shape[1] or states.shape[3] != slab.shape[3]:
+                raise UnsupportedModelError(
+                    f"one row of text and {slab.shape[1]} heads of width {slab.shape[3]} in every layer",
+                    f"{states.shape[0]} rows, {states.shape[1]} heads of width {states.shape[3]}",
+                    "Use the ordinary cache for this model.",
+                )
+        return False
+
+    def move(self, sources: NDArray[np.int64], target: int) -> None:
+        """Copy the rows `sources` of the text to rows `target …`, in all layers at once."""
+        index = torch.from_numpy(sources - self.offset)
+        for tensor in self.tensors:
+            rows = tensor.index_select(2, index.to(tensor.device, non_blocking=True))
+            tensor.narrow(2, target - self.offset, len(sources)).copy_(rows)
+
+
 class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's window on the slabs of a `PreallocatedCache`."""
+    """One layer's window on a slab of a `PreallocatedCache`."""
 
     is_compileable = False
     is_croppable = True
-    is_sliding = False  # windows are a matter of the mask; every row is kept
+    is_sliding = False  # windows are a matter of the mask
 
-    def __init__(self, cache: PreallocatedCache, index: int) -> None:
+    def __init__(self, cache: PreallocatedCache, index: int, slab: Slab) -> None:
         super().__init__()
         self._cache = cache
         self._index = index
+        self._slab = slab
         self.length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the slabs if this is the first layer that is written to."""
-        self._cache.reserve(key_states, value_states, key_states.shape[-2])
+        """Allocate the slab if this is the first of its layers that is written to."""
+        if self._slab.fit(key_states, value_states):
+            self._cache.refresh()
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (1, kv_heads, rows, head_dim) behind the rows held and return views of all rows."""
+        """Write (1, kv_heads, rows, head_dim) behind the rows held and return views of all rows the slab holds."""
         rows = key_states.shape[-2]
-        stop = self.length + rows
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if stop > self._cache.capacity:
-            self._cache.reserve(key_states, value_states, stop)
+        if self._slab.make_room(self.length, rows):
+            self._cache.refresh()
         keys, values = self._cache.layer_slabs[self._index]
-        keys.narrow(2, self.length, rows).copy_(key_states)
-        values.narrow(2, self.length, rows).copy_(value_states)
-        self.length = stop
-        self.keys, self.values = keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+        start = self.length - self._slab.offset
+        keys.narrow(2, start, rows).copy_(key_states)
+        values.narrow(2, start, rows).copy_(value_states)
+        self.length += rows
+        self.keys, self.values = keys.narrow(2, 0, start + rows), values.narrow(2, 0, start + rows)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Key length and offset the mask of the next pass needs."""
-        return self.length + query_length, 0
+        return self.length + query_length - self._slab.offset, self._slab.offset
 
     def get_seq_length(self) -> int:
-        """Rows held."""
+        """Rows of text behind which the next ones go."""
         return self.length
 
     def get_max_length(self) -> int:
@@ -72,70 +159,76 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget every row, keep the storage."""
-        self.length = 0
+        self.length = self._slab.offset = 0
 
 
 class PreallocatedCache(Cache):  # type: ignore[misc]
-    """Keys and values of one row of text in two slabs, (layers, kv_heads, capacity, head_dim) each.
+    """Keys and values of one row of text in slabs.
 
     Parameters
     ----------
-    num_layers
-        Attention layers of the model, all with keys of one shape and values of one shape.
+    windows
+        By attention layer: keys a query sees at most, 0 for all. Layers with the same window need keys of one shape
+        and values of one shape.
     capacity
-        Rows to allocate at first; growing doubles it, `config.PASS.cache_block` rows at least.
+        Rows to allocate at first; growing doubles them, `config.PASS.cache_block` rows at least.
+
+    Attributes
+    ----------
+    slabs
+        By window, the smallest (0: none) first.
+    slab_of
+        By layer, the index of its slab.
+    layer_slabs
+        By layer, its part of the slab's tensors.
 
     Raises
     ------
     UnsupportedModelError
-        From `update`, when a layer's heads differ from the first layer's, or more than one row of text is given.
+        From `update`, when layers with one window differ in their heads, or more than one row of text is given.
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[PreallocatedLayer(self, i) for i in range(num_layers)])
-        self.capacity = capacity
-        self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._slabs: tuple[torch.Tensor, torch.Tensor] | None = None
+    def __init__(self, windows: Sequence[int], capacity: int) -> None:
+        kinds = sorted(set(windows))
+        self.windows = tuple(windows)
+        self.slabs = [Slab(self.windows.count(window), window, capacity) for window in kinds]
+        self.slab_of = [kinds.index(window) for window in windows]
+        self._within = [self.slab_of[:i].count(slab) for i, slab in enumerate(self.slab_of)]
+        super().__init__(layers=[PreallocatedLayer(self, i, self.slabs[s]) for i, s in enumerate(self.slab_of)])
+        self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(torch.empty(0), torch.empty(0))] * len(windows)
 
     @property
     def length(self) -> int:
-        """Rows held by every layer between two passes."""
+        """Rows of text between two passes."""
         return int(self.layers[0].length)
 
-    def reserve(self, key_states: torch.Tensor, value_states: torch.Tensor, rows: int) -> None:
-        """Make room for `rows` rows shaped like these keys and values, keeping the rows held."""
-        grown = self.capacity
-        if rows > grown:
-            block = PASS.cache_block
-            grown = max(2 * grown, -(-rows // block) * block)
-        if self._slabs is not None and grown == self.capacity:
-            self._check_shape(key_states, value_states)
-            return
-        slabs = tuple(
-            states.new_empty((len(self.layers), states.shape[1], grown, states.shape[3]))
-            for states in (key_states, value_states)
-        )
-        if self._slabs is not None:
-            self._check_shape(key_states, value_states)
-            for old, new in zip(self._slabs, slabs, strict=True):
-                new[:, :, : self.capacity] = old
-        self._slabs, self.capacity = (slabs[0], slabs[1]), grown
-        self.layer_slabs = [(slabs[0][i : i + 1], slabs[1][i : i + 1]) for i in range(len(self.layers))]
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Rows each slab has room for; tensors stay where they are while this does."""
+        return tuple(slab.capacity for slab in self.slabs)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(slab.nbytes for slab in self.slabs)
+
+    def refresh(self) -> None:
+        """Find the layers' parts of the slabs anew."""
+        for i, slab in enumerate(self.slab_of):
+            if self.slabs[slab].tensors:
+                self.layer_slabs[i] = self.slabs[slab].of_layer(self._within[i])
 
     def make_room(self, rows: int) -> None:
-        """Grow to hold `rows` rows, once the first rows are in."""
-        if rows > self.capacity and self._slabs is not None:
-            self.reserve(self._slabs[0][:1], self._slabs[1][:1], rows)
+        """Let a pass over `rows` rows fit behind the rows held."""
+        replaced = [slab.make_room(self.length, rows) for slab in self.slabs]
+        if any(replaced):
+            self.refresh()
 
-    def _check_shape(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        assert self._slabs is not None
-        for slab, states in zip(self._slabs, (key_states, value_states), strict=True):
-            if states.shape[0] != 1 or states.shape[1] != slab.shape[1] or states.shape[3] != slab.shape[3]:
-                raise UnsupportedModelError(
-                    f"keys and values of {slab.shape[1]} heads of width {slab.shape[3]} in every layer",
-                    f"{states.shape[1]} heads of width {states.shape[3]}",
-                    "Use the ordinary cache for this model.",
-                )
+    def reserve(self, rows: int) -> None:
+        """Let a text of `rows` rows fit from the start; slabs with a window do not depend on it."""
+        replaced = [slab.make_room(0, rows) for slab in self.slabs if not slab.window]
+        if any(replaced):
+            self.refresh()
 
     def commit(self, base: int, roots: int, path: NDArray[np.int32]) -> None:
         """Keep the root tokens of a pass and the nodes of a path, in place.
@@ -152,48 +245,54 @@ class PreallocatedCache(Cache):  # type: ignore[misc]
         accepted = len(path)
         moved = int((path == np.arange(accepted)).argmin()) if accepted else 0
         if accepted and path[moved] != moved:
-            assert self._slabs is not None
             first = base + roots
-            index = torch.from_numpy(path[moved:].astype(np.int64) + first)
-            for slab in self._slabs:
-                rows = slab.index_select(2, index.to(slab.device, non_blocking=True))
-                slab.narrow(2, first + moved, accepted - moved).copy_(rows)
+            for slab in self.slabs:
+                slab.move(path[moved:].astype(np.int64) + first, first + moved)
         self.set_length(base + roots + accepted)
 
     def set_length(self, length: int) -> None:
-        """Let every layer hold the first `length` rows."""
+        """Let every layer hold the rows up to `length`."""
         for layer in self.layers:
             layer.length = length
 
     def load(self, cache: DynamicCache, length: int) -> None:
-        """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards.
-
-        A sliding layer holds its last rows only; the rows before them are zeros that its window never shows.
-        """
-        first = cache.layers[0]
-        self.reserve(first.keys, first.values, max(length, self.capacity))
+        """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards."""
+        for i, slab in enumerate(self.slabs):
+            theirs = cache.layers[self.slab_of.index(i)]
+            held = theirs.keys.shape[2]
+            slab.offset = length - held
+            slab.make_room(length - held, held)
+            slab.fit(theirs.keys, theirs.values)
+        self.refresh()
         for i, theirs in enumerate(cache.layers):
-            keys, values = self.layer_slabs[i]
-            self._check_shape(theirs.keys, theirs.values)
-            start = length - theirs.keys.shape[2]
-            for slab, states in ((keys, theirs.keys), (values, theirs.values)):
-                slab[:, :, :start] = 0
-                slab[:, :, start:length] = states
+            self.slabs[self.slab_of[i]].fit(theirs.keys, theirs.values)
+            for part, states in zip(self.layer_slabs[i], (theirs.keys, theirs.values), strict=True):
+                part[:, :, : states.shape[2]] = states
             self.layers[i].is_initialized = True
             theirs.keys = theirs.values = None
         self.set_length(length)
 
-    def unload(self, cache: DynamicCache) -> None:
-        """Give the rows back to the cache they were taken from; this object is empty afterwards."""
+    def unload(self, cache: DynamicCache, copy: bool = False) -> None:
+        """Give the rows back to the cache they were taken from, as copies if the slabs are to be used again."""
         length = self.length
-        for layer, (keys, values) in zip(cache.layers, self.layer_slabs, strict=True):
-            start = 0
+        for i, layer in enumerate(cache.layers):
+            start, offset = 0, self.slabs[self.slab_of[i]].offset
             if isinstance(layer, DynamicSlidingWindowLayer):
                 start = max(0, length - layer.sliding_window + 1)
                 layer.cumulative_length = length
-            layer.keys, layer.values = keys[:, :, start:length], values[:, :, start:length]
-        self._slabs, self.layer_slabs = None, []
-        self.layers: list[Any] = []
+            parts = [part[:, :, start - offset : length - offset] for part in self.layer_slabs[i]]
+            layer.keys, layer.values = [part.clone() for part in parts] if copy else parts
+        self.set_length(0)
+        if not copy:
+            self.layer_slabs = []
+            self.layers: list[Any] = []
+
+
+def cache_windows(cache: DynamicCache) -> tuple[int, ...]:
+    """By layer of a dynamic cache: keys a query sees at most, 0 for all."""
+    return tuple(
+        int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in cache.layers
+    )
 
 
 def why_not_preallocated(config: Any) -> str:

@@ -68,6 +68,14 @@ def row_depths(roots: int, tree: DraftTree | None) -> NDArray[np.int64]:
     return head if tree is None or not len(tree) else np.concatenate([head, tree.depth.astype(np.int64) + roots - 1])
 
 
+def visibility_bits(seen: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """(rows, ceil(rows / 32)) int32: bit j of row i is set when row i sees row j of the pass."""
+    rows = len(seen)
+    padded = np.zeros((rows, -(-rows // 32) * 32), np.bool_)
+    padded[:, :rows] = seen
+    return np.packbits(padded, axis=1, bitorder="little").view("<i4")
+
+
 class PassMask:
     """The mask of one pass in every form a backend asks for, kept in buffers that live from pass to pass.
 
@@ -89,14 +97,15 @@ class PassMask:
         self._margin = self._spare = 0
         self._written = False
         self._windows: dict[int, torch.Tensor] = {}
-        self.device_words: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        """The pass in the form the GPU kernel reads, made by the first layer that needs it."""
+        self._device_words: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._device_prefix: dict[int, torch.Tensor] = {}
 
     def set(self, prefix: int, seen: NDArray[np.bool_], depths: NDArray[np.int64]) -> None:
         """Describe the next pass: committed rows before it, who sees whom, and positions relative to its first row."""
         self.rows, self.prefix, self.seen, self._depths = len(seen), prefix, seen, depths
         self._windows.clear()
-        self.device_words = None
+        self._device_words = None
+        self._device_prefix.clear()
         self._written = False
 
     @property
@@ -105,13 +114,14 @@ class PassMask:
         columns = self.prefix + self.rows
         return self.groups * self.rows * columns * self.dtype.itemsize <= PASS.mask_bytes
 
-    def words(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """((rows, ceil(rows / 32)) int32 visibility bits, (rows,) int32 depths) on the device."""
-        padded = np.zeros((self.rows, -(-self.rows // 32) * 32), np.bool_)
-        padded[:, : self.rows] = self.seen
-        bits = np.packbits(padded, axis=1, bitorder="little").view("<i4")
-        depths = self._depths.astype(np.int32)
-        return torch.from_numpy(bits).to(self.device), torch.from_numpy(depths).to(self.device)
+    def on_device(self, prefix: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The pass behind `prefix` rows as the GPU kernel reads it: `visibility_bits`, int32 depths, (1,) prefix."""
+        if self._device_words is None:
+            bits, depths = visibility_bits(self.seen), self._depths.astype(np.int32)
+            self._device_words = (torch.from_numpy(bits).to(self.device), torch.from_numpy(depths).to(self.device))
+        if prefix not in self._device_prefix:
+            self._device_prefix[prefix] = torch.tensor([prefix], dtype=torch.int32).to(self.device)
+        return (*self._device_words, self._device_prefix[prefix])
 
     def block(self) -> torch.Tensor:
         """(rows, rows) additive mask of the tree block."""
@@ -180,7 +190,7 @@ def attend(
     query
         (1, heads, rows, d), rotated already.
     keys, values
-        (1, kv_heads, prefix + rows, d), the pass's own rows last.
+        (1, kv_heads, held + rows, d), the pass's own rows last; all rows of the prefix, or all its window shows.
     mask
         The pass.
     rule
@@ -195,8 +205,9 @@ def attend(
     kv_heads = keys.shape[1]
     packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
     backend = choose_backend(mask, rule, width, values.shape[-1])
-    if backend != "triton" and rule.window and (start := mask.first_key(rule.window)):
-        keys, values = keys[:, :, start:], values[:, :, start:]
+    if rule.window and (start := mask.first_key(rule.window)):
+        columns = mask.prefix + mask.rows - start
+        keys, values = keys[:, :, -columns:], values[:, :, -columns:]
     if backend == "triton":
         out = attend_triton(packed, keys, values, mask, rule)
     elif backend == "split":
@@ -243,7 +254,7 @@ def attend_split(
         weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min))
         outs.append(torch.matmul(weights.to(values.dtype), values[:, :, rows]).float())
         lses.append(lse)
-    return merge_parts(outs, lses, rule, mask).to(packed.dtype)
+    return merge_parts(outs, lses, rule).to(packed.dtype)
 
 
 def attend_triton(
@@ -253,13 +264,15 @@ def attend_triton(
     mask: PassMask,
     rule: LayerRule,
     splits: int | None = None,
+    described: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The GPU kernel over all keys: (1, kv_heads, groups · rows, d) in and out."""
+    """The GPU kernel over all keys: (1, kv_heads, groups · rows, d) in and out.
+
+    `described` is the pass in device memory (as `PassMask.on_device` gives it) where keys reach beyond its rows.
+    """
     from retrieve_spec.kernels.triton_tree_attention import num_splits, tree_attention
 
-    if mask.device_words is None:
-        mask.device_words = (*mask.words(), torch.tensor([mask.prefix], dtype=torch.int32).to(mask.device))
-    words, depths, prefix = mask.device_words
+    words, depths, prefix = described or mask.on_device(keys.shape[2] - mask.rows)
     if splits is None:
         processors = 1
         if packed.device.type == "cuda":
@@ -267,21 +280,21 @@ def attend_triton(
         splits = num_splits(packed.shape[1], packed.shape[2], keys.shape[2], processors)
     out, lse = tree_attention(
         packed[0].contiguous(), keys[0], values[0], words, depths, prefix,
-        rows=mask.rows, scale=rule.scale, softcap=rule.softcap, window=rule.window, splits=splits,
+        rows=len(depths), scale=rule.scale, softcap=rule.softcap, window=rule.window, splits=splits,
     )  # fmt: skip
     if splits == 1 and rule.sinks is None:
         return out.to(packed.dtype)
     parts = [part[None] for part in out]
-    return merge_parts(parts, [part[None, :, :, None] for part in lse], rule, mask).to(packed.dtype)
+    return merge_parts(parts, [part[None, :, :, None] for part in lse], rule).to(packed.dtype)
 
 
-def merge_parts(outs: list[torch.Tensor], lses: list[torch.Tensor], rule: LayerRule, mask: PassMask) -> torch.Tensor:
+def merge_parts(outs: list[torch.Tensor], lses: list[torch.Tensor], rule: LayerRule) -> torch.Tensor:
     """Weigh partial attention outputs by their share of the softmax denominator, sinks included."""
     shares = list(lses)
     if rule.sinks is not None:
-        kv_heads = lses[0].shape[1]
-        sinks = rule.sinks.float().view(1, kv_heads, mask.groups, 1).expand(-1, -1, -1, mask.rows)
-        shares.append(sinks.reshape(1, kv_heads, mask.groups * mask.rows, 1))
+        _, kv_heads, height, _ = lses[0].shape
+        sinks = rule.sinks.float().view(1, kv_heads, -1, 1)
+        shares.append(sinks.repeat_interleave(height // sinks.shape[2], dim=2))
     weights = torch.softmax(torch.cat(shares, -1), -1)
     return sum((out * weights[..., i : i + 1] for i, out in enumerate(outs)), torch.zeros_like(outs[0]))
 

@@ -55,6 +55,8 @@ def _attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotatio
     share = tl.cdiv(tl.cdiv(total, SPLITS), BLOCK_N) * BLOCK_N
     start = split * share
     stop = tl.minimum(start + share, total)
+    if WINDOW > 0:  # no row sees further back than the first one
+        start = tl.maximum(start, tl.maximum(past - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
 
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)

@@ -93,7 +93,7 @@ def rows_of(value: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_commit_keeps_the_path() -> None:
     rng = np.random.default_rng(1)
     for _ in range(30):
-        cache = PreallocatedCache(3, 8)
+        cache = PreallocatedCache([0] * 3, 8)
         kept: list[float] = []
         for turn in range(6):
             base, nodes = len(kept), int(rng.integers(0, 9))
@@ -113,7 +113,7 @@ def test_cache_goes_back_where_it_came_from() -> None:
     dynamic = DynamicCache(config=config)
     for layer in range(2):
         dynamic.update(*rows_of(layer, 5), layer)
-    cache = PreallocatedCache(2, 4)
+    cache = PreallocatedCache([0, 0], 4)
     cache.load(dynamic, 5)
     assert dynamic.layers[0].keys is None
     for layer in range(2):

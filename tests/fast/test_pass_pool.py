@@ -1,0 +1,174 @@
+"""Bucket passes and the pool that lends them, with a plain call in place of the CUDA graph and torch's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted_drafter import ScriptedDrafter
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import retrieve_spec as rs
+from retrieve_spec.config import PassConfig
+from retrieve_spec.decoding import cuda_graphs, fast_verifier
+from retrieve_spec.decoding.captured_pass import CapturedPass
+from retrieve_spec.decoding.cuda_graphs import PassPool
+from retrieve_spec.decoding.fast_verifier import StaticVerifier
+from retrieve_spec.decoding.hf import HFVerifier
+from retrieve_spec.decoding.interface import read_interface
+from retrieve_spec.decoding.static_cache import PreallocatedCache, Slab, cache_windows
+
+VOCAB = 199
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": SLIDING,
+    "gemma2": {"sliding_window": 8},  # soft-capping
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **SLIDING},  # sinks
+}
+
+
+def build(model_type: str) -> Any:
+    attention = "eager" if model_type in ("gemma2", "gpt_oss") else "sdpa"
+    config = AutoConfig.for_model(model_type, **(COMMON | FAMILIES[model_type]))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.tensor([[3 + (i * 37 + 11) % (VOCAB - 3) for i in range(length)]])
+
+
+class Capture:
+    """Counts what is captured; a replay is a call."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.count += 1
+        run()
+        return run
+
+
+def use_pool(model: Any, answer: Any, script: str, capture: Capture) -> PassPool:
+    """Accelerate a model whose verifiers share a pool."""
+    rs.accelerate(model, drafter=ScriptedDrafter(answer, script, vocab=VOCAB), nodes=24, static_pass="always")
+    captured = CapturedPass(model, 2)
+    pool = PassPool(captured, capture, triton=False)
+    interface = read_interface(model)
+    model.speculation._make_verifier = lambda: StaticVerifier(model, HFVerifier(model, interface), captured, pool)
+    return pool
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_buckets_say_what_generate_says_and_are_reused(model_type: str) -> None:
+    """Several prompts, one continued from the cache of the one before; nothing is captured twice."""
+    model, capture = build(model_type), Capture()
+    longest = model.generate(ids(30), max_new_tokens=60, do_sample=False)
+    use_pool(model, longest[0], "branchy", capture)
+    cache = DynamicCache(config=model.config)
+    first = model.generate(ids(30), max_new_tokens=24, do_sample=False, past_key_values=cache)
+    assert torch.equal(first, longest[:, :54])
+    captured = capture.count
+    assert 0 < captured <= 5
+    held = [layer.keys.clone() for layer in cache.layers]
+    other = ids(17)
+    model.generate(other, max_new_tokens=8, do_sample=False)
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, held, strict=True))
+    again = model.generate(first, max_new_tokens=36, do_sample=False, past_key_values=cache)
+    assert torch.equal(again, longest)
+    assert capture.count <= captured + 3  # sizes not met before
+    rs.restore(model)
+    assert torch.equal(model.generate(other, max_new_tokens=8, do_sample=False)[0, :17], other[0])
+
+
+def test_growth_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that outgrows the slabs moves them; passes captured before are not replayed on the old ones."""
+    monkeypatch.setattr(fast_verifier, "MAX_NODES", 0)
+    monkeypatch.setattr(fast_verifier, "PASS", PassConfig(cache_block=8, graph_rows=(1, 2, 4, 8, 16)))
+    monkeypatch.setattr(cuda_graphs, "PASS", PassConfig(graph_rows=(1, 2, 4, 8, 16)))
+    monkeypatch.setattr(cuda_graphs, "FIRST_ROWS", 64)
+    model, capture = build("gemma3_text"), Capture()
+    expected = model.generate(ids(20), max_new_tokens=200, do_sample=False)
+    pool = use_pool(model, expected[0], "half", capture)
+    assert torch.equal(model.generate(ids(20), max_new_tokens=200, do_sample=False), expected)
+    grown = capture.count
+    assert pool._idle is not None and grown > len(pool._idle._made)
+    counts = []
+    for _ in range(2):
+        assert torch.equal(model.generate(ids(20), max_new_tokens=200, do_sample=False), expected)
+        counts.append(capture.count)
+    assert counts[0] == counts[1] <= grown + 2  # the second text finds room, and sizes not met since the last growth
+    rs.restore(model)
+
+
+def test_a_cache_that_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "PASS", PassConfig(pool_bytes=1))
+    model, capture = build("llama"), Capture()
+    expected = model.generate(ids(20), max_new_tokens=12, do_sample=False)
+    pool = use_pool(model, expected[0], "right", capture)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids(20), max_new_tokens=12, do_sample=False), expected)
+        assert pool._idle is None
+    rs.restore(model)
+
+
+def test_the_graphs_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is spent, further sizes run without a graph."""
+    held = iter(range(0, 10**6, 400))
+    monkeypatch.setattr(cuda_graphs, "_gpu_bytes", lambda _device: next(held))
+    monkeypatch.setattr(cuda_graphs, "PASS", PassConfig(graph_bytes=300))
+    model, capture = build("llama"), Capture()
+    expected = model.generate(ids(20), max_new_tokens=30, do_sample=False)
+    use_pool(model, expected[0], "branchy", capture)
+    assert torch.equal(model.generate(ids(20), max_new_tokens=30, do_sample=False), expected)
+    assert capture.count == 1
+    rs.restore(model)
+
+
+def test_two_generations_at_once_have_slabs_of_their_own() -> None:
+    model = build("llama")
+    pool = PassPool(CapturedPass(model, 2), Capture(), triton=False)
+    first, second = pool.take((0, 0), 64), pool.take((0, 0), 64)
+    assert first.cache is not second.cache
+    pool.give_back(first)
+    assert pool.take((0, 8), 64).cache is not first.cache  # other windows, other slabs
+
+
+def test_sliding_slab_holds_a_window() -> None:
+    """However long the text is, a slab with a window keeps its size and the rows that the window shows."""
+    window = 40
+    cache = PreallocatedCache([0, window], 64)
+    kept: list[float] = []
+    rng = np.random.default_rng(3)
+    for turn in range(300):
+        nodes = int(rng.integers(0, 9))
+        values = torch.arange(1 + nodes, dtype=torch.float32) + 100 * turn
+        for layer in range(2):
+            states = values.view(1, 1, -1, 1).expand(1, 2, -1, 4)
+            keys, _ = cache.update(states, -states, layer)
+            shown = kept[-window + 1 :] if layer else kept
+            assert keys[0, 1, :, 3].tolist()[-(len(shown) + 1 + nodes) :] == shown + values.tolist()
+        path = np.flatnonzero(rng.random(nodes) < 0.5).astype(np.int32)
+        cache.commit(len(kept), 1, path)
+        kept += [100.0 * turn, *(100.0 * turn + 1 + path).tolist()]
+    full, sliding = cache.slabs
+    assert len(kept) > 600 and full.capacity >= len(kept)
+    assert sliding.capacity == 64 < Slab(1, window, 10_000).capacity < 600
+
+
+def test_windows_are_read_from_the_cache() -> None:
+    model = build("gemma3_text")
+    assert cache_windows(DynamicCache(config=model.config)) == (8, 0)
