@@ -173,6 +173,54 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """What the dense indexes of a datastore hold: hidden states of a model as keys of positions.
+
+    Attributes
+    ----------
+    model
+        Folder of the model, hub id or `"reference"`.
+    layer
+        `"last"` (after the final norm) or N ≥ 1, what the N-th block hands on.
+    dims
+        Numbers of a key, after PCA.
+    index
+        `"flat"` (exact), `"ivf-pq"`, `"hnsw"`, or `"auto"`: flat below 50,000 keys, IVF-PQ from there.
+    max_vectors
+        Keys of one build at most, 0 for all positions; random windows of the text are left out.
+    thin
+        Keep only the positions at which the longest match elsewhere in the text is followed by another token.
+    window, overlap
+        Tokens the model reads at once, and how many of them the window before had: context that a position has at
+        least, where its document has it.
+    sample
+        Positions that mean, scale and principal components are fitted to.
+    """
+
+    model: str
+    layer: int | str = "last"
+    dims: int = 64
+    index: Literal["auto", "flat", "ivf-pq", "hnsw"] = "auto"
+    max_vectors: int = 0
+    thin: bool = False
+    window: int = 1024
+    overlap: int = 256
+    sample: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        if self.layer != "last" and not (isinstance(self.layer, int) and self.layer >= 1):
+            raise ConfigError("layer 'last' or a number from 1", repr(self.layer), "Leave it at 'last'.")
+        if self.index not in ("auto", "flat", "ivf-pq", "hnsw"):
+            raise ConfigError("'auto', 'flat', 'ivf-pq' or 'hnsw'", repr(self.index), "Leave it at 'auto'.")
+        if not 1 <= self.dims <= 1024:
+            raise ConfigError("dims in 1 … 1024", repr(self.dims), "Leave it at 64.")
+        if self.max_vectors < 0:
+            raise ConfigError("max_vectors of at least 0", repr(self.max_vectors), "Give 0 to keep all positions.")
+        if not 0 <= self.overlap < self.window:
+            raise ConfigError("an overlap shorter than the window", repr(self.overlap), "Leave both at their defaults.")
+
+
+@dataclass(frozen=True, slots=True)
 class StoreConfig:
     """How a datastore is built.
 
@@ -197,6 +245,8 @@ class StoreConfig:
         Longer documents are skipped as huge.
     checkpoint_tokens
         A resumed build tokenises at most about this many tokens again.
+    dense
+        Dense indexes to build, or None.
     """
 
     index: Literal["both", "exact", "ngram"] = "both"
@@ -208,8 +258,13 @@ class StoreConfig:
     automaton_tokens: int = 0
     document_bytes: int = 64 << 20
     checkpoint_tokens: int = 1 << 22
+    dense: DenseConfig | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.dense, dict):  # read back from a plan
+            object.__setattr__(self, "dense", DenseConfig(**self.dense))
+        if self.dense is not None and self.index == "ngram":
+            raise ConfigError("an index that keeps the text", "'ngram' with a dense index", "Leave index at 'both'.")
         if self.index not in ("both", "exact", "ngram"):
             raise ConfigError("index to be 'both', 'exact' or 'ngram'", repr(self.index), "Leave it at 'both'.")
         if not 1 <= self.segment_tokens <= 1 << 30:
