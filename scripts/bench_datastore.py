@@ -1,6 +1,6 @@
 """Measures datastores: build rate, size, time to open and time per cursor step, beside what else can be installed.
 
-    python scripts/bench_datastore.py --tokens 100e6 --text FOLDER [--peers]
+    python scripts/bench_datastore.py --tokens 100e6 --text FOLDER [--segments 10]
 
 The corpus is the Python source below FOLDER, encoded with the bundled tokenizer, each text once; where that is not
 enough it is continued with copies of its documents in which every tenth token on average was exchanged for another of
@@ -18,7 +18,8 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict, fields
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ import retrieve_spec
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.build import first_manifest, write_tokenizer
-from retrieve_spec.datastore.catalog import Document, edited_catalog, rows_checksum
+from retrieve_spec.datastore.catalog import Catalog, Document, edited_catalog, rows_checksum
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.ingest import texts_of, tokenise
-from retrieve_spec.datastore.manifest import CATALOG, SegmentEntry, write_manifest
-from retrieve_spec.datastore.segment import write_segment
+from retrieve_spec.datastore.manifest import CATALOG, SegmentEntry, read_manifest, write_manifest
+from retrieve_spec.datastore.segment import Segment, write_segment
 from retrieve_spec.datastore.sort import suffix_array
 from retrieve_spec.datastore.sources import Source, list_files
 from retrieve_spec.datastore.store import open_datastore
@@ -147,29 +148,63 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     return {f"p{q}_us": round(float(np.percentile(seconds, q)) * 1e6, 2) for q in (50, 90, 99, 100)}
 
 
-def cursor_steps(folder: Path, text: np.ndarray) -> dict[str, Any]:
-    """Time every step of a cursor over a text, next-token counts included (call overhead of about 1 µs too)."""
-    (segment,) = open_datastore(folder).segments
-    local = segment.localise(text)
+def cursor_steps(segments: Sequence[Segment], text: np.ndarray) -> dict[str, Any]:
+    """Time every step of the cursors of some segments over a text, next-token counts included.
+
+    A step takes each segment one token on, as drafting does; about 1 µs of it per segment is the call from Python.
+    """
     tokens, counts = np.zeros(READS, np.int64), np.zeros(READS, np.float64)
-    arrays = segment.tokens, segment.suffix_array, segment.top, segment.bits
-    for array in arrays[:3]:
+    local = [segment.localise(text) for segment in segments]
+    arrays = [(s.tokens, s.suffix_array, s.top, s.bits) for s in segments]
+    for array in (array for some in arrays for array in some[:3]):
         np.asarray(array).max()  # warm: pages in memory, but not the lines that the text will touch in the caches
-    lo, hi, depth = 0, len(segment.suffix_array), 0
-    _step(*arrays, lo, hi, depth, local[:1].copy(), 1, tokens, counts)  # compiles
+    states = [(0, len(s.suffix_array), 0) for s in segments]
+    _step(*arrays[0], *states[0], local[0][:1].copy(), 1, tokens, counts)  # compiles
     seconds: list[float] = []
     depths: list[int] = []
-    for i in range(1, len(local) + 1):
-        recent = local[max(0, i - 64) : i]
+    for i in range(1, len(text) + 1):
+        recent = [ids[max(0, i - 64) : i] for ids in local]
         started = time.perf_counter()
-        lo, hi, depth, _ = _step(*arrays, lo, hi, depth, recent, len(recent), tokens, counts)
+        for k, some in enumerate(arrays):
+            states[k] = _step(*some, *states[k], recent[k], len(recent[k]), tokens, counts)[:3]
         seconds.append(time.perf_counter() - started)
-        depths.append(depth)
+        depths.append(states[0][2])
     return {
         "steps": len(seconds),
         "mean_match": float(np.mean(depths)),
         "steps_that_fell_off": float(np.mean(np.diff(depths) <= 0)),
         **percentiles(seconds),
+    }
+
+
+def copy_segments(folder: Path, out: Path, copies: int) -> None:
+    """Write a store whose segments are copies of the one segment of another, each with files of its own."""
+    manifest = read_manifest(folder)
+    (entry,) = manifest.segments
+    entries = tuple(replace(entry, name=f"{i:06d}") for i in range(1, copies + 1))
+    (out / "segments").mkdir(parents=True)
+    shutil.copyfile(folder / manifest.tokenizer_name, out / manifest.tokenizer_name)
+    with Catalog(folder / CATALOG) as catalog:
+        rows = catalog.documents(entry.name)
+    with edited_catalog(out / CATALOG, out / "segments") as catalog:
+        for copy in entries:
+            shutil.copytree(folder / "segments" / entry.name, out / "segments" / copy.name)
+            catalog.put_segment(copy.name, rows)
+    write_manifest(out, replace(manifest, segments=entries, next_segment=copies + 1))
+
+
+def many_segments(folder: Path, text: np.ndarray) -> dict[str, Any]:
+    """Open a store of several segments, and step through one, two, … all of them."""
+    segments = open_datastore(folder).segments
+    sizes = sorted({1, 2, len(segments) // 2, len(segments)} - {0})
+    steps = {str(n): cursor_steps(segments[:n], text) for n in sizes}
+    manifest = read_manifest(folder)
+    return {
+        "segments": len(segments),
+        "tokens": manifest.tokens,
+        "bytes": manifest.bytes,
+        "open": opening(folder),
+        "step": steps,
     }
 
 
@@ -296,7 +331,7 @@ def ours_at(folder: Path, ids: np.ndarray, starts: np.ndarray, text: np.ndarray)
         "tokens": written["tokens"],
         "tokens_per_second": written["tokens_per_second"],
         "bytes_per_token": written["exact_bytes_per_token"],
-        **cursor_steps(folder, text),
+        **cursor_steps(open_datastore(folder).segments, text),
     }
 
 
@@ -350,6 +385,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=100e6, help="size of the corpus")
     parser.add_argument("--real", type=float, default=40e6, help="real tokens at most; changed copies follow")
     parser.add_argument("--peer-tokens", type=float, default=1e6, help="size of the comparison with peers; 0 for none")
+    parser.add_argument("--segments", type=int, default=0, help="also a store of this many copies of the segment")
     parser.add_argument("--folder", help="where to write the stores (a temporary folder by default)")
     options = parser.parse_args()
     folder = Path(options.folder or tempfile.mkdtemp())
@@ -370,9 +406,12 @@ def main() -> None:
         "suffix_array": sorting(all_ids),
         "store": write_store(folder / "store", all_ids, all_starts, StoreConfig()),
         "open": opening(folder / "store"),
-        "step": cursor_steps(folder / "store", text),
+        "step": cursor_steps(open_datastore(folder / "store").segments, text),
     }
     result["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    if options.segments:
+        copy_segments(folder / "store", folder / "many", options.segments)
+        result["many_segments"] = many_segments(folder / "many", text)
     if options.peer_tokens:
         result["peers"] = peers(folder / "peer", ids, starts, text, int(options.peer_tokens))
     if options.folder is None:
