@@ -93,6 +93,8 @@ class PassConfig:
         Column-major copies of weights that narrow matrix products read faster, all together; 0 keeps none.
     max_rows
         Root tokens and draft nodes of one captured pass at most.
+    attention
+        How a pass attends: `"auto"`, or `"masked"`, `"split"`, `"triton"` or `"flex"` where that can be used.
     graph_bytes
         GPU memory that captured graphs may hold.
     pool_bytes
@@ -109,6 +111,7 @@ class PassConfig:
     mask_bytes: int = 64 << 20
     layout_bytes: int = 256 << 20
     max_rows: int = 512
+    attention: Literal["auto", "masked", "split", "triton", "flex"] = AUTO
     graph_bytes: int = 512 << 20
     pool_bytes: int = 4 << 30
     cuda_graphs: bool = False  # off until it has run on a GPU

@@ -122,6 +122,7 @@ class StaticVerifier:
 
     def _adopt(self) -> PreallocatedCache:
         """Move the rows that the prompt left in the caller's cache to slabs."""
+        self._cache = self._ordinary.cache
         room = min(self._max_length, self._past + PASS.cache_block * 16) + MAX_NODES + 1
         room, windows = max(room, self._past + PASS.cache_block), cache_windows(self._cache)
         if self._pool is not None:

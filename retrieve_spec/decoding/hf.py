@@ -36,6 +36,11 @@ class HFVerifier:
         self._on_host = self._device.type == "cpu"
         self._model_mode: tuple[Mode, str] = (mode, reason)
 
+    @property
+    def cache(self) -> Any:
+        """The cache in use: the caller's, or one that the model put in its place (LongRoPE models do)."""
+        return self._cache
+
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation; the mode may weaken when the caller's cache cannot be rolled back."""
         kwargs = dict(inputs.model_kwargs)

@@ -10,12 +10,15 @@ split
     prefix without a mask and tree block with one, merged by log-sum-exp; also applies soft-capping and sinks.
 triton
     both parts in one launch on a GPU (`retrieve_spec.kernels.triton_tree_attention`).
+flex
+    torch's flex attention, compiled (`retrieve_spec.decoding.flex_tree_attention`); only when asked for.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,10 +27,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from retrieve_spec.config import PASS
+from retrieve_spec.config import AUTO, PASS
 from retrieve_spec.drafting.tree import DraftTree
 
-Backend = Literal["masked", "split", "triton"]
+logger = logging.getLogger(__name__)
+
+Backend = Literal["masked", "split", "triton", "flex"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,10 @@ class PassMask:
             self._device_prefix[prefix] = torch.tensor([prefix], dtype=torch.int32).to(self.device)
         return (*self._device_words, self._device_prefix[prefix])
 
+    def seen_on_device(self) -> torch.Tensor:
+        """(rows, rows) bool: who sees whom."""
+        return torch.from_numpy(self.seen).to(self.device)
+
     def block(self) -> torch.Tensor:
         """(rows, rows) additive mask of the tree block."""
         block = torch.zeros((self.rows, self.rows), dtype=self.dtype)
@@ -166,12 +175,42 @@ class PassMask:
 
 
 def choose_backend(mask: PassMask, rule: LayerRule, width: int, value_width: int) -> Backend:
-    """Pick the backend for one layer of one pass; every backend computes the same."""
+    """Pick a layer's backend, `config.PASS.attention` if that can serve it; every backend computes the same."""
+    if PASS.attention != AUTO:
+        why = why_not_backend(PASS.attention, mask.device.type, rule, width == value_width <= 256)
+        if not why:
+            return PASS.attention
+        _say_once(f"attention {PASS.attention!r} is not used: {why}")
     if mask.device.type == "cuda" and has_triton() and width == value_width <= 256:
         return "triton"
     if rule.softcap or rule.sinks is not None or mask.device.type != "cpu" or not (mask.fits or rule.window):
         return "split"
     return "masked"
+
+
+def why_not_backend(backend: Backend, device: str, rule: LayerRule, plain_heads: bool) -> str:
+    """Why a backend cannot serve a layer on a kind of device; empty when it can.
+
+    `plain_heads`: keys and values of one width, 256 at most.
+    """
+    if backend == "triton":
+        if not has_triton():
+            return "triton is not installed"
+        if device != "cuda":
+            return f"the kernel runs on a GPU, the model on {device}"
+        return "" if plain_heads else "keys and values differ in width, or are wider than 256"
+    if backend == "masked" and (rule.softcap or rule.sinks is not None):
+        return "the layer caps its scores or has sinks"
+    if backend == "flex":
+        from retrieve_spec.decoding.flex_tree_attention import compile_flex
+
+        return compile_flex(device)[1]
+    return ""
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.info(message)
 
 
 @functools.cache
@@ -210,6 +249,10 @@ def attend(
         keys, values = keys[:, :, -columns:], values[:, :, -columns:]
     if backend == "triton":
         out = attend_triton(packed, keys, values, mask, rule)
+    elif backend == "flex":
+        from retrieve_spec.decoding.flex_tree_attention import attend_flex, compile_flex
+
+        out = attend_flex(packed, keys, values, mask, rule, compile_flex(mask.device.type)[0])
     elif backend == "split":
         out = attend_split(packed, keys, values, mask, rule)
     else:

@@ -7,12 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import DynamicCache, LlamaConfig
 
 from retrieve_spec.config import PassConfig
-from retrieve_spec.decoding import tree_attention
+from retrieve_spec.decoding import flex_tree_attention, tree_attention
 from retrieve_spec.decoding.static_cache import PreallocatedCache, why_not_preallocated
-from retrieve_spec.decoding.tree_attention import LayerRule, PassMask, attend, row_depths, visible_rows
+from retrieve_spec.decoding.tree_attention import (
+    LayerRule,
+    PassMask,
+    attend,
+    choose_backend,
+    has_triton,
+    row_depths,
+    visible_rows,
+)
 from retrieve_spec.drafting.tree import DraftTree
 
 TREE = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6, 7, 8], [9]])
@@ -68,6 +77,50 @@ def test_attend_is_naive_attention(
     mask.set(prefix, seen, depths)
     got = attend(query, keys, values, mask, rule)
     torch.testing.assert_close(got, naive(query, keys, values, seen, depths, prefix, rule), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"w{rule.window}c{rule.softcap}s{rule.sinks is not None}")
+def test_flex_is_naive_attention(rule: LayerRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, which torch offers for such tests."""
+    torch.manual_seed(1)
+    seen, depths = visible_rows(1, TREE), row_depths(1, TREE)
+    query, keys, values = (torch.randn(1, heads, n, 16) for heads, n in ((4, 10), (2, 30), (2, 30)))
+    mask = PassMask(2, torch.float32, CPU)
+    mask.set(20, seen, depths)
+    monkeypatch.setattr(tree_attention, "PASS", PassConfig(attention="flex"))
+    monkeypatch.setattr(flex_tree_attention, "compile_flex", lambda _device: (flex_attention, ""))
+    assert choose_backend(mask, rule, 16, 16) == "flex"
+    got = attend(query, keys, values, mask, rule)
+    torch.testing.assert_close(got, naive(query, keys, values, seen, depths, 20, rule), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "rule", "reason"),
+    [
+        ("flex", RULES[0], "flex attention does not compile here (RuntimeError: no compiler)"),
+        ("triton", RULES[0], "triton is not installed" if not has_triton() else "the kernel runs on a GPU"),
+        ("masked", RULES[3], "the layer caps its scores or has sinks"),
+        ("masked", RULES[5], "the layer caps its scores or has sinks"),
+    ],
+)
+def test_a_backend_that_cannot_serve_says_why(
+    backend: Any, rule: LayerRule, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_compiler(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    caplog.set_level("INFO", logger="retrieve_spec")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: no_compiler)
+    monkeypatch.setattr(tree_attention, "PASS", PassConfig(attention=backend))
+    flex_tree_attention.compile_flex.cache_clear()
+    tree_attention._say_once.cache_clear()
+    mask = PassMask(2, torch.float32, CPU)
+    mask.set(5, np.ones((1, 1), bool), np.zeros(1, np.int64))
+    assert choose_backend(mask, rule, 16, 16) == ("split" if rule.softcap or rule.sinks is not None else "masked")
+    assert choose_backend(mask, rule, 16, 16) != backend
+    flex_tree_attention.compile_flex.cache_clear()
+    assert len(caplog.records) == 1
+    assert f"attention {backend!r} is not used: {reason}" in caplog.text
 
 
 def test_mask_buffer_is_right_after_any_sequence_of_passes() -> None:
