@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -43,15 +44,34 @@ def summary(facts: dict[str, Any]) -> str:
     return f"{where}; {versions}; commit {facts['commit'] or 'unknown'}; {facts['date']}"
 
 
-def peak_memory_bytes() -> dict[str, int]:
-    """Largest resident memory of this process so far, and of the GPU since the last reset."""
+def reset_peak_memory() -> None:
+    """Let `peak_memory_bytes` count from here on, where the system can."""
     import torch
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    with contextlib.suppress(OSError):  # then the peak is the process's since it began
+        Path("/proc/self/clear_refs").write_text("5")
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory_bytes() -> dict[str, int]:
+    """Largest resident memory of this process, and of the GPU, since the last reset."""
+    import torch
+
+    peak = {"resident": _peak_resident()}
     if torch.cuda.is_available():
         peak["gpu"] = torch.cuda.max_memory_allocated()
     return peak
+
+
+def _peak_resident() -> int:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def folder_bytes(folder: str | os.PathLike[str]) -> int:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from retrieve_spec.bench.machine import summary as machine_summary
+from retrieve_spec.bench.methods import OFF, parse_method
 from retrieve_spec.bench.prompts import SPEC_BENCH
 from retrieve_spec.bench.results import read_header, read_records
 from retrieve_spec.bench.specbench import write_answers
-from retrieve_spec.bench.stats import summarise
+from retrieve_spec.bench.stats import NOISE, summarise
 from retrieve_spec.errors import TraceError
 
 CAPTIONS = {
@@ -91,7 +92,9 @@ def write_report(folder: Path) -> dict[str, Any]:
 
 def sections(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """The tables of a report; where it loses comes first."""
-    made = [_losing(summary), _overview(summary), _tasks(summary)]
+    made = [*_losing(summary), _overview(summary), _tasks(summary), _costs(summary)]
+    if SPEC_BENCH in summary["header"]["prompts"]:
+        made.append(_spec_bench(summary))
     if any(figures["divergences"] for figures in summary["methods"].values()):
         made.append(_divergences(summary))
     return [*made, _sources(summary)]
@@ -143,7 +146,9 @@ def _facts(summary: dict[str, Any]) -> str:
 
 
 def _overview(summary: dict[str, Any]) -> dict[str, Any]:
-    head = ["method", "speed-up", "95 %", "no loops", "pooled", "tokens/s", "tokens/pass", "nodes/pass", "identical"]
+    with_off = all("over_off" in f for f in summary["methods"].values())
+    head = ["method", "speed-up", "95 %", *(["over off", "95 %"] if with_off else [])]
+    head += ["no loops", "pooled", "tokens/s", "tokens/pass", "nodes/pass", "identical"]
     rows = []
     for name, f in summary["methods"].items():
         speedup, nodes = f["speedup"], f["nodes_per_pass"]
@@ -151,7 +156,8 @@ def _overview(summary: dict[str, Any]) -> dict[str, Any]:
             [
                 name,
                 f"{speedup['value']:.2f}",
-                f"{speedup['low']:.2f}-{speedup['high']:.2f}",
+                _range(speedup),
+                *([f"{f['over_off']['value']:.2f}", _range(f["over_off"])] if with_off else []),
                 f"{f['not_looping']['speedup']['value']:.2f}",
                 f"{f['speedup_pooled']:.2f}",
                 f"{f['tokens_per_second']['value']:.0f}",
@@ -163,20 +169,47 @@ def _overview(summary: dict[str, Any]) -> dict[str, Any]:
     text = (
         f"Speed is tokens per second over {summary['baseline']}'s within one run, prompts included: the median over "
         "prompts with a bootstrap interval, over answers that do not end in a loop, and all tokens by all seconds. "
-        "Tokens per second are this machine's, for orientation only. Identical are answers that equal the reference's "
-        "token by token; sampled ones of transformers' loop draw other noise and agree in distribution only."
+        "`over off` is the same over this library's loop without drafts. Tokens per second are this machine's, for "
+        "orientation only. Identical are answers that equal the reference's token by token; sampled ones of "
+        "transformers' loop draw other noise and agree in distribution only."
     )
     return {"title": "Methods", "text": text, "head": head, "rows": rows}
 
 
-def _losing(summary: dict[str, Any]) -> dict[str, Any]:
-    entries = summary["losing"]
-    text = f"{len(entries)} pairs of prompt and method are slower than {summary['baseline']}."
+def _range(value: dict[str, float]) -> str:
+    return f"{value['low']:.2f}-{value['high']:.2f}"
+
+
+def _losing(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Prompts that are slower than the baseline, and than our loop without drafts; this library's methods first."""
+    base = summary["baseline"]
+    mine = [entry for entry in summary["losing"] if parse_method(entry["method"]).ours]
+    theirs = [entry for entry in summary["losing"] if entry not in mine]
+    answers = sum(
+        f["speedup"]["prompts"] for name, f in summary["methods"].items() if name != base and parse_method(name).ours
+    )
+    text = f"{len(mine)} of {answers} answers of this library's methods (medians over runs) are slower than {base}."
+    for name in dict.fromkeys(entry["method"] for entry in theirs):
+        text += f" {name} loses on {sum(entry['method'] == name for entry in theirs)}."
+    made = [_losing_table("Where it loses", text, [*mine, *theirs])]
+    off = summary.get("slower_than_off", [])
+    if OFF in summary["methods"]:
+        text = (
+            f"{len(off)} of {answers} are more than {NOISE:.0%} slower than this library's own loop without drafts, "
+            "the harder baseline: there drafting cost more than it gained."
+        )
+        made.append(_losing_table("Where drafting does not pay", text, off))
+    return made
+
+
+def _losing_table(title: str, text: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
     if len(entries) > LOSING_SHOWN:
-        text += f" The worst {LOSING_SHOWN}:"
-    rows = [[e["prompt"], e["task"], e["method"], f"{e['ratio']:.2f}"] for e in entries[:LOSING_SHOWN]]
-    head = ["prompt", "task", "method", "speed"]
-    return {"title": "Where it loses", "text": text, "head": head, "rows": rows}
+        text += f" The worst {LOSING_SHOWN}, this library's first:"
+    rows = [
+        [e["prompt"], e["task"] + (" (loops)" if e["looping"] else ""), e["method"], f"{e['ratio']:.2f}"]
+        for e in entries[:LOSING_SHOWN]
+    ]
+    return {"title": title, "text": text, "head": ["prompt", "task", "method", "speed"], "rows": rows}
 
 
 def _tasks(summary: dict[str, Any]) -> dict[str, Any]:
@@ -191,6 +224,49 @@ def _tasks(summary: dict[str, Any]) -> dict[str, Any]:
         rows.append(row)
     text = "Speed-up, and tokens per pass in brackets."
     return {"title": "Tasks", "text": text, "head": ["task", "prompts", *methods], "rows": rows}
+
+
+def _costs(summary: dict[str, Any]) -> dict[str, Any]:
+    parts = ("prefill", "draft", "verify", "commit", "learn", "other")
+    rows = []
+    for name, f in summary["methods"].items():
+        split = f["split_ms_per_token"]
+        peak = f["peak_memory_bytes"]
+        rows.append(
+            [
+                name,
+                f"{f['first_token_ms']['value']:.1f}",
+                f"{f['ms_per_token']['value']:.2f}",
+                *(f"{split[part]:.3f}" if part in split else "" for part in parts),
+                " + ".join(f"{size / 1e6:,.0f}" for size in peak.values()),
+            ]
+        )
+    text = (
+        "Milliseconds: until the first token, per token after it (medians over prompts), then where the time of a new "
+        "token goes (all by all; of transformers' methods only the prompt is known). Memory is the peak of the process "
+        "in MB (and of the GPU), which holds the model and every method's state."
+    )
+    head = ["method", "first token", "per token", *parts, "memory"]
+    return {"title": "Where the time goes", "text": text, "head": head, "rows": rows}
+
+
+def _spec_bench(summary: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        [
+            name,
+            f"{f['speedup_spec_bench']:.3f}",
+            f"{f['speedup_means']:.3f}",
+            f"{f['speedup_pooled']:.3f}",
+            f"{f['tokens_per_pass']:.3f}",
+        ]
+        for name, f in summary["methods"].items()
+    ]
+    text = (
+        "Spec-Bench divides mean speeds and counts the baseline's tokens by tokenising its text again, less one for "
+        "each turn; beside it the same with ids counted on both sides, and all tokens by all seconds."
+    )
+    head = ["method", "its definition", "ids counted", "pooled", "mean accepted tokens"]
+    return {"title": "Spec-Bench's speed-up", "text": text, "head": head, "rows": rows}
 
 
 def _divergences(summary: dict[str, Any]) -> dict[str, Any]:

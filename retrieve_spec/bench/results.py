@@ -54,13 +54,15 @@ class Record:
         As the library's report has them.
     texts
         The answers.
+    retokenized
+        Tokens of the answers' texts tokenised again, less one for each turn: how Spec-Bench counts its baseline.
     looping
         Whether the last answer ends in a loop.
     divergence
         Where the answers first differ from the reference method's, None if nowhere: `{"turn", "position", "gap"}`, gap
         being the difference of the two highest logits there.
     memory
-        Peak memory of the process after this answer, in bytes.
+        Peak memory of the process during this answer, in bytes; it holds the model and all methods' states.
     """
 
     run: int
@@ -82,6 +84,7 @@ class Record:
     mode: str = ""
     reason: str = ""
     texts: list[str] = field(default_factory=list)
+    retokenized: int = 0
     looping: bool = False
     divergence: dict[str, Any] | None = None
     memory: dict[str, int] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from retrieve_spec.bench.machine import peak_memory_bytes
+from retrieve_spec.bench.machine import peak_memory_bytes, reset_peak_memory
 from retrieve_spec.bench.methods import OFF, PLAIN, Bench, Generation, Method
 from retrieve_spec.bench.prompts import encode
 from retrieve_spec.bench.results import Record, ResultsFolder
@@ -142,6 +142,7 @@ def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, s
         The reference method's answers, which later turns follow; empty: its own.
     """
     record = Record(run, prompt.name, prompt.task, method.name)
+    reset_peak_memory()
     for turn in range(len(prompt.turns)):
         before = said[:turn] if said else record.texts
         ids = encode(bench.tokenizer, prompt, before, plan.template).to(bench.model.device)
@@ -149,6 +150,7 @@ def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, s
         generation = bench.generate(method, ids, max_new_tokens=plan.max_new_tokens, prediction=prediction)
         _add(record, generation, ids.shape[1])
         record.texts.append(bench.tokenizer.decode(generation.token_ids, skip_special_tokens=True).strip())
+    record.retokenized = sum(len(bench.tokenizer(text)["input_ids"]) - 1 for text in record.texts)
     record.looping = loops(record.texts[-1])
     record.memory = peak_memory_bytes()
     return record

@@ -13,7 +13,7 @@ def record(run, prompt, method, tokens, seconds, *, task="all", passes=10, loopi
     ids = [list(range(tokens))]
     return Record(
         run, prompt, task, method, new_tokens=tokens, token_ids=ids, seconds=seconds, first_token_s=seconds / 10,
-        passes=passes, looping=looping, **more,
+        passes=passes, looping=looping, retokenized=tokens * 9 // 10, **more,
     )  # fmt: skip
 
 
@@ -59,10 +59,20 @@ def test_summary_of_known_figures(records):
     assert auto["not_looping"]["speedup"]["value"] == 3.0
     assert auto["speedup_pooled"] == pytest.approx(3 / 2.75)
     speeds = {"plain": [100, 50] * 3, "auto": [200, 400, 50, 100, 200, 25]}
-    assert auto["speedup_spec_bench"] == pytest.approx(np.mean(speeds["auto"]) / np.mean(speeds["plain"]))
+    assert auto["speedup_means"] == pytest.approx(np.mean(speeds["auto"]) / np.mean(speeds["plain"]))
+    assert auto["speedup_spec_bench"] == pytest.approx(np.mean(speeds["auto"]) / (0.9 * np.mean(speeds["plain"])))
     assert auto["tokens_per_pass"] == 10.0
     assert auto["identical"] == auto["answers"] == 6
     assert [(e["prompt"], e["ratio"], e["looping"]) for e in summary["losing"]] == [("c", 0.5, True)]
+
+
+def test_answers_slower_than_the_loop_without_drafts_are_listed():
+    made = [record(1, "a", "plain", 100, 3.0), record(1, "a", "off", 100, 1.0), record(1, "a", "auto", 100, 2.0)]
+    made += [record(1, "b", "plain", 100, 3.0), record(1, "b", "off", 100, 1.0), record(1, "b", "auto", 100, 1.02)]
+    summary = stats.summarise({"methods": ["plain", "off", "auto"], "runs": 1}, made)
+    assert not summary["losing"]
+    assert [(e["prompt"], e["ratio"]) for e in summary["slower_than_off"]] == [("a", 0.5)]
+    assert summary["methods"]["auto"]["over_off"]["value"] == pytest.approx((0.5 + 1 / 1.02) / 2)
 
 
 def test_time_per_token_is_whole(records):
