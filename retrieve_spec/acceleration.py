@@ -20,6 +20,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from retrieve_spec.config import AUTO, SpeculationConfig
+from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.decoding.acceptance import read_logits
@@ -35,6 +36,7 @@ from retrieve_spec.decoding.streaming import Piece, StreamerFeed, TextDecoder
 from retrieve_spec.decoding.verifier import Verifier
 from retrieve_spec.drafting.drafter import Drafter, Layer, VerifiedPass
 from retrieve_spec.errors import ConfigError, PromptError, TokenizerMismatchError, UnsupportedModelError
+from retrieve_spec.sources.dense import DenseIndexes
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _OWN_OPTIONS = ("draft", "nodes", "prediction", "seed")
@@ -80,6 +82,8 @@ def accelerate(
         The object cannot generate.
     TokenizerMismatchError
         The tokenizer has tokens the model does not know, or a store was built with another one.
+    ModelMismatchError
+        A store's dense index was built with another model (`dense="off"` drafts from the rest of the store).
     StoreError
         A folder holds no store, or a damaged or unfinished one.
     ConfigError
@@ -99,9 +103,11 @@ def accelerate(
     loading = _load_kernels()
     finding = _find_mode(model)
     stores = [_open_store(store, tokenizer) for store in datastores or ()]
-    layer = "last" if drafter is None or drafter.wants_hidden is None else drafter.wants_hidden
-    make_verifier, why_not_static = _verifier_factory(model, finding, config, layer)
+    check_stores = functools.partial(_check_dense, model, config)
+    check_stores(stores)
+    make_verifier, why_not_static = _verifier_factory(model, finding, config, _wanted_layer(drafter, stores, config))
     speculation = Speculation(config, finding, make_verifier, tokenizer, stores, drafter)
+    speculation.check_stores = check_stores
     speculation.model_key = _model_key(model)
     speculation.prepare_seconds = loading
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
@@ -125,6 +131,20 @@ def _open_store(store: Any, tokenizer: Any) -> Datastore:
     if tokenizer is not None and isinstance(store, Datastore):
         check_tokenizer(store.path, store.manifest, tokenizer_fingerprint(tokenizer))
     return store  # type: ignore[no-any-return]
+
+
+def _check_dense(model: Any, config: SpeculationConfig, stores: Sequence[Any]) -> None:
+    """Refuse dense indexes of another model, unless they are not drafted from."""
+    for store in stores:
+        if config.dense == AUTO and store.dense:
+            check_model(store.manifest.dense, model)
+
+
+def _wanted_layer(drafter: Drafter | None, stores: Sequence[Any], config: SpeculationConfig) -> Layer:
+    """The layer whose hidden states will be asked for."""
+    if drafter is not None:
+        return drafter.wants_hidden or "last"
+    return (DenseIndexes(stores).layer if config.dense == AUTO else None) or "last"
 
 
 def _load_kernels() -> float:

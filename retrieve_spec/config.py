@@ -37,6 +37,9 @@ class SpeculationConfig:
         Bound of the session's memory, in tokens.
     provenance
         Record where every accepted drafted run stands in the stores.
+    dense
+        Whether `auto` drafts from the dense indexes of its stores: `"auto"` (those built with this model; a store built
+        with another one is an error) or `"off"` (only what the stores hold besides).
     static_pass
         Record the model's forward once and verify with the recording and a preallocated cache, where that agrees with
         the model: `"auto"` (models of a million parameters and more), `"always"` or `"off"`.
@@ -51,6 +54,7 @@ class SpeculationConfig:
     session: bool = False
     session_tokens: int = 1_000_000
     provenance: bool = False
+    dense: Literal["auto", "off"] = AUTO
     static_pass: Literal["auto", "always", "off"] = AUTO
 
     def __post_init__(self) -> None:
@@ -65,6 +69,8 @@ class SpeculationConfig:
                 raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")
         if self.static_pass not in (AUTO, "always", "off"):
             raise ConfigError("static_pass 'auto', 'always' or 'off'", repr(self.static_pass), "Leave it at 'auto'.")
+        if self.dense not in (AUTO, "off"):
+            raise ConfigError("dense 'auto' or 'off'", repr(self.dense), "Leave it at 'auto'.")
         if self.prompt_logits < 0:
             raise ConfigError("prompt_logits of at least 0", repr(self.prompt_logits), "Give 0 to switch it off.")
 

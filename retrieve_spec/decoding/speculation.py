@@ -49,6 +49,8 @@ class Speculation:
         Report of the last generation, None before the first.
     model_key
         Name under which what was learned about the model is kept beside a store.
+    check_stores
+        Raises a typed error for stores that are not for this model.
     prepare_seconds
         How long kernels took to get ready at `accelerate` (compiled, or loaded from Numba's cache).
     """
@@ -70,6 +72,7 @@ class Speculation:
         self.last: GenerationReport | None = None
         self.model_key = "model"
         self.prepare_seconds = 0.0
+        self.check_stores: Callable[[Sequence[Any]], None] = lambda stores: None
         self._make_verifier = make_verifier
         self.datastores = list(datastores)
         self._given = drafter
@@ -122,6 +125,7 @@ class Speculation:
     def use_datastores(self, datastores: Sequence[Any]) -> None:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
         with self._lock:
+            self.check_stores(datastores)
             self.datastores = list(datastores)
             drafters, self._drafters = self._drafters, {}
             for name, old in drafters.items():

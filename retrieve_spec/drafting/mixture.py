@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.config import MAX_NODES, SpeculationConfig
+from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
+from retrieve_spec.drafting.asking import Asking
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
@@ -17,6 +19,7 @@ from retrieve_spec.kernels import blend, expand, learn, levels, order
 from retrieve_spec.kernels.prediction import LOOKBACK
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 from retrieve_spec.sources.prediction import HYPOTHESES, Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.session import SessionMemory
@@ -25,8 +28,8 @@ from retrieve_spec.sources.stores import StoreRows
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
-CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT = (
-    SOURCE_NAMES.index(name) for name in ("context", "session", "prediction", "recycling", "ngram", "exact")
+CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE = (
+    SOURCE_NAMES.index(name) for name in ("context", "session", "prediction", "recycling", "ngram", "exact", "dense")
 )
 _REST_BELOW, _WAKE_AT = 0.002, 0.004
 """Shares of the emitted tokens that a source explained, below which it rests and above which it is asked again."""
@@ -62,6 +65,27 @@ class _Scratch:
         self.node_p = np.empty(MAX_NODES, np.float32)
 
 
+@dataclass(slots=True)
+class _Comparison:
+    """A query whose gain is measured: the tree of the present pass without it, and what it added so far."""
+
+    match_len: int
+    without: NDArray[np.int64] | None = None
+    gain: int = 0
+
+
+def _accepted(nodes: NDArray[np.int64], emitted: NDArray[np.int32]) -> int:
+    """How many of the tokens that came a tree (n, 2) of tokens and parents holds as a path from the root."""
+    children = {(parent, token): i for i, (token, parent) in enumerate(nodes.tolist())}
+    at = -1
+    for depth, token in enumerate(emitted.tolist()):
+        child = children.get((at, token))
+        if child is None:
+            return depth
+        at = child
+    return len(emitted)
+
+
 class MixtureDrafter:
     """Drafts from every open source at once, most probable nodes first, and learns from every verified token.
 
@@ -79,8 +103,6 @@ class MixtureDrafter:
         Learned weights to start from and to go on learning; a fresh one when None.
     """
 
-    wants_hidden: Layer | None = None
-
     def __init__(
         self,
         config: SpeculationConfig | None = None,
@@ -97,6 +119,13 @@ class MixtureDrafter:
         self.stores = StoreRows.of(list(datastores), NGRAM, EXACT)
         self.recycling = RecyclingTable() if recycling else None
         self.prediction: Prediction | None = None
+        indexes = DenseIndexes(datastores if self.config.dense == AUTO else ())
+        self.wants_hidden: Layer | None = indexes.layer
+        self.dense = None if indexes.layer is None else DenseSource(indexes)
+        self._asking = Asking()
+        self._hidden: NDArray[np.float32] | None = None
+        self._comparison: _Comparison | None = None
+        self._pace: float | None = None
         self.top_k = self.recycling.k if self.recycling else 0
         self._stamp = 0
         self._scratch = _Scratch(1)
@@ -112,6 +141,8 @@ class MixtureDrafter:
 
     def prepare(self) -> None:
         """Compile the kernels, or load them from Numba's cache, before the first token depends on it."""
+        if self.dense is not None:
+            self.dense.prepare()
         trial = MixtureDrafter(self.config, session=SessionMemory(), datastores=self.stores.stores)
         text = np.arange(12, dtype=np.int32) % 4
         trial.start(text, text)
@@ -136,6 +167,8 @@ class MixtureDrafter:
         self._fresh = []
         self._rest = self._misses = 0
         self._noise[0] = 0
+        self._hidden = None
+        self._comparison = None
         self._open()
         newest = prompt[::-1][: levels.TAIL]
         self._tail[0, : len(newest)] = newest
@@ -146,6 +179,9 @@ class MixtureDrafter:
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
         self._catch_up()
+        self._hidden = None  # it is not the state before what comes next any more
+        self._end_comparison()
+        self._cursors[self._dense_row : self._dense_row + (self.dense is not None)] = 0
         ids = np.ascontiguousarray(token_ids, np.int32)
         self.context.extend(ids)
         self._place_session(ids)
@@ -203,6 +239,19 @@ class MixtureDrafter:
         s = self._scratch
         self._sync()
         self._hear(budget.noise)
+        depth = min(budget.max_depth, self.config.max_depth)
+        if self.dense is not None:
+            self._ask(cost, limit, depth)
+        n = self._grow(cost, limit, depth)
+        if budget.cost is not None:
+            self._misses = 0 if n else self._misses + 1
+            self._rest = min(self._misses // 2, _LONGEST_REST)
+            self._pace = float(budget.cost[n]) / (1.0 + float(s.node_p[:n].sum()))
+        return self._tree(n)
+
+    def _grow(self, cost: NDArray[np.float32], limit: int, depth: int) -> int:
+        """Grow the tree in scratch; how many of its nodes are worth verifying."""
+        s = self._scratch
         n, _grown, self._stamp = expand.expand(
             self._table,
             self._cursors,
@@ -213,7 +262,7 @@ class MixtureDrafter:
             self._noise,
             cost,
             limit,
-            min(budget.max_depth, self.config.max_depth),
+            depth,
             self.config.min_path_probability,
             s.cursors,
             s.tails,
@@ -225,10 +274,49 @@ class MixtureDrafter:
             s.nodes,
             s.node_p,
         )
-        if budget.cost is not None:
-            self._misses = 0 if n else self._misses + 1
-            self._rest = min(self._misses // 2, _LONGEST_REST)
-        return self._tree(n)
+        return n
+
+    def _ask(self, cost: NDArray[np.float32], limit: int, depth: int) -> None:
+        """Look up neighbours of the last hidden state if none are followed any more and it pays."""
+        assert self.dense is not None
+        cursor = self._cursors[self._dense_row]
+        followed = cursor[0] < cursor[1] and cursor[3] >= 0
+        if not followed:
+            self._end_comparison()
+            match_len = self._longest_match()
+            if self._hidden is None or not self._asking.pays(match_len, self._pace if len(cost) else None):
+                return
+            began = perf_counter()
+            self.dense.ask(self._hidden, int(self._tail[0, 0]))
+            cursor[:] = self.dense.root()
+            if self._asking.asked(match_len, perf_counter() - began):
+                self._comparison = _Comparison(match_len)
+        if self._comparison is not None:
+            found = cursor.copy()
+            cursor[:] = 0
+            n = self._grow(cost, limit, depth)
+            self._comparison.without = self._scratch.nodes[:n, :2].copy()
+            cursor[:] = found
+
+    def _longest_match(self) -> int:
+        """Longest match of the text with anything but neighbours."""
+        first, last = self._exact_row, self._exact_row + len(self.stores.exact)
+        lengths = [self._cursors[self._context_row : first, 1], self._cursors[first:last, 2]]
+        if self.prediction:
+            lengths.append(self.prediction.cursors[:, 1])
+        return max(int(some.max(initial=0)) for some in lengths)
+
+    def _compare(self, verified: VerifiedPass) -> None:
+        """Add what a pass accepted beyond the tree without neighbours."""
+        if self._comparison is not None and self._comparison.without is not None:
+            without = _accepted(self._comparison.without, verified.emitted)
+            self._comparison.gain += len(verified.emitted) - 1 - without
+            self._comparison.without = None
+
+    def _end_comparison(self) -> None:
+        if self._comparison is not None:
+            self._asking.compared(self._comparison.match_len, self._comparison.gain)
+            self._comparison = None
 
     def _hear(self, noise: tuple[int, int, int] | None) -> None:
         """Take over the key of the sampling noise; positions are kept relative to the text so far."""
@@ -270,6 +358,8 @@ class MixtureDrafter:
     def observe(self, verified: VerifiedPass) -> None:
         """Learn from the pass and take the emitted tokens into the text so far (later, while drafting rests)."""
         self._fresh.append(np.ascontiguousarray(verified.emitted, np.int32))
+        self._hidden = verified.hidden
+        self._compare(verified)
         if self._rest > 0:
             return
         if len(self._fresh) == 1 and self.recycling is not None and verified.top_ids is not None:
@@ -340,6 +430,9 @@ class MixtureDrafter:
             rows += self.session.rows(SESSION)
         self._exact_row = len(rows)
         rows += self.stores.exact
+        self._dense_row = len(rows)
+        if self.dense is not None:
+            rows.append(self.dense.row(DENSE))
         if self.recycling:
             rows.append(self.recycling.row(RECYCLING))
         rows += self.stores.ngram
@@ -361,6 +454,8 @@ class MixtureDrafter:
         resting[self._use < _REST_BELOW] = 1
         resting[self._use >= _WAKE_AT] = 0
         resting[: self._context_row + 1] = 0
+        if self.dense is not None:
+            resting[self._dense_row] = 0  # it is asked when that pays, and has nothing to say until then
 
     def _sync(self) -> None:
         """Bring table and cursors up to date with sources that changed under them."""

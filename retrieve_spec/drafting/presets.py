@@ -12,6 +12,7 @@ from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.published.context import AdaptiveNgram, PromptLookup
 from retrieve_spec.drafting.published.corpus import Rest
+from retrieve_spec.drafting.published.dense import Dresd
 from retrieve_spec.drafting.published.hierarchy import Hierarchy
 from retrieve_spec.drafting.published.logitspec import LogitSpec
 from retrieve_spec.drafting.published.lookahead import Lookahead
@@ -32,6 +33,12 @@ def _auto(
     return MixtureDrafter(config, session=session, datastores=datastores, calibration=calibration)
 
 
+def _dresd(
+    config: SpeculationConfig, datastores: Sequence[Any], session: SessionMemory | None, calibration: Calibration | None
+) -> Drafter:
+    return Dresd(datastores if config.dense == AUTO else (), session)
+
+
 def _of_text(rule: Callable[[SessionMemory | None], Drafter]) -> Factory:
     """Factory of a rule that reads no store."""
     return lambda config, datastores, session, calibration: rule(session)
@@ -49,6 +56,7 @@ PRESETS: dict[str, Factory] = {
     "sam": _of_stores(Sam),
     "sam+recycling": _of_stores(SamRecycling),
     "rest": _of_stores(Rest),
+    "dresd": _dresd,
     "hierarchy": _of_stores(Hierarchy),
     "token-recycling": _of_text(TokenRecycling),
     "suffix": _of_text(SuffixDecoding),

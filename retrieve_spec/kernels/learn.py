@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton
+from retrieve_spec.kernels import automaton, trie
 from retrieve_spec.kernels.blend import (
     CELL_MEMORY,
     MASS_FLOOR,
@@ -21,6 +21,7 @@ from retrieve_spec.kernels.expand import SCALE_MEMORY, USE_MEMORY, _bin, couple
 from retrieve_spec.kernels.levels import (
     AUTOMATON,
     CURSOR,
+    DENSE,
     EXACT,
     KIND,
     NGRAM,
@@ -33,6 +34,7 @@ from retrieve_spec.kernels.levels import (
     exact_narrow,
     ngram_token,
     slots_of,
+    spans_of,
     states_of,
 )
 from retrieve_spec.kernels.sampling import noise_key
@@ -62,6 +64,9 @@ def _share_of(
     if table[s, KIND] == EXACT:
         a, b = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
         return (b - a) / total, 0.0
+    if table[s, KIND] == DENSE:
+        weight = view_f32(table[s, 6], table[s, 3])
+        return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
     k = table[s, 10]
     ids = view_i32(table[s, 6], table[s, 3] * k)
     p = view_f32(table[s, 8], table[s, 3] * k)

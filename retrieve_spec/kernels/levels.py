@@ -7,17 +7,19 @@ with them.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, recycling
+from retrieve_spec.kernels import automaton, recycling, trie
 from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_find, ngram_hash
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
 from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_rows, view_u16, view_u32, view_u64
 
 KIND, NUMBER = 0, 1
-AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT = 0, 1, 2, 3, 4
+AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE = 0, 1, 2, 3, 4, 5
 ROW = 17
 """Integers per source row."""
 RESTING = 16
@@ -58,6 +60,28 @@ def _first_useful(states: NDArray[np.int32], state: int, length: int) -> tuple[i
 
 
 @njit(cache=True, nogil=True)
+def spans_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
+    """Rows of a trie of retrieved spans."""
+    return view_rows(table[s, 2], table[s, 3], table[s, 4])
+
+
+@njit(cache=True, nogil=True)
+def dense_length(similarity: NDArray[np.float32], spans: NDArray[np.int32], lo: int, hi: int, depth: int) -> int:
+    """What stands for the match length at a node of a trie of spans: similarity, and tokens followed since.
+
+    Each halving of the distance 1 - similarity counts as one token, up to seven. -1 where no span goes on.
+    """
+    best = -2.0
+    for i in range(lo, hi):
+        if depth < spans.shape[1] and spans[i, depth] != trie.END:
+            best = max(best, float(similarity[i]))
+    if best < -1:
+        return np.int64(-1)
+    near = int(-math.log2(max(1.0 - best, 0.0078125)))
+    return np.int64(max(near, 0) + depth - 1)
+
+
+@njit(cache=True, nogil=True)
 def open_row(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, hashes: NDArray[np.uint64], tail_len: int
 ) -> tuple[int, int]:
@@ -74,6 +98,8 @@ def open_row(
     if table[s, KIND] == EXACT:
         found = cursors[c, 2] >= table[s, 10] and cursors[c, 0] < cursors[c, 1]
         return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
+    if table[s, KIND] == DENSE:
+        return cursors[c, 0], cursors[c, 3] if cursors[c, 0] < cursors[c, 1] else np.int64(-1)
     return _recycling_level(table, s, hashes, min(tail_len, recycling.ORDERS))
 
 
@@ -198,6 +224,9 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
         return cursors[c, 1] - cursors[c, 0], np.int64(
             _exact_distinct(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2])
         )
+    if table[s, KIND] == DENSE:
+        count, distinct = trie.open_rows(spans_of(table, s), cursors[c, 0], cursors[c, 1], cursors[c, 2])
+        return np.int64(count), np.int64(distinct)
     return np.int64(1), np.int64(1)
 
 
@@ -259,6 +288,11 @@ def read_level(
         for i in range(n):
             out_p[i] = out_counts[i] / total
         return n
+    if table[s, KIND] == DENSE:
+        weight = view_f32(table[s, 6], table[s, 3])
+        return trie.successors(
+            spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], READ_LIMIT, out_tokens, out_p
+        )
     out_tokens[0] = view_i32(table[s, 2], table[s, 3])[handle]
     out_p[0] = 1.0
     return 1
@@ -286,3 +320,8 @@ def advance_row(
         if cursors[c, 2] >= 0 and cursors[c, 0] < cursors[c, 1]:
             out[o, 0], out[o, 1] = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
             out[o, 2] = cursors[c, 2] + 1
+    elif table[s, KIND] == DENSE:
+        spans = spans_of(table, s)
+        a, b = trie.narrow(spans, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
+        out[o, 0], out[o, 1], out[o, 2] = np.int64(a), np.int64(b), cursors[c, 2] + 1
+        out[o, 3] = dense_length(view_f32(table[s, 5], table[s, 3]), spans, np.int64(a), np.int64(b), out[o, 2])

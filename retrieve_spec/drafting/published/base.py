@@ -13,8 +13,8 @@ from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.session import SessionMemory
 
-CONTEXT, SESSION, RECYCLING, NGRAM, EXACT = (
-    SOURCE_NAMES.index(name) for name in ("context", "session", "recycling", "ngram", "exact")
+CONTEXT, SESSION, RECYCLING, NGRAM, EXACT, DENSE = (
+    SOURCE_NAMES.index(name) for name in ("context", "session", "recycling", "ngram", "exact", "dense")
 )
 COPY_P = 0.7
 """Chance credited to each token of a copied run by rules that estimate none."""

@@ -1,0 +1,64 @@
+"""What queries of the dense index added and took in, whether the next one pays out."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.blend import LENGTH_BUCKETS, length_bucket
+
+FIRST = 8
+"""Queries per bucket before the gain is believed; all of them are compared."""
+MEMORY = 64.0
+"""Compared queries over which the gain is averaged."""
+COMPARE_EVERY = 8
+"""One query of so many is compared later on."""
+PROBE_EVERY = 64
+"""A bucket where queries do not pay is asked once in so many passes."""
+LEAST_GAIN = 0.1
+"""Tokens a query must add where it is not known what a pass takes."""
+
+
+class Asking:
+    """Decides when to query: the tokens gained per query against its time, per length of the longest exact match.
+
+    The gain is a comparison, not an estimate: now and then the tree is also grown without the neighbours, and both are
+    held against the tokens that came.
+    """
+
+    def __init__(self) -> None:
+        self._gain: NDArray[np.float64] = np.zeros(LENGTH_BUCKETS)
+        self._seen: NDArray[np.int64] = np.zeros(LENGTH_BUCKETS, np.int64)
+        self._passes: NDArray[np.int64] = np.zeros(LENGTH_BUCKETS, np.int64)
+        self._asked: NDArray[np.int64] = np.zeros(LENGTH_BUCKETS, np.int64)
+        self.seconds = 0.0
+        """Running average of what a query takes."""
+        self.queries = 0
+        """Queries so far."""
+
+    def pays(self, match_len: int, seconds_per_token: float | None) -> bool:
+        """Whether to query at a match of this length; rarely also where it does not pay, to notice when it begins to.
+
+        Parameters
+        ----------
+        seconds_per_token
+            What a token takes at present; None when it is not measured.
+        """
+        b = length_bucket(match_len)
+        self._passes[b] += 1
+        needed = self.seconds / seconds_per_token if seconds_per_token else LEAST_GAIN
+        return bool(self._seen[b] < FIRST or self._gain[b] >= needed or self._passes[b] % PROBE_EVERY == 0)
+
+    def asked(self, match_len: int, seconds: float) -> bool:
+        """Take down a query; true when it should be compared."""
+        b = length_bucket(match_len)
+        self.queries += 1
+        self._asked[b] += 1
+        self.seconds += (seconds - self.seconds) / min(self.queries, MEMORY)
+        return bool(self._seen[b] < FIRST or self._asked[b] % COMPARE_EVERY == 0)
+
+    def compared(self, match_len: int, gain: float) -> None:
+        """Learn how many more tokens were accepted than without the query."""
+        b = length_bucket(match_len)
+        self._seen[b] += 1
+        self._gain[b] += (gain - self._gain[b]) / min(self._seen[b], MEMORY)

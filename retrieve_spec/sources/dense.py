@@ -1,0 +1,170 @@
+"""A hidden state in, what followed its nearest neighbours in the stores out, as a small trie (DReSD's retrieval)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.datastore.dense import DenseIndex, continuation
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.kernels import levels, trie
+from retrieve_spec.kernels.order import ORIGIN_BITS
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.segment import Segment
+    from retrieve_spec.datastore.store import Datastore
+
+NEIGHBOURS = 50
+"""Neighbours asked for, as in DReSD."""
+TEMPERATURE = 0.1
+"""Of the weights: on generated code, predicting the next token hardly changes between 0.05 and 0.2."""
+SPAN = 32
+"""Tokens read behind a neighbour at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Places whose hidden states are most similar to a query, most similar first.
+
+    Attributes
+    ----------
+    similarity
+        (m,) float32, cosine.
+    segment
+        (m,) int64, number of the segment over all stores.
+    position
+        (m,) int64, the token whose hidden state it is; what followed begins at the next one.
+    """
+
+    similarity: NDArray[np.float32]
+    segment: NDArray[np.int64]
+    position: NDArray[np.int64]
+
+
+class DenseIndexes:
+    """The dense indexes of all stores as one.
+
+    Parameters
+    ----------
+    stores
+        Open stores; those without a dense index are passed over.
+
+    Attributes
+    ----------
+    layer
+        Layer whose hidden states are the keys; None when no store has a dense index.
+
+    Raises
+    ------
+    ConfigError
+        When stores keep hidden states of different layers: one pass hands out one.
+    """
+
+    def __init__(self, stores: Sequence[Datastore]) -> None:
+        self._segments: list[Segment] = [segment for store in stores for segment in store.segments]
+        self.parts: list[tuple[int, Segment, DenseIndex]] = []
+        first = 0
+        for store in stores:
+            self.parts += [(first + i, store.segments[i], index) for i, index in store.dense]
+            first += len(store.segments)
+        layers = sorted({index.layer for _, _, index in self.parts}, key=str)
+        if len(layers) > 1:
+            raise ConfigError(
+                "dense indexes of one layer",
+                f"layers {', '.join(map(str, layers))}",
+                "Rebuild the stores with the same --layer, or open one of them.",
+            )
+        self.layer = cast("int | Literal['last']", layers[0]) if layers else None
+
+    def search(self, hidden: NDArray[np.float32], k: int = NEIGHBOURS) -> Neighbours:
+        """The k nearest keys of a hidden state (d,) over all segments; ties go to the earlier segment and position."""
+        found = [(place, *index.search(hidden[None], k)) for place, _, index in self.parts]
+        similarity = np.concatenate([s[0] for _, s, _ in found])
+        position = np.concatenate([p[0] for _, _, p in found])
+        segment = np.repeat([place for place, _, _ in found], [len(p[0]) for _, _, p in found])
+        order = np.lexsort([position, segment, -similarity])
+        order = order[position[order] >= 0][:k]
+        return Neighbours(similarity[order], segment[order].astype(np.int64), position[order])
+
+    def continuation(self, place: int, position: int, most: int) -> NDArray[np.int32]:
+        """At most `most` token ids behind a position of segment number `place`, up to the end of its document."""
+        return continuation(self._segments[place], position, most)
+
+
+class DenseSource:
+    """Trie of the continuations of a hidden state's neighbours, a cursor machine of the mixture.
+
+    Parameters
+    ----------
+    indexes
+        Where to look.
+    temperature
+        A span weighs ``exp(similarity / temperature)``.
+    """
+
+    def __init__(self, indexes: DenseIndexes, temperature: float = TEMPERATURE) -> None:
+        self.indexes, self.temperature = indexes, temperature
+        self.spans: NDArray[np.int32] = np.full((NEIGHBOURS, SPAN + 1), trie.END, np.int32)
+        self.similarity: NDArray[np.float32] = np.zeros(NEIGHBOURS, np.float32)
+        self.weight: NDArray[np.float32] = np.zeros(NEIGHBOURS, np.float32)
+        self.origins: NDArray[np.int64] = np.zeros(NEIGHBOURS, np.int64)
+        self.count = 0
+
+    def prepare(self) -> None:
+        """Compile the kernels, or load them from Numba's cache."""
+        self.count = 0
+        self._fill(Neighbours(np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.int64)), 0)
+        self.root()
+
+    def ask(self, hidden: NDArray[np.float32], token: int) -> None:
+        """Fill the trie with what followed the neighbours that go on with a token.
+
+        Parameters
+        ----------
+        hidden
+            (d,) float32, hidden state at the token before.
+        token
+            The token that came; neighbours with another one are dropped.
+        """
+        self._fill(self.indexes.search(hidden), token)
+
+    def _fill(self, near: Neighbours, token: int) -> None:
+        self.count = 0
+        for place, segment, _ in self.indexes.parts:
+            mine = near.segment == place
+            self.count = trie.gather(
+                segment.tokens,
+                segment.to_global,
+                near.position[mine],
+                near.similarity[mine],
+                token,
+                place << ORIGIN_BITS,
+                self.spans,
+                self.similarity,
+                self.origins,
+                self.count,
+            )
+        trie.sort_spans(self.spans, self.similarity, self.origins, self.count)
+        trie.weigh(self.similarity, self.count, self.temperature, self.weight)
+
+    def root(self) -> NDArray[np.int64]:
+        """Cursor behind the token that was asked for: (lo, hi, depth, match length)."""
+        cursor = np.array([0, self.count, 1, -1], np.int64)
+        cursor[3] = levels.dense_length(self.similarity, self.spans, 0, self.count, 1)
+        return cursor
+
+    def row(self, number: int) -> NDArray[np.int64]:
+        """Descriptor for the mixture's source table."""
+        row = np.zeros(levels.ROW, np.int64)
+        row[0], row[1] = levels.DENSE, number
+        row[2], row[3], row[4] = _address(self.spans), *self.spans.shape
+        row[5], row[6], row[7] = _address(self.similarity), _address(self.weight), _address(self.origins)
+        return row
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.ctypes.data)

@@ -1,0 +1,254 @@
+"""Neighbours of hidden states in the one tree: what is drafted, when it is asked for, and what it may not change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from fake_dense import FakeIndex, state_of, with_dense
+
+from retrieve_spec.bench.replay import walk
+from retrieve_spec.config import SpeculationConfig, StoreConfig
+from retrieve_spec.drafting.asking import FIRST, PROBE_EVERY, Asking
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.drafting.published.dense import Dresd
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.errors import ConfigError, MissingSourceError
+from retrieve_spec.sources import SOURCE_NAMES
+
+WORDS = 9
+TEXTS = [np.random.default_rng(seed).integers(0, WORDS, 150).tolist() for seed in range(4)]
+DENSE = SOURCE_NAMES.index("dense")
+
+
+def paraphrase(text):
+    """The same meanings in other words."""
+    return [token + WORDS for token in text]
+
+
+def meaning(token):
+    return token % WORDS
+
+
+@pytest.fixture(scope="module")
+def store(make_store):
+    return with_dense(make_store(TEXTS, StoreConfig(index="exact")), meaning)
+
+
+def generate(drafter, prompt, output, budget=None, like=meaning):
+    """(accepted per pass, trees) of a greedy verification that hands out hidden states as the loop does."""
+    written = list(prompt)
+    drafter.start(np.array(prompt, np.int32))
+    emitted = np.array(output[:1], np.int32)
+    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(written, like=like)))
+    at, accepted, trees = 1, [], []
+    written.append(output[0])
+    while at < len(output):
+        left = np.array(output[at:], np.int32)
+        tree = drafter.propose(budget or Budget(32, len(left)))
+        tree.validate()
+        path = walk(tree, left)
+        emitted = left[: len(path) + 1]
+        written += emitted.tolist()
+        before = written[: len(written) - 1]
+        drafter.observe(VerifiedPass(tree, path, emitted, hidden=state_of(before, like=like)))
+        accepted.append(len(path))
+        trees.append(tree)
+        at += len(emitted)
+    drafter.finish()
+    return accepted, trees
+
+
+def auto(store, **options):
+    return MixtureDrafter(SpeculationConfig(**options), recycling=False, datastores=[store])
+
+
+@pytest.mark.parametrize("make", [lambda store: Dresd([store]), auto], ids=["dresd", "auto"])
+def test_text_that_an_exact_match_does_not_find_is_drafted(store, make):
+    """The prompt says the same in other words: only the hidden state leads to the place."""
+    dense, exact = make(store), auto(store, dense="off")
+    found = without = 0
+    for text in TEXTS:
+        for at in range(20, 120, 20):
+            prompt, output = paraphrase(text[:at]), text[at : at + 21]
+            got, trees = generate(dense, prompt, output)
+            assert {SOURCE_NAMES[s] for s in trees[0].source} >= {"dense"}
+            found += got[0]
+            without += generate(exact, prompt, output)[0][0]
+    assert found > 20 * 6
+    assert without < 20 * 2
+
+
+def test_nothing_is_asked_while_the_trie_is_followed(store):
+    index = store.dense[0][1]
+    drafter = auto(store)
+    index.asked = 0
+    accepted, _ = generate(drafter, paraphrase(TEXTS[0][:30]), TEXTS[0][30:62], Budget(2, 2))
+    assert len(accepted) >= 10
+    assert sum(accepted) >= 18
+    assert index.asked <= 2
+
+
+def test_after_a_rejected_draft_the_state_before_the_new_root_is_asked_for(store):
+    """The text jumps from one document to another; neighbours that go on with another token are dropped."""
+    drafter = Dresd([store])
+    first, second = TEXTS[0], TEXTS[1]
+    jump = [*first[30:40], *paraphrase(second[:20]), *second[20:40]]
+    accepted, trees = generate(drafter, paraphrase(first[:30]), jump)
+    assert sum(accepted) >= 20
+    written = 1
+    for tree, a in zip(trees, accepted, strict=True):
+        assert all((tree.source == DENSE).tolist())
+        written += a + 1
+    assert written >= len(jump)
+
+
+def test_drafts_end_with_their_document(store):
+    for drafter in (Dresd([store]), auto(store)):
+        _, trees = generate(drafter, paraphrase(TEXTS[0][:140]), TEXTS[0][140:143])
+        tree = trees[0]
+        dense = tree.depth[tree.source == DENSE] if len(tree) else np.zeros(1)
+        assert dense.max() <= len(TEXTS[0]) - 141
+
+
+def test_what_is_asked_for_must_be_there(store, make_store):
+    plain = make_store(TEXTS[:1])
+    assert auto(plain).wants_hidden is None
+    assert auto(store, dense="off").wants_hidden is None
+    assert auto(store).wants_hidden == "last"
+    with pytest.raises(MissingSourceError, match="dense index"):
+        Dresd([plain])
+    with pytest.raises(MissingSourceError, match="got none"):
+        Dresd([])
+    with pytest.raises(ConfigError, match="layers 2, last"):
+        MixtureDrafter(datastores=[store, with_dense(plain, layer=2)])
+
+
+def test_without_a_hidden_state_nothing_is_asked(run, store):
+    index = store.dense[0][1]
+    index.asked = 0
+    run(auto(store)).request(TEXTS[0][:20], TEXTS[0][20:60])
+    assert index.asked == 0
+
+
+def test_dense_and_exact_matches_go_on_alike(store):
+    """A key that is in the store leads to the continuation that the exact match has."""
+    for text in TEXTS:
+        for at in range(10, 130, 17):
+            drafter = auto(store)
+            emitted = np.array(text[at : at + 1], np.int32)
+            drafter.start(np.array(text[:at], np.int32))
+            drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(text[:at], like=meaning)))
+            drafter.dense.ask(state_of(text[:at], like=meaning), text[at])
+            best = int(np.argmax(drafter.dense.similarity[: drafter.dense.count]))
+            span = drafter.dense.spans[best]
+            place, position = 0, int(drafter.dense.origins[best])
+            segment = store.segments[place]
+            exact = drafter._cursors[drafter._exact_row]
+            assert exact[2] >= min(at, 60) and exact[0] + 1 == exact[1], "at one place"
+            assert position == segment.suffix_array[exact[0]] + exact[2] - 1
+            wanted = text[at : at + len(span)]
+            assert span[: len(wanted)].tolist() == wanted
+
+
+def test_a_retrieved_branch_and_a_recycled_one_share_their_prefix(store):
+    """What RASD (arXiv 2503.03434) does as a step of its own: branches are merged by their longest common prefix."""
+    text = TEXTS[2]
+    at = 60
+    drafter = MixtureDrafter(SpeculationConfig(), datastores=[store])
+    prompt, emitted = np.array(paraphrase(text[:at]), np.int32), np.array(text[at : at + 1], np.int32)
+    drafter.start(prompt)
+    shared, other = text[at + 1], 25
+    rows = np.array([[shared, other, *range(40, 46)]], np.int32)
+    logits = np.array([[5.0, 4.5, *[-9.0] * 6]], np.float32)
+    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(prompt, like=meaning)))
+    context = np.array([[text[at], prompt[-1], prompt[-2]]], np.int32)
+    drafter.recycling.learn(context, np.array([3], np.int32), rows, logits)
+    tree = drafter.propose(Budget(12, 12))
+    tree.validate()  # siblings are distinct
+    assert len(tree) == 12
+    roots = tree.token_ids[tree.parent == -1].tolist()
+    assert roots.count(shared) == 1 and other in roots
+    assert SOURCE_NAMES[tree.source[tree.token_ids.tolist().index(other)]] == "recycling"
+    path = walk(tree, np.array(text[at + 1 :], np.int32))
+    assert len(path) >= 4, "the retrieved branch goes on below the shared token"
+    assert "dense" in {SOURCE_NAMES[s] for s in tree.source[path[1:]]}
+    # both sources put their mass on the one shared node
+    alone = MixtureDrafter(SpeculationConfig(), recycling=False, datastores=[store])
+    alone.start(prompt)
+    alone.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(prompt, like=meaning)))
+    single = alone.propose(Budget(12, 12))
+    of = {int(t): float(p) for t, p, up in zip(tree.token_ids, tree.log_p, tree.parent, strict=True) if up == -1}
+    was = {int(t): float(p) for t, p, up in zip(single.token_ids, single.log_p, single.parent, strict=True) if up == -1}
+    assert of[shared] > was[shared]
+
+
+def test_presets_draft_as_published():
+    """Neighbours by similarity; those that go on with another token are dropped; ten drafts of ten tokens."""
+    #           0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19
+    tokens = [5, 1, 2, 3, 4, 0, 6, 1, 2, 9, 0, 7, 8, 8, 0, 5, 1, 7, 7, 0]  # 0 ends a document
+    starts = [0, 6, 11, 15, 20]
+    segment = SimpleNamespace(
+        tokens=np.array(tokens, np.uint16),
+        to_global=np.arange(20, dtype=np.uint32),
+        document_starts=np.array(starts, np.uint32),
+        document_of=lambda position: int(np.searchsorted(starts, position, side="right")) - 1,
+    )
+    keys = [[1, 0], [0.9, 0.3], [0.8, 0.6], [0, 1]]
+    index = FakeIndex(keys, [11, 0, 6, 15])  # tokens 7, 5, 6, 5; what follows: 8 8 | 1 2 3 4 | 1 2 9 | 1 7 7
+    drafter = Dresd([SimpleNamespace(segments=[segment], dense=[(0, index)])])
+    drafter.start(np.array([3, 3], np.int32))
+    assert len(drafter.propose(Budget(100, 100))) == 0, "no state yet"
+    emitted = np.array([1], np.int32)
+    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=np.array([1, 0], np.float32)))
+    tree = drafter.propose(Budget(100, 100))
+    assert as_paths(tree) == [[2, 3, 4], [2, 9], [7, 7]]
+    drafter.drafts = 2
+    assert as_paths(drafter.propose(Budget(100, 100))) == [[2, 3, 4], [2, 9]]
+    drafter.drafts, drafter.length = 10, 1
+    assert as_paths(drafter.propose(Budget(100, 100))) == [[2], [7]]
+    drafter.neighbours = 1
+    assert len(drafter.propose(Budget(100, 100))) == 0, "the nearest neighbour goes on with 8: a plain step"
+
+
+def test_published_numbers():
+    assert (Dresd.neighbours, Dresd.drafts, Dresd.length, Dresd.nodes) == (50, 10, 10, 100)
+
+
+def as_paths(tree):
+    text = [[] for _ in range(len(tree))]
+    for i, (parent, token) in enumerate(zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True)):
+        text[i] = [*(text[parent] if parent >= 0 else []), token]
+    inner = set(tree.parent.tolist())
+    return [path for i, path in enumerate(text) if i not in inner]
+
+
+def test_queries_stop_where_they_add_nothing_and_come_back():
+    asking = Asking()
+    for _ in range(FIRST):
+        assert asking.pays(12, None)
+        assert asking.asked(12, 0.001), "the first ones are all compared"
+        asking.compared(12, 0)
+    assert sum(asking.pays(12, None) for _ in range(10 * PROBE_EVERY)) == 10, "now and then all the same"
+    assert asking.pays(2, None), "other match lengths are judged by themselves"
+    for _ in range(FIRST):
+        asking.compared(12, 3)
+    assert asking.pays(12, None)
+    assert asking.pays(12, seconds_per_token=0.01)
+    assert sum(asking.pays(12, seconds_per_token=1e-5) for _ in range(PROBE_EVERY)) == 1, (
+        "a query takes 100 tokens' time"
+    )
+
+
+def test_what_a_query_adds_is_counted_exactly(store):
+    """The gain is the difference to the tree without neighbours, held against the same tokens."""
+    drafter = auto(store)
+    text = TEXTS[3]
+    accepted, _ = generate(drafter, paraphrase(text[:50]), text[50:90])
+    exact, _ = generate(auto(store, dense="off"), paraphrase(text[:50]), text[50:90])
+    assert accepted[0] > exact[0]
+    learned = drafter._asking
+    assert learned.queries >= 1
+    assert learned._gain.max() > 0
