@@ -12,6 +12,7 @@ from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.drafting.published.base import CONTEXT, EXACT, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.published.corpus import Corpus, Places
 from retrieve_spec.drafting.published.recycling import AdjacencyMatrix, add_recycled
+from retrieve_spec.drafting.published.static import static_automata
 from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.kernels import automaton as kernels
 from retrieve_spec.kernels.published_match import earliest_end
@@ -33,8 +34,11 @@ class Sam(PublishedDrafter):
     store, its match counts m − 5, and where that is longer a tree of ``min(59, 4 (m − 5))`` nodes is drafted: best
     first by relative counts, at most 8 children per node and 8 nodes per depth.
 
-    Differs: chains are not padded with token 0; documents of a store end a draft; matches in a store are followed over
-    the last 64 tokens. Chains have constant probabilities (`COPY_P` per token).
+    A store whose segments have static automata is followed in these, as published; of any other the suffix arrays are
+    searched for the last 64 tokens, which draft the same (`tests/drafting/test_static_corpus.py`).
+
+    Differs: chains are not padded with token 0; documents of a store end a draft. Chains have constant probabilities
+    (`COPY_P` per token).
     """
 
     bias = 5
@@ -45,19 +49,25 @@ class Sam(PublishedDrafter):
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
         super().__init__(session)
         self._context = SuffixAutomaton(4096)
-        self._corpus = Corpus(datastores)
+        self._static = static_automata(datastores)
+        self._corpus = self._static or Corpus(datastores)
 
     def _reset(self) -> None:
         self._context.reset()
+        if self._static is not None:
+            self._static.reset()
 
     def _read(self, token_ids: NDArray[np.int32]) -> None:
         self._context.extend(token_ids)
+        if self._static is not None:
+            self._static.extend(token_ids)
 
     def _matches(self) -> tuple[int, Places, int]:
         """Length of the match in the text, places and length of the match in the store."""
         states, meta = self._context.states, self._context.meta
         link = int(states[meta[kernels.M_LAST], kernels.LINK])
-        places, depth = self._corpus.longest(self.text.ids, LONGEST)
+        static = self._static
+        places, depth = static.matches() if static else self._corpus.longest(self.text.ids, LONGEST)
         return int(states[link, kernels.LENGTH]) if link > 0 else 0, places, depth
 
     def _chain(self, builder: TreeBuilder, matched: int, length: int) -> None:
@@ -100,6 +110,7 @@ class SamRecycling(Sam):
 
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
         super().__init__(datastores, session)
+        self._static, self._corpus = None, Corpus(datastores)  # copies from places, which an automaton does not keep
         self._matrix = AdjacencyMatrix()
 
     def _reset(self) -> None:
