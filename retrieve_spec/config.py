@@ -214,7 +214,7 @@ class DenseConfig:
     thin: bool = False
     window: int = 1024
     overlap: int = 256
-    sample: int = 1 << 16
+    sample: int = 1 << 15
 
     def __post_init__(self) -> None:
         if self.layer != "last" and not (isinstance(self.layer, int) and self.layer >= 1):
