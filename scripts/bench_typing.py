@@ -225,7 +225,8 @@ def measure_overhead(package: Path, requests: int = 300) -> dict[str, dict[str, 
         prepared.task.hints()
         marks.append(time.thread_time())
         done = Completion(text=text[cut : cut + 200])
-        JSONResponse(wire.llama_body(done, request, model="none", n_ctx=2048, prompt="", truncated=False))
+        answer = wire.LlamaAnswer(request, model="none", n_ctx=2048, prompt="", truncated=False)
+        JSONResponse(answer.whole(done, {}))
         marks.append(time.thread_time())
         prepared.memory.note_answer(prepared.left, done.text)
         if i >= 5:  # the first ones compile

@@ -250,7 +250,9 @@ class FimAssembler:
         v, fmt = self.vocabulary, self.vocabulary.fmt
         prefix_text = stable_tail(parts.prefix, self.window * 3 // 4 * _CHARS_PER_TOKEN)
         suffix_text = _head(parts.suffix, self.window // 4 * _CHARS_PER_TOKEN)
-        prefix = self._capped(self.codec.encode(prefix_text), self.window * 3 // 4)
+        line = prefix_text.rfind("\n") + 1  # encoded apart, as llama.cpp does: the text above stays as it was
+        above = self.codec.encode_cached(prefix_text[:line])
+        prefix = self._capped([*above, *self.codec.encode(prefix_text[line:])], self.window * 3 // 4)
         suffix = self.codec.encode_cached(suffix_text)[: self.window // 4]
         room = max(0, self.n_ctx - self.window - 2 * max(n_predict, 16) - 16)
         extra, dropped = self._extra(parts.extra, room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.applications import Starlette
 
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.errors import ServeError
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.backend import HuggingFaceBackend
 from retrieve_spec.server.guard import check_binding, read_keys
@@ -119,6 +121,28 @@ def make_app(served: Served, keys: Sequence[bytes] = ()) -> Starlette:
     return create_app(served.service, served.metrics, keys=keys, provenance=served.provenance)
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; the protocol is named because asyncio sends small answers at once only on such sockets.
+
+    Raises
+    ------
+    ServeError
+        The address is taken, or is not one of this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        raise ServeError(
+            f"to listen on {host}, port {port}",
+            error.strerror or str(error),
+            "Is another server running there? Choose another with --port.",
+        ) from error
+    return listener
+
+
 def serve(
     model_name: str,
     config: ServeConfig,
@@ -134,22 +158,19 @@ def serve(
     Raises
     ------
     ServeError
-        The binding is refused, or keys or workspaces are not as they should be.
+        The binding is refused, the address is taken, or keys or workspaces are not as they should be.
     """
     import uvicorn
 
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
+    listener = listen(config.host, config.port)  # an address that is taken is said before the model is loaded
     served = build_service(model_name, config, workspaces=workspaces, stores=stores, dtype=dtype, device=device)
     app = make_app(served, keys)
     fim = served.service.fim
     log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())
-    uvicorn.run(
-        app,
-        host=config.host,
-        port=config.port,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=2,
+    settings = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=2
     )
+    log.info("serving on http://%s:%d", *listener.getsockname()[:2])
+    uvicorn.Server(settings).run(sockets=[listener])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrieve_spec.server.jobs import Completion, Delta
-from retrieve_spec.server.schemas import Common
+from retrieve_spec.server.schemas import Common, CompletionRequest, InfillRequest
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -63,40 +63,71 @@ def generation_settings(request: Common, n_ctx: int) -> dict[str, Any]:
     }
 
 
-def llama_body(
-    done: Completion, request: Common, *, model: str, n_ctx: int, prompt: str, truncated: bool, streamed: bool = False
-) -> dict[str, Any]:
-    """The answer of `/infill` and `/completion`, or the last event of its stream."""
-    return {
-        "index": 0,
-        "content": "" if streamed or done.outcome != "done" else done.text,
-        "tokens": done.token_ids if request.return_tokens and not streamed else [],
-        "id_slot": request.id_slot if request.id_slot is not None else -1,
-        "stop": True,
-        "model": model,
-        "tokens_predicted": len(done.token_ids),
-        "tokens_evaluated": done.prompt_tokens,
-        "generation_settings": generation_settings(request, n_ctx),
-        "prompt": prompt,
-        "has_new_line": "\n" in done.text,
-        "truncated": truncated,
-        "stop_type": done.stop_type,
-        "stopping_word": done.stopping_word,
-        "tokens_cached": done.prompt_tokens + max(0, len(done.token_ids) - 1),
-        "timings": timings(done),
-        **({"superseded": True} if done.outcome == "superseded" else {}),
-    }
+class LlamaAnswer:
+    """Bodies of one answer of `/infill` or `/completion`.
 
+    Parameters
+    ----------
+    request
+        What was asked.
+    model, n_ctx
+        Name and positions of the model.
+    prompt
+        Text of the prompt, "" where the client does not want it.
+    truncated
+        Whether the prompt was cut.
+    """
 
-def llama_delta(delta: Delta, request: Common) -> dict[str, Any]:
-    """One event of a `/infill` or `/completion` stream."""
-    return {
-        "index": 0,
-        "content": delta.text,
-        "tokens": list(delta.token_ids) if request.return_tokens else [],
-        "stop": False,
-        "id_slot": request.id_slot if request.id_slot is not None else -1,
-    }
+    closing = b""
+
+    def __init__(
+        self, request: InfillRequest | CompletionRequest, *, model: str, n_ctx: int, prompt: str, truncated: bool
+    ) -> None:
+        self._request, self._model, self._n_ctx, self._prompt, self._truncated = (
+            request,
+            model,
+            n_ctx,
+            prompt,
+            truncated,
+        )
+        self._slot = request.id_slot if request.id_slot is not None else -1
+
+    def whole(self, done: Completion, extra: dict[str, Any], *, streamed: bool = False) -> dict[str, Any]:
+        """The answer, or the last event of its stream."""
+        body = {
+            "index": 0,
+            "content": "" if streamed or done.outcome != "done" else done.text,
+            "tokens": done.token_ids if self._request.return_tokens and not streamed else [],
+            "id_slot": self._slot,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": len(done.token_ids),
+            "tokens_evaluated": done.prompt_tokens,
+            "generation_settings": generation_settings(self._request, self._n_ctx),
+            "prompt": self._prompt,
+            "has_new_line": "\n" in done.text,
+            "truncated": self._truncated,
+            "stop_type": done.stop_type,
+            "stopping_word": done.stopping_word,
+            "tokens_cached": done.prompt_tokens + max(0, len(done.token_ids) - 1),
+            "timings": timings(done),
+            **({"superseded": True} if done.outcome == "superseded" else {}),
+            **extra,
+        }
+        return project(body, self._request.response_fields)
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Events before any text."""
+        return []
+
+    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+        """Events for what one pass made certain."""
+        tokens = list(delta.token_ids) if self._request.return_tokens else []
+        return [{"index": 0, "content": delta.text, "tokens": tokens, "stop": False, "id_slot": self._slot}]
+
+    def end(self, done: Completion, extra: dict[str, Any]) -> list[dict[str, Any]]:
+        """Events at the end of a stream."""
+        return [self.whole(done, extra, streamed=True)]
 
 
 def project(body: dict[str, Any], fields: Sequence[str] | None) -> dict[str, Any]:
@@ -129,10 +160,16 @@ class OpenAIAnswer:
         Name of the model.
     chat
         Chat completions rather than text completions.
+    predicted
+        Tokens of the prediction that came with the request.
+    include_usage
+        End a stream with an event that carries usage; it has no choices, so clients must have asked for it.
     """
 
-    def __init__(self, model: str, *, chat: bool) -> None:
-        self.chat = chat
+    closing = DONE
+
+    def __init__(self, model: str, *, chat: bool, predicted: int = 0, include_usage: bool = False) -> None:
+        self.chat, self._predicted, self._include_usage = chat, predicted, include_usage
         kind = "chat.completion" if chat else "text_completion"
         self._head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
@@ -141,7 +178,7 @@ class OpenAIAnswer:
             "model": model,
         }
 
-    def whole(self, finished: Sequence[Completion], predicted: int, **extra: Any) -> dict[str, Any]:
+    def whole(self, finished: Sequence[Completion], extra: dict[str, Any]) -> dict[str, Any]:
         """The answer without streaming."""
         choices = []
         for index, done in enumerate(finished):
@@ -155,8 +192,8 @@ class OpenAIAnswer:
         return {
             **self._head,
             "choices": choices,
-            "usage": usage(finished, predicted),
-            **self._timings(finished),
+            "usage": usage(finished, self._predicted),
+            "timings": timings(finished[0]),
             **marks,
             **extra,
         }
@@ -172,13 +209,21 @@ class OpenAIAnswer:
         head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
         return {**head, "choices": [choice]}
 
-    def usage_chunk(self, finished: Sequence[Completion], predicted: int) -> dict[str, Any]:
-        """The event that carries usage; sent only when asked for, since it has no choices."""
-        head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
-        return {**head, "choices": [], "usage": usage(finished, predicted), **self._timings(finished)}
+    def begin(self) -> list[dict[str, Any]]:
+        """Events before any text."""
+        return [self.chunk("", first=True)] if self.chat else []
 
-    def _timings(self, finished: Sequence[Completion]) -> dict[str, Any]:
-        return {"timings": timings(finished[0])} if finished else {}
+    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+        """Events for what one pass made certain."""
+        return [self.chunk(delta.text)] if delta.text else []
+
+    def end(self, done: Completion, extra: dict[str, Any]) -> list[dict[str, Any]]:
+        """Events at the end of a stream: the reason stands on a chunk before ``[DONE]``, where some clients stop."""
+        last = [{**self.chunk("", finish=finish_reason(done)), **extra}]
+        if self._include_usage:
+            head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
+            last.append({**head, "choices": [], "usage": usage([done], self._predicted), "timings": timings(done)})
+        return last
 
 
 def usage(finished: Sequence[Completion], predicted: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 
@@ -12,6 +11,7 @@ import uvicorn
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.metrics import Metrics
+from retrieve_spec.server.run import listen
 from retrieve_spec.server.service import Service
 
 
@@ -23,8 +23,7 @@ class Live:
         self.service = service or Service(backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done)
         self.metrics = Metrics(lambda: self.service.engine.queue_length)
         self.app = app = create_app(self.service, self.metrics, keys=keys)
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
+        listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         settings = uvicorn.Config(

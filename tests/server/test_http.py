@@ -10,7 +10,9 @@ from scripted import ScriptedBackend
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
+from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.guard import check_binding, read_keys
+from retrieve_spec.server.run import listen
 
 
 @pytest.fixture
@@ -105,11 +107,13 @@ def test_indentation_and_stop_words(live, say):
     assert (body["content"], body["stop_type"], body["stopping_word"]) == ("x = 1\n        y ", "word", "= 2")
 
 
-def test_several_alternatives_are_an_array(server):
+def test_several_alternatives_are_an_array(server, codec):
+    server.backend.beside = [Branch(0, tuple(codec.encode(text)), 0.5) for text in ("n None\n", "n b\n")]
     body = server.post("/infill", {**INFILL, "n_cmpl": 3}).json()
     assert isinstance(body, list)
     assert body[0]["content"] == "urn a + b\n"
-    assert len({choice["content"] for choice in body}) == len(body) > 1
+    assert [choice["content"] for choice in body[1:]] == ["n None\n", "n b\n"]
+    assert [choice["index"] for choice in body] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -430,3 +434,12 @@ def test_failure_of_the_model_is_a_500_with_a_reason(live, say):
     raw = live(backend).post("/infill", INFILL)
     assert raw.status_code == 500
     assert "out of memory" in raw.json()["error"]["message"]
+
+
+def test_an_address_that_is_taken_is_an_error_that_says_so():
+    with listen("127.0.0.1", 0) as first:
+        first.listen()
+        assert first.proto == socket.IPPROTO_TCP  # without it asyncio lets small answers wait for the client's ACK
+        port = first.getsockname()[1]
+        with pytest.raises(ServeError, match=rf"port {port}.*in use.*--port"):
+            listen("127.0.0.1", port)

@@ -8,7 +8,8 @@ import pytest
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.provenance import Provenance
-from retrieve_spec.server.workspace import Workspace, forget_workspace, looks_secret, memory_folder
+from retrieve_spec.server.workspace import Workspace, forget_workspace, memory_folder
+from retrieve_spec.server.workspace_files import looks_secret
 from retrieve_spec.server.workspace_store import WorkspaceStore, held_documents
 
 CODE = "def compute_total(items):\n    return sum(item.price for item in items)\n"

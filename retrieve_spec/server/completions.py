@@ -1,0 +1,237 @@
+"""Handlers that ask the model: every dialect's request becomes tasks, and their completions its answer or stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from time import perf_counter
+from typing import Any
+
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from retrieve_spec.server import schemas, wire
+from retrieve_spec.server.fim import FimParts
+from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.jobs import Completion, Delta
+from retrieve_spec.server.provenance import Provenance
+from retrieve_spec.server.reading import Reader, caller
+from retrieve_spec.server.service import Caller, Prepared, Service
+from retrieve_spec.server.stream import Stream
+
+_NO_PINGS = 1 << 20
+_CHAT_TOKENS = 512
+_OPENAI_TOKENS = 16
+_CLIENT_CLOSED = 499
+_SUGGESTIONS = 256
+
+
+class CompletionHandlers:
+    """Handlers of the dialects.
+
+    Parameters
+    ----------
+    service
+        The server's parts.
+    provenance
+        Tells where lines of an answer stand.
+    """
+
+    def __init__(self, service: Service, provenance: Provenance) -> None:
+        self.service, self.provenance = service, provenance
+        self._reader = Reader(service.config.max_body_bytes)
+        self._suggested: OrderedDict[str, tuple[Prepared, str]] = OrderedDict()
+
+    async def infill(self, request: Request) -> Response:
+        """`POST /infill`."""
+        begun = perf_counter()
+        body = await self._reader.read(request, schemas.InfillRequest)
+        prepared = self.service.infill(body, caller(request, body))
+        return await self._llama(request, body, prepared, begun)
+
+    async def completion(self, request: Request) -> Response:
+        """`POST /completion`."""
+        begun = perf_counter()
+        body = await self._reader.read(request, schemas.CompletionRequest)
+        ids = self.service.codec.encode_prompt(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        wanted = body.n_predict if body.n_predict is not None else -1
+        prepared = self.service.raw(ids, body, caller(request, body), wanted)
+        return await self._llama(request, body, prepared, begun)
+
+    async def completions(self, request: Request) -> Response:
+        """`POST /v1/completions`: OpenAI's dialect, and Tabby's when there are `segments`."""
+        begun = perf_counter()
+        fields = await self._reader.json(request)
+        if isinstance(fields, dict) and "segments" in fields:
+            return await self._tabby(request, self._reader.check(schemas.TabbyRequest, fields), begun)
+        body = self._reader.check(schemas.OpenAICompletionRequest, fields)
+        if body.prompt is None:
+            raise Refusal(400, '"prompt" is required')
+        who = caller(request, body)
+        wanted = _first(body.max_tokens, body.n_predict, _OPENAI_TOKENS)
+        several = isinstance(body.prompt, list) and all(isinstance(prompt, str) for prompt in body.prompt)
+        prompts = body.prompt if several and body.prompt else [body.prompt]
+        if len(prompts) > 1:
+            who = Caller(who.scope)  # one request may not replace its own other half
+        prepared = [self._one(prompt, body, who, wanted) for prompt in prompts]
+        return await self._openai(request, body, prepared, begun)
+
+    def _one(self, prompt: Any, body: schemas.OpenAICompletionRequest, who: Caller, wanted: int) -> Prepared:
+        if body.suffix and isinstance(prompt, str):
+            return self.service.fill(FimParts(prompt, body.suffix), body, who, wanted)
+        ids = self.service.codec.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        return self.service.raw(ids, body, who, wanted)
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        begun = perf_counter()
+        body = await self._reader.read(request, schemas.ChatRequest)
+        ids = self.service.chat_prompt(body.messages)
+        wanted = _first(body.max_completion_tokens, body.max_tokens, body.n_predict, _CHAT_TOKENS)
+        who = caller(request, body)
+        prepared = self.service.raw(ids, body, who if who.explicit else Caller(who.scope), wanted)
+        return await self._openai(request, body, [prepared], begun)
+
+    async def _tabby(self, request: Request, body: schemas.TabbyRequest, begun: float) -> Response:
+        prepared = self.service.tabby(body, caller(request, body))
+        (done,) = await self._collect(request, [prepared], begun)
+        text = done.text if done.outcome == "done" else ""
+        choices = [{"index": 0, "text": text}] if text else []
+        answer = wire.OpenAIAnswer(self.service.name, chat=False).chunk("")
+        out = {"id": answer["id"], "choices": choices, "mode": body.mode or "standard"}
+        if text:
+            self._suggested[str(answer["id"])] = (prepared, text)
+            while len(self._suggested) > _SUGGESTIONS:
+                self._suggested.popitem(last=False)
+        return JSONResponse(out)
+
+    async def events(self, request: Request) -> Response:
+        """`POST /v1/events`: a selected Tabby suggestion is remembered as accepted."""
+        body = await self._reader.read(request, schemas.TabbyEvent)
+        known = self._suggested.get(body.completion_id or "")
+        if known is not None and body.type == "select":
+            prepared, text = known
+            prepared.memory.note_accepted(prepared.left[prepared.left.rfind("\n") + 1 :] + text)
+        return JSONResponse({})
+
+    async def _llama(
+        self,
+        request: Request,
+        body: schemas.InfillRequest | schemas.CompletionRequest,
+        prepared: Prepared,
+        begun: float,
+    ) -> Response:
+        service, named = self.service, body.response_fields
+        answer = wire.LlamaAnswer(
+            body,
+            model=service.name,
+            n_ctx=service.backend.n_ctx,
+            prompt=service.codec.decode(prepared.task.prompt_ids) if named is None or "prompt" in named else "",
+            truncated=prepared.truncated,
+        )
+        if body.stream:
+            return self._stream(prepared, body, answer)
+        (done,) = await self._collect(request, [prepared], begun)
+        self._remember(prepared, done)
+        whole = answer.whole(done, self.provenance.of(body, done))
+        if isinstance(body, schemas.InfillRequest) and (body.n_cmpl or body.n or 1) > 1:
+            others = [{**whole, "index": i, "content": text} for i, text in enumerate(done.alternatives, 1)]
+            return JSONResponse([whole, *others])
+        return JSONResponse(whole)
+
+    async def _openai(
+        self,
+        request: Request,
+        body: schemas.OpenAICompletionRequest | schemas.ChatRequest,
+        prepared: Sequence[Prepared],
+        begun: float,
+    ) -> Response:
+        answer = wire.OpenAIAnswer(
+            self.service.name,
+            chat=isinstance(body, schemas.ChatRequest),
+            predicted=prepared[0].predicted_tokens,
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        )
+        if body.stream:
+            if len(prepared) > 1:
+                raise Refusal(400, "several prompts cannot be streamed")
+            return self._stream(prepared[0], body, answer)
+        finished = await self._collect(request, prepared, begun)
+        for item, done in zip(prepared, finished, strict=True):
+            self._remember(item, done)
+        if any(done.outcome == "superseded" for done in finished):
+            raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
+        extra = self.provenance.of(body, finished[0])
+        choices = [done for done in finished for _ in range(body.n or 1)]
+        return JSONResponse(wire.project(answer.whole(choices, extra), body.response_fields))
+
+    def _stream(
+        self, prepared: Prepared, body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
+    ) -> Response:
+        """Server-sent events, one for each pass; nothing in between, since some clients take pings for an end."""
+        return EventSourceResponse(self._events(Stream(self.service, prepared), body, answer), sep="\n", ping=_NO_PINGS)
+
+    async def _events(
+        self, stream: Stream, body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
+    ) -> AsyncIterator[bytes]:
+        try:
+            for first in answer.begin():
+                yield wire.event(first)
+            async for event in stream:
+                if isinstance(event, Delta):
+                    shown = answer.delta(event)
+                elif event.outcome == "failed":
+                    shown = [{"error": {"code": 500, "message": event.error, "type": "server_error"}}]
+                else:
+                    self._remember(stream.prepared, event)
+                    shown = answer.end(event, self.provenance.of(body, event))
+                for item in shown:
+                    yield wire.event(item)
+            if answer.closing:
+                yield answer.closing
+        finally:
+            stream.close()
+
+    async def _collect(self, request: Request, prepared: Sequence[Prepared], begun: float) -> list[Completion]:
+        """Completions of some tasks; all are given up when the client goes away."""
+        submitted = perf_counter()
+        streams: list[Stream] = []
+        gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
+        try:
+            for item in prepared:
+                streams.append(Stream(self.service, item))
+            work: asyncio.Future[Any] = asyncio.gather(*(stream.result() for stream in streams))
+            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+                raise Refusal(_CLIENT_CLOSED, "the client closed the connection", "cancelled")
+            finished = list(work.result())
+        finally:
+            gone.cancel()
+            for stream in streams:
+                stream.close()
+        failed = next((done for done in finished if done.outcome == "failed"), None)
+        if failed is not None:
+            raise Refusal(500, failed.error, "server_error")
+        request.state.parsed_s = submitted - begun
+        request.state.model_s = sum(done.prompt_s + done.predict_s + done.waited_s for done in finished)
+        request.state.collect_s = perf_counter() - submitted
+        return finished
+
+    def _remember(self, prepared: Prepared, done: Completion) -> None:
+        if done.outcome == "done" and prepared.left:
+            prepared.memory.note_answer(prepared.left, done.text)
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

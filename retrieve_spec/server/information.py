@@ -1,0 +1,123 @@
+"""Handlers that answer without the model: what is served, tokens, metrics, and forgetting."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from retrieve_spec._version import __version__
+from retrieve_spec.server import schemas
+from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.metrics import Metrics
+from retrieve_spec.server.openapi import describe
+from retrieve_spec.server.reading import Reader
+from retrieve_spec.server.service import Service
+
+
+class InformationHandlers:
+    """Handlers about one server.
+
+    Parameters
+    ----------
+    service
+        The server's parts.
+    metrics
+        What is counted.
+    """
+
+    def __init__(self, service: Service, metrics: Metrics) -> None:
+        self.service, self.metrics = service, metrics
+        self._reader = Reader(service.config.max_body_bytes)
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`."""
+        body = await self._reader.read(request, schemas.TokenizeRequest)
+        codec = self.service.codec
+        if body.parse_special:
+            ids = codec.encode_prompt(body.content, add_special_tokens=body.add_special)
+        else:
+            ids = codec.encode(body.content)
+        if not body.with_pieces:
+            return JSONResponse({"tokens": ids})
+        pieces = [{"id": i, "piece": piece} for i, piece in zip(ids, codec.pieces(ids), strict=True)]
+        return JSONResponse({"tokens": pieces})
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`."""
+        body = await self._reader.read(request, schemas.DetokenizeRequest)
+        if any(i >= self.service.backend_vocabulary for i in body.tokens):
+            raise Refusal(400, f"token ids must be below {self.service.backend_vocabulary}")
+        return JSONResponse({"content": self.service.codec.decode(body.tokens)})
+
+    async def apply_template(self, request: Request) -> Response:
+        """`POST /apply-template`."""
+        body = await self._reader.read(request, schemas.TemplateRequest)
+        return JSONResponse({"prompt": self.service.codec.decode(self.service.chat_prompt(body.messages))})
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`: the model, and the alias under which Continue sends predictions."""
+        service = self.service
+        meta = {"n_ctx": service.backend.n_ctx, "n_vocab": service.backend_vocabulary, "fim": self._family()}
+        names = [service.name, f"{service.name}-Fast-Apply"]
+        data = [{"id": n, "object": "model", "created": 0, "owned_by": "retrieve-spec", "meta": meta} for n in names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def health(self, request: Request) -> Response:
+        """`GET /health`: what is served, and what it drafts from."""
+        service, workspace = self.service, self.service.workspace
+        body: dict[str, Any] = {
+            "status": "ok",
+            "model": service.name,
+            "fim": self._family(),
+            "n_ctx": service.backend.n_ctx,
+            "queue": service.engine.queue_length,
+        }
+        if service.fim is None:
+            body["fim_missing"] = service.no_fim()
+        if workspace is not None:
+            body["workspace"] = {"indexed": workspace.indexed.is_set(), "files": len(workspace.texts)}
+        return JSONResponse(body)
+
+    async def tabby_health(self, request: Request) -> Response:
+        """`GET` or `POST /v1/health`, in the shape Tabby's clients expect."""
+        version = {"build_date": "", "build_timestamp": "", "git_sha": "", "git_describe": f"v{__version__}"}
+        body = {"model": self.service.name, "device": "local", "arch": "", "cpu_info": "", "cpu_count": 1}
+        return JSONResponse({**body, "cuda_devices": [], "version": version, "status": "ok"})
+
+    async def props(self, request: Request) -> Response:
+        """`GET /props`."""
+        service = self.service
+        settings = {"n_ctx": service.backend.n_ctx, "params": {"n_predict": -1, "temperature": 0.0}}
+        body = {
+            "default_generation_settings": settings,
+            "total_slots": service.config.slots,
+            "model_path": service.name,
+            "model_alias": service.name,
+            "chat_template": getattr(service.tokenizer, "chat_template", None) or "",
+            "build_info": f"retrieve-spec {__version__}",
+            "fim": self._family(),
+        }
+        return JSONResponse(body)
+
+    async def server_setting(self, request: Request) -> Response:
+        """`GET /v1beta/server_setting`, asked for by Tabby's clients."""
+        return JSONResponse({"disable_client_side_telemetry": True})
+
+    async def forget(self, request: Request) -> Response:
+        """`DELETE /v1/workspace`: drop everything remembered, in memory and on disk."""
+        await asyncio.to_thread(self.service.forget)
+        return JSONResponse({"forgotten": True})
+
+    async def expose(self, request: Request) -> Response:
+        """`GET /metrics`."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def openapi(self, request: Request) -> Response:
+        """`GET /openapi.json`."""
+        return JSONResponse(describe())
+
+    def _family(self) -> str | None:
+        return self.service.fim.fmt.family if self.service.fim else None

@@ -1,0 +1,71 @@
+"""Reads requests: bodies into schemas, connections into callers."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from retrieve_spec.server import schemas
+from retrieve_spec.server.guard import Refusal, given_key, read_body
+from retrieve_spec.server.service import Caller
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Reader:
+    """Reads the requests of one server.
+
+    Parameters
+    ----------
+    max_body_bytes
+        Largest body accepted.
+    """
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_body_bytes = max_body_bytes
+
+    async def json(self, request: Request) -> Any:
+        """The body of a request as JSON.
+
+        Raises
+        ------
+        Refusal
+            400: no JSON; 413: too large.
+        """
+        data = await read_body(request, self._max_body_bytes)
+        try:
+            return pydantic_core.from_json(data, allow_inf_nan=False)
+        except ValueError as error:
+            raise Refusal(400, f"the body is not JSON: {error}") from error
+
+    async def read(self, request: Request, schema: type[M]) -> M:
+        """The body of a request as a schema; raises as `json` and `check`."""
+        return self.check(schema, await self.json(request))
+
+    def check(self, schema: type[M], fields: Any) -> M:
+        """Fields as a schema.
+
+        Raises
+        ------
+        Refusal
+            400: a field is missing or wrong; says which and why.
+        """
+        if not isinstance(fields, dict):
+            raise Refusal(400, "the body must be a JSON object")
+        try:
+            return schema.model_validate(fields)
+        except ValidationError as error:
+            raise Refusal(400, schemas.reason(error)) from error
+
+
+def caller(request: Request, body: schemas.Common) -> Caller:
+    """The key under which newer requests replace older ones: what the client says, else where it sits."""
+    key = given_key(request.headers).decode("utf-8", "replace")
+    explicit = request.headers.get("x-client-id") or body.user
+    if explicit:
+        return Caller(key, f"{key}\0{explicit[:256]}", explicit=True)
+    host = request.client.host if request.client else ""
+    return Caller(key, f"{key}\0{host}\0{request.url.path}\0{body.id_slot}")
