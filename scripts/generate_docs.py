@@ -15,21 +15,19 @@ import argparse
 import ast
 import dataclasses
 import inspect
-import json
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benchmark_tables
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "docs/cli.md", "docs/configuration.md", "docs/benchmarks.md")
-DATA = ROOT / "docs" / "data"
-PICTURE = ROOT / "docs" / "speedup.png"
-REFERENCE_RUNS = {"reference-t0": "greedy", "reference-t0.7": "T = 0.7, top-p 0.95", "reference-t1.0": "T = 1.0"}
 PART = re.compile(r"<!-- generated:(?P<name>[\w-]+) -->\n.*?<!-- /generated -->", re.DOTALL)
 ENVIRONMENT = {
     "RETRIEVE_SPEC_CACHE": "Folder for what can be made again; by default `$XDG_CACHE_HOME/retrieve-spec` or "
@@ -141,100 +139,18 @@ def tree() -> str:
     return "\n".join([*lines, "```", ""])
 
 
-def measured(name: str) -> dict[str, Any] | None:
-    """A summary that `scripts/reproduce` wrote, if it did."""
-    path = DATA / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def facts(header: dict[str, Any]) -> str:
-    """Machine, versions, commit and date in one line."""
-    from retrieve_spec.bench.machine import summary
-
-    return summary(header["machine"])
-
-
-def speedup() -> str:
-    """The README's figures of the bundled model; nothing until they are measured."""
-    runs = {label: found for name, label in REFERENCE_RUNS.items() if (found := measured(name))}
-    if not runs:
-        return ""
-    rows = [
-        "| tokens/s over plain `generate` | prompt lookup of transformers | this library | answers that do not loop |"
-    ]
-    rows.append("|---|---|---|---|")
-    for label, run in runs.items():
-        auto, lookup = run["methods"]["auto"], run["methods"]["prompt-lookup"]
-        cells = [_ratio(lookup["speedup"]), _ratio(auto["speedup"]), _ratio(auto["not_looping"]["speedup"])]
-        rows.append(f"| {label} | " + " | ".join(cells) + " |")
-    first = next(iter(runs.values()))
-    text = (
-        f"Medians over {first['prompts']} unseen Python files with 95 % intervals, the bundled model of 12.6 M "
-        f"parameters, in float32; {facts(first['header'])}. Small models loop and their passes are cheap, so read "
-        "[docs/benchmarks.md](docs/benchmarks.md) before you expect the same of a large one."
-    )
-    return "\n".join(["## How much faster", "", f"![Speed-up](docs/{PICTURE.name})", "", *rows, "", text, ""])
-
-
-def _ratio(value: dict[str, float]) -> str:
-    return f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
-
-
-def draw_speedup() -> None:
-    """Draw the README's picture from the same figures."""
-    from matplotlib.figure import Figure
-
-    runs = {label: found for name, label in REFERENCE_RUNS.items() if (found := measured(name))}
-    figure = Figure(figsize=(6.5, 2.6))
-    axes = figure.add_subplot()
-    for i, (method, colour) in enumerate([("prompt-lookup", "#E69F00"), ("off", "#999999"), ("auto", "#0072B2")]):
-        label = {"auto": "this library", "off": "this library, drafting off"}.get(method, "transformers' prompt lookup")
-        values = [run["methods"][method]["speedup"] for run in runs.values()]
-        errors = [[v["value"] - v["low"] for v in values], [v["high"] - v["value"] for v in values]]
-        at = [x + (i - 1) * 0.27 for x in range(len(values))]
-        bars = axes.bar(at, [v["value"] for v in values], 0.25, color=colour, label=label, yerr=errors, capsize=2)
-        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
-    axes.axhline(1, color="#444444", linewidth=1)
-    axes.set_xticks(range(len(runs)), list(runs))
-    axes.set_ylabel("speed over plain generate")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=8)
-    figure.savefig(PICTURE, dpi=150, bbox_inches="tight")
-
-
-def reference_tables() -> str:
-    """Every measured run of the bundled model, as its report's tables."""
-    from retrieve_spec.bench.report import sections
-
-    lines = []
-    for name in [*REFERENCE_RUNS, "reference-tasks"]:
-        run = measured(name)
-        if run is None:
-            continue
-        title = REFERENCE_RUNS.get(name, "every kind of text, greedy")
-        lines += [f"### Bundled model, {title}", "", facts(run["header"]), "", f"`{run['header']['command']}`", ""]
-        for section in sections(run):
-            if section["title"] in ("Methods", "Where it loses", "Tasks"):
-                lines += ["", f"**{section['title']}.** {section['text']}", ""]
-                if section["rows"]:
-                    lines += ["| " + " | ".join(section["head"]) + " |", "|---" * len(section["head"]) + "|"]
-                    lines += ["| " + " | ".join(row) + " |" for row in section["rows"]]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def compare_tables() -> str:
-    """The comparison with peers on recorded answers."""
-    path = DATA / "compare.md"
-    return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
 def _modules(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
 
 
 PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment, "tree": tree}
-PARTS |= {"speedup": speedup, "reference": reference_tables, "compare": compare_tables}
+PARTS |= {name: partial(benchmark_tables.runs_of, name) for name in benchmark_tables.RUNS}
+PARTS |= {
+    "speedup": benchmark_tables.speedup,
+    "sources-replay": benchmark_tables.replayed_sources,
+    "presets-replay": benchmark_tables.replayed_presets,
+    "compare": benchmark_tables.compare,
+}
 
 
 def render(text: str) -> str:
@@ -265,8 +181,8 @@ def main() -> None:
         )
         if not check:
             path.write_text(text, encoding="utf-8")
-    if not check and speedup():
-        draw_speedup()
+    if not check and benchmark_tables.speedup():
+        benchmark_tables.draw_speedup()
     sys.exit(1 if check and found else 0)
 
 

@@ -24,6 +24,7 @@ PAGES = [
 
 @pytest.fixture(scope="module")
 def generator():
+    sys.path.insert(0, str(ROOT / "scripts"))  # what the script itself imports beside it
     spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "scripts" / "generate_docs.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -1,0 +1,176 @@
+"""Turn the measurements in docs/data into the tables and the picture of README.md and docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "docs" / "data"
+PICTURE = ROOT / "docs" / "speedup.png"
+TEMPERATURES = {"t0": "greedy", "t0.7": "T = 0.7, top-p 0.95", "t1.0": "T = 1.0"}
+REFERENCE_RUNS = {f"reference-{name}": label for name, label in TEMPERATURES.items()}
+RUNS = {
+    "reference": REFERENCE_RUNS | {"reference-tasks": "every kind of text, greedy"},
+    "stores": {
+        f"stores-{name}": f"with stores of other code, and without (`auto~ngram~exact`), {label}"
+        for name, label in TEMPERATURES.items()
+    },
+    "presets": {
+        "presets-cold": "every preset, greedy, nothing kept between prompts",
+        "presets-shared": "every preset, greedy, everything kept between prompts",
+    },
+    "slower": {
+        "slower-words-t1.0": "random words, T = 1.0",
+        "slower-unseen-t1.0": "unseen files, T = 1.0",
+        "slower-unseen-t1.5": "unseen files, T = 1.5",
+    },
+    "workloads": {"workloads": "four kinds of text, greedy"},
+    "sources": {
+        "sources-live": "`auto` without each source, unseen files, everything kept between prompts",
+        "sources-edit": "`auto` without each source, edits with a prediction",
+    },
+}
+"""Data files of each generated part, with their titles."""
+SHOWN = ("Where it loses", "Where drafting does not pay", "Methods", "Tasks", "Divergences")
+
+
+def measured(name: str) -> dict[str, Any] | None:
+    """What `scripts/reproduce` wrote, if it did."""
+    path = DATA / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def facts(machine: dict[str, Any]) -> str:
+    """Machine, versions, commit and date in one line."""
+    from retrieve_spec.bench.machine import summary
+
+    return summary(machine)
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table."""
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def speedup() -> str:
+    """The README's figures of the bundled model; nothing until they are measured."""
+    runs = {label: found for name, label in REFERENCE_RUNS.items() if (found := measured(name))}
+    if not runs:
+        return ""
+    head = [
+        "tokens/s over plain `generate`",
+        "prompt lookup of transformers",
+        "this library",
+        "answers that do not loop",
+    ]
+    rows = []
+    for label, run in runs.items():
+        auto, lookup = run["methods"]["auto"], run["methods"]["prompt-lookup"]
+        cells = [_ratio(lookup["speedup"]), _ratio(auto["speedup"]), _ratio(auto["not_looping"]["speedup"])]
+        rows.append([label, *cells])
+    first = next(iter(runs.values()))
+    text = (
+        f"Medians over {first['prompts']} unseen Python files with 95 % intervals, the bundled model of 12.6 M "
+        f"parameters, in float32; {facts(first['header']['machine'])}. Small models loop and their passes are cheap, "
+        "so read [docs/benchmarks.md](docs/benchmarks.md) before you expect the same of a large one."
+    )
+    return "\n".join(
+        ["## How much faster", "", f"![Speed-up](docs/{PICTURE.name})", "", *markdown_table(head, rows), "", text, ""]
+    )
+
+
+def _ratio(value: dict[str, float]) -> str:
+    return f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
+
+
+def draw_speedup() -> None:
+    """Draw the README's picture from the same figures."""
+    from matplotlib.figure import Figure
+
+    runs = {label: found for name, label in REFERENCE_RUNS.items() if (found := measured(name))}
+    figure = Figure(figsize=(6.5, 2.6))
+    axes = figure.add_subplot()
+    for i, (method, colour) in enumerate([("prompt-lookup", "#E69F00"), ("off", "#999999"), ("auto", "#0072B2")]):
+        label = {"auto": "this library", "off": "this library, drafting off"}.get(method, "transformers' prompt lookup")
+        values = [run["methods"][method]["speedup"] for run in runs.values()]
+        errors = [[v["value"] - v["low"] for v in values], [v["high"] - v["value"] for v in values]]
+        at = [x + (i - 1) * 0.27 for x in range(len(values))]
+        bars = axes.bar(at, [v["value"] for v in values], 0.25, color=colour, label=label, yerr=errors, capsize=2)
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
+    axes.axhline(1, color="#444444", linewidth=1)
+    axes.set_xticks(range(len(runs)), list(runs))
+    axes.set_ylabel("speed over plain generate")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=8)
+    figure.savefig(PICTURE, dpi=150, bbox_inches="tight")
+
+
+def runs_of(part: str) -> str:
+    """Every measured run of a part, as its report's tables; where it loses comes first."""
+    from retrieve_spec.bench.report import sections
+
+    lines = []
+    for name, title in RUNS[part].items():
+        run = measured(name)
+        if run is None:
+            continue
+        header = run["header"]
+        lines += [f"### Bundled model, {title}", "", facts(header["machine"]), "", f"`{header['command']}`", ""]
+        for section in sections(run):
+            if section["title"] in SHOWN and (section["title"] != "Tasks" or len(section["rows"]) > 1):
+                lines += ["", f"**{section['title']}.** {section['text']}", ""]
+                if section["rows"]:
+                    lines += markdown_table(section["head"], section["rows"])
+        lines.append("")
+    return "\n".join(lines) or _missing(part)
+
+
+def replayed_sources() -> str:
+    """What each source adds on recorded answers."""
+    made = measured("sources-replay")
+    if made is None:
+        return _missing("sources-replay")
+    rows = []
+    for name, figures in made["rows"].items():
+        nodes, _, left_out = name.partition(" ")
+        whole = made["rows"][nodes]["tokens_per_pass"]
+        rate = figures["tokens_per_pass"]
+        loss = f"{rate / whole - 1:+.1%}" if left_out else ""
+        accepted = ", ".join(f"{source} {count:,}" for source, count in figures["accepted_by_source"].items())
+        what = " and ".join(left_out.split()) or "nothing"
+        rows.append([nodes, what, f"{rate:.3f}", loss, f"{figures['nodes_per_pass']:.1f}", accepted])
+    head = ["nodes", "left out", "tokens/pass", "", "nodes/pass", "accepted by source"]
+    intro = [facts(made["machine"]), "", f"`{made['command']}` (the store: answers of `{made['store']}`)", ""]
+    return "\n".join([*intro, *markdown_table(head, rows), ""])
+
+
+def replayed_presets() -> str:
+    """Presets on recorded answers."""
+    made = measured("presets-replay")
+    if made is None:
+        return _missing("presets-replay")
+    rows = [
+        [
+            f"`{name}`",
+            f"{f['tokens_per_pass']:.2f}",
+            f"{f['nodes_per_pass']:.1f}",
+            f"{f['propose_us']['p50']:,.0f} / {f['propose_us']['p99']:,.0f}",
+        ]
+        for name, f in made["rows"].items()
+    ]
+    intro = [facts(made["machine"]), "", f"`retrieve-spec bench replay {made['trace']} --tokenizer T --draft NAME`", ""]
+    return "\n".join([*intro, *markdown_table(["draft", "tokens/pass", "nodes/pass", "µs p50 / p99"], rows), ""])
+
+
+def compare() -> str:
+    """The comparison with peers on recorded answers."""
+    path = DATA / "compare.md"
+    return path.read_text(encoding="utf-8") if path.exists() else _missing("peers")
+
+
+def _missing(part: str) -> str:
+    return f"Not measured yet: `scripts/reproduce {part}`.\n"
