@@ -14,10 +14,13 @@ from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.change import ChangeReport
+    from retrieve_spec.datastore.manifest import Manifest
     from retrieve_spec.datastore.sources import Source
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LISTED = 20
+_TEXT_INDEXES = ("both", "exact", "ngram")
+_DENSE_INDEXES = ("auto", "flat", "ivf-pq", "hnsw")
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else.")
 _QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bars.")
@@ -44,6 +47,14 @@ def _source_options(command: _F) -> _F:
     return command
 
 
+def _only(given: tuple[str, ...], group: tuple[str, ...]) -> str | None:
+    """The one option of a group that was given, if any."""
+    found = [name for name in given if name in group]
+    if len(found) > 1:
+        raise click.UsageError(f"Give one of --index {'|'.join(group)}.")
+    return found[0] if found else None
+
+
 def _sources(options: dict[str, Any]) -> list[Source | str]:
     from retrieve_spec.datastore.sources import Source
 
@@ -58,9 +69,17 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="A TOML file that names the sources.")
 @click.option(
     "--index",
-    type=click.Choice(["both", "exact", "ngram"]),
-    help="What to keep; n-grams alone are small enough to ship.",
+    "indexes",
+    type=click.Choice([*_TEXT_INDEXES, *_DENSE_INDEXES]),
+    multiple=True,
+    help="What to keep of the text (both, exact, or ngram, small enough to ship), and the kind of the dense index "
+    "(auto: by size); once for each.",
 )
+@click.option("--dense", metavar="MODEL", help="Also index the model's hidden states; folder, hub id or 'reference'.")
+@click.option("--layer", default="last", show_default=True, metavar="last|N", help="Layer of the dense keys.")
+@click.option("--dims", type=click.IntRange(min=1), default=64, show_default=True, help="Numbers of a dense key.")
+@click.option("--max-vectors", type=click.IntRange(min=1), metavar="N", help="Dense keys at most; all by default.")
+@click.option("--thin", is_flag=True, help="No dense keys where the longest match elsewhere predicts the next token.")
 @_WORKERS
 @_RESUME
 @_QUIET
@@ -69,7 +88,12 @@ def build(
     store: Path,
     tokenizer: str | None,
     recipe: Path | None,
-    index: Any,
+    indexes: tuple[str, ...],
+    dense: str | None,
+    layer: str,
+    dims: int,
+    max_vectors: int | None,
+    thin: bool,
     resume: bool,
     quiet: bool,
     as_json: bool,
@@ -84,7 +108,7 @@ def build(
     """
     from dataclasses import replace
 
-    from retrieve_spec.config import StoreConfig
+    from retrieve_spec.config import DenseConfig, StoreConfig
     from retrieve_spec.datastore.build import build_datastore
     from retrieve_spec.datastore.recipes import load_recipe
 
@@ -92,7 +116,14 @@ def build(
     if recipe is not None and not resume:
         loaded = load_recipe(recipe, options["sources"], include=options["include"], exclude=options["exclude"])
         config, sources, name = loaded.config, list(loaded.sources), loaded.name
+    index: Any = _only(indexes, _TEXT_INDEXES)
     config = replace(config, index=index) if index else config
+    kind: Any = _only(indexes, _DENSE_INDEXES)
+    if dense is not None:
+        where: int | str = int(layer) if layer.isdigit() else layer
+        config = replace(config, dense=DenseConfig(dense, where, dims, kind or "auto", max_vectors or 0, thin=thin))
+    elif kind or thin or max_vectors:
+        raise click.UsageError("Give --dense MODEL with --index auto|flat|ivf-pq|hnsw, --max-vectors and --thin.")
     if not resume and not sources:
         raise click.UsageError("Give at least one SOURCE, or --recipe FILE.")
     if not resume and tokenizer is None:
@@ -217,6 +248,7 @@ def info(store: Path, as_json: bool) -> None:
         ("segments", f"{len(manifest.segments)}"),
         ("tokenizer", manifest.fingerprint[7:19]),
         ("content", manifest.content[:12]),
+        *_dense_rows(manifest),
         *((event["verb"], f"{event['at']}  {event['documents']:,} documents") for event in manifest.history),
     ]
     click.echo(f"{store}")
@@ -243,9 +275,14 @@ def verify(store: Path, quiet: bool, as_json: bool) -> None:
 @_STORE
 @click.argument("text")
 @click.option("--limit", type=click.IntRange(min=1), default=10, show_default=True, metavar="N")
+@click.option("--dense", is_flag=True, help="Find the places most like the end of TEXT to the model instead.")
+@click.option("--model", metavar="MODEL", help="With --dense: where the model is; by default where the build had it.")
 @_JSON
-def search(store: Path, text: str, limit: int, as_json: bool) -> None:
+def search(store: Path, text: str, limit: int, dense: bool, model: str | None, as_json: bool) -> None:
     """Find the longest end of TEXT that occurs, what followed it, and in which documents."""
+    if dense:
+        _search_dense(store, text, limit, model, as_json)
+        return
     from retrieve_spec.datastore.search import search_datastore
     from retrieve_spec.datastore.store import open_datastore
 
@@ -265,6 +302,30 @@ def search(store: Path, text: str, limit: int, as_json: bool) -> None:
         click.echo(f"  {document.path}{licence} @ {place.position - document.start}: {place.continuation!r}")
 
 
+def _search_dense(store: Path, text: str, limit: int, model: str | None, as_json: bool) -> None:
+    from retrieve_spec.datastore.dense_search import search_dense
+    from retrieve_spec.datastore.store import open_datastore
+
+    found = search_dense(open_datastore(store), text, model=model, limit=limit)
+    if as_json:
+        click.echo(json.dumps({"neighbours": [asdict(neighbour) for neighbour in found]}))
+        return
+    for place in found:
+        licence = f" ({place.document.licence})" if place.document.licence else ""
+        at = place.position - place.document.start
+        click.echo(f"  {place.similarity:.3f}  {place.continuation!r}  {place.document.path}{licence} @ {at}")
+
+
+def _dense_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    if manifest.dense is None:
+        return []
+    record = manifest.dense
+    files = [file for entry in manifest.segments for name, file in entry.files.items() if name.startswith("dense_")]
+    size = sum(file.bytes for file in files)
+    model = f"{record.model} ({record.fingerprint[7:19]})"
+    return [("dense", f"{model}, layer {record.layer}, {record.dims} dims, {size / 1e6:,.1f} MB")]
+
+
 def _print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
     if as_json:
         rate = report.tokens / max(sum(report.seconds.values()), 1e-9)
@@ -276,6 +337,12 @@ def _print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
         f"{report.verb}: {report.documents:,} documents, {report.tokens:,} tokens in {seconds:.1f} s; "
         f"{store} has {report.segments} segment{'s' * (report.segments != 1)}."
     )
+    if report.dense:
+        d = report.dense
+        click.echo(
+            f"  dense: {d['vectors']:,} of {d['positions']:,} positions ({', '.join(d['kinds'])}), "
+            f"recall@10 {d['recall_at_10']:.3f}, {d['bytes_per_vector']:.1f} bytes per vector"
+        )
     for reason, count in report.skipped_by_reason.items():
         click.echo(f"  skipped {count:,} ({reason})")
     for path, _, reason in report.skipped[:_LISTED]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +189,10 @@ def first_manifest(store: Path, name: str) -> Manifest:
 
 
 def config_of(manifest: Manifest) -> StoreConfig:
-    """Settings of the store's first build."""
+    """Settings of the store's first build; without dense indexes where the store has none any more."""
     recorded = manifest.history[0].get("config") if manifest.history else None
-    return StoreConfig(**recorded) if recorded else StoreConfig()
+    config = StoreConfig(**recorded) if recorded else StoreConfig()
+    return config if manifest.dense is not None else replace(config, dense=None)
 
 
 def _grow(
@@ -267,6 +268,15 @@ def grow(
         entries, documents = build_segments(
             work, chunks, manifest.next_segment, config, plan["at"], tick=lambda tokens, _: bar.update(tokens)
         )
+    dense: dict[str, Any] = {}
+    if config.dense is None and replaces:
+        manifest = replace(manifest, dense=None)
+    elif config.dense is not None and entries:
+        from retrieve_spec.datastore.dense_build import add_dense  # imports torch, which others need not wait for
+
+        fresh = replaces or not manifest.segments
+        entries, record, dense = add_dense(work, manifest, entries, config.dense, watch, fresh=fresh)
+        manifest = replace(manifest, dense=record)
     report = ChangeReport(
         plan["verb"],
         sum(entry.documents for entry in entries),
@@ -274,6 +284,7 @@ def grow(
         len(entries) + (0 if replaces else len(manifest.segments)),
         skipped,
         watch.seconds,
+        dense,
     )
     segments = (*(() if replaces else manifest.segments), *entries)
     publish(work, manifest, segments, documents, event_of(plan, report), skipped)
@@ -288,6 +299,7 @@ def event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
         "documents": report.documents,
         "tokens": report.tokens,
         "skipped": report.skipped_by_reason,
+        **({"vectors": report.dense} if report.dense else {}),
     }
 
 

@@ -39,6 +39,9 @@ class ChangeReport:
         ``(path, source, reason)`` of everything that was left out.
     seconds
         Wall time by stage.
+    dense
+        Of dense indexes: vectors, positions that could have one, kinds of index, recall@10 against exact search over
+        the same keys, bytes per vector, share of the variance that the keys keep. Empty without.
     """
 
     verb: str
@@ -47,6 +50,7 @@ class ChangeReport:
     segments: int
     skipped: tuple[tuple[str, str, str], ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    dense: dict[str, Any] = field(default_factory=dict)
 
     @property
     def skipped_by_reason(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.datastore.dense_faiss import nearest
 from retrieve_spec.datastore.files import FileEntry, check_size, map_array, sha256_of
 from retrieve_spec.datastore.manifest import DenseRecord
 from retrieve_spec.errors import ConfigError, ModelMismatchError, StoreCorruptError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 INDEX = "dense_index.faiss"
 TRANSFORM = ("dense_mean.bin", "dense_scale.bin", "dense_components.bin")
+DENSE_FILES = (INDEX, *TRANSFORM)
 MAPPED_BYTES = 1 << 28
 """Larger index files are mapped into memory; smaller ones are read, and their checksum is compared."""
 WEIGHTS_SAMPLED = 16
@@ -96,11 +98,9 @@ class DenseIndex:
         """`"flat"`, `"ivf-pq"` or `"hnsw"`."""
         import faiss
 
-        index = self._faiss
-        inner = faiss.downcast_index(index.index) if isinstance(index, faiss.IndexIDMap) else index
-        return {"IndexFlatIP": "flat", "IndexFlat": "flat"}.get(
-            type(inner).__name__, "hnsw" if isinstance(inner, faiss.IndexHNSW) else "ivf-pq"
-        )
+        if isinstance(self._faiss, faiss.IndexIVF):
+            return "ivf-pq"
+        return "hnsw" if isinstance(faiss.downcast_index(self._faiss.index), faiss.IndexHNSW) else "flat"
 
     @cached_property
     def transform(self) -> Transform:
@@ -127,11 +127,21 @@ class DenseIndex:
             index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP if mapped else 0)
         except RuntimeError as error:
             raise StoreCorruptError(f"a FAISS index in {path}", str(error).splitlines()[0], _REMEDY) from error
-        if index.d != self.dims or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        if index.d != self.dims:
             raise StoreCorruptError(f"keys of {self.dims} dimensions in {path}", f"{index.d}", _REMEDY)
         if index.ntotal == 0:
             raise StoreCorruptError(f"keys in {path}", "an empty index", _REMEDY)
         return index
+
+    def positions(self) -> NDArray[np.int64]:
+        """Positions of all keys, (count,) int64, ascending."""
+        import faiss
+
+        if self.kind != "ivf-pq":
+            return np.sort(faiss.vector_to_array(self._faiss.id_map))
+        lists = self._faiss.invlists
+        found = [faiss.rev_swig_ptr(lists.get_ids(i), lists.list_size(i)) for i in range(lists.nlist)]
+        return np.sort(np.concatenate([np.array(ids, np.int64) for ids in found]))
 
     def search(self, hidden: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Find the positions whose keys are most similar to hidden states.
@@ -175,7 +185,7 @@ class DenseIndex:
         """Find the positions of the most similar keys, as `search` does for hidden states."""
         wanted = k
         while True:
-            similarity, positions = self._faiss.search(keys, wanted)
+            similarity, positions = nearest(self._faiss, keys, wanted)
             if len(self._removed) == 0:
                 break
             gone = self._is_removed(positions)

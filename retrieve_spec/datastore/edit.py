@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.config import StoreConfig
+from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import (
     check_free,
     config_of,
@@ -33,6 +33,7 @@ from retrieve_spec.datastore.change import (
     resumed_plan,
     writer,
 )
+from retrieve_spec.datastore.dense import DENSE_FILES
 from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map
@@ -156,7 +157,7 @@ def _without(
     folder = work.path / f"segment-{name}"
     folder.mkdir()
     shared: dict[str, FileEntry] = {}
-    for file in (part + SUFFIX for part in _SHARED):
+    for file in (*(part + SUFFIX for part in _SHARED), *(part for part in DENSE_FILES if part in entry.files)):
         _link(work.store / SEGMENTS / entry.name / file, folder / file)
         shared[file] = entry.files[file]
     written = write_arrays(folder, segment.tokens, segment.to_global, segment.document_starts, sa, config, skip=_SHARED)
@@ -190,7 +191,7 @@ def _as_result(document: Document, ids: NDArray[np.uint32]) -> Tokenised:
 def compact_datastore(path: str | os.PathLike[str], *, resume: bool = False, progress: bool = False) -> ChangeReport:
     """Rewrite a datastore into as few segments as possible, without the text of removed documents.
 
-    Readers keep what they have opened.
+    Readers keep what they have opened. Dense indexes are computed anew, by the model they were built with.
 
     Parameters
     ----------
@@ -268,7 +269,22 @@ def _plan_merge(work: WorkFolder, stores: list[Path]) -> dict[str, Any]:
     tokenizer = (stores[0] / manifests[0].tokenizer_name).read_bytes()
     replace_file(work.store / manifests[0].tokenizer_name, tokenizer)
     plan = {"verb": "merge", "stores": [str(store) for store in stores], "tokenizer": manifests[0].tokenizer_name}
-    return begin_change(work, None, {**plan, "config": asdict(config_of(manifests[0]))})
+    config = replace(config_of(manifests[0]), dense=_common_dense(stores, manifests))
+    return begin_change(work, None, {**plan, "config": asdict(config)})
+
+
+def _common_dense(stores: list[Path], manifests: list[Manifest]) -> DenseConfig | None:
+    """Settings of the stores' dense indexes, None where none has any."""
+    dense = [(s, m, m.dense) for s, m in zip(stores, manifests, strict=True) if m.dense is not None]
+    for store, _, record in dense:
+        if replace(record, model="") != replace(dense[0][2], model=""):
+            raise BuildError(
+                f"stores with dense indexes of one model, layer and number of dims, as {dense[0][0]} "
+                f"({dense[0][2].model}, layer {dense[0][2].layer}, {dense[0][2].dims} dims)",
+                f"{store} ({record.model}, layer {record.layer}, {record.dims} dims)",
+                "Build one of them again with the other's `--dense`, `--layer` and `--dims`.",
+            )
+    return config_of(dense[0][1]).dense if dense else None
 
 
 def _rewrite(
@@ -295,6 +311,8 @@ def retokenize_datastore(
     progress: bool = False,
 ) -> ChangeReport:
     """Rewrite a datastore for another tokenizer, from its own text: the sources are not needed.
+
+    Dense indexes belong to the model of the old tokenizer; the new store has none.
 
     Parameters
     ----------
@@ -324,7 +342,8 @@ def retokenize_datastore(
                 return finished(work, "retokenize")
         else:
             name = write_tokenizer(store, tokenizer)
-            arguments = {"verb": "retokenize", "tokenizer": name, "config": asdict(config_of(manifest))}
+            config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
+            arguments = {"verb": "retokenize", "tokenizer": name, "config": asdict(config)}
             plan = begin_change(work, manifest, arguments)
         return _retokenize(work, manifest, plan, workers or os.cpu_count() or 1, progress)
 

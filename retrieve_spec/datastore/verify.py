@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.catalog import rows_checksum
+from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import FileEntry, sha256_of
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, read_manifest
@@ -123,6 +124,8 @@ def _check_structure(segment: Segment, vocabulary: int) -> None:
     _require(int(ids.max()) < vocabulary, segment, "token ids of the tokenizer")
     if len(segment.tokens):
         _check_suffix_array(segment, starts)
+    if segment.dense is not None:
+        _check_dense(segment, segment.dense)
     if segment.ngram is not None:
         _check_table(segment, segment.ngram, vocabulary)
     if segment.automaton is not None:
@@ -147,6 +150,16 @@ def _check_suffix_array(segment: Segment, starts: NDArray[np.int64]) -> None:
     _require(len(sa) == int(expected.sum()) and (listed == expected).all(), segment, "every position once")
     _require(_out_of_order(tokens, sa) < 0, segment, "a sorted suffix array")
     _require(np.array_equal(sa_top_table(tokens, sa, segment.bits), segment.top), segment, "a matching top table")
+
+
+def _check_dense(segment: Segment, dense: DenseIndex) -> None:
+    """Keys of tokens that something follows, each once, and a transform and an index that answer."""
+    positions, tokens = dense.positions(), np.asarray(segment.tokens)
+    inside = len(positions) == dense.count and positions[0] >= 0 and positions[-1] < len(tokens) - 1
+    _require(inside and (np.diff(positions) > 0).all(), segment, "dense keys of different positions in the text")
+    _require((tokens[positions] != 0).all() and (tokens[positions + 1] != 0).all(), segment, "dense keys of tokens")
+    similarity, _ = dense.search(dense.transform.mean[None] + dense.transform.scale[None], 1)
+    _require(np.isfinite(similarity).all(), segment, "finite similarities of dense keys")
 
 
 def _check_table(segment: Segment, table: NgramTable, vocabulary: int) -> None:

@@ -1,0 +1,251 @@
+"""Building dense indexes: from the segments of a change and a model to their index files, resumable step by step.
+
+The work folder holds, beside the segments, ``dense-transform.bin`` (mean, scale, components), ``keys-N-M.bin``
+(checkpoint M of the keys of segment N) and ``dense-N.json``, the record that the index files of segment N are written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import DenseConfig
+from retrieve_spec.datastore.dense import (
+    INDEX,
+    TRANSFORM,
+    Transform,
+    check_model,
+    hidden_size_of,
+    model_fingerprint,
+)
+from retrieve_spec.datastore.dense_faiss import build_index, choose_kind, recall
+from retrieve_spec.datastore.dense_keys import (
+    HiddenStates,
+    Windows,
+    check_dims,
+    choose_windows,
+    fit_transform,
+    prefix_of,
+    sample_states,
+    windows_of,
+    write_keys,
+)
+from retrieve_spec.datastore.dense_thin import hard_positions
+from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of, sync_folder, write_array
+from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.manifest import SEGMENTS, DenseRecord, Manifest, SegmentEntry
+from retrieve_spec.datastore.progress import Stopwatch
+from retrieve_spec.datastore.segment import Segment, open_segment
+from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.errors import BuildError, TokenizerMismatchError
+from retrieve_spec.reference_model import load_model
+
+_RECORD = "dense-record.json"
+_FITTED = "dense-transform.bin"
+
+Part = tuple[Segment, Windows, NDArray[np.bool_]]
+
+
+def add_dense(
+    work: WorkFolder,
+    manifest: Manifest,
+    entries: list[SegmentEntry],
+    config: DenseConfig,
+    watch: Stopwatch,
+    *,
+    fresh: bool,
+) -> tuple[list[SegmentEntry], DenseRecord, dict[str, Any]]:
+    """Add dense indexes to the segments of a change.
+
+    Parameters
+    ----------
+    work
+        Folder of the change, with the finished segments.
+    manifest
+        The manifest that the change started from.
+    entries
+        The new segments.
+    config
+        What to build.
+    watch
+        Times the stages and shows how far they are.
+    fresh
+        Nothing of the old store remains, so that the transform is fitted anew and the model may be another.
+
+    Returns
+    -------
+    tuple
+        The segments with their dense files, what the manifest records, and the report.
+
+    Raises
+    ------
+    ModelMismatchError, TokenizerMismatchError
+        When the model is not that of the store.
+    BuildError
+        When hidden states are not finite, or there is nothing to index.
+    """
+    done = [work.path / f"dense-{entry.name}.json" for entry in entries]
+    if not all(path.exists() for path in done):
+        _build(work, manifest, entries, config, watch, fresh)
+    record = DenseRecord(**json.loads((work.path / _RECORD).read_bytes()))
+    notes = [json.loads(path.read_bytes()) for path in done]
+    files = [{name: FileEntry(**file) for name, file in note["files"].items()} for note in notes]
+    reports = [note["report"] for note in notes]
+    if not any(report["vectors"] for report in reports) and not (manifest.dense and not fresh):
+        raise BuildError("positions to index", "none", "Build from more text, or without --thin.")
+    extended = [replace(entry, files=entry.files | new) for entry, new in zip(entries, files, strict=True)]
+    return extended, record, _summary(reports, work)
+
+
+def _summary(reports: list[dict[str, Any]], work: WorkFolder) -> dict[str, Any]:
+    vectors = sum(report["vectors"] for report in reports)
+    weighed = sum(report["recall_at_10"] * report["vectors"] for report in reports)
+    fitted = work.path / "dense-fit.json"
+    return {
+        "vectors": vectors,
+        "positions": sum(report["positions"] for report in reports),
+        "kinds": sorted({report["kind"] for report in reports if report["vectors"]}),
+        "recall_at_10": round(weighed / max(vectors, 1), 4),
+        "bytes_per_vector": round(sum(report["bytes"] for report in reports) / max(vectors, 1), 2),
+        "variance_kept": json.loads(fitted.read_bytes())["variance_kept"] if fitted.exists() else None,
+    }
+
+
+def _build(
+    work: WorkFolder,
+    manifest: Manifest,
+    entries: list[SegmentEntry],
+    config: DenseConfig,
+    watch: Stopwatch,
+    fresh: bool,
+) -> None:
+    model, tokenizer = load_model(config.model)
+    if (found := tokenizer_fingerprint(tokenizer)) != manifest.fingerprint:
+        raise TokenizerMismatchError(
+            f"a model with the store's tokenizer ({manifest.fingerprint[7:19]})",
+            f"{config.model} with tokenizer {found[7:19]}",
+            "Build the store with the tokenizer of the model.",
+        )
+    old = None if fresh else manifest.dense
+    if old is not None:
+        check_model(old, model, config.model)
+        record = old
+    else:
+        size = hidden_size_of(model)
+        check_dims(config, size)
+        record = DenseRecord(config.model, model_fingerprint(model), config.layer, config.dims, size)
+    replace_file(work.path / _RECORD, json.dumps(asdict(record)).encode())
+    encoder = HiddenStates(model, record.layer, prefix_of(load_tokenizer(tokenizer), model))
+    with watch.stage("choosing", None, "tok"):
+        parts = _parts(work, manifest, entries, config, encoder)
+    transform = _transform(work, manifest, record, encoder, parts, config, watch)
+    for entry, part in zip(entries, parts, strict=True):
+        if not (work.path / f"dense-{entry.name}.json").exists():
+            _build_one(work, entry, part, transform, encoder, config, watch)
+
+
+def _parts(
+    work: WorkFolder, manifest: Manifest, entries: list[SegmentEntry], config: DenseConfig, encoder: HiddenStates
+) -> list[Part]:
+    """Segments, and the windows and positions whose keys are wanted."""
+    size = encoder.window(config.window)
+    tokens = sum(entry.tokens for entry in entries)
+    parts = []
+    for entry in entries:
+        folder = work.path / f"segment-{entry.name}"
+        folder = folder if folder.exists() else work.store / SEGMENTS / entry.name  # moved before a kill
+        segment = open_segment(folder, entry, manifest.vocabulary)
+        windows = windows_of(segment.document_starts, segment.removed, size, min(config.overlap, size // 2))
+        keep = hard_positions(segment) if config.thin else np.ones(len(segment.tokens), np.bool_)
+        share = -(-config.max_vectors * entry.tokens // tokens) if config.max_vectors else 0
+        parts.append((segment, *choose_windows(windows, keep, share)))
+    return parts
+
+
+def _transform(
+    work: WorkFolder,
+    manifest: Manifest,
+    record: DenseRecord,
+    encoder: HiddenStates,
+    parts: list[Part],
+    config: DenseConfig,
+    watch: Stopwatch,
+) -> Transform:
+    """The store's own transform where it has one, so that similarities compare; otherwise one fitted to a sample."""
+    path = work.path / _FITTED
+    if not path.exists():
+        for entry in manifest.segments if manifest.dense is not None and record == manifest.dense else ():
+            segment = open_segment(work.store / SEGMENTS / entry.name, entry, manifest.vocabulary, manifest.dense)
+            if segment.dense is not None:
+                return segment.dense.transform
+        total = min(config.sample, sum(int(taken.sum()) for _, _, taken in parts))
+        with watch.stage("fitting", total, "pos") as bar:
+            states = sample_states(encoder, parts, config.sample, bar.update)
+            fitted, kept = fit_transform(states, record.hidden_size, record.dims)
+        replace_file(work.path / "dense-fit.json", json.dumps({"variance_kept": round(kept, 4)}).encode())
+        replace_file(path, b"".join(a.tobytes() for a in (fitted.mean, fitted.scale, fitted.components)))
+    content, size = np.fromfile(path, np.float32), record.hidden_size
+    return Transform(content[:size], content[size : 2 * size], content[2 * size :].reshape(size, record.dims))
+
+
+def _build_one(
+    work: WorkFolder,
+    entry: SegmentEntry,
+    part: Part,
+    transform: Transform,
+    encoder: HiddenStates,
+    config: DenseConfig,
+    watch: Stopwatch,
+) -> None:
+    with watch.stage("embedding", int(part[2].sum()), "pos") as bar:
+        keys, positions = write_keys(work.path, entry.name, encoder, transform, *part, bar.update)
+    report: dict[str, Any] = {"vectors": len(keys), "positions": int(_possible(part[0]))}
+    files: dict[str, FileEntry] = {}
+    if len(keys):
+        kind = choose_kind(config.index, len(keys))
+        with watch.stage("dense index", None, "key"):
+            started = time.perf_counter()
+            index = build_index(keys, positions, kind)
+            files = _write(work.path / f"segment-{entry.name}", index, transform)
+            share = 1.0 if kind == "flat" else recall(index, keys, positions)
+        report |= {"kind": kind, "recall_at_10": share, "seconds": round(time.perf_counter() - started, 1)}
+    else:
+        report |= {"kind": "", "recall_at_10": 0.0}
+    report["bytes"] = files[INDEX].bytes if files else 0
+    note = {"files": {name: asdict(file) for name, file in files.items()}, "report": report}
+    replace_file(work.path / f"dense-{entry.name}.json", json.dumps(note).encode())
+    _drop(work.path.glob(f"keys-{entry.name}-*.bin"))
+
+
+def _possible(segment: Segment) -> int:
+    """Positions of documents that are followed by something."""
+    lengths = np.diff(segment.document_starts.astype(np.int64)) - 2
+    return int(np.delete(lengths, list(segment.removed)).sum())
+
+
+def _drop(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink()
+
+
+def _write(folder: Path, index: Any, transform: Transform) -> dict[str, FileEntry]:
+    import faiss
+
+    path = folder / INDEX
+    faiss.write_index(index, str(path))
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    files = {INDEX: FileEntry(path.stat().st_size, sha256_of(path))}
+    arrays = (transform.mean, transform.scale, transform.components.reshape(-1))
+    for name, array in zip(TRANSFORM, arrays, strict=True):
+        files[name] = write_array(folder / name, array)
+    sync_folder(folder)
+    return files

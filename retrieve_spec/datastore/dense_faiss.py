@@ -1,0 +1,111 @@
+"""FAISS indexes: from keys and positions to an index of a fitting kind, and how much of the exact answer it finds.
+
+IVF-PQ keeps a key in 40 bytes: 8 bytes of product quantizer over what is left of it beside its cell's centroid, which
+are scanned, and 32 bytes of a second one over what the first leaves, which rank the best of the scan (Jégou et al.,
+"Searching in one billion vectors: re-rank with source coding", 2011).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FLAT_BELOW = 50_000
+"""Keys from which on `"auto"` approximates."""
+SCANNED, REFINED = 8, 32
+"""Bytes of a key that are scanned, and that rank the best of the scan."""
+NEIGHBOURS_PER_CELL = 244
+"""Keys of an IVF cell, on average."""
+PROBES, RANKED = 32, 4
+"""Cells that are scanned for a query, and how many times the neighbours asked for are ranked."""
+ASKED = 50
+"""Neighbours asked for at least, since only so many times `RANKED` are ranked."""
+LINKS, EXPLORED = 16, 128
+"""Of HNSW: links of a node on every layer, and candidates kept while searching."""
+QUERIES = 256
+"""Keys that recall is measured with."""
+_SEED = 1234
+
+Kind = Literal["flat", "ivf-pq", "hnsw"]
+
+
+def choose_kind(kind: str, count: int) -> Kind:
+    """The kind of index for a number of keys; few keys are always searched exactly."""
+    if kind == "auto":
+        return "flat" if count < FLAT_BELOW else "ivf-pq"
+    return "flat" if kind == "ivf-pq" and count < 1 << 10 else kind  # type: ignore[return-value]
+
+
+def _faiss() -> Any:
+    """FAISS, imported on first use; its type stubs lack half of it."""
+    return import_module("faiss")
+
+
+def build_index(keys: NDArray[np.float32], positions: NDArray[np.int64], kind: Kind) -> Any:
+    """Index keys (n, dims) of length one under their positions (n,) for inner products."""
+    faiss = _faiss()
+    dims = keys.shape[1]
+    if kind == "flat":
+        index = faiss.IndexIDMap(faiss.IndexFlatIP(dims))
+    elif kind == "hnsw":
+        graph = faiss.IndexHNSWSQ(dims, faiss.ScalarQuantizer.QT_8bit, LINKS, faiss.METRIC_INNER_PRODUCT)
+        graph.hnsw.efSearch = EXPLORED
+        graph.train(keys)
+        index = faiss.IndexIDMap(graph)
+    else:
+        index = _ivf_pq(keys)
+    index.add_with_ids(keys, positions)
+    return index
+
+
+def _ivf_pq(keys: NDArray[np.float32]) -> Any:
+    """A trained, empty IVF index with a re-ranking product quantizer; its distances are 2 - 2 * cosine."""
+    faiss = _faiss()
+    count, dims = keys.shape
+    cells = max(16, count // NEIGHBOURS_PER_CELL)
+    random = np.random.default_rng(_SEED)
+    sample = keys[np.sort(random.choice(count, min(count, max(1 << 16, 64 * cells)), replace=False))]
+    centroids = faiss.Kmeans(dims, cells, niter=10, seed=_SEED, max_points_per_centroid=64)
+    centroids.train(sample)
+    quantizer = faiss.IndexFlatL2(dims)
+    quantizer.add(centroids.centroids)
+    index = faiss.IndexIVFPQR(quantizer, dims, cells, _divisor(dims, SCANNED), 8, _divisor(dims, REFINED), 8)
+    index.quantizer_trains_alone = 1
+    for coder in (index.pq, index.refine_pq):
+        coder.cp.niter, coder.cp.seed, coder.cp.max_points_per_centroid = 10, _SEED, 128
+    index.train(sample[: 1 << 16])
+    index.nprobe, index.k_factor = min(PROBES, cells), RANKED
+    return index
+
+
+def _divisor(dims: int, most: int) -> int:
+    """Largest number of equal parts of a key, at most `most`."""
+    return max(parts for parts in range(1, most + 1) if dims % parts == 0)
+
+
+def nearest(index: Any, keys: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Similarities (q, k) and positions (q, k) of the keys in an index most like some (q, dims); -1 behind the last."""
+    faiss = _faiss()
+    asked = max(k, ASKED) if index.metric_type == faiss.METRIC_L2 else k
+    distances, positions = index.search(keys, asked)
+    similarity = 1 - distances / 2 if index.metric_type == faiss.METRIC_L2 else distances  # keys have length one
+    return similarity[:, :k], positions[:, :k]
+
+
+def recall(index: Any, keys: NDArray[np.float32], positions: NDArray[np.int64], k: int = 10) -> float:
+    """Share of the k exact nearest neighbours that an index finds, over keys of it, themselves left out."""
+    faiss = _faiss()
+    chosen = np.sort(np.random.default_rng(_SEED).choice(len(keys), min(QUERIES, len(keys)), replace=False))
+    flat = faiss.IndexFlatIP(keys.shape[1])
+    flat.add(keys)
+    _, exact = flat.search(keys[chosen], k + 1)
+    _, found = nearest(index, keys[chosen], k + 1)
+    hits = wanted = 0
+    for own, near, got in zip(positions[chosen], exact, found, strict=True):
+        right = set(positions[near[near >= 0]].tolist()) - {int(own)}
+        hits += len(right & set(got.tolist()))
+        wanted += len(right)
+    return hits / max(wanted, 1)
