@@ -76,7 +76,7 @@ class StoreCorruptError(StoreError):
 
 
 class StoreVersionError(StoreError):
-    """The store was written by a newer version of this library."""
+    """The store was written by another version of this library, in another format."""
 
 
 class StoreLockedError(StoreError):

@@ -11,7 +11,7 @@ from typing import Any
 from retrieve_spec.datastore.files import FileEntry, replace_file
 from retrieve_spec.errors import StoreCorruptError, StoreIncompleteError, StoreNotFoundError, StoreVersionError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 CATALOG = "catalog.sqlite"
 WORK = "work"
@@ -177,7 +177,7 @@ def read_manifest(store: Path) -> Manifest:
     StoreIncompleteError
         When its first build was interrupted.
     StoreVersionError
-        When a newer version of this library wrote it.
+        When another version of this library wrote it.
     StoreCorruptError
         When the manifest was altered or cut.
     """
@@ -191,10 +191,9 @@ def read_manifest(store: Path) -> Manifest:
     version = raw.get("format") if isinstance(raw, dict) else None
     if not isinstance(version, int):
         raise StoreCorruptError(f"a store manifest in {path}", "JSON without a format version", _REBUILD)
-    if version > FORMAT_VERSION:
-        raise StoreVersionError(
-            f"format {FORMAT_VERSION} or older in {path}", f"format {version}", "Upgrade retrieve-spec to read it."
-        )
+    if version != FORMAT_VERSION:
+        remedy = "Upgrade retrieve-spec to read it." if version > FORMAT_VERSION else _REBUILD
+        raise StoreVersionError(f"format {FORMAT_VERSION} in {path}", f"format {version}", remedy)
     recorded = raw.pop("checksum", None)
     if recorded != _checksum(raw):
         raise StoreCorruptError(

@@ -22,38 +22,39 @@ class NgramTable:
 
     Attributes
     ----------
-    keys
-        (capacity,) uint32 fingerprints, 0 in empty slots.
-    total
-        (capacity,) uint32, how often the context was continued, before any pruning.
-    distinct
-        (capacity,) uint16, by how many different tokens, at most 65,535.
-    start
-        (capacity + 1,) uint32, where the slot's continuations start.
+    slots
+        (capacity, 4) uint32, one row per context: fingerprint, count, first continuation, extent.
     succ_tokens, succ_counts
         (k,) uint16 or uint32 token ids, and (k,) uint32 counts, most frequent first within a slot.
     """
 
-    keys: NDArray[np.uint32]
-    total: NDArray[np.uint32]
-    distinct: NDArray[np.uint16]
-    start: NDArray[np.uint32]
+    slots: NDArray[np.uint32]
     succ_tokens: NDArray[Any]
     succ_counts: NDArray[np.uint32]
 
     @property
     def contexts(self) -> int:
         """Contexts in the table."""
-        return int(np.count_nonzero(self.keys))
+        return int(np.count_nonzero(self.slots[:, ngram.KEY]))
 
     @property
     def nbytes(self) -> int:
         """Size of all arrays in bytes."""
         return sum(getattr(self, f.name).nbytes for f in fields(self))
 
+    def look_up(self, h: np.uint64) -> tuple[int, int, NDArray[Any], NDArray[np.uint32]] | None:
+        """What followed the context with a hash: (count, distinct tokens, (k,) top tokens, (k,) their counts)."""
+        slot = int(ngram.ngram_find(self.slots, h))
+        if slot < 0:
+            return None
+        start = int(self.slots[slot, ngram.START])
+        part = slice(start, start + int(ngram.ngram_kept(self.slots, slot)))
+        distinct = int(ngram.ngram_distinct(self.slots, slot))
+        return int(self.slots[slot, ngram.TOTAL]), distinct, self.succ_tokens[part], self.succ_counts[part]
+
 
 def _bytes_needed(contexts: int, continuations: int, token_bytes: int) -> int:
-    return int(contexts / LOAD + 2) * (4 + 4 + 2 + 4) + continuations * (token_bytes + 4)
+    return int(contexts / LOAD + 2) * (4 * ngram.SLOT) + continuations * (token_bytes + 4)
 
 
 def _choose_min_count(
@@ -114,19 +115,13 @@ def build_ngrams(
     min_count = _choose_min_count(histograms, limit, np.dtype(dtype).itemsize)
     kept = sum(int(c[1 if k == 1 else min(min_count, _HISTOGRAM + 1) :].sum()) for k, (c, _) in histograms.items())
 
-    capacity = int(kept / LOAD) + 2
-    keys = np.zeros(capacity, np.uint32)
-    total = np.zeros(capacity, np.uint32)
-    distinct = np.zeros(capacity, np.uint16)
-    start = np.zeros(capacity + 1, np.uint32)
-    owner = np.full(capacity, -1, np.int64)
+    slots = np.zeros((int(kept / LOAD) + 2, ngram.SLOT), np.uint32)
+    owner = np.full(len(slots), -1, np.int64)
     for order in range(1, config.ngram_orders + 1):
         least = 1 if order == 1 else min_count
-        ngram.insert_contexts(
-            tokens, sa, shared, ahead, to_global, order, least, top, keys, total, distinct, start, owner
-        )
-    np.cumsum(start, out=start)
-    succ_tokens = np.zeros(int(start[-1]), dtype)
-    succ_counts = np.zeros(int(start[-1]), np.uint32)
-    ngram.fill_continuations(tokens, sa, shared, ahead, to_global, owner, start, succ_tokens, succ_counts)
-    return NgramTable(keys, total, distinct, start, succ_tokens, succ_counts)
+        ngram.insert_contexts(tokens, sa, shared, ahead, to_global, order, least, top, slots, owner)
+    stored = int((slots[:, ngram.EXTENT] >> 16).sum())
+    succ_tokens = np.zeros(stored, dtype)
+    succ_counts = np.zeros(stored, np.uint32)
+    ngram.fill_continuations(tokens, sa, shared, ahead, to_global, owner, slots, succ_tokens, succ_counts)
+    return NgramTable(slots, succ_tokens, succ_counts)

@@ -16,6 +16,7 @@ from retrieve_spec.datastore.files import FileEntry, check_size, map_array, writ
 from retrieve_spec.datastore.manifest import DenseRecord, SegmentEntry
 from retrieve_spec.datastore.ngrams import NgramTable, build_ngrams
 from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.kernels.ngram import SLOT
 from retrieve_spec.kernels.suffix_array import sa_top_table
 
 SUFFIX = ".bin"
@@ -142,7 +143,7 @@ def write_arrays(
         arrays |= {"tokens": tokens, "suffix_array": sa, "top": top}
     if config.index != "exact":
         table = build_ngrams(tokens, sa, to_global, config)
-        arrays |= {f"ngram_{field.name}": getattr(table, field.name) for field in fields(table)}
+        arrays |= {f"ngram_{field.name}": getattr(table, field.name).ravel() for field in fields(table)}
     if config.index != "ngram" and len(tokens) <= config.automaton_tokens:
         automaton = build_automaton(tokens, sa)
         arrays |= {f"automaton_{field.name}": getattr(automaton, field.name) for field in fields(automaton)}
@@ -174,8 +175,9 @@ def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int, record: Den
     inside = known < vocabulary  # a damaged vocabulary must not break the opening: verify reports it
     to_local[known[inside]] = np.arange(1, len(to_global), dtype=np.int32)[inside]
     table = None
-    if "ngram_keys" + SUFFIX in entry.files:
-        table = NgramTable(*(load(f"ngram_{field.name}", np.uint32) for field in fields(NgramTable)))
+    if "ngram_slots" + SUFFIX in entry.files:
+        slots, *successors = (load(f"ngram_{field.name}", np.uint32) for field in fields(NgramTable))
+        table = NgramTable(slots[: len(slots) // SLOT * SLOT].reshape(-1, SLOT), *successors)
     automaton = None
     if "automaton_link" + SUFFIX in entry.files:
         automaton = StaticAutomaton(*(load(f"automaton_{field.name}", np.uint32) for field in fields(StaticAutomaton)))

@@ -113,7 +113,7 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     Raises
     ------
     StoreNotFoundError, StoreIncompleteError, StoreVersionError
-        When there is no store, an interrupted build, or one of a newer version.
+        When there is no store, an interrupted build, or one of another version.
     StoreCorruptError
         When a file is missing or has the wrong size (`verify_datastore` checks every byte).
     TokenizerMismatchError

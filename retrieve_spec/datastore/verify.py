@@ -22,7 +22,7 @@ from retrieve_spec.datastore.progress import progress_bar
 from retrieve_spec.datastore.segment import Segment
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import StoreCorruptError
-from retrieve_spec.kernels.ngram import ngram_find, ngram_hash
+from retrieve_spec.kernels.ngram import EXTENT, KEY, START, ngram_hash
 from retrieve_spec.kernels.suffix_array import sa_search, sa_top_table
 
 _ATTEMPTS = 5
@@ -163,11 +163,13 @@ def _check_dense(segment: Segment, dense: DenseIndex) -> None:
 
 
 def _check_table(segment: Segment, table: NgramTable, vocabulary: int) -> None:
-    start = table.start.astype(np.int64)
-    used = table.keys != 0
-    _require(len(start) == len(table.keys) + 1 and not used.all(), segment, "an n-gram table with a free slot")
-    _require((np.diff(start) >= 0).all() and start[-1] == len(table.succ_tokens), segment, "rising n-gram offsets")
-    _require((np.diff(start)[used] > 0).all(), segment, "continuations of every n-gram")
+    used = table.slots[:, KEY] != 0
+    _require(len(used) > 0 and not used.all(), segment, "an n-gram table with a free slot")
+    start = table.slots[used, START].astype(np.int64)
+    kept = (table.slots[used, EXTENT] >> 16).astype(np.int64)
+    _require((kept > 0).all(), segment, "continuations of every n-gram")
+    _require(np.array_equal(start, np.cumsum(kept) - kept), segment, "rising n-gram offsets")
+    _require(int(kept.sum()) == len(table.succ_tokens), segment, "an n-gram of every continuation")
     _require(len(table.succ_tokens) == len(table.succ_counts), segment, "a count for every continuation")
     _require(int(table.succ_tokens.max(initial=0)) < vocabulary, segment, "n-gram tokens of the tokenizer")
 
@@ -201,9 +203,9 @@ def _check_ngram(segment: Segment, table: NgramTable, pattern: NDArray[np.int64]
     h = np.uint64(0)
     for token in segment.to_global[pattern[::-1]]:
         h = np.uint64(ngram_hash(h, token))
-    slot = ngram_find(table.keys, h)
-    _require(slot < 0 or int(table.total[slot]) == continued, segment, f"{continued} continuations of a sampled n-gram")
-    _require(slot >= 0 or continued == 0 or len(pattern) > 1, segment, "all n-grams of order 1")
+    found = table.look_up(h)
+    _require(found is None or found[0] == continued, segment, f"{continued} continuations of a sampled n-gram")
+    _require(found is not None or continued == 0 or len(pattern) > 1, segment, "all n-grams of order 1")
 
 
 def _check_catalog(store: Datastore) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, trie
+from retrieve_spec.kernels import automaton, ngram, trie
 from retrieve_spec.kernels.blend import (
     CELL_MEMORY,
     MASS_FLOOR,
@@ -38,7 +38,7 @@ from retrieve_spec.kernels.levels import (
     states_of,
 )
 from retrieve_spec.kernels.sampling import noise_key
-from retrieve_spec.kernels.views import view_f32, view_i32, view_u32
+from retrieve_spec.kernels.views import view_f32, view_i32, view_slots, view_u32
 
 
 @njit(cache=True, nogil=True)
@@ -56,8 +56,9 @@ def _share_of(
         hit = 1.0 if view_i32(table[s, 2], table[s, 3])[handle] == token else 0.0
         return hit, hit
     if table[s, KIND] == NGRAM:
-        start = view_u32(table[s, 6], table[s, 3] + 1)
-        for j in range(np.int64(start[handle]), np.int64(start[handle + 1])):
+        slots = view_slots(table[s, 2], table[s, 3])
+        first = np.int64(slots[handle, ngram.START])
+        for j in range(first, first + ngram.ngram_kept(slots, handle)):
             if ngram_token(table, s, j) == token:
                 return view_u32(table[s, 8], table[s, 9])[j] / total, 0.0
         return 0.0, 0.0

@@ -13,10 +13,19 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, recycling, trie
+from retrieve_spec.kernels import automaton, ngram, recycling, trie
 from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_find, ngram_hash
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
-from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_rows, view_u16, view_u32, view_u64
+from retrieve_spec.kernels.views import (
+    view_f32,
+    view_i32,
+    view_i64,
+    view_rows,
+    view_slots,
+    view_u16,
+    view_u32,
+    view_u64,
+)
 
 KIND, NUMBER = 0, 1
 AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE = 0, 1, 2, 3, 4, 5
@@ -117,9 +126,9 @@ def _recycling_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64
 @njit(cache=True, nogil=True)
 def _ngram_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     """(slot, order) of the longest context of at most ``order`` tokens in an n-gram table."""
-    keys = view_u32(table[s, 2], table[s, 3])
+    slots = view_slots(table[s, 2], table[s, 3])
     while order > 0:
-        slot = ngram_find(keys, hashes[0, order - 1])
+        slot = ngram_find(slots, hashes[0, order - 1])
         if slot >= 0:
             return np.int64(slot), np.int64(order)
         order -= 1
@@ -217,9 +226,8 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
         distinct = 1 if top > 0.9 else (2 if top > 0.7 else (3 if top > 0.5 else (5 if top > 0.3 else 9)))
         return seen, np.int64(distinct)
     if table[s, KIND] == NGRAM:
-        return np.int64(view_u32(table[s, 4], table[s, 3])[handle]), np.int64(
-            view_u16(table[s, 5], table[s, 3])[handle]
-        )
+        slots = view_slots(table[s, 2], table[s, 3])
+        return np.int64(slots[handle, ngram.TOTAL]), ngram.ngram_distinct(slots, handle)
     if table[s, KIND] == EXACT:
         return cursors[c, 1] - cursors[c, 0], np.int64(
             _exact_distinct(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2])
@@ -275,10 +283,10 @@ def read_level(
             n += 1
         return n
     if table[s, KIND] == NGRAM:
-        start = view_u32(table[s, 6], table[s, 3] + 1)
+        slots = view_slots(table[s, 2], table[s, 3])
         counts = view_u32(table[s, 8], table[s, 9])
-        first = np.int64(start[handle])
-        n = min(np.int64(start[handle + 1]) - first, READ_LIMIT)
+        first = np.int64(slots[handle, ngram.START])
+        n = min(ngram.ngram_kept(slots, handle), READ_LIMIT)
         for i in range(n):
             out_tokens[i] = ngram_token(table, s, first + i)
             out_p[i] = counts[first + i] / total

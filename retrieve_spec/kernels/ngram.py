@@ -1,15 +1,16 @@
 """N-gram tables: from a suffix array to hashed contexts of 1 … 5 tokens with their most frequent next tokens.
 
-A table is an open-addressing hash table in flat arrays. Slot s holds the context whose fingerprint is ``keys[s]`` (0:
-empty), how often it was continued (``total[s]``), by how many different tokens (``distinct[s]``), and its top
-continuations ``succ_tokens[start[s]:start[s + 1]]`` with ``succ_counts`` beside them, most frequent first.
+A table is an open-addressing hash table. A slot is four uint32 side by side, so that a context costs one cache line:
+its fingerprint (`KEY`, 0: empty), how often it was continued (`TOTAL`), where its top continuations begin (`START`),
+and by how many different tokens it was continued with how many of them are kept (`EXTENT`, low and high half). They
+stand in ``succ_tokens[start : start + kept]`` with ``succ_counts`` beside them, most frequent first.
 
 A context is hashed from its newest token to its oldest, so the hash of order k + 1 is one step from that of order k::
 
     h = 0
     for token in reversed(text):      # newest first
         h = ngram_hash(h, token)      # h now stands for one more token
-        slot = ngram_find(keys, h)
+        slot = ngram_find(slots, h)
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from numba import njit
 MAX_ORDER = 5
 """Longest context of a table, in tokens."""
 
+KEY, TOTAL, START, EXTENT = 0, 1, 2, 3
+SLOT = 4
+"""Integers per slot."""
+_HALF = 0xFFFF
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 _15 = np.uint64(15)
@@ -63,27 +68,39 @@ def _home(h, capacity):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def ngram_find(keys, h):  # type: ignore[no-untyped-def]
+def ngram_find(slots, h):  # type: ignore[no-untyped-def]
     """Find the slot of a context, or -1.
 
     Parameters
     ----------
-    keys
-        (capacity,) uint32 fingerprints, capacity ≥ 1 with at least one slot empty.
+    slots
+        (capacity, SLOT) uint32, capacity ≥ 1 with at least one slot empty.
     h
         uint64, hash of the context. Its upper half chooses the slot, its lower half is the fingerprint, so an absent
         context is taken for another with a chance of about 1 in 10^9 per search.
     """
-    capacity = len(keys)
+    capacity = len(slots)
     fingerprint = np.uint32(max(np.uint64(h) & _LOW, _ONE))
     slot = _home(h, capacity)
-    while keys[slot] != 0:
-        if keys[slot] == fingerprint:
+    while slots[slot, KEY] != 0:
+        if slots[slot, KEY] == fingerprint:
             return slot
         slot += 1
         if slot == capacity:
             slot = 0
     return -1
+
+
+@njit(cache=True, nogil=True)
+def ngram_distinct(slots, slot):  # type: ignore[no-untyped-def]
+    """By how many different tokens a context was continued, at most 65,535."""
+    return np.int64(slots[slot, EXTENT]) & _HALF
+
+
+@njit(cache=True, nogil=True)
+def ngram_kept(slots, slot):  # type: ignore[no-untyped-def]
+    """How many continuations of a context are kept."""
+    return np.int64(slots[slot, EXTENT]) >> 16
 
 
 @njit(cache=True, nogil=True)
@@ -151,12 +168,12 @@ def count_contexts(shared, ahead, order, top, contexts, continuations):  # type:
 
 @njit(cache=True, nogil=True)
 def insert_contexts(  # type: ignore[no-untyped-def]
-    tokens, sa, shared, ahead, to_global, order, min_count, top, keys, total, distinct, start, owner
+    tokens, sa, shared, ahead, to_global, order, min_count, top, slots, owner
 ):
     """Give every context of one order that is continued at least `min_count` times a slot.
 
-    Fills ``keys``, ``total``, ``distinct`` of the slot, ``start[slot + 1]`` with the continuations kept and ``owner``
-    with ``first suffix * (MAX_ORDER + 1) + order``. Of two contexts with one fingerprint the first keeps the slot.
+    Fills all of the slot but ``START``, and ``owner`` with ``first suffix * (MAX_ORDER + 1) + order``. Of two contexts
+    with one fingerprint the first keeps the slot.
     """
     i = 0
     while i < len(sa):
@@ -166,14 +183,13 @@ def insert_contexts(  # type: ignore[no-untyped-def]
             h = np.uint64(0)
             for j in range(order - 1, -1, -1):
                 h = ngram_hash(h, to_global[tokens[at + j]])
-            if ngram_find(keys, h) < 0:
-                slot = _home(h, len(keys))
-                while keys[slot] != 0:
-                    slot = slot + 1 if slot + 1 < len(keys) else 0
-                keys[slot] = np.uint32(max(h & _LOW, _ONE))
-                total[slot] = n
-                distinct[slot] = min(d, 65535)
-                start[slot + 1] = min(d, top)
+            if ngram_find(slots, h) < 0:
+                slot = _home(h, len(slots))
+                while slots[slot, KEY] != 0:
+                    slot = slot + 1 if slot + 1 < len(slots) else 0
+                slots[slot, KEY] = np.uint32(max(h & _LOW, _ONE))
+                slots[slot, TOTAL] = n
+                slots[slot, EXTENT] = min(d, _HALF) | min(d, top) << 16
                 owner[slot] = i * (MAX_ORDER + 1) + order
         i = end
 
@@ -206,12 +222,15 @@ def _top_continuations(tokens, sa, shared, ahead, to_global, i, order, kept, out
 
 @njit(cache=True, nogil=True)
 def fill_continuations(  # type: ignore[no-untyped-def]
-    tokens, sa, shared, ahead, to_global, owner, start, succ_tokens, succ_counts
+    tokens, sa, shared, ahead, to_global, owner, slots, succ_tokens, succ_counts
 ):
-    """Write the continuations of every owned slot; ``start`` is cumulative by now, ``owner`` is -1 in empty slots."""
+    """Write the continuations of every owned slot, and where they begin; ``owner`` is -1 in empty slots."""
+    b = 0
     for slot in range(len(owner)):
         if owner[slot] >= 0:
-            a, b = np.int64(start[slot]), np.int64(start[slot + 1])
+            a = b
+            b += ngram_kept(slots, slot)
+            slots[slot, START] = a
             i, order = owner[slot] // (MAX_ORDER + 1), owner[slot] % (MAX_ORDER + 1)
             top_tokens, top_counts = succ_tokens[a:b], succ_counts[a:b]
             _top_continuations(tokens, sa, shared, ahead, to_global, i, order, b - a, top_tokens, top_counts)

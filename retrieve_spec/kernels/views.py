@@ -28,6 +28,10 @@ if config.DISABLE_JIT:
         """(rows, width) int32 at an address."""
         return view_i32(address, rows * width).reshape(rows, width)
 
+    def view_slots(address: int, rows: int) -> NDArray[np.uint32]:
+        """(rows, 4) uint32 at an address."""
+        return view_u32(address, rows * 4).reshape(rows, 4)
+
     def view_u16(address: int, size: int) -> NDArray[np.uint16]:
         """(size,) uint16 at an address."""
         return _view(address, size, ctypes.c_uint16, np.uint16)  # type: ignore[no-any-return]
@@ -66,6 +70,11 @@ else:
     def view_rows(address: int, rows: int, width: int) -> NDArray[np.int32]:
         """(rows, width) int32 at an address (a reshape would cost a call into the runtime)."""
         return carray(_pointer(np.int64(address)), (rows, width), np.int32)  # type: ignore[no-any-return]
+
+    @njit(inline="always")
+    def view_slots(address: int, rows: int) -> NDArray[np.uint32]:
+        """(rows, 4) uint32 at an address."""
+        return carray(_pointer(np.int64(address)), (rows, 4), np.uint32)  # type: ignore[no-any-return]
 
     @njit(inline="always")
     def view_u16(address: int, size: int) -> NDArray[np.uint16]:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.store import Datastore
-from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_find, ngram_hash
+from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_hash
 from retrieve_spec.sources.corpus import Successors
 
 
@@ -51,12 +51,11 @@ class NgramSource:
         total = 0
         tokens, counts = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
         for table in self.tables:
-            slot = int(ngram_find(table.keys, h))
-            if slot >= 0:
-                part = slice(int(table.start[slot]), int(table.start[slot + 1]))
-                tokens.append(table.succ_tokens[part].astype(np.int64))
-                counts.append(table.succ_counts[part].astype(np.float64))
-                total += int(table.total[slot])
+            found = table.look_up(h)
+            if found is not None:
+                total += found[0]
+                tokens.append(found[2].astype(np.int64))
+                counts.append(found[3].astype(np.float64))
         if total == 0:
             return None
         ids, place = np.unique(np.concatenate(tokens), return_inverse=True)

@@ -55,8 +55,7 @@ def _address(array: NDArray[Any]) -> int:
 def _ngram_row(table: NgramTable, number: int) -> NDArray[np.int64]:
     row = np.zeros(levels.ROW, np.int64)
     row[0], row[1] = levels.NGRAM, number
-    row[2], row[3] = _address(table.keys), len(table.keys)
-    row[4], row[5], row[6] = _address(table.total), _address(table.distinct), _address(table.start)
+    row[2], row[3] = _address(table.slots), len(table.slots)
     row[7], row[8], row[9] = _address(table.succ_tokens), _address(table.succ_counts), len(table.succ_tokens)
     row[10], row[11] = MAX_ORDER, table.succ_tokens.dtype.itemsize
     return row

@@ -81,9 +81,10 @@ def rewrite(store, change):
     (store / MANIFEST).write_text(json.dumps({**body, "checksum": _checksum(body)}))
 
 
-def test_newer_format_is_refused(store):
-    rewrite(store, lambda body: body.update(format=99))
-    with pytest.raises(StoreVersionError, match="Upgrade"):
+@pytest.mark.parametrize(("version", "remedy"), [(99, "Upgrade"), (1, "build the store again")])
+def test_other_formats_are_refused(store, version, remedy):
+    rewrite(store, lambda body: body.update(format=version))
+    with pytest.raises(StoreVersionError, match=remedy):
         open_datastore(store)
 
 
@@ -135,11 +136,12 @@ def beyond(array):
         ("vocabulary", swap),
         ("vocabulary", beyond),
         ("documents", lambda array: np.append(array[:1], array)),
-        ("ngram_start", beyond),
-        ("ngram_start", swap),
+        ("ngram_slots", beyond),
+        ("ngram_slots", swap),
         ("ngram_succ_tokens", beyond),
         ("ngram_succ_counts", lambda array: array[:-1]),
-        ("ngram_total", lambda array: array + np.uint32(1)),
+        ("ngram_slots", lambda array: array + np.uint32(1)),
+        ("ngram_slots", lambda array: array[:-1]),
     ],
 )
 def test_wrong_structure_with_right_checksums_is_found(store, name, change):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.ngrams import build_ngrams
 from retrieve_spec.datastore.sort import suffix_array
-from retrieve_spec.kernels.ngram import ngram_find, ngram_hash
+from retrieve_spec.kernels.ngram import EXTENT, ngram_hash
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=40), min_size=1, max_size=8)
 
@@ -24,12 +24,11 @@ def look_up(table, context):
     h = np.uint64(0)
     for token in reversed(context):
         h = np.uint64(ngram_hash(h, token))
-    slot = ngram_find(table.keys, h)
-    if slot < 0:
+    found = table.look_up(h)
+    if found is None:
         return None
-    part = slice(int(table.start[slot]), int(table.start[slot + 1]))
-    found = list(zip(table.succ_tokens[part].tolist(), table.succ_counts[part].tolist(), strict=True))
-    return int(table.total[slot]), int(table.distinct[slot]), found
+    total, distinct, tokens, counts = found
+    return total, distinct, list(zip(tokens.tolist(), counts.tolist(), strict=True))
 
 
 @settings(max_examples=50)
@@ -48,7 +47,7 @@ def test_table_holds_the_counts(documents, stride, orders, top):
         best = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:top]
         assert found == (total, len(counts), best)
     assert table.contexts == kept
-    assert len(table.succ_tokens) == int(table.start[-1])
+    assert len(table.succ_tokens) == int((table.slots[:, EXTENT] >> 16).sum())
 
 
 def test_pruning_keeps_order_one_and_the_most_frequent():

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.drafting.published.base import CONTEXT, NGRAM, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.tree import ROOT
-from retrieve_spec.kernels.ngram import ngram_find, ngram_hash
+from retrieve_spec.kernels.ngram import ngram_hash
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
@@ -80,13 +80,11 @@ class AdaptiveTrigram(PublishedDrafter):
         counts: dict[int, float] = {}
         total = 0
         for table in self._tables:
-            slot = int(ngram_find(table.keys, h))
-            if slot >= 0:
-                part = slice(int(table.start[slot]), int(table.start[slot + 1]))
-                pairs = zip(table.succ_tokens[part].tolist(), table.succ_counts[part].tolist(), strict=True)
-                for token, count in pairs:
+            found = table.look_up(h)
+            if found is not None:
+                for token, count in zip(found[2].tolist(), found[3].tolist(), strict=True):
                     counts[token] = counts.get(token, 0.0) + count
-                total += int(table.total[slot])
+                total += found[0]
         shares = {token: count / total for token, count in counts.items()}
         self._corpus[pair] = shares
         return shares
