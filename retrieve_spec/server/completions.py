@@ -136,7 +136,7 @@ class CompletionHandlers:
             return self._stream(prepared, body, answer)
         (done,) = await self._collect(request, [prepared], begun)
         self._remember(prepared, done)
-        whole = answer.whole(done, self.provenance.of(body, done))
+        whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
         if isinstance(body, schemas.InfillRequest) and (body.n_cmpl or body.n or 1) > 1:
             others = [{**whole, "index": i, "content": text} for i, text in enumerate(done.alternatives, 1)]
             return JSONResponse([whole, *others])
@@ -164,7 +164,7 @@ class CompletionHandlers:
             self._remember(item, done)
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-        extra = self.provenance.of(body, finished[0])
+        extra = self.provenance.of(body, finished[0], prepared[0].left)
         choices = [done for done in finished for _ in range(body.n or 1)]
         return JSONResponse(wire.project(answer.whole(choices, extra), body.response_fields))
 
@@ -187,7 +187,7 @@ class CompletionHandlers:
                     shown = [{"error": {"code": 500, "message": event.error, "type": "server_error"}}]
                 else:
                     self._remember(stream.prepared, event)
-                    shown = answer.end(event, self.provenance.of(body, event))
+                    shown = answer.end(event, self.provenance.of(body, event, stream.prepared.left))
                 for item in shown:
                     yield wire.event(item)
             if answer.closing:

@@ -7,15 +7,17 @@ has at that place. Characters know no such borders, so the beginning of a draft 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 MAX_KEY = 48
 MIN_KEY = 3
 CONTINUATION_CHARS = 320
 _WORD = re.compile(r"(?<![A-Za-z0-9_])[A-Za-z0-9_]")
 _SEPARATOR = "\x00"
+_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,37 @@ class TextIndex:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._blob = _SEPARATOR.join(texts)
+        self._ends = list(accumulate(len(text) + 1 for text in texts))
         blob = self._blob
         self._starts = sorted((m.start() for m in _WORD.finditer(blob)), key=lambda at: (blob[at : at + MAX_KEY], -at))
 
     def __len__(self) -> int:
         return len(self._blob)
+
+    def occurrences(self, piece: str, limit: int) -> list[tuple[int, int]]:
+        """(number of the text, position in it) of places where a piece with a word in it stands."""
+        word = _WORD.search(piece)
+        if word is None:
+            return []
+        key, lead = piece[word.start() :], word.start()
+        found: list[tuple[int, int]] = []
+        for position in self._from(key):
+            begin = position - lead
+            if begin >= 0 and self._blob.startswith(piece, begin):
+                number = bisect_right(self._ends, begin)
+                found.append((number, begin - (self._ends[number - 1] if number else 0)))
+                if len(found) == limit:
+                    break
+        return found
+
+    def _from(self, key: str) -> Iterator[int]:
+        """Word starts where the beginning of a key stands, a bounded number of them."""
+        head, blob = key[:MAX_KEY], self._blob
+        at = bisect_left(self._starts, head, key=lambda p: blob[p : p + MAX_KEY])
+        for position in self._starts[at : at + _LOOKED_AT]:
+            if not blob.startswith(head, position):
+                return
+            yield position
 
     def find(self, left: str, starts: Sequence[int], limit: int) -> list[Continuation]:
         """Continuations of the longest match of the end of ``left``; ``starts`` are its word starts, first first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 _MIN_CHARS = 16
 _MAX_LINES = 64
 _PLACES = 3
+_LOOKED_AT = 12
+_HEAD_CHARS = 2000
+_SPDX = re.compile(r"SPDX-License-Identifier:\s*([\w.+() -]+)")
+_LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt", "COPYING", "COPYING.txt")
 
 
 class Provenance:
@@ -33,37 +38,35 @@ class Provenance:
         self._stores = list(stores)
         self._workspace = workspace
 
-    def of(self, request: Common, done: Completion) -> dict[str, Any]:
+    def of(self, request: Common, done: Completion, left: str = "") -> dict[str, Any]:
         """The ``provenance`` field of an answer, {} when it was not asked for.
 
         One entry for each line that is not trivially short: its number in the completion, its text, and up to three
-        places; a line with no place stands in none of the sources.
+        places where all of it stands as a line; one with no place stands in none of the sources. The first line
+        includes what stands left of the cursor (``left``); of a last line that goes on, the beginning counts.
         """
         if not request.provenance:
             return {}
         entries = []
-        for number, line in enumerate(done.text.split("\n")[:_MAX_LINES], 1):
+        lines = (left[left.rfind("\n") + 1 :] + done.text).split("\n")[:_MAX_LINES]
+        for number, line in enumerate(lines, 1):
             text = line.strip()
             if len(text) >= _MIN_CHARS:
-                places = [*self._in_workspace(text), *self._in_stores(text)][:_PLACES]
+                whole = number < len(lines)
+                places = [*self._in_workspace(text, whole), *self._in_stores(text, whole)][:_PLACES]
                 entries.append({"line": number, "text": text, "places": places})
         return {"provenance": entries}
 
-    def _in_workspace(self, text: str) -> list[dict[str, Any]]:
-        places: list[dict[str, Any]] = []
+    def _in_workspace(self, text: str, whole: bool) -> list[dict[str, Any]]:
         if self._workspace is None:
-            return places
-        for path, content in list(self._workspace.texts.items()):
-            at = content.find(text)
-            if at >= 0:
-                number = content.count("\n", 0, at) + 1
-                licence = self._licence_of(path)
-                places.append({"file": str(path), "line": number, "licence": licence, "source": "workspace"})
-                if len(places) == _PLACES:
-                    break
-        return places
+            return []
+        return [
+            {"file": str(path), "line": number, "licence": self._licence_of(path), "source": "workspace"}
+            for path, number, line in self._workspace.lines(text, _LOOKED_AT)
+            if _stands(text, line, whole)
+        ][:_PLACES]
 
-    def _in_stores(self, text: str) -> list[dict[str, Any]]:
+    def _in_stores(self, text: str, whole: bool) -> list[dict[str, Any]]:
         from retrieve_spec.datastore.search import search_datastore
 
         places: list[dict[str, Any]] = []
@@ -75,20 +78,28 @@ class Provenance:
             head = store.tokenizer.decode(ids[:-2], skip_special_tokens=False)
             if not spelled.startswith(head) or len(ids) < 4:
                 continue
-            found = search_datastore(store, head, limit=_PLACES, span=8)
+            found = search_datastore(store, head, limit=_LOOKED_AT, span=8)
             for place in found.occurrences if found.matched >= found.tokens - 1 else ():
                 entry = {"file": place.document.path, "licence": place.document.licence, "source": str(store.path)}
-                if place.continuation.startswith(spelled[len(head) :]) and entry not in places:
+                if _stands(spelled[len(head) :], place.continuation.partition("\n")[0], whole) and entry not in places:
                     places.append(entry)
         return places
 
     def _licence_of(self, path: Path) -> str:
-        """First line of the licence file of the workspace a file belongs to, "" if there is none."""
+        """What a file says of its licence, else the first line of the nearest licence file above it, "" for none."""
         assert self._workspace is not None
-        for root in self._workspace.roots:
-            if path.is_relative_to(root):
-                for name in ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING"):
-                    text = self._workspace.texts.get(root / name, "").strip()
-                    if text:
-                        return text.splitlines()[0].strip()[:100]
+        texts = self._workspace.texts
+        if said := _SPDX.search(texts.get(path, "")[:_HEAD_CHARS]):
+            return said[1].strip()
+        for folder in path.parents:
+            for name in _LICENCE_FILES:
+                if text := texts.get(folder / name, "").strip():
+                    return text.splitlines()[0].strip()[:100]
+            if folder in self._workspace.roots:
+                break
         return ""
+
+
+def _stands(text: str, line: str, whole: bool) -> bool:
+    """Whether a line of a source says the same, or, when it need not be whole, begins the same."""
+    return line.strip() == text.strip() if whole else line.strip().startswith(text.strip())

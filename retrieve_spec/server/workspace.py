@@ -26,6 +26,7 @@ _SEGMENT_CHARS = 500_000
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
+    order: tuple[Path, ...]
     paths: frozenset[Path]
     index: TextIndex
 
@@ -150,6 +151,21 @@ class Workspace:
                     found[hit.text] = hit
         return sorted(found.values(), key=lambda hit: -hit.matched)[:limit]
 
+    def lines(self, piece: str, limit: int) -> list[tuple[Path, int, str]]:
+        """Files and lines where a piece of a line stands: path, line number from 1, the whole line."""
+        found: list[tuple[Path, int, str]] = []
+        for segment in self._segments:
+            for number, at in segment.index.occurrences(piece, limit - len(found)):
+                path = segment.order[number]
+                text = self.texts.get(path, "")
+                if text.startswith(piece, at):  # an edit may not be indexed yet
+                    end = text.find("\n", at)
+                    line = text[text.rfind("\n", 0, at) + 1 : end if end >= 0 else len(text)]
+                    found.append((path, text.count("\n", 0, at) + 1, line))
+            if len(found) >= limit:
+                break
+        return found
+
     def _index(self, texts: dict[Path, str]) -> list[_Segment]:
         segments: list[_Segment] = []
         group: dict[Path, str] = {}
@@ -158,10 +174,10 @@ class Workspace:
             group[path] = text
             size += len(text)
             if size >= _SEGMENT_CHARS:
-                segments.append(_Segment(frozenset(group), TextIndex(list(group.values()))))
+                segments.append(_Segment(tuple(group), frozenset(group), TextIndex(list(group.values()))))
                 group, size = {}, 0
         if group:
-            segments.append(_Segment(frozenset(group), TextIndex(list(group.values()))))
+            segments.append(_Segment(tuple(group), frozenset(group), TextIndex(list(group.values()))))
         return segments
 
     def _changed(self) -> None:

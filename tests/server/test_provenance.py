@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.server.continuations import TextIndex
+from retrieve_spec.server.jobs import Completion
+from retrieve_spec.server.provenance import Provenance
+from retrieve_spec.server.schemas import InfillRequest
+from retrieve_spec.server.workspace import Workspace
+
+ASKED = InfillRequest(input_prefix="", input_suffix="", provenance=True)
+LINE = "total = sum(price for price in prices)"
+
+
+@pytest.fixture
+def places(tmp_path):
+    def of(files, text, left=""):
+        for name, content in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        workspace = Workspace([tmp_path], ServeConfig())
+        workspace.scan()
+        entries = Provenance([], workspace).of(ASKED, Completion(text=text), left)["provenance"]
+        return {
+            entry["text"]: [
+                (place["file"][len(str(tmp_path)) + 1 :], place["line"], place["licence"]) for place in entry["places"]
+            ]
+            for entry in entries
+        }
+
+    return of
+
+
+def test_a_line_stands_only_where_all_of_it_does(places):
+    files = {"a.py": f"x = 1\n    {LINE}\n", "b.py": f"{LINE} or 0\n", "c.py": f"grand_{LINE}\n"}
+    assert places(files, f"{LINE}\nx") == {LINE: [("a.py", 2, "")]}
+
+
+def test_the_last_line_may_go_on(places):
+    assert places({"a.py": f"{LINE} or 0\n"}, LINE) == {LINE: [("a.py", 1, "")]}
+
+
+def test_the_first_line_includes_what_was_typed(places):
+    left = "def f(prices):\n    total = su"
+    files = {"a.py": f"{LINE}\n", "b.py": f"x = {LINE.removeprefix('total = ')}\n"}
+    assert places(files, "m(price for price in prices)\n", left) == {LINE: [("a.py", 1, "")]}
+
+
+def test_lines_may_begin_with_signs(places):
+    text = '"""Adds up what things cost."""'
+    assert places({"a.py": f"\n{text}\n"}, f"    {text}\n") == {text: [("a.py", 2, "")]}
+
+
+def test_the_nearest_licence_counts_and_the_files_own_first(places):
+    files = {
+        "LICENSE": "MIT License\n",
+        "a.py": f"{LINE}\n",
+        "vendored/lib/COPYING": "BSD 3-Clause License\n",
+        "vendored/lib/deep/b.py": f"{LINE}\n",
+        "vendored/lib/deep/c.py": f"# SPDX-License-Identifier: Apache-2.0\n{LINE}\n",
+    }
+    assert sorted(places(files, f"{LINE}\n")[LINE]) == [
+        ("a.py", 1, "MIT License"),
+        ("vendored/lib/deep/b.py", 1, "BSD 3-Clause License"),
+        ("vendored/lib/deep/c.py", 2, "Apache-2.0"),
+    ]
+
+
+def test_occurrences_are_those_of_a_plain_search():
+    texts = ["a = foo(b)\nfoo(b)\n", "", "(foo(b))\nxfoo(b) = foo(b)", "bar"]
+    index = TextIndex(texts)
+    for piece in ("foo(b)", "(foo(b)", "= foo(b)", "bar", "nothing", "()"):
+        expected = []
+        for number, text in enumerate(texts):
+            at = text.find(piece)
+            while at >= 0:
+                if piece[0] in "(=" or at == 0 or not text[at - 1].isalnum():
+                    expected.append((number, at))
+                at = text.find(piece, at + 1)
+        assert sorted(index.occurrences(piece, 20)) == (expected if any(map(str.isalnum, piece)) else [])
