@@ -16,6 +16,8 @@ from retrieve_spec.bench.stats import passes_of
 
 # Okabe and Ito's colours, told apart by everyone.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
+LENGTH_BINS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33)
+"""First accepted length of each bar."""
 PARTS = ("prefill", "draft", "verify", "commit", "learn", "other")
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -106,7 +108,7 @@ def tokens_per_pass(summary: Summary, records: Sequence[Record]) -> Figure | Non
         colour = _colours(summary)[points[0][2]]
         axes.plot([p[0] for p in points], [p[1] for p in points], "D" if alone else "o-", color=colour)
         for x, y, name in points:
-            axes.annotate(name, (x, y), xytext=(6, -12 if alone else 5), textcoords="offset points", fontsize=8)
+            axes.annotate(name, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=8)
     axes.set_xlabel("draft nodes per pass")
     axes.set_ylabel("tokens per pass")
     axes.set_ylim(bottom=0.9)
@@ -121,13 +123,12 @@ def accepted_lengths(summary: Summary, records: Sequence[Record]) -> Figure | No
     if not ours:
         return None
     figure, axes = _figure(6.5, 3.2)
-    longest = 12
     width = 0.8 / len(ours)
     for i, (name, passes) in enumerate(ours.items()):
-        counts = np.bincount(np.minimum(passes[:, 1].astype(int), longest), minlength=longest + 1)
-        at = np.arange(longest + 1) + (i - (len(ours) - 1) / 2) * width
+        counts = np.bincount(np.searchsorted(LENGTH_BINS, passes[:, 1], side="right") - 1, minlength=len(LENGTH_BINS))
+        at = np.arange(len(LENGTH_BINS)) + (i - (len(ours) - 1) / 2) * width
         axes.bar(at, counts / counts.sum() * 100, width, color=_colours(summary)[name], label=name)
-    axes.set_xticks(range(longest + 1), [*map(str, range(longest)), f"{longest}+"])
+    axes.set_xticks(range(len(LENGTH_BINS)), [_bin_name(i) for i in range(len(LENGTH_BINS))])
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("accepted draft tokens in a pass")
     axes.set_ylabel("% of passes")
@@ -205,12 +206,28 @@ def calibration(summary: Summary, records: Sequence[Record]) -> Figure | None:
         top, drawn = max(top, *x, *y), True
     if not drawn:
         return None
-    axes.plot([0, top], [0, top], "--", color="#444444", linewidth=1, label="as expected")
+    line = np.linspace(0, top, 200)
+    axes.plot(line, line, "--", color="#444444", linewidth=1, label="as expected")
+    ticks = [tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if tick <= 1.3 * top]
+    for scale, set_ticks in ((axes.set_xscale, axes.set_xticks), (axes.set_yscale, axes.set_yticks)):
+        scale("symlog", linthresh=1, linscale=0.7)  # most passes expect little, a few expect much
+        set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        set_ticks([], minor=True)
+    axes.set_xlim(-0.1, 1.15 * top + 0.2)
+    axes.set_ylim(-0.1, 1.15 * top + 0.2)
     axes.set_xlabel("accepted tokens expected, mean of a group of passes")
     axes.set_ylabel("accepted tokens, mean")
     axes.set_title("Is the expectation right?")
     axes.legend()
     return figure
+
+
+def _bin_name(index: int) -> str:
+    first = LENGTH_BINS[index]
+    if index == len(LENGTH_BINS) - 1:
+        return f"{first}+"
+    last = LENGTH_BINS[index + 1] - 1
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _drafting(summary: Summary, records: Sequence[Record]) -> dict[str, Any]:

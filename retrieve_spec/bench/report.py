@@ -33,10 +33,10 @@ TEMPLATE = """\
 <title>{{ title }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
-body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+body { max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th, td { padding: .25rem .55rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } th { border-bottom: 2px solid #888; }
 img { max-width: 100%; height: auto; } figure { margin: 1.2rem 0; } figcaption, .facts { color: #555; }
 code { background: #f4f4f4; padding: .1rem .3rem; overflow-wrap: anywhere; }
@@ -147,7 +147,7 @@ def _facts(summary: dict[str, Any]) -> str:
 
 def _overview(summary: dict[str, Any]) -> dict[str, Any]:
     with_off = all("over_off" in f for f in summary["methods"].values())
-    head = ["method", "speed-up", "95 %", *(["over off", "95 %"] if with_off else [])]
+    head = ["method", "speed-up (95 %)", *(["over off (95 %)"] if with_off else [])]
     head += ["no loops", "pooled", "tokens/s", "tokens/pass", "nodes/pass", "identical"]
     rows = []
     for name, f in summary["methods"].items():
@@ -155,9 +155,8 @@ def _overview(summary: dict[str, Any]) -> dict[str, Any]:
         rows.append(
             [
                 name,
-                f"{speedup['value']:.2f}",
-                _range(speedup),
-                *([f"{f['over_off']['value']:.2f}", _range(f["over_off"])] if with_off else []),
+                _ratio(speedup),
+                *([_ratio(f["over_off"])] if with_off else []),
                 f"{f['not_looping']['speedup']['value']:.2f}",
                 f"{f['speedup_pooled']:.2f}",
                 f"{f['tokens_per_second']['value']:.0f}",
@@ -169,15 +168,15 @@ def _overview(summary: dict[str, Any]) -> dict[str, Any]:
     text = (
         f"Speed is tokens per second over {summary['baseline']}'s within one run, prompts included: the median over "
         "prompts with a bootstrap interval, over answers that do not end in a loop, and all tokens by all seconds. "
-        "`over off` is the same over this library's loop without drafts. Tokens per second are this machine's, for "
+        "Over off is the same over this library's loop without drafts. Tokens per second are this machine's, for "
         "orientation only. Identical are answers that equal the reference's token by token; sampled ones of "
         "transformers' loop draw other noise and agree in distribution only."
     )
     return {"title": "Methods", "text": text, "head": head, "rows": rows}
 
 
-def _range(value: dict[str, float]) -> str:
-    return f"{value['low']:.2f}-{value['high']:.2f}"
+def _ratio(value: dict[str, float]) -> str:
+    return f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
 
 
 def _losing(summary: dict[str, Any]) -> list[dict[str, Any]]:
@@ -185,9 +184,8 @@ def _losing(summary: dict[str, Any]) -> list[dict[str, Any]]:
     base = summary["baseline"]
     mine = [entry for entry in summary["losing"] if parse_method(entry["method"]).ours]
     theirs = [entry for entry in summary["losing"] if entry not in mine]
-    answers = sum(
-        f["speedup"]["prompts"] for name, f in summary["methods"].items() if name != base and parse_method(name).ours
-    )
+    count = {name: f["speedup"]["prompts"] for name, f in summary["methods"].items() if parse_method(name).ours}
+    answers = sum(number for name, number in count.items() if name != base)
     text = f"{len(mine)} of {answers} answers of this library's methods (medians over runs) are slower than {base}."
     for name in dict.fromkeys(entry["method"] for entry in theirs):
         text += f" {name} loses on {sum(entry['method'] == name for entry in theirs)}."
@@ -195,8 +193,8 @@ def _losing(summary: dict[str, Any]) -> list[dict[str, Any]]:
     off = summary.get("slower_than_off", [])
     if OFF in summary["methods"]:
         text = (
-            f"{len(off)} of {answers} are more than {NOISE:.0%} slower than this library's own loop without drafts, "
-            "the harder baseline: there drafting cost more than it gained."
+            f"{len(off)} of {sum(count.values()) - count[OFF]} are more than {NOISE * 100:.0f} % slower than this "
+            "library's own loop without drafts, the harder baseline: there drafting cost more than it gained."
         )
         made.append(_losing_table("Where drafting does not pay", text, off))
     return made
