@@ -30,9 +30,9 @@ from numba import njit
 import retrieve_spec
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import build_automaton
-from retrieve_spec.datastore.build import first_manifest, write_tokenizer
 from retrieve_spec.datastore.catalog import Catalog, Document, edited_catalog, rows_checksum
 from retrieve_spec.datastore.fingerprint import load_tokenizer
+from retrieve_spec.datastore.fresh import first_manifest, write_tokenizer
 from retrieve_spec.datastore.ingest import texts_of, tokenise
 from retrieve_spec.datastore.manifest import CATALOG, SegmentEntry, read_manifest, write_manifest
 from retrieve_spec.datastore.segment import Segment, write_segment

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.catalog import Catalog
@@ -17,14 +14,15 @@ from retrieve_spec.datastore.change import (
     ChangeReport,
     begin_change,
     existing_manifest,
+    finished,
     publish,
     resumed_plan,
     writer,
 )
-from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
-from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.fingerprint import load_tokenizer
+from retrieve_spec.datastore.fresh import check_free, config_of, first_manifest, write_tokenizer
 from retrieve_spec.datastore.ingest import Tokenised, texts_of, tokenise
-from retrieve_spec.datastore.manifest import CATALOG, Manifest, incomplete, read_manifest, tokenizer_name
+from retrieve_spec.datastore.manifest import CATALOG, Manifest, read_manifest
 from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.sources import STDIN, Source, SourceFile, list_files
 from retrieve_spec.datastore.work import WorkFolder, build_segments, read_into_chunks
@@ -98,14 +96,6 @@ def build_datastore(
         return _grow(work, first_manifest(store, plan["tokenizer"]), plan, workers, progress)
 
 
-def check_free(store: Path, work: WorkFolder) -> None:
-    """Check that a folder holds neither a store nor an interrupted build."""
-    if existing_manifest(store) is not None:
-        raise BuildError(f"no datastore at {store}", "one that is there", "Use `add`, or choose another folder.")
-    if work.plan() is not None:
-        raise incomplete(store, f"an empty folder at {store}")
-
-
 def add_documents(
     path: str | os.PathLike[str],
     sources: Source | str | list[Source | str] | None = None,
@@ -149,25 +139,6 @@ def as_sources(sources: Source | str | list[Source | str] | None, licence: str) 
     return tuple(s if isinstance(s, Source) else Source(str(s), licence) for s in given)
 
 
-def write_tokenizer(store: Path, tokenizer: Any) -> str:
-    """Put a copy of a tokenizer into a store, without truncation and padding; returns its file name.
-
-    Raises
-    ------
-    BuildError
-        When none is given, or it is none of the `tokenizers` library.
-    """
-    if tokenizer is None:
-        raise BuildError("a tokenizer", "none", "Give the model folder or tokenizer.json that drafts are for.")
-    backend = Tokenizer.from_str(load_tokenizer(tokenizer).to_str())
-    backend.no_truncation()
-    backend.no_padding()
-    content = backend.to_str().encode()
-    name = tokenizer_name(FileEntry(len(content), hashlib.sha256(content).hexdigest()))
-    replace_file(store / name, content)
-    return name
-
-
 def _plan(verb: str, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None) -> dict[str, Any]:
     return {
         "verb": verb,
@@ -176,23 +147,6 @@ def _plan(verb: str, sources: tuple[Source, ...], config: StoreConfig, max_token
         "config": asdict(config),
         "max_tokens": max_tokens,
     }
-
-
-def first_manifest(store: Path, name: str) -> Manifest:
-    """Manifest of a store without segments, for the copy of the tokenizer that lies in it under a name."""
-    tokenizer = store / name
-    backend = load_tokenizer(tokenizer)
-    vocabulary = max(backend.get_vocab().values(), default=0) + 1
-    return Manifest(
-        tokenizer_fingerprint(backend), FileEntry(tokenizer.stat().st_size, sha256_of(tokenizer)), vocabulary
-    )
-
-
-def config_of(manifest: Manifest) -> StoreConfig:
-    """Settings of the store's first build; without dense indexes where the store has none any more."""
-    recorded = manifest.history[0].get("config") if manifest.history else None
-    config = StoreConfig(**recorded) if recorded else StoreConfig()
-    return config if manifest.dense is not None else replace(config, dense=None)
 
 
 def _grow(
@@ -287,25 +241,4 @@ def grow(
         dense,
     )
     segments = (*(() if replaces else manifest.segments), *entries)
-    publish(work, manifest, segments, documents, event_of(plan, report), skipped)
-    return report
-
-
-def event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
-    """Entry of a store's history."""
-    left_out = ("files", "generation")
-    return {
-        **{key: value for key, value in plan.items() if key not in left_out and value not in (None, "")},
-        "documents": report.documents,
-        "tokens": report.tokens,
-        "skipped": report.skipped_by_reason,
-        **({"vectors": report.dense} if report.dense else {}),
-    }
-
-
-def finished(work: WorkFolder, verb: str) -> ChangeReport:
-    """Tidy up after a change that had taken effect before it was killed, and report it."""
-    work.end()
-    manifest = read_manifest(work.store)
-    event = manifest.history[-1]
-    return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))
+    return publish(work, manifest, segments, documents, plan, report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -96,6 +96,7 @@ def writer(store: Path) -> Iterator[WorkFolder]:
         When the folder cannot be written.
     """
     with explain_write_errors(store):
+        fresh = not store.exists()
         store.mkdir(parents=True, exist_ok=True)
         lock = FileLock(store / LOCK, timeout=0)
         try:
@@ -107,6 +108,9 @@ def writer(store: Path) -> Iterator[WorkFolder]:
         try:
             yield WorkFolder(store)
         finally:
+            if fresh and [path.name for path in store.iterdir()] == [LOCK]:  # nothing came of it: leave no folder
+                (store / LOCK).unlink()
+                store.rmdir()
             lock.release()
 
 
@@ -163,9 +167,9 @@ def publish(
     manifest: Manifest,
     segments: tuple[SegmentEntry, ...],
     documents: dict[str, list[Document]],
-    event: dict[str, Any],
-    skipped: Iterable[tuple[str, str, str]] = (),
-) -> Manifest:
+    plan: dict[str, Any],
+    report: ChangeReport,
+) -> ChangeReport:
     """Make a change take effect: folders, catalogue, then the manifest, then clearing up.
 
     Parameters
@@ -178,19 +182,23 @@ def publish(
         Segments of the store from now on.
     documents
         Catalogue rows of the new segments, by name.
-    event
-        Entry of the history.
-    skipped
-        What was left out.
+    plan, report
+        What was to be done and what was: the entry of the history, and what was left out.
+
+    Returns
+    -------
+    ChangeReport
+        The report.
     """
     publish_segments(work, documents)
     kept = {segment.name for segment in segments}
     with edited_catalog(work.store / CATALOG, work.path) as catalog:
         for name, rows in documents.items():
             catalog.put_segment(name, rows)
-        catalog.put_skipped(manifest.generation + 1, skipped)
+        catalog.put_skipped(manifest.generation + 1, report.skipped)
     numbers = [int(name) for name in documents]
-    following = manifest.following(segments, max([manifest.next_segment, *(n + 1 for n in numbers)]), event)
+    next_segment = max([manifest.next_segment, *(n + 1 for n in numbers)])
+    following = manifest.following(segments, next_segment, _event_of(plan, report))
     write_manifest(work.store, following)
     _drop_stale_rows(work, kept)
     drop_stale_segments(work.store, kept)
@@ -198,4 +206,24 @@ def publish(
         if copy.name != following.tokenizer_name:
             copy.unlink()
     work.end()
-    return following
+    return report
+
+
+def _event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
+    """Entry of a store's history."""
+    left_out = ("files", "generation")
+    return {
+        **{key: value for key, value in plan.items() if key not in left_out and value not in (None, "")},
+        "documents": report.documents,
+        "tokens": report.tokens,
+        "skipped": report.skipped_by_reason,
+        **({"vectors": report.dense} if report.dense else {}),
+    }
+
+
+def finished(work: WorkFolder, verb: str) -> ChangeReport:
+    """Tidy up after a change that had taken effect before it was killed, and report it."""
+    work.end()
+    manifest = read_manifest(work.store)
+    event = manifest.history[-1]
+    return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
@@ -15,37 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import DenseConfig, StoreConfig
-from retrieve_spec.datastore.build import (
-    check_free,
-    config_of,
-    event_of,
-    finished,
-    first_manifest,
-    grow,
-    write_tokenizer,
-)
-from retrieve_spec.datastore.catalog import Catalog, Document, rows_checksum
+from retrieve_spec.datastore.build import grow
+from retrieve_spec.datastore.catalog import Document, rows_checksum
 from retrieve_spec.datastore.change import (
     ChangeReport,
     begin_change,
     existing_manifest,
+    finished,
     publish,
     resumed_plan,
     writer,
 )
-from retrieve_spec.datastore.dense import DENSE_FILES
-from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder
+from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.fingerprint import load_tokenizer
+from retrieve_spec.datastore.fresh import check_free, config_of, first_manifest, write_tokenizer
 from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map
-from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, Manifest, SegmentEntry, read_manifest
+from retrieve_spec.datastore.manifest import Manifest, read_manifest
 from retrieve_spec.datastore.progress import Stopwatch
-from retrieve_spec.datastore.segment import SUFFIX, Segment, write_arrays
-from retrieve_spec.datastore.sources import glob
+from retrieve_spec.datastore.removal import choose_documents, without_documents
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
-
-_SHARED = ("tokens", "vocabulary", "documents")
 
 
 def remove_documents(
@@ -79,32 +67,12 @@ def remove_documents(
     read_manifest(store)
     with writer(store) as work:
         manifest = read_manifest(store)
-        chosen = _choose(store, manifest, documents, where)
+        chosen = choose_documents(store, manifest, documents, where)
         if not chosen:
             raise BuildError("documents that match", "none", "See `select path from documents` in catalog.sqlite.")
         arguments = {"verb": "remove", "documents": list(documents), "where": where}
         plan = begin_change(work, manifest, {k: v for k, v in arguments.items() if v})
         return _remove(work, manifest, plan, chosen, progress)
-
-
-def _choose(store: Path, manifest: Manifest, paths: Sequence[str], where: str) -> dict[str, set[int]]:
-    """Numbers of the documents to remove, by segment."""
-    if not paths and not where:
-        raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
-    patterns = [glob(path) for path in paths]
-    chosen: dict[str, set[int]] = {}
-    with Catalog(store / CATALOG) as catalog:
-        try:
-            rows = catalog.db.conn.execute(
-                f"select segment, number, path from documents where removed_at is null and ({where or '1'})"
-            ).fetchall()
-        except sqlite3.OperationalError as error:
-            raise BuildError("an SQL condition over the documents table", f"{where!r} ({error})", "Mend it.") from error
-    live = {segment.name for segment in manifest.segments}
-    for segment, number, name in rows:
-        if segment in live and (not paths or name in paths or any(p.fullmatch(name) for p in patterns)):
-            chosen.setdefault(segment, set()).add(number)
-    return chosen
 
 
 def _remove(
@@ -126,7 +94,7 @@ def _remove(
                     replace(row, segment=name, removed_at=plan["at"] if row.number in gone else row.removed_at)
                     for row in store.catalog.documents(entry.name)
                 ]
-                rewritten = _without(work, name, segment, entry, gone, config)
+                rewritten = without_documents(work, name, segment, entry, gone, config)
                 segments.append(replace(rewritten, catalog=rows_checksum(rows)))
                 catalog[name] = rows
             bar.update(entry.tokens if gone else 0)
@@ -134,42 +102,7 @@ def _remove(
     count = sum(len(numbers) for numbers in chosen.values())
     removed = manifest.tokens - sum(segment.tokens for segment in segments)
     report = ChangeReport("remove", count, removed, len(segments), (), watch.seconds)
-    publish(work, manifest, tuple(segments), catalog, event_of(plan, report))
-    return report
-
-
-def _without(
-    work: WorkFolder, name: str, segment: Segment, entry: SegmentEntry, numbers: set[int], config: StoreConfig
-) -> SegmentEntry:
-    """Write a segment anew whose index leaves out some documents; the text is shared through hard links."""
-    if not len(segment.tokens):
-        raise BuildError(
-            "a store that keeps its text, or all documents of a segment",
-            f"{work.store}, which keeps n-grams only",
-            "Build it again without these documents.",
-        )
-    removed = sorted({*entry.removed, *numbers})
-    starts = segment.document_starts.astype(np.int64)
-    gone = np.zeros(len(segment.tokens), np.bool_)
-    for number in removed:
-        gone[starts[number] : starts[number + 1]] = True
-    sa = segment.suffix_array[~gone[segment.suffix_array]]
-    folder = work.path / f"segment-{name}"
-    folder.mkdir()
-    shared: dict[str, FileEntry] = {}
-    for file in (*(part + SUFFIX for part in _SHARED), *(part for part in DENSE_FILES if part in entry.files)):
-        _link(work.store / SEGMENTS / entry.name / file, folder / file)
-        shared[file] = entry.files[file]
-    written = write_arrays(folder, segment.tokens, segment.to_global, segment.document_starts, sa, config, skip=_SHARED)
-    sync_folder(folder)
-    return SegmentEntry(name, len(starts) - 1 - len(removed), len(sa), tuple(removed), "", shared | written)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)
+    return publish(work, manifest, tuple(segments), catalog, plan, report)
 
 
 def _documents_of(store: Datastore) -> Iterator[tuple[Document, NDArray[np.uint32]]]:

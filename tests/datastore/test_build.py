@@ -253,3 +253,21 @@ def test_history_records_what_was_done(tokenizer, texts, tmp_path):
     assert event["skipped"] == {"empty": 1}
     assert event["sources"][0]["licence"] == "MIT"
     assert event["config"]["index"] == "both"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "work/thesis.tex", "segments/audio.wav"])
+def test_a_folder_with_other_files_is_left_alone(tokenizer, texts, tmp_path, name):
+    mine = tmp_path / "mine" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("precious")
+    with pytest.raises(BuildError, match=f"empty folder.*{mine.name}"):
+        build_datastore(tmp_path / "mine", str(texts), tokenizer)
+    assert mine.read_text() == "precious"
+
+
+def test_a_build_that_cannot_begin_leaves_no_folder(tokenizer, texts, tmp_path):
+    for arguments in ((str(tmp_path / "nowhere"), tokenizer), (str(texts), None)):
+        with pytest.raises(BuildError):
+            build_datastore(tmp_path / "s", *arguments)
+        assert not (tmp_path / "s").exists()
+    build_datastore(tmp_path / "s", str(texts), tokenizer)

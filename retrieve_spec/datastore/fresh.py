@@ -1,0 +1,93 @@
+"""What a store begins with: a folder that is free, a copy of the tokenizer, a manifest without segments."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.change import LOCK, existing_manifest
+from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
+from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.manifest import CATALOG, MANIFEST, SEGMENTS, WORK, Manifest, incomplete, tokenizer_name
+from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.errors import BuildError
+
+_OURS = {
+    "": re.compile(rf"{LOCK}|{WORK}|{SEGMENTS}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"),
+    WORK: re.compile(
+        rf"(?:plan|(?:chunk|segment|dense|keys)-[\w-]+)\.(?:json|bin)(?:\.tmp)?|segment-\d+|{CATALOG}(?:-journal)?"
+    ),
+    SEGMENTS: re.compile(r"\d{6}"),
+}
+"""Names that an interrupted first build leaves, by folder."""
+
+
+def check_free(store: Path, work: WorkFolder) -> None:
+    """Check that a folder holds neither a store nor an interrupted build, nor anything else that is not a store's.
+
+    Raises
+    ------
+    BuildError
+        When there is a store, or files that a build might overwrite.
+    StoreIncompleteError
+        When an interrupted build lies there.
+    """
+    if existing_manifest(store) is not None:
+        raise BuildError(f"no datastore at {store}", "one that is there", "Use `add`, or choose another folder.")
+    if work.plan() is not None:
+        raise incomplete(store, f"an empty folder at {store}")
+    foreign = next(_foreign(store), None)
+    if foreign is not None:
+        raise BuildError(f"an empty folder at {store}", f"one that holds {foreign.name}", "Choose another folder.")
+
+
+def _foreign(store: Path) -> Iterator[Path]:
+    """Files in a folder without a manifest that no build made."""
+    for folder, ours in _OURS.items():
+        inside = store / folder
+        for path in sorted(inside.iterdir()) if inside.is_dir() else ():
+            if not ours.fullmatch(path.name):
+                yield path
+
+
+def write_tokenizer(store: Path, tokenizer: Any) -> str:
+    """Put a copy of a tokenizer into a store, without truncation and padding; returns its file name.
+
+    Raises
+    ------
+    BuildError
+        When none is given, or it is none of the `tokenizers` library.
+    """
+    if tokenizer is None:
+        raise BuildError("a tokenizer", "none", "Give the model folder or tokenizer.json that drafts are for.")
+    backend = Tokenizer.from_str(load_tokenizer(tokenizer).to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    content = backend.to_str().encode()
+    name = tokenizer_name(FileEntry(len(content), hashlib.sha256(content).hexdigest()))
+    replace_file(store / name, content)
+    return name
+
+
+def first_manifest(store: Path, name: str) -> Manifest:
+    """Manifest of a store without segments, for the copy of the tokenizer that lies in it under a name."""
+    tokenizer = store / name
+    backend = load_tokenizer(tokenizer)
+    vocabulary = max(backend.get_vocab().values(), default=0) + 1
+    return Manifest(
+        tokenizer_fingerprint(backend), FileEntry(tokenizer.stat().st_size, sha256_of(tokenizer)), vocabulary
+    )
+
+
+def config_of(manifest: Manifest) -> StoreConfig:
+    """Settings of the store's first build; without dense indexes where the store has none any more."""
+    recorded = manifest.history[0].get("config") if manifest.history else None
+    config = StoreConfig(**recorded) if recorded else StoreConfig()
+    return config if manifest.dense is not None else replace(config, dense=None)
