@@ -1,291 +1,220 @@
-"""Checks and measures the verifying pass on one GPU, without downloads; prints tables and one JSON object as last line.
+"""Checks and measures the verifying pass on one GPU, without downloads; prints a table, and one JSON object last.
 
-    python scripts/gpu_check.py [--sizes 1b 8b] [--context 512 4096] [--trace FILE] [--quick]
+    python scripts/gpu_check.py [--sizes 8b 1b] [--context 512 4096] [--trace FILE] [--out FILE] [--seconds 460]
 
-1. Conformance: tiny random models in float32 and bfloat16, drafted against plain `generate`; every difference is listed
-   with the gap between the two most probable tokens.
-2. Cost curves T(n, L) of random-weight Llama-shaped models in bfloat16, without and with CUDA graphs, next to the floor
-   (weight bytes / measured read bandwidth).
-3. Decoding in one run: plain `generate`, `generate` with a static cache, prompt lookup, ours. The target is
-   *trace-driven*: random weights do all the work of a real pass, then the recorded token is made the most probable one.
+Every section runs in a process of its own with a time limit, so that a crash, a hang or a poisoned CUDA context costs
+that section's remaining figures and nothing else; figures are kept as they come.
 
-`--trace` takes JSON lines with `prompt` and `output` token ids; by default the bundled model's card is the text.
-`--device cpu --quick` runs the script's own logic on a machine without a GPU; its figures then mean nothing.
+kernels
+    Read bandwidth; every attention backend against plain torch, and its time; the tokens chosen on the device against
+    the host's; a recorded pass with and without CUDA graphs against the model.
+conformance
+    Tiny random models in float32 and bfloat16, drafted against plain `generate`; every difference is listed with
+    the gap between the two most probable tokens.
+model SIZE
+    T(n, L) of a random-weight Llama-shaped model in bfloat16: a plain one-token pass, the static pass without and with
+    CUDA graphs, next to the floor (weight bytes / measured read bandwidth). Then plain `generate`, prompt lookup and
+    ours over recorded answers. The target is *trace-driven*: random weights do all the work of a real pass, then the
+    recorded token is made the most probable one.
+compiled SIZE
+    `generate` with a static compiled cache over the same answers.
+
+`--trace` takes JSON lines with `prompt` and `output`, as token ids or as text; by default the library's own source is
+the text. `--dry-run` runs all of it with tiny models on a CPU; its figures then mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import statistics
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
-
-import retrieve_spec as rs
-from retrieve_spec.bench.machine import machine_facts
-from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.decoding import fast_verifier
-from retrieve_spec.decoding.interface import read_interface
-from retrieve_spec.decoding.probe import probe
-from retrieve_spec.decoding.verifier import Verifier, VerifierInputs, VerifierOutput
-from retrieve_spec.drafting.tree import DraftTree
-
-SHAPES = {
-    "tiny": (64, 128, 2, 4, 2, 512),
-    "1b": (2048, 8192, 16, 32, 8, 128_256),
-    "8b": (4096, 14_336, 32, 32, 8, 128_256),
-}
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "mixtral")
-NOTHING = np.empty(0, np.int32)
-SURE = 1e4
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+CAPS = {"kernels": 100, "conformance": 130, "model 8b": 170, "model 1b": 110, "compiled 8b": 130, "compiled 1b": 80}
+MARK = "@@ "
+BARS = {"one_token_over_floor": 1.25, "wide_over_one_token": 1.3, "outside_ms": 0.3}
 
 
-def build(size: str, context: int, device: str, dtype: torch.dtype) -> Any:
-    """A random-weight Llama of a size, made on the device."""
-    hidden, inner, layers, heads, kv_heads, vocab = SHAPES[size]
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=context + 2048,
-        eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def run_section(name: str, options: argparse.Namespace, limit: float, keep: Callable[[str, Any], None]) -> str:
+    """Run a section in a process of its own, keep its figures as they come, and say what went wrong."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--section", name]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    timer = threading.Timer(limit, child.kill)
+    errors: list[str] = []
+    assert child.stdout is not None and child.stderr is not None
+    stderr = child.stderr
+    reader = threading.Thread(target=lambda: errors.append(stderr.read()), daemon=True)
+    timer.start()
+    reader.start()
     try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config).eval()
+        for line in child.stdout:
+            if line.startswith(MARK):
+                keep(*json.loads(line[len(MARK) :]))
+            else:
+                print(line, end="", flush=True)
+        code = child.wait()
     finally:
-        torch.set_default_dtype(before)
-    model.generation_config.pad_token_id = 0
-    return model
+        late = not timer.is_alive()
+        timer.cancel()
+        child.kill()
+    reader.join(5)
+    if late and code:
+        return f"stopped after {limit:.0f} s"
+    return "" if code == 0 else f"exit {code}: {' | '.join(''.join(errors).strip().splitlines()[-4:])[-600:]}"
 
 
-def wait(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+def emit(name: str, value: Any) -> None:
+    """Hand a figure to the parent."""
+    print(MARK + json.dumps([name, value]), flush=True)
 
 
-def median_ms(run: Callable[[], Any], device: str, repeats: int) -> float:
-    """Median milliseconds of a call, after three warm-up calls."""
-    times = []
-    for repeat in range(repeats + 3):
-        wait(device)
-        began = time.perf_counter()
-        run()
-        wait(device)
-        if repeat >= 3:
-            times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times)
-
-
-def bandwidth(device: str, quick: bool) -> float:
-    """Bytes per second of reading a large tensor."""
-    data = torch.ones((64 << 20) if not quick else (1 << 20), dtype=torch.bfloat16, device=device)
-    return data.nbytes / (median_ms(lambda: data.view(torch.int16).max(), device, 10) / 1e3)
-
-
-def conformance(device: str, families: tuple[str, ...] = FAMILIES) -> list[dict[str, Any]]:
-    """Drafted against plain output of tiny models; differences with the gap of the top two logits."""
-    common: dict[str, Any] = dict(  # noqa: C408
-        vocab_size=199, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, initializer_range=0.2, eos_token_id=None,
-        pad_token_id=0, bos_token_id=1,
-    )  # fmt: skip
-    rows = []
-    for name in families:
-        for dtype in (torch.float32, torch.bfloat16):
-            torch.manual_seed(0)
-            extra = {"num_local_experts": 4, "num_experts_per_tok": 2} if name == "mixtral" else {}
-            extra |= {"sliding_window": 16} if name in ("mistral", "gemma3_text") else {}
-            config = AutoConfig.for_model(name, **common, **extra)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(device)
-            ids = torch.tensor([[3 + (i * 37 + 11) % 190 for i in range(40)]], device=device)
-            options = {"max_new_tokens": 96, "do_sample": False, "pad_token_id": 0}
-            plain = model.generate(ids, **options)
-            rs.accelerate(model, nodes=24, static_pass="always")
-            static = isinstance(model.speculation._make_verifier(), fast_verifier.StaticVerifier)
-            ours = model.generate(ids, **options)
-            rs.restore(model)
-            row = {"model": name, "dtype": str(dtype)[6:], "static": static, "same": bool(torch.equal(plain, ours))}
-            if not row["same"]:
-                at = int((plain != ours).nonzero()[0, 1])
-                top = model(plain[:, :at]).logits[0, -1].float().topk(2).values
-                row |= {"position": at, "gap": round(float(top[0] - top[1]), 5)}
-            rows.append(row)
-            print(row)
-    return rows
-
-
-def started(make: Callable[[], Verifier], model: Any, context: int, device: str) -> Verifier:
-    from transformers import DynamicCache
-
-    prompt = torch.as_tensor((np.arange(context) * 7919 + 13) % 500, device=device)[None]
-    verifier = make()
-    positions = torch.arange(context, device=device)[None]
-    kwargs = {"past_key_values": DynamicCache(config=model.config), "position_ids": positions}
-    verifier.start(VerifierInputs(prompt, kwargs, max_length=context + 512))
-    verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
-    verifier.commit(NOTHING)
-    return verifier
-
-
-def curve(
-    model: Any, make: Any, context: int, widths: list[int], device: str, repeats: int, graphs: bool
-) -> dict[int, float]:
-    """Milliseconds of a pass by number of drafted nodes; repeated without a commit, so the context stays."""
-    fast_verifier.PASS = replace(fast_verifier.PASS, cuda_graphs=graphs)
-    times = {}
+def attempt(name: str, run: Callable[[], Any]) -> Any:
+    """A figure, or the error in its place; what comes after goes on."""
     try:
-        verifier = started(make, model, context, device)
-        for width in widths:
-            tree = DraftTree.from_paths(
-                [list(range(20, 20 + (width + 1) // 2)), *[[500 - i] for i in range(width // 2)]]
-            )
-            tree = tree if width else DraftTree()
-            times[width] = median_ms(lambda t=tree: verifier.forward(np.array([5], np.int32), t), device, repeats)
-        verifier.commit(NOTHING)
-        verifier.finish()
-    finally:
-        fast_verifier.PASS = replace(fast_verifier.PASS, cuda_graphs=False)
-    return times
+        value = run()
+    except Exception as error:
+        traceback.print_exc()
+        value = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+    emit(name, value)
+    return value
 
 
-class TraceDriven:
-    """A verifier whose target is made to say the recorded text, after all its work is done."""
+def section(name: str, options: argparse.Namespace) -> None:
+    """What the child process does."""
+    import gpu_sections as sections
+    import torch
 
-    def __init__(self, inner: Verifier, trace: torch.Tensor) -> None:
-        self._inner, self._trace, self._past = inner, trace, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def start(self, inputs: VerifierInputs) -> None:
-        self._past = 0
-        self._inner.start(inputs)
-
-    def forward(self, root_ids: Any, tree: Any = None, *, keep: int = 1, want_hidden: Any = None) -> VerifierOutput:
-        out = self._inner.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
-        self._roots = len(root_ids)
-        last = self._past + self._roots
-        after = np.arange(last - keep + 1, last + 1)
-        if tree is not None and len(tree):
-            after = np.concatenate([after, last + tree.depth])
-        after = torch.from_numpy(after).clamp(max=len(self._trace) - 1).to(out.logits.device)
-        with torch.inference_mode():
-            logits = out.logits.scatter(1, self._trace[after][:, None], SURE)
-        return VerifierOutput(logits, out.hidden)
-
-    def commit(self, path: Any) -> None:
-        self._past += self._roots + len(path)
-        self._inner.commit(path)
+    setting = sections.Setting(options)
+    with torch.no_grad():
+        kind, _, size = name.partition(" ")
+        getattr(sections, kind)(setting, attempt, *([size] if size else []))
 
 
-def tell(trace: torch.Tensor) -> Callable[..., Any]:
-    """A logits processor that makes the recorded token the most probable one."""
-
-    def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        at = min(input_ids.shape[1], len(trace) - 1)
-        return scores.index_fill(1, trace[at : at + 1], SURE)
-
-    return process
-
-
-def decode(model: Any, prompt: list[int], output: list[int], device: str) -> dict[str, Any]:
-    """Tokens per second of four ways to decode one recorded answer."""
-    trace = torch.tensor(prompt + output, device=device)
-    ids = trace[None, : len(prompt)]
-    options = {"max_new_tokens": len(output), "min_new_tokens": len(output), "do_sample": False, "pad_token_id": 0}
-    told = LogitsProcessorList([tell(trace)])
-    results: dict[str, Any] = {}
-
-    def timed(name: str, run: Callable[[], Any]) -> None:
-        try:
-            run()
-            wait(device)
-            began = time.perf_counter()
-            out = run()
-            wait(device)
-            seconds = time.perf_counter() - began
-            same = bool(torch.equal(out[0, : len(trace)], trace))
-            results[name] = {"tokens_per_s": round(len(output) / seconds, 1), "same": same}
-        except Exception as error:  # a baseline that does not run here must not cost the other figures
-            results[name] = {"error": f"{type(error).__name__}: {str(error)[:120]}"}
-
-    timed("generate", lambda: model.generate(ids, logits_processor=told, **options))
-    timed("prompt lookup", lambda: model.generate(ids, logits_processor=told, prompt_lookup_num_tokens=10, **options))
-    timed("static cache", lambda: model.generate(ids, logits_processor=told, cache_implementation="static", **options))
-    rs.accelerate(model, static_pass="always")
-    make = model.speculation._make_verifier
-    model.speculation._make_verifier = lambda: TraceDriven(make(), trace)
-    options.pop("min_new_tokens")
-    timed("ours", lambda: model.generate(ids, **options))
-    results["ours"]["tokens_per_pass"] = round(model.speculation.last.tokens_per_pass, 2)
-    rs.restore(model)
-    return results
+def summary(result: dict[str, Any]) -> list[str]:
+    """Lines of the table, and `result["bars"]` filled in."""
+    lines: list[str] = []
+    bandwidth = result.get("kernels", {}).get("read_bytes_per_s")
+    bars = result.setdefault("bars", {})
+    for size in ("8b", "1b", "tiny"):
+        figures = result.get(f"model {size}", {})
+        weight_bytes = figures.get("weight_bytes")
+        if not isinstance(bandwidth, (int, float)) or not isinstance(weight_bytes, (int, float)):
+            continue
+        floor = weight_bytes / bandwidth * 1e3
+        lines.append(f"{size}: {weight_bytes / 1e9:.2f} GB of weights, floor {floor:.3f} ms")
+        lines.append(f"{'L':>6} {'pass':>22} {'n':>4} {'ms':>9} {'floor/ms':>9}")
+        curves = {key: value for key, value in figures.items() if key.startswith("curve ") and "error" not in value}
+        for key, times in curves.items():
+            _, context, kind = key.split(" ", 2)
+            for nodes, ms in times.items():
+                lines.append(f"{context:>6} {kind:>22} {nodes:>4} {ms:>9.3f} {floor / ms:>9.2f}")
+        bars[size] = measured_bars(figures, curves, floor)
+        for kind, answers in figures.items():
+            if kind.startswith("decode ") and isinstance(answers, dict) and "tokens_per_s" in answers:
+                lines.append(f"  trace-driven, {kind[7:]}: {answers}")
+        compiled = result.get(f"compiled {size}", {})
+        lines += [
+            f"  trace-driven, {kind[7:]}: {value}" for kind, value in compiled.items() if kind.startswith("decode")
+        ]
+        lines.append(f"  bars: {bars[size]}")
+    return lines
 
 
-def traces(path: str | None, vocab: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, output) token ids of recorded answers."""
-    if path is not None:
-        for line in Path(path).read_text().splitlines():
-            record = json.loads(line)
-            yield [t % vocab for t in record["prompt"]], [t % vocab for t in record["output"]]
-        return
-    from tokenizers import Tokenizer
-
-    folder = Path(rs.__file__).parent / "reference"
-    text = (folder / "CARD.md").read_text()
-    ids = [t % vocab for t in Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids]
-    yield ids[:256], ids[256:384]
+def measured_bars(figures: dict[str, Any], curves: dict[str, Any], floor: float) -> dict[str, Any]:
+    """The stated bars next to what was measured, at the longest context, with the fastest kind of pass."""
+    bars: dict[str, Any] = {}
+    kinds = [key for key in curves if "static" in key]
+    if kinds:
+        longest = max(int(key.split()[1]) for key in kinds)
+        best = min((key for key in kinds if int(key.split()[1]) == longest), key=lambda key: curves[key].get("0", 1e9))
+        times = curves[best]
+        bars["pass"] = best
+        if "0" in times:
+            bars["one_token_over_floor"] = round(times["0"] / floor, 3)
+            if "64" in times:
+                bars["wide_over_one_token"] = round(times["64"] / times["0"], 3)
+    plain = figures.get("decode generate", {})
+    for kind, ours in figures.items():
+        if not kind.startswith("decode ours") or "tokens_per_s" not in ours:
+            continue
+        bars.setdefault("outside_ms", {})[kind[7:]] = ours["outside_ms"]
+        if "tokens_per_s" in plain and kinds and "0" in curves[bars["pass"]]:
+            step = curves[bars["pass"]]["0"] + ours["outside_ms"]
+            asked = ours["tokens_per_pass"] * 0.85 * (1e3 / plain["tokens_per_s"]) / step
+            bars.setdefault("speedup", {})[kind[7:]] = {
+                "measured": round(ours["tokens_per_s"] / plain["tokens_per_s"], 2),
+                "asked": round(asked, 2),
+            }
+    return {**bars, "at_most": BARS}
 
 
 def main() -> None:
+    """Run the sections in order of importance and print what they found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=sorted(SHAPES))
+    parser.add_argument("--sizes", nargs="+", default=["8b", "1b"], choices=["8b", "1b", "tiny"])
     parser.add_argument("--context", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--nodes", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16, 32, 64, 128, 255])
-    parser.add_argument("--trace")
-    parser.add_argument("--quick", action="store_true", help="tiny model, few repeats")
+    parser.add_argument("--trace", help="JSON lines of recorded answers")
+    parser.add_argument("--out", type=Path, help="also write the JSON object here, after every figure")
+    parser.add_argument("--seconds", type=float, default=460.0, help="time for everything")
+    parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--only", nargs="+", help="sections to run")
+    parser.add_argument("--section", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.quick:
-        options.sizes, options.context, options.nodes = ["tiny"], [64], [0, 4, 16]
-    repeats = 3 if options.quick else 15
-    result: dict[str, Any] = {"device": options.device, "sizes": {}, "machine": machine_facts()}
-    with torch.no_grad():
-        result["conformance"] = conformance(options.device, FAMILIES[:1] if options.quick else FAMILIES)
-        result["read_bytes_per_s"] = bandwidth(options.device, options.quick)
-        for size in options.sizes:
-            model = build(size, max(options.context), options.device, torch.bfloat16)
-            weight_bytes = sum(p.nbytes for p in model.parameters())
-            floor = weight_bytes / result["read_bytes_per_s"] * 1e3
-            make, why = fast_verifier.try_build(
-                model, probe(model, read_interface(model)), SpeculationConfig(static_pass="always")
-            )
-            entry: dict[str, Any] = {"floor_ms": round(floor, 3), "why_not_static": why, "curves": []}
-            for context in options.context if make else ():
-                for graphs in (False, True) if options.device.startswith("cuda") else (False,):
-                    times = curve(model, make, context, options.nodes, options.device, repeats, graphs)
-                    entry["curves"].append({"context": context, "graphs": graphs, "ms": times})
-                    for nodes, ms in times.items():
-                        print(f"{size} L={context} graphs={graphs} n={nodes}: {ms:.2f} ms, floor/ms {floor / ms:.2f}")
-            vocab = model.config.vocab_size
-            answers = list(traces(options.trace, vocab))[: 1 if options.quick else 4]
-            entry["decoding (trace-driven)"] = [decode(model, p, o[:256], options.device) for p, o in answers]
-            print(size, entry["decoding (trace-driven)"])
-            result["sizes"][size] = entry
-            del model, make
-            gc.collect()
-            if options.device.startswith("cuda"):
-                torch.cuda.empty_cache()
-    print(json.dumps(result))
+    if options.dry_run:
+        options.device, options.sizes, options.context, options.nodes = "cpu", ["tiny"], [64], [0, 4, 64]
+    if options.section:
+        section(options.section, options)
+        return
+    from retrieve_spec.bench.machine import machine_facts
+
+    began = time.monotonic()
+    result: dict[str, Any] = {"device": options.device, "dry_run": options.dry_run, "machine": machine_facts()}
+    result |= {"problems": {}, "seconds": {}}
+
+    def save() -> None:
+        if options.out is not None:
+            options.out.write_text(json.dumps(result), encoding="utf-8")
+
+    names = [
+        "kernels",
+        "conformance",
+        *(f"model {s}" for s in options.sizes),
+        *(f"compiled {s}" for s in options.sizes),
+    ]
+    try:
+        for name in options.only or names:
+            left = options.seconds - (time.monotonic() - began)
+            if left < 20:
+                result["problems"][name] = "no time left"
+                continue
+            figures = result[name] = {}
+
+            def keep(key: str, value: Any, name: str = name, figures: dict[str, Any] = figures) -> None:
+                figures[key] = value
+                print(f"[{name}] {key}: {value}", flush=True)
+                save()
+
+            started = time.monotonic()
+            if problem := run_section(name, options, min(left, CAPS.get(name, 300)), keep):
+                result["problems"][name] = problem
+                print(f"[{name}] {problem}", flush=True)
+            result["seconds"][name] = round(time.monotonic() - started, 1)
+    finally:
+        try:
+            print("\n".join(summary(result)))
+        except Exception as error:  # the figures are worth more than their table
+            result["problems"]["summary"] = f"{type(error).__name__}: {error}"
+        save()
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":
