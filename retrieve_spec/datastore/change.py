@@ -95,6 +95,8 @@ def writer(store: Path) -> Iterator[WorkFolder]:
     BuildError
         When the folder cannot be written.
     """
+    if store.exists() and not store.is_dir():
+        raise BuildError(f"a folder at {store}", "a file", "Name the store first, then what to read.")
     with explain_write_errors(store):
         fresh = not store.exists()
         store.mkdir(parents=True, exist_ok=True)

@@ -52,6 +52,13 @@ def test_whole_life(command, store, records, tmp_path):
     assert open_datastore(tmp_path / "m", tokenizer="reference").manifest.documents == 7
 
 
+def test_automaton(command, texts, tmp_path):
+    for name, limit, has in (("small", 50, False), ("large", 5000, True)):
+        arguments = ("build", tmp_path / name, texts, "--tokenizer", "reference", "--automaton-tokens", limit)
+        assert command(*arguments)[0] == 0
+        assert (open_datastore(tmp_path / name).segments[0].automaton is not None) == has
+
+
 def test_progress_goes_nowhere_but_to_a_terminal(command, texts, tmp_path):
     code, out, err = command("build", tmp_path / "t", texts, "--tokenizer", "reference")
     assert (code, err) == (0, "")
@@ -71,6 +78,7 @@ def test_skipped_files_are_listed(command, store, tmp_path):
         (["info", "{tmp}/nowhere"], 1, "no such folder"),
         (["build", "{tmp}/s", "{tmp}/texts", "--tokenizer", "reference"], 1, "one that is there"),
         (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "{tmp}/texts/a.txt"], 1, "tokenizer.json"),
+        (["build", "{tmp}/texts/a.txt", "{tmp}/texts", "--tokenizer", "reference"], 1, "Name the store first"),
         (["build", "{tmp}/new", "{tmp}/texts"], 2, "--tokenizer"),
         (["build", "{tmp}/new", "--tokenizer", "reference"], 2, "SOURCE"),
         (["build", "{tmp}/new", "--resume"], 1, "without --resume"),
