@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.dense_faiss import nearest
-from retrieve_spec.datastore.files import FileEntry, check_size, map_array, sha256_of
+from retrieve_spec.datastore.dense_faiss import nearest, open_index
+from retrieve_spec.datastore.files import FileEntry, map_array
 from retrieve_spec.datastore.manifest import DenseRecord
 from retrieve_spec.errors import ConfigError, ModelMismatchError, StoreCorruptError
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 INDEX = "dense_index.faiss"
 TRANSFORM = ("dense_mean.bin", "dense_scale.bin", "dense_components.bin")
 DENSE_FILES = (INDEX, *TRANSFORM)
-MAPPED_BYTES = 1 << 28
-"""Larger index files are mapped into memory; smaller ones are read, and their checksum is compared."""
+CHECKED_BYTES = 1 << 28
+"""The checksum of an index file up to this size is compared before its first search."""
 WEIGHTS_SAMPLED = 16
 """Of every parameter, for the fingerprint of a model."""
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -59,7 +59,7 @@ class Transform:
 
 
 class DenseIndex:
-    """Hidden states of one segment's tokens; the files are opened by the first search.
+    """Hidden states of one segment's tokens, in files mapped into memory; the first search reads what it needs.
 
     Attributes
     ----------
@@ -85,7 +85,10 @@ class DenseIndex:
             record.hidden_size,
             record.fingerprint,
         )
-        self._folder, self._files, self._starts = folder, files, starts
+        self._path, self._checksum = folder / INDEX, files[INDEX].sha256
+        self._content = map_array(self._path, files[INDEX], scattered=True)  # now: the store may change meanwhile
+        self._arrays = tuple(map_array(folder / name, files[name]) for name in TRANSFORM)
+        self._starts = starts
         self._removed = np.array(removed, np.int64)
 
     @property
@@ -105,32 +108,28 @@ class DenseIndex:
     @cached_property
     def transform(self) -> Transform:
         """Mean, scale and principal components."""
-        mean, scale, components = (map_array(self._folder / name, self._files[name]) for name in TRANSFORM)
+        mean, scale, components = self._arrays
         sizes = (len(mean), len(scale), len(components))
         expected = (self.hidden_size, self.hidden_size, self.hidden_size * self.dims)
         if sizes != expected:
-            raise StoreCorruptError(f"a transform of sizes {expected} in {self._folder}", f"{sizes}", _REMEDY)
-        if not all(np.isfinite(a).all() for a in (mean, scale, components)) or (scale <= 0).any():
-            raise StoreCorruptError(f"finite mean, scale and components in {self._folder}", "others", _REMEDY)
+            raise StoreCorruptError(f"a transform of sizes {expected} in {self._path.parent}", f"{sizes}", _REMEDY)
+        if not all(np.isfinite(a).all() for a in self._arrays) or (scale <= 0).any():
+            raise StoreCorruptError(f"finite mean, scale and components in {self._path.parent}", "others", _REMEDY)
         return Transform(mean, scale, components.reshape(self.hidden_size, self.dims))
 
     @cached_property
     def _faiss(self) -> Any:
-        import faiss
-
-        path, entry = self._folder / INDEX, self._files[INDEX]
-        check_size(path, entry)
-        mapped = entry.bytes > MAPPED_BYTES
-        if not mapped and (found := sha256_of(path)) != entry.sha256:
-            raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12], _REMEDY)
+        small = len(self._content) <= CHECKED_BYTES
+        if small and (found := hashlib.sha256(self._content).hexdigest()) != self._checksum:
+            raise StoreCorruptError(f"checksum {self._checksum[:12]} of {self._path}", found[:12], _REMEDY)
         try:
-            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP if mapped else 0)
+            index = open_index(self._content)
         except RuntimeError as error:
-            raise StoreCorruptError(f"a FAISS index in {path}", str(error).splitlines()[0], _REMEDY) from error
+            raise StoreCorruptError(f"a FAISS index in {self._path}", str(error).splitlines()[0], _REMEDY) from error
         if index.d != self.dims:
-            raise StoreCorruptError(f"keys of {self.dims} dimensions in {path}", f"{index.d}", _REMEDY)
+            raise StoreCorruptError(f"keys of {self.dims} dimensions in {self._path}", f"{index.d}", _REMEDY)
         if index.ntotal == 0:
-            raise StoreCorruptError(f"keys in {path}", "an empty index", _REMEDY)
+            raise StoreCorruptError(f"keys in {self._path}", "an empty index", _REMEDY)
         return index
 
     def positions(self) -> NDArray[np.int64]:

@@ -99,8 +99,6 @@ def add_dense(
     notes = [json.loads(path.read_bytes()) for path in done]
     files = [{name: FileEntry(**file) for name, file in note["files"].items()} for note in notes]
     reports = [note["report"] for note in notes]
-    if not any(report["vectors"] for report in reports) and not (manifest.dense and not fresh):
-        raise BuildError("positions to index", "none", "Build from more text, or without --thin.")
     extended = [replace(entry, files=entry.files | new) for entry, new in zip(entries, files, strict=True)]
     return extended, record, _summary(reports, work)
 
@@ -146,6 +144,8 @@ def _build(
     encoder = HiddenStates(model, record.layer, prefix_of(load_tokenizer(tokenizer), model))
     with watch.stage("choosing", None, "tok"):
         parts = _parts(work, manifest, entries, config, encoder)
+    if not any(taken.any() for _, _, taken in parts) and old is None:
+        raise BuildError("positions to index", "none", "Build from more text, or without --thin.")
     transform = _transform(work, manifest, record, encoder, parts, config, watch)
     for entry, part in zip(entries, parts, strict=True):
         if not (work.path / f"dense-{entry.name}.json").exists():
@@ -243,7 +243,7 @@ def _write(folder: Path, index: Any, transform: Transform) -> dict[str, FileEntr
     faiss.write_index(index, str(path))
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-    files = {INDEX: FileEntry(path.stat().st_size, sha256_of(path))}
+    files = {INDEX: FileEntry(path.stat().st_size, sha256_of(path), "|u1")}
     arrays = (transform.mean, transform.scale, transform.components.reshape(-1))
     for name, array in zip(TRANSFORM, arrays, strict=True):
         files[name] = write_array(folder / name, array)

@@ -1,8 +1,8 @@
 """FAISS indexes: from keys and positions to an index of a fitting kind, and how much of the exact answer it finds.
 
-IVF-PQ keeps a key in 40 bytes: 8 bytes of product quantizer over what is left of it beside its cell's centroid, which
-are scanned, and 32 bytes of a second one over what the first leaves, which rank the best of the scan (Jégou et al.,
-"Searching in one billion vectors: re-rank with source coding", 2011).
+IVF-PQ keeps a key in 40 bytes: 16 bytes of product quantizer over what is left of it beside its cell's centroid, which
+are scanned, and 24 bytes of a second one over what the first leaves, which rank the best of the scan (Jégou et al.,
+"Searching in one billion vectors: re-rank with source coding", 2011). HNSW keeps it in 64 bytes beside its links.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 FLAT_BELOW = 50_000
 """Keys from which on `"auto"` approximates."""
-SCANNED, REFINED = 8, 32
-"""Bytes of a key that are scanned, and that rank the best of the scan."""
-NEIGHBOURS_PER_CELL = 244
-"""Keys of an IVF cell, on average."""
-PROBES, RANKED = 32, 4
+SCANNED, REFINED = (16, 8), (32, 6)
+"""Parts of a key and bits of each: those that are scanned, and those that rank the best of the scan."""
+CELLS = 4
+"""IVF cells, as a multiple of the square root of the number of keys."""
+PROBES, RANKED = 32, 1.5
 """Cells that are scanned for a query, and how many times the neighbours asked for are ranked."""
 ASKED = 50
 """Neighbours asked for at least, since only so many times `RANKED` are ranked."""
-LINKS, EXPLORED = 16, 128
+LINKS, EXPLORED = 16, 96
 """Of HNSW: links of a node on every layer, and candidates kept while searching."""
 QUERIES = 256
 """Keys that recall is measured with."""
@@ -65,17 +65,18 @@ def _ivf_pq(keys: NDArray[np.float32]) -> Any:
     """A trained, empty IVF index with a re-ranking product quantizer; its distances are 2 - 2 * cosine."""
     faiss = _faiss()
     count, dims = keys.shape
-    cells = max(16, count // NEIGHBOURS_PER_CELL)
+    cells = int(CELLS * count**0.5)
     random = np.random.default_rng(_SEED)
     sample = keys[np.sort(random.choice(count, min(count, max(1 << 16, 64 * cells)), replace=False))]
     centroids = faiss.Kmeans(dims, cells, niter=10, seed=_SEED, max_points_per_centroid=64)
     centroids.train(sample)
     quantizer = faiss.IndexFlatL2(dims)
     quantizer.add(centroids.centroids)
-    index = faiss.IndexIVFPQR(quantizer, dims, cells, _divisor(dims, SCANNED), 8, _divisor(dims, REFINED), 8)
+    scanned, refined = ((_divisor(dims, parts), bits) for parts, bits in (SCANNED, REFINED))
+    index = faiss.IndexIVFPQR(quantizer, dims, cells, *scanned, *refined)
     index.quantizer_trains_alone = 1
     for coder in (index.pq, index.refine_pq):
-        coder.cp.niter, coder.cp.seed, coder.cp.max_points_per_centroid = 10, _SEED, 128
+        coder.cp.niter, coder.cp.seed, coder.cp.max_points_per_centroid = 10, _SEED, 256
     index.train(sample[: 1 << 16])
     index.nprobe, index.k_factor = min(PROBES, cells), RANKED
     return index
@@ -84,6 +85,19 @@ def _ivf_pq(keys: NDArray[np.float32]) -> Any:
 def _divisor(dims: int, most: int) -> int:
     """Largest number of equal parts of a key, at most `most`."""
     return max(parts for parts in range(1, most + 1) if dims % parts == 0)
+
+
+def open_index(content: NDArray[np.uint8]) -> Any:
+    """Read an index whose arrays stay where they are, in a file mapped into memory; keep the content as long.
+
+    Raises
+    ------
+    RuntimeError
+        When it is none.
+    """
+    faiss = _faiss()
+    reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(content), len(content))
+    return faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE)  # a query takes longer with that table
 
 
 def nearest(index: Any, keys: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import faiss
+import numpy as np
+import pytest
+import torch
+from dense_models import save_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_corruption import rewrite
+
+from retrieve_spec.cli import run
+from retrieve_spec.config import DenseConfig, StoreConfig
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.dense import INDEX, check_model, continuation, model_fingerprint
+from retrieve_spec.datastore.dense_keys import HiddenStates
+from retrieve_spec.datastore.dense_search import search_dense
+from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents, retokenize_datastore
+from retrieve_spec.datastore.files import FileEntry, sha256_of
+from retrieve_spec.datastore.search import search_datastore
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import (
+    BuildError,
+    ConfigError,
+    ModelMismatchError,
+    StoreCorruptError,
+    TokenizerMismatchError,
+)
+from retrieve_spec.reference_model import load_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def dense(model, **options):
+    options = {"dims": 8, "window": 32, "overlap": 8, **options}
+    return StoreConfig(dense=DenseConfig(model, **options))
+
+
+@pytest.fixture
+def store(model, tokenizer, texts, tmp_path):
+    path = tmp_path / "s"
+    build_datastore(path, str(texts), tokenizer, config=dense(model))
+    return path
+
+
+def states_of(model, store, number=0, layer="last"):
+    """Hidden states at every token of the documents of a segment, each document read on its own in one pass."""
+    segment = open_datastore(store).segments[number]
+    encoder = HiddenStates(load_model(model)[0], layer)
+    rows = [segment.text_ids(i) for i in range(len(segment.document_starts) - 1)]
+    return segment, list(zip(segment.document_starts.tolist(), encoder(rows), strict=False))
+
+
+def test_every_position_that_something_follows_has_a_key(store):
+    (segment,) = open_datastore(store).segments
+    tokens = np.asarray(segment.tokens)
+    expected = np.flatnonzero((tokens != 0) & (np.append(tokens[1:], 0) != 0))
+    assert segment.dense.kind == "flat"
+    assert segment.dense.count == len(expected)
+    assert np.array_equal(segment.dense.positions(), expected)
+    assert verify_datastore(store)["files"] > 0
+
+
+@pytest.mark.parametrize("layer", ["last", 1])
+def test_keys_are_hidden_states_of_the_layer(model, tokenizer, texts, tmp_path, layer):
+    build_datastore(tmp_path / "s", str(texts), tokenizer, config=dense(model, layer=layer, window=128))
+    segment, documents = states_of(model, tmp_path / "s", layer=layer)
+    loaded = load_model(model)[0]
+    for start, states in documents:
+        ids = torch.tensor(segment.text_ids(segment.document_of(start)).astype(np.int64))[None]
+        with torch.inference_mode():
+            out = loaded(ids, output_hidden_states=True).hidden_states[-1 if layer == "last" else layer][0].numpy()
+        assert np.allclose(out, states, atol=1e-5)
+        similarity, positions = segment.dense.search(states[:-1], 1)
+        assert np.allclose(similarity, 1, atol=1e-4)
+        found = positions[:, 0]
+        same = found == start + np.arange(len(found))  # the same beginning may stand in two documents
+        beginnings = [bytes(segment.tokens[segment.document_starts[segment.document_of(p)] : p + 1]) for p in found]
+        assert same.all() or len(set(beginnings)) == len(beginnings)
+        assert segment.dense.layer == layer
+
+
+def test_windows_overlap(model, store):
+    """Keys of a long document depend on the window, but agree where a window has the whole beginning."""
+    segment, documents = states_of(model, store)
+    _, states = max(documents, key=lambda document: len(document[1]))
+    similarity, _ = segment.dense.search(states[:31], 1)
+    assert np.allclose(similarity, 1, atol=1e-4)
+    similarity, _ = segment.dense.search(states[40:60], 1)
+    assert (similarity > 0.5).all()
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_dense_and_exact_give_the_same_continuation_for_a_key_of_the_store(long_match, data):
+    store, segment, documents = long_match
+    number = data.draw(st.integers(0, len(documents) - 1))
+    _, states = documents[number]
+    at = data.draw(st.integers(0, len(states) - 2))
+    most = data.draw(st.integers(1, 40))
+    _, positions = segment.dense.search(states[at][None], 1)
+    got = continuation(segment, int(positions[0, 0]), most)
+    text = store.tokenizer.decode(segment.text_ids(number)[: at + 1].tolist(), skip_special_tokens=False)
+    exact = search_datastore(store, text, span=most)
+    assert exact.matched == at + 1
+    assert store.tokenizer.decode(got.tolist()) in {place.continuation for place in exact.occurrences}
+
+
+@pytest.fixture(scope="module")
+def long_match(model, tmp_path_factory):
+    from byte_tokenizers import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("property")
+    random = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "(x)", "= 1\n"]
+    for i in range(12):
+        (folder / f"{i}.txt").write_text(f"{i} " + " ".join(random.choice(words, 18)))
+    build_datastore(
+        folder / "s", Source(str(folder), include=("*.txt",)), byte_tokenizer(), config=dense(model, window=128)
+    )
+    segment, documents = states_of(model, folder / "s")
+    return open_datastore(folder / "s"), segment, documents
+
+
+def test_continuations_end_with_their_document(store):
+    (segment,) = open_datastore(store).segments
+    for number in range(len(segment.document_starts) - 1):
+        start, ids = int(segment.document_starts[number]), segment.text_ids(number)
+        assert np.array_equal(continuation(segment, start, 1000), ids[1:])
+        assert np.array_equal(continuation(segment, start, 3), ids[1:4])
+        assert len(continuation(segment, start + len(ids) - 1, 5)) == 0
+
+
+def test_removed_documents_are_not_found(model, store):
+    segment, documents = states_of(model, store)
+    remove_documents(store, ["a.txt"])
+    verify_datastore(store)
+    (after,) = open_datastore(store).segments
+    gone = after.removed[0]
+    start, states = documents[gone]
+    assert segment.dense.search(states[:-1], 1)[1].min() >= 0
+    _, positions = after.dense.search(states[:-1], 200)
+    inside = (positions >= start) & (positions < start + len(states))
+    assert not inside.any()
+    left = segment.dense.count - (len(states) - 1)
+    assert ((positions >= 0).sum(1) == min(200, left)).all()
+    assert (np.diff((positions >= 0).astype(int), axis=1) <= 0).all()
+    compact_datastore(store)
+    verify_datastore(store)
+    (compacted,) = open_datastore(store).segments
+    assert compacted.dense.count == left
+
+
+def test_added_documents_share_the_transform(store, records):
+    add_documents(store, Source(str(records), field="output"))
+    verify_datastore(store)
+    opened = open_datastore(store)
+    assert [number for number, _ in opened.dense] == [0, 1]
+    first, second = (index.transform for _, index in opened.dense)
+    assert np.array_equal(first.components, second.components)
+
+
+def test_merged_stores_are_embedded_and_must_agree(model, store, tokenizer, records, tmp_path):
+    source = Source(str(records), field="output")
+    build_datastore(tmp_path / "plain", source, tokenizer)
+    build_datastore(tmp_path / "other", source, tokenizer, config=dense(model, layer=1))
+    merge_datastores(tmp_path / "m", [tmp_path / "plain", store])
+    verify_datastore(tmp_path / "m")
+    merged = open_datastore(tmp_path / "m")
+    assert sum(index.count for _, index in merged.dense) > open_datastore(store).dense[0][1].count
+    with pytest.raises(BuildError, match="layer 1"):
+        merge_datastores(tmp_path / "n", [store, tmp_path / "other"])
+
+
+def test_retokenize_drops_dense_indexes(store, tmp_path):
+    from byte_tokenizers import byte_tokenizer
+
+    retokenize_datastore(store, byte_tokenizer(offset=3))
+    verify_datastore(store)
+    opened = open_datastore(store)
+    assert opened.dense == [] and opened.manifest.dense is None
+    (tmp_path / "new.txt").write_text("something else altogether")
+    add_documents(store, str(tmp_path / "new.txt"))
+    assert open_datastore(store).dense == []
+
+
+def test_at_most_so_many_vectors(model, tokenizer, texts, tmp_path):
+    report = build_datastore(tmp_path / "s", str(texts), tokenizer, config=dense(model, max_vectors=50))
+    assert report.dense["vectors"] == open_datastore(tmp_path / "s").dense[0][1].count == 50
+    assert report.dense["positions"] > 50
+    verify_datastore(tmp_path / "s")
+
+
+def test_thinning_keeps_what_exact_matching_gets_wrong(model, tokenizer, tmp_path):
+    (tmp_path / "t").mkdir()
+    for name, text in {"a": "the cat sat on the mat", "b": "the cat sat on the hat", "c": "zq"}.items():
+        (tmp_path / "t" / f"{name}.txt").write_text(text)
+    build_datastore(tmp_path / "s", str(tmp_path / "t"), tokenizer, config=dense(model, thin=True))
+    (segment,) = open_datastore(tmp_path / "s").segments
+    positions = set(segment.dense.positions().tolist())
+    a, b, c = segment.document_starts[:3].tolist()
+    fork = len("the cat sat on the ") - 1
+    assert {a + fork, b + fork, c} <= positions  # the documents differ behind it; nothing like the last
+    assert not {a + fork - 3, b + fork - 3} & positions  # "on t" goes on alike in both
+
+
+def test_fingerprints_tell_models_apart_and_not_dtypes(model, tmp_path):
+    base = load_model(model)[0]
+    fingerprint = model_fingerprint(base)
+    assert fingerprint.startswith("sha256:")
+    assert model_fingerprint(load_model(model, dtype="bfloat16")[0]) == fingerprint
+    other = load_model(save_model(tmp_path / "other", seed=1))[0]
+    assert model_fingerprint(other) != fingerprint
+
+
+def test_another_model_is_an_error_naming_both(model, store, tmp_path):
+    record = open_datastore(store).manifest.dense
+    other = save_model(tmp_path / "other", seed=1)
+    wide = save_model(tmp_path / "wide", hidden=32)
+    check_model(record, load_model(model)[0])
+    for path, size in ((other, 16), (wide, 32)):
+        with pytest.raises(ModelMismatchError, match=f"hidden size {size}") as caught:
+            search_dense(open_datastore(store), "the cat", model=path)
+        assert model in caught.value.expected and path in caught.value.got
+    with pytest.raises(ModelMismatchError, match="16 numbers"):
+        open_datastore(store).dense[0][1].search(np.zeros((1, 32), np.float32), 1)
+
+
+def test_the_model_must_have_the_stores_tokenizer(model, texts, tmp_path):
+    from byte_tokenizers import byte_tokenizer
+
+    with pytest.raises(TokenizerMismatchError):
+        build_datastore(tmp_path / "s", str(texts), byte_tokenizer(offset=1), config=dense(model))
+
+
+def test_hidden_states_that_are_not_finite(store, tmp_path, model, tokenizer, texts):
+    states = np.full((1, 16), np.nan, np.float32)
+    with pytest.raises(ConfigError, match="finite"):
+        open_datastore(store).dense[0][1].search(states, 1)
+    broken = load_model(model)[0]
+    with torch.no_grad():
+        broken.model.norm.weight[0] = float("nan")
+    broken.save_pretrained(tmp_path / "nan")
+    load_model(model)[1].save_pretrained(tmp_path / "nan")
+    with pytest.raises(BuildError, match="NaN"):
+        build_datastore(tmp_path / "s2", str(texts), tokenizer, config=dense(str(tmp_path / "nan")))
+
+
+@pytest.mark.parametrize(("options", "words"), [({"dims": 17}, "hidden size"), ({"layer": 3}, "layer from 1 to 2")])
+def test_settings_the_model_does_not_have(model, tokenizer, texts, tmp_path, options, words):
+    with pytest.raises(ConfigError, match=words):
+        build_datastore(tmp_path / "s", str(texts), tokenizer, config=dense(model, **options))
+
+
+@pytest.mark.parametrize("options", [{"layer": 0}, {"layer": "first"}, {"dims": 0}, {"overlap": 32}, {"index": "lsh"}])
+def test_settings_that_make_no_sense(model, options):
+    with pytest.raises(ConfigError):
+        dense(model, **options)
+    with pytest.raises(ConfigError, match="ngram"):
+        StoreConfig(index="ngram", dense=DenseConfig(model))
+
+
+def test_nothing_to_index(model, tokenizer, tmp_path):
+    (tmp_path / "one.txt").write_text("x")
+    with pytest.raises(BuildError, match="positions to index"):
+        build_datastore(tmp_path / "s", str(tmp_path / "one.txt"), tokenizer, config=dense(model))
+
+
+def replace_index(store, content):
+    """Put another index file in place and record its checksum."""
+    (folder,) = (store / "segments").iterdir()
+    path = folder / INDEX
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        faiss.write_index(content, str(path))
+    entry = dataclasses.asdict(FileEntry(path.stat().st_size, sha256_of(path), "|u1"))
+    rewrite(store, lambda body: body["segments"][0]["files"].update({INDEX: entry}))
+
+
+def flat(dims, positions):
+    index = faiss.IndexIDMap(faiss.IndexFlatIP(dims))
+    if len(positions):
+        index.add_with_ids(np.ones((len(positions), dims), np.float32), np.array(positions, np.int64))
+    return index
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"no index at all", "a FAISS index"),
+        (flat(4, [0]), "keys of 8 dimensions"),
+        (flat(8, []), "an empty index"),
+        (flat(8, [1 << 40]), "positions in the text"),
+        (flat(8, [0, 0]), "positions in the text"),
+    ],
+)
+def test_wrong_indexes_with_right_checksums_are_found(store, content, words):
+    replace_index(store, content)
+    with pytest.raises(StoreCorruptError, match=words):
+        verify_datastore(store)
+
+
+def test_a_damaged_index_is_refused_and_no_position_leaves_the_text(store):
+    hidden = np.ones((2, 16), np.float32)
+    (folder,) = (store / "segments").iterdir()
+    whole = (folder / INDEX).read_bytes()
+    (folder / INDEX).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(StoreCorruptError, match="checksum"):
+        open_datastore(store).dense[0][1].search(hidden, 1)
+    (folder / INDEX).write_bytes(whole)
+    replace_index(store, flat(8, [3, 1 << 40]))
+    _, positions = open_datastore(store).dense[0][1].search(hidden, 3)
+    assert positions.tolist() == [[3, -1, -1]] * 2
+
+
+def test_from_the_command_line(model, texts, tmp_path, capfd):
+    path = str(tmp_path / "s")
+
+    def call(*arguments):
+        code = run([str(argument) for argument in arguments])
+        return code, *capfd.readouterr()
+
+    options = ("--tokenizer", model, "--dense", model, "--dims", 8, "--index", "flat")
+    code, out, err = call("build", path, texts, *options, "--json")
+    assert code == 0, err
+    report = json.loads(out)["dense"]
+    assert report["recall_at_10"] == 1.0 and report["kinds"] == ["flat"]
+    code, out, err = call("search", path, "the cat", "--dense", "--limit", 3)
+    assert code == 0, err
+    assert out.count("@") == 3 and ".txt" in out
+    assert "layer last, 8 dims" in call("info", path)[1]
+    assert call("verify", path)[0] == 0
+    code, _, err = call("build", tmp_path / "t", texts, "--tokenizer", model, "--index", "hnsw")
+    assert code == 2 and "--dense" in err
+
+
+def test_a_store_without_dense_indexes_says_so(texts, tokenizer, tmp_path):
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    with pytest.raises(BuildError, match="--dense MODEL"):
+        search_dense(open_datastore(tmp_path / "s"), "the cat")
