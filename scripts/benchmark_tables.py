@@ -27,7 +27,10 @@ RUNS = {
         "slower-unseen-t1.0": "unseen files, T = 1.0",
         "slower-unseen-t1.5": "unseen files, T = 1.5",
     },
-    "workloads": {"workloads": "four kinds of text, greedy"},
+    "workloads": {
+        "workloads": "four kinds of text, greedy",
+        "workloads-t0.7": "four kinds of text, T = 0.7, top-p 0.95",
+    },
     "sources": {
         "sources-live": "`auto` without each source, unseen files, everything kept between prompts",
         "sources-edit": "`auto` without each source, edits with a prediction",

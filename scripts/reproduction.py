@@ -172,6 +172,7 @@ def workloads(args: argparse.Namespace) -> None:
     methods = f"plain,prompt-lookup,off,auto,{PRESETS}"
     words = ["--prompts", "builtin", "--tasks", "unseen,edit,structured,prose", "--methods", methods]
     bench(args, "workloads", *words, limit=6)
+    bench(args, "workloads-t0.7", *words, *SAMPLED["t0.7"], limit=6)  # greedy prose of so small a model loops
 
 
 def builtin(args: argparse.Namespace) -> None:
@@ -290,7 +291,7 @@ PARTS: dict[str, Part] = {
     "stores": Part(14, "unseen files with stores of the standard library and of installed packages", with_stores),
     "presets": Part(6, "every preset and auto, cold and with everything kept", presets),
     "slower": Part(6, "random words and high temperatures, where drafting should not cost anything", never_slower),
-    "workloads": Part(5, "unseen, edit, structured and prose: auto and presets", workloads),
+    "workloads": Part(9, "unseen, edit, structured and prose: auto and presets", workloads),
     "sources": Part(4, "auto without each of its sources, on the bundled model", sources),
     "passes": Part(3, "what a pass costs (docs/verifier.md)", passes),
     "datastores": Part(15, "building, opening and walking stores (docs/datastores.md)", datastores),

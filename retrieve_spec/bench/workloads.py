@@ -11,7 +11,7 @@ Four kinds, each labelled in `task`:
 `structured`
     Tables of numbers, generated with a fixed seed: much repetition, little language.
 `prose`
-    The package's own licence and long docstrings: little to copy, where drafting should lose.
+    Long docstrings of modules, begun: little to copy, where drafting should lose (greedy, so small a model loops).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 
 from retrieve_spec import cli
 from retrieve_spec.bench import cli_run, runner
+from retrieve_spec.bench.machine import peak_memory_bytes, reset_peak_memory
 from retrieve_spec.bench.methods import Bench, parse_method
 from retrieve_spec.bench.report import write_report
 from retrieve_spec.bench.results import ResultsFolder, read_header, read_records
@@ -89,6 +90,34 @@ def test_answer_files_read_as_spec_bench_reads_them(folder):
     looked_up = next(r for r in read_records(folder) if r.method == "prompt-lookup")
     choice = answer_line(looked_up, read_header(folder))["choices"][0]
     assert sum(choice["accept_lengths"]) == looked_up.new_tokens
+
+
+def test_spec_benchs_own_speed_up_is_what_its_script_makes_of_the_answer_files(folder):
+    _, tokenizer = load_model(device="cpu")
+
+    def choices(method):
+        files = [folder / "answers" / f"{method}.run-{run}.jsonl" for run in (1, 2)]
+        return [json.loads(line)["choices"][0] for file in files for line in file.read_text().splitlines()]
+
+    fast = [sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in choices("auto")]
+    counts = [sum(len(tokenizer(turn).input_ids) - 1 for turn in choice["turns"]) for choice in choices("plain")]
+    slow = [count / sum(choice["wall_time"]) for count, choice in zip(counts, choices("plain"), strict=True)]
+    expected = (sum(fast) / len(fast)) / (sum(slow) / len(slow))
+    found = json.loads((folder / "summary.json").read_text())["methods"]["auto"]
+    assert found["speedup_spec_bench"] == pytest.approx(expected)
+    assert found["speedup_spec_bench"] > found["speedup_means"]  # it takes tokens from the baseline
+    assert f"| auto | {expected:.3f} |" in (folder / "report.md").read_text()
+
+
+def test_memory_is_that_of_the_answer(folder):
+    for record in read_records(folder):
+        assert record.memory["resident"] > 100e6
+    before = bytearray(300 << 20)
+    before[::4096] = b"x" * len(before[::4096])
+    high = peak_memory_bytes()["resident"]
+    del before
+    reset_peak_memory()
+    assert peak_memory_bytes()["resident"] < high - (200 << 20)
 
 
 def test_a_folder_with_results_is_not_overwritten(folder, questions, capsys):

@@ -1,0 +1,156 @@
+"""Every part of the reproduction asks for what the program offers, goes on where it was, and becomes a table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from retrieve_spec import cli
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        yield importlib.import_module("reproduction"), importlib.import_module("benchmark_tables")
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+
+
+def speed(value):
+    return {"value": value, "low": value, "high": value, "prompts": 1}
+
+
+def summary(words):
+    """What `bench run --json` prints, with figures that do not matter."""
+    names = words[words.index("--methods") + 1].split(",")
+    figures = {
+        "speedup": speed(1.5), "over_off": speed(1.2), "not_looping": {"speedup": speed(1.5)}, "speedup_pooled": 1.5,
+        "tokens_per_second": speed(100.0), "tokens_per_pass": 2.0, "nodes_per_pass": 3.0, "identical": 1, "answers": 1,
+        "ms_per_token": speed(1.0), "first_token_ms": speed(1.0), "split_ms_per_token": {"prefill": 1.0},
+        "peak_memory_bytes": {"resident": 10**9}, "divergences": [], "accepted_by_source": {"context": 1},
+        "new_tokens": 10,
+    }  # fmt: skip
+    by_task = {task: {"speedup": speed(1.5), "tokens_per_pass": 2.0} for task in ("edit", "prose")}
+    packages = {"torch": "1", "transformers": "1"}
+    machine = {
+        "processor": "x", "cores": 2, "torch_threads": 2, "packages": packages, "python": "3", "commit": "c",
+        "date": "d",
+    }  # fmt: skip
+    header = {"command": "a command", "machine": machine, "prompts": "builtin", "cost_curves": {"auto": [1.0]}}
+    methods = {name: {**figures, "by_task": by_task} for name in names}
+    losing = [{"prompt": "p", "task": "prose", "method": "auto", "ratio": 0.9, "looping": True}]
+    return {"header": header, "baseline": names[0], "methods": methods, "prompts": 1, "losing": losing,
+            "slower_than_off": losing}  # fmt: skip
+
+
+@pytest.fixture
+def asked(scripts, tmp_path, monkeypatch):
+    """Commands that parts would run, checked against the program's options; nothing is measured."""
+    reproduction, tables = scripts
+    monkeypatch.setattr(reproduction, "OUT", tmp_path / "out")
+    monkeypatch.setattr(reproduction, "DATA", tmp_path / "data")
+    monkeypatch.setattr(reproduction, "TRIAL", tmp_path / "trial")
+    monkeypatch.setattr(tables, "DATA", tmp_path / "data")
+    monkeypatch.setattr(reproduction.os, "chdir", lambda path: None)
+    commands = []
+
+    def tool(program, *words):
+        commands.append([program, *words])
+        if program != "retrieve-spec":
+            return "{}"
+        parse(words)
+        if words[0] == "build":
+            Path(words[1]).mkdir(parents=True)
+            (Path(words[1]) / "manifest.json").write_text("{}")
+            return ""
+        figures = {"tokens_per_pass": 2.0, "nodes_per_pass": 8.0, "accepted_by_source": {"context": 3}}
+        figures["propose_us"] = {"p50": 1.0, "p99": 2.0}
+        return json.dumps(summary(words) if words[1] == "run" else figures)
+
+    monkeypatch.setattr(reproduction, "tool", tool)
+    return commands
+
+
+def parse(words):
+    """Fail where the program would not take the words."""
+    command, context = cli.cli, click.Context(cli.cli)
+    rest = list(words)
+    while isinstance(command, click.Group):
+        name = rest.pop(0)
+        command = command.get_command(context, name)
+        assert command is not None, name
+    command.make_context("retrieve-spec", [word for word in rest if word != "--json"], parent=context)
+
+
+def run(scripts, monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["reproduce", *words])
+    scripts[0].main()
+
+
+def test_the_list_names_every_part_with_its_time(scripts, monkeypatch, capsys):
+    run(scripts, monkeypatch, "list")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*scripts[0].PARTS, "all"]
+    assert all(line.split()[2] == "min" for line in lines)
+
+
+def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypatch, tmp_path):
+    trace = {"prompt": "a", "output": "b"}
+    for name in (scripts[0].SPEC_BENCH, scripts[0].OTHER_ANSWERS):
+        (tmp_path / name).write_text(json.dumps(trace))
+    given = ["--traces", str(tmp_path), "--tokenizer", str(tmp_path / "t.json"), "--native", "specbench*=v.json"]
+    run(scripts, monkeypatch, "all", *given)
+    programs = {command[0] for command in asked}
+    assert {"tools/compare/compare.py", "scripts/bench_pass.py", "scripts/generate_docs.py"} <= programs
+    tables = scripts[1]
+    for part in tables.RUNS:
+        text = tables.runs_of(part)
+        assert "Not measured" not in text
+        assert text.index("**Where it loses.**") < text.index("**Methods.**")
+        assert "a command" in text
+    assert "| 16 | context | 2.000 | +0.0% |" in tables.replayed_sources()
+    assert "| `suffix --session` |" in tables.replayed_presets()
+    assert "cost_curves" not in json.loads((tmp_path / "data" / "reference-t0.json").read_text())["header"]
+    replays = [command for command in asked if command[1:3] == ["bench", "replay"]]
+    assert all("v.json" in command for command in replays)
+
+
+def test_a_trial_leaves_published_figures_alone(scripts, asked, monkeypatch, tmp_path):
+    run(scripts, monkeypatch, "workloads", "--limit", "1")
+    assert not (tmp_path / "data").exists()
+    assert (tmp_path / "trial" / "workloads.json").exists()
+    assert not any("generate_docs" in command[0] for command in asked)
+
+
+@pytest.mark.parametrize(("commit", "goes_on"), [("same", True), ("other", False)])
+def test_an_interrupted_part_goes_on_unless_the_code_changed(scripts, asked, monkeypatch, tmp_path, commit, goes_on):
+    monkeypatch.setattr(scripts[0], "commit", lambda: "same")
+    folder = tmp_path / "out" / "workloads"
+    folder.mkdir(parents=True)
+    header = {"machine": {"commit": commit}, "command": "retrieve-spec bench run --limit 6 --runs 1"}
+    (folder / "run.json").write_text(json.dumps(header))
+    run(scripts, monkeypatch, "workloads")
+    assert ("--resume" in asked[0]) is goes_on
+    assert (folder / "run.json").exists() is goes_on
+
+
+def test_what_cannot_be_measured_is_said(scripts, asked, monkeypatch):
+    with pytest.raises(SystemExit, match="it needs --traces"):
+        run(scripts, monkeypatch, "peers")
+    with pytest.raises(SystemExit):
+        run(scripts, monkeypatch, "no-such-part")
+
+
+def test_published_data_names_no_place_on_a_machine():
+    for path in (ROOT / "docs" / "data").glob("*"):
+        text = path.read_text()
+        for place in ("/work/", "/home/", "/tmp/", "/root/", "/mnt/"):
+            assert place not in text, f"{path.name} has {place}"
