@@ -3,7 +3,8 @@
 A session takes a real Python file out of a package, leaves the package as the workspace, and types a stretch of the
 file again: a request at every keystroke that the last suggestion does not explain (what editors send), now and then the
 rest of a word or line at once (a suggestion was taken), gaps drawn from a log-normal around 180 ms, some pauses.
-Every variant answers the same requests, in turn. The last line of the output is JSON.
+Every variant answers the same requests, in turn. Then some sessions are typed with their real gaps, nobody waiting for
+answers, to count the requests that newer keystrokes replaced. The last line of the output is JSON.
 
     python scripts/bench_typing.py --package uvicorn --sessions 4
 """
@@ -23,9 +24,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +42,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Key:
-    """One keystroke: when it is pressed, and the request an editor sends for it."""
+    """One keystroke: how long before the next one, the request an editor sends for it, and what was typed then."""
 
     gap_s: float
     body: dict[str, Any]
+    truth: str
 
 
 @dataclass
@@ -57,6 +61,7 @@ class Outcome:
     reuse: list[float] = field(default_factory=list)
     passes: int = 0
     characters: int = 0
+    accepted: int = 0
     by_source: dict[str, int] = field(default_factory=dict)
 
 
@@ -85,7 +90,7 @@ def make_session(path: Path, seed: int, keys: int) -> list[Key]:
             "stream": True,
         }
         gap = rng.lognormvariate(-1.7, 0.5) + (rng.random() < 0.05) * rng.uniform(0.5, 1.5)
-        session.append(Key(gap, body))
+        session.append(Key(gap, body, typed[at:] + "".join(below.splitlines(keepends=True)[:8])))
         if rng.random() < 0.25:  # a suggestion was taken: the rest of the word or line appears at once
             stop = typed.find("\n", at) if rng.random() < 0.3 else at + len(typed[at:].split(" ")[0])
             at = max(at, stop if stop >= 0 else len(typed))
@@ -125,8 +130,34 @@ class Server:
         self.child.wait(timeout=20)
 
 
-def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> str:
-    """Send one request, note when which characters arrived, return them."""
+def type_on(server: Server, session: list[Key], fields: dict[str, Any]) -> dict[str, int]:
+    """Type a session with its real gaps; how many requests were answered, replaced by newer ones, or failed."""
+    seen = {"answered": 0, "replaced": 0, "failed": 0}
+    lock = threading.Lock()
+
+    def send(body: dict[str, Any]) -> None:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
+            answer = json.loads(connection.getresponse().read())
+            result = "replaced" if answer.get("superseded") else "answered" if "content" in answer else "failed"
+        except OSError:
+            result = "failed"
+        with lock:
+            seen[result] += 1
+
+    threads = []
+    for key in session:
+        threads.append(threading.Thread(target=send, args=({**key.body, **fields, "stream": False},)))
+        threads[-1].start()
+        time.sleep(key.gap_s)
+    for thread in threads:
+        thread.join()
+    return seen
+
+
+def ask(server: Server, body: dict[str, Any], outcome: Outcome, truth: str = "") -> str:
+    """Send one request, note when which characters arrived, return them; `truth` is what the typist wrote."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     begun = time.perf_counter()
     connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
@@ -154,6 +185,7 @@ def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> str:
     outcome.reuse.append(cached / (cached + evaluated))
     outcome.passes += timings["passes"]
     outcome.characters += total
+    outcome.accepted += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, truth, strict=False)))
     for source, count in timings["accepted_by_source"].items():
         outcome.by_source[source] = outcome.by_source.get(source, 0) + count
     spent = timings["prompt_ms"] + timings["predicted_ms"] + timings["waited_ms"]
@@ -184,6 +216,8 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "outside_model_ms": {"p50": percentile(outcome.overhead_ms, 0.5), "p95": percentile(outcome.overhead_ms, 0.95)},
         "prompt_reused": {"p50": percentile(outcome.reuse, 0.5), "p05": percentile(outcome.reuse, 0.05)},
         "passes_per_character": outcome.passes / max(1, outcome.characters),
+        "passes_per_accepted_character": outcome.passes / max(1, outcome.accepted),
+        "accepted_characters": outcome.accepted,
         "accepted_by_source": outcome.by_source,
     }
 
@@ -260,7 +294,7 @@ def main() -> None:
     parser.add_argument("--model", default="reference")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--overhead", action="store_true", help="only the server's own CPU time per request")
-    parser.add_argument("--real-gaps", action="store_true", help="wait as long as the typist did")
+    parser.add_argument("--typed-on", type=int, default=2, help="sessions typed with their real gaps")
     options = parser.parse_args()
     if options.overhead:
         print(json.dumps({"overhead_ms": measure_overhead(find_package(options.package)), "cpus": os.cpu_count()}))
@@ -275,6 +309,7 @@ def main() -> None:
     for path in chosen:
         path.unlink()  # what is typed is not in the workspace
     results = {name: Outcome() for name in VARIANTS}
+    typed_on = {name: Counter[str]() for name in VARIANTS}
     servers = {
         n: Server(folder / n.replace(" ", "-"), ["--workspace", str(workspace)], options.model) for n in VARIANTS
     }
@@ -292,10 +327,14 @@ def main() -> None:
                 if explained(key.body, shown):  # the editor goes on showing what it has
                     skipped += 1
                 else:
-                    texts = [ask(server, {**key.body, **VARIANTS[n]}, results[n]) for n, server in servers.items()]
+                    texts = [
+                        ask(server, {**key.body, **VARIANTS[n]}, results[n], key.truth) for n, server in servers.items()
+                    ]
                     shown = (key.body["input_prefix"] + key.body["prompt"], max(texts, key=len))
-                if options.real_gaps:
-                    time.sleep(key.gap_s)
+        for session in sessions[: options.typed_on]:
+            for name, server in servers.items():
+                for outcome, count in type_on(server, session, VARIANTS[name]).items():
+                    typed_on[name][outcome] += count
     finally:
         for server in servers.values():
             server.stop()
@@ -313,6 +352,7 @@ def main() -> None:
             for name in ("drafting", "drafting off")
         )
         report["visible_ratio_without_loops"][str(mark)] = fast / slow if slow else None
+    report["typed_with_real_gaps"] = {name: dict(counts) for name, counts in typed_on.items()}
     report["keys"] = {"pressed": keys, "answered_by_the_last_suggestion": skipped}
     report["setup"] = {
         "package": options.package,

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -33,7 +33,7 @@ ACCEPT = "retrieve-spec.accept"
 FORGET = "retrieve-spec.forget"
 _TOKENS = {lsp.InlineCompletionTriggerKind.Automatic: 64, lsp.InlineCompletionTriggerKind.Invoked: 128}
 _LINE_MS = {lsp.InlineCompletionTriggerKind.Automatic: 250.0, lsp.InlineCompletionTriggerKind.Invoked: 1000.0}
-_INDEXING = "retrieve-spec/indexing"
+_LOADING, _INDEXING = "retrieve-spec/loading", "retrieve-spec/indexing"
 
 MakeService = Callable[[Sequence[Path]], Service]
 
@@ -58,35 +58,58 @@ class CompletionServer(LanguageServer):
         self._loaded = asyncio.Event()
 
     async def load(self, folders: Sequence[Path]) -> None:
-        """Load the model and index the folders; requests before that are answered with nothing."""
+        """Load the model, then index the folders; requests wait for the model, not for the index."""
         roots = [*self._workspaces, *folders]
-        service = await asyncio.to_thread(self._make_service, roots)
-        service.engine.start()
-        self.service = service
-        for document in list(self.workspace.text_documents.values()):
-            self.remember(document.uri, document.source)
+        try:
+            async with self._bar(_LOADING, "Loading the model"):
+                service = await asyncio.to_thread(self._make_service, roots)
+            service.engine.start()
+            self.service = service
+            for document in list(self.workspace.text_documents.values()):
+                self.remember(document.uri, document.source)
+        finally:
+            self._loaded.set()
         if service.workspace is not None:
             await self._index(service.workspace)
 
+    async def ready(self) -> Service | None:
+        """The service once the model is loaded, None when that failed."""
+        await self._loaded.wait()
+        return self.service
+
     async def _index(self, workspace: Workspace) -> None:
-        """Index in the background, with a progress bar where the client has one."""
-        window = self.client_capabilities.window
-        bar = bool(window and window.work_done_progress)
         loop = asyncio.get_running_loop()
-        if bar:
-            await self.work_done_progress.create_async(_INDEXING)
-            self.work_done_progress.begin(_INDEXING, lsp.WorkDoneProgressBegin("Indexing the workspace"))
+        async with self._bar(_INDEXING, "Indexing the workspace") as show:
 
             def report(seen: int, kept: int) -> None:
-                value = lsp.WorkDoneProgressReport(message=f"{kept} files")
-                loop.call_soon_threadsafe(self.work_done_progress.report, _INDEXING, value)
+                loop.call_soon_threadsafe(show, f"{kept} files")
 
             workspace.progress = report
-        workspace.start()
-        await asyncio.to_thread(workspace.indexed.wait)
-        if bar:
-            done = lsp.WorkDoneProgressEnd(message=f"{len(workspace.texts)} files indexed")
-            self.work_done_progress.end(_INDEXING, done)
+            workspace.start()
+            await asyncio.to_thread(workspace.indexed.wait)
+            show(f"{len(workspace.texts)} files indexed")
+
+    @contextlib.asynccontextmanager
+    async def _bar(self, token: str, title: str) -> AsyncIterator[Callable[[str], None]]:
+        """A progress bar, where the client has them; what is yielded changes its message, the last one stays."""
+        window = self.client_capabilities.window
+        shown = bool(window and window.work_done_progress)
+        message: str | None = None
+
+        def show(text: str) -> None:
+            nonlocal message
+            message = text
+            if shown:
+                self.work_done_progress.report(token, lsp.WorkDoneProgressReport(message=text))
+
+        if shown:
+            await self.work_done_progress.create_async(token)
+            self.work_done_progress.begin(token, lsp.WorkDoneProgressBegin(title))
+        try:
+            yield show
+        finally:
+            if shown:
+                self.work_done_progress.end(token, lsp.WorkDoneProgressEnd(message=message))
 
     def remember(self, uri: str, text: str) -> None:
         """Draft from the text of an open file."""
@@ -144,7 +167,7 @@ def _add_documents(server: CompletionServer) -> None:
 def _add_completion(server: CompletionServer) -> None:
     @server.feature(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, lsp.InlineCompletionOptions())
     async def inline_completion(params: lsp.InlineCompletionParams) -> lsp.InlineCompletionList | None:
-        service = server.service
+        service = await server.ready()
         if service is None or service.fim is None:
             return None
         document = server.workspace.get_text_document(params.text_document.uri)

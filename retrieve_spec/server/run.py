@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("retrieve_spec.server")
 
+_BACKLOG = 128
 _KEEP_ALIVE_S = 75
 """Longer than editors idle between keystrokes, so that a request never meets a connection that is being closed."""
 
@@ -85,6 +86,8 @@ def assemble(
     """Put everything around a loaded model; parameters as in `build_service`."""
     from retrieve_spec.acceleration import accelerate
     from retrieve_spec.datastore.store import open_datastore
+    from retrieve_spec.drafting.drafter import Preparable
+    from retrieve_spec.drafting.presets import build_drafter
 
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
     accelerate(model, tokenizer, datastores=given)
@@ -105,6 +108,9 @@ def assemble(
 
         def attach(store: Datastore | None) -> None:
             stores_now = [*given, *([store] if store is not None else [])]
+            trial = build_drafter(model.speculation.config, datastores=stores_now)
+            if isinstance(trial, Preparable):
+                trial.prepare()  # in this thread: the first keystroke with the store does not wait for its kernels
             service.engine.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
         workspace.on_change = WorkspaceStore(workspace, tokenizer, attach).follow
@@ -122,7 +128,9 @@ def make_app(served: Served, keys: Sequence[bytes] = ()) -> Starlette:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; the protocol is named because asyncio sends small answers at once only on such sockets.
+    """A listening socket; what is sent to it waits until it is served.
+
+    The protocol is named because asyncio sends small answers at once only on such sockets.
 
     Raises
     ------
@@ -134,6 +142,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(_BACKLOG)
     except OSError as error:
         raise ServeError(
             f"to listen on {host}, port {port}",
@@ -164,7 +173,7 @@ def serve(
 
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
-    listener = listen(config.host, config.port)  # an address that is taken is said before the model is loaded
+    listener = listen(config.host, config.port)  # a taken address is said now, and early requests wait for the model
     served = build_service(model_name, config, workspaces=workspaces, stores=stores, dtype=dtype, device=device)
     app = make_app(served, keys)
     fim = served.service.fim

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.reference_model import reference_path
+from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.lsp import create_server
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.text import TextCodec
@@ -31,8 +32,10 @@ def make(roots):
                 time.sleep(float(sys.argv[2]))
             super()._pass()
 
+    backend = Slow(lambda prompt: [*said, 0])
+    backend.beside = [Branch(0, tuple(codec.encode("n None\n")), 0.5)]
     workspace = Workspace(roots, ServeConfig()) if roots else None
-    return Service(Slow(lambda prompt: [*said, 0]), tokenizer, "tiny", ServeConfig(), workspace)
+    return Service(backend, tokenizer, "tiny", ServeConfig(), workspace)
 
 
 create_server(make).start_io()

@@ -94,19 +94,40 @@ def test_sampling_is_the_same_with_and_without_drafts(reference_live, samplers):
     assert on["content"] == off["content"]
 
 
-def test_alternatives_are_what_the_model_says_after_another_token(reference, reference_live):
-    service = reference[0].service
-    cut = SOURCE.index("stable_tail(parts.prefix") + 6
-    request = body(cut, n_cmpl=3, n_predict=16)
-    first, *others = (answer["content"] for answer in reference_live.post("/infill", request).json())
-    assert others
-    assert first == reference_live.post("/infill", body(cut, n_predict=16, speculative=False)).json()["content"]
-    ids = service.infill(InfillRequest.model_validate(request), Caller()).task.prompt_ids
-    for text in others:
-        said = service.codec.encode(text)
-        lines = [plain_text(reference, [*ids, *said[:n]], len(said) - n) for n in range(len(said))]
-        assert text != first
-        assert any(service.codec.decode(said[:n]) + lines[n] == text for n in range(1, len(said)))
+def test_branches_are_what_the_model_says_after_another_token(reference):
+    served, plain, _ = reference
+    service = served.service
+    backend = service.backend
+    task = service.infill(InfillRequest.model_validate(body(CUTS[3], n_predict=24)), Caller()).task
+    emitted = []
+    runs = backend.decode(
+        backend.new_cache(),
+        task.prompt_ids,
+        max_tokens=24,
+        end_ids=frozenset(),
+        sampling=task.sampling,
+        hints=task.hints(),
+        branches=True,
+    )
+    for run in runs:
+        emitted += run
+    branches = backend.branches()
+    assert branches
+    for branch in branches:
+        ids = torch.tensor([[*task.prompt_ids, *emitted[: branch.at], branch.token_ids[0]]])
+        assert branch.token_ids[0] != emitted[branch.at]
+        if len(branch.token_ids) > 1:
+            with torch.no_grad():
+                out = plain.generate(ids, max_new_tokens=len(branch.token_ids) - 1, do_sample=False, eos_token_id=-1)
+            assert out[0, ids.shape[1] :].tolist() == list(branch.token_ids[1:])
+
+
+def test_the_first_of_several_alternatives_is_the_usual_answer(reference_live):
+    first, *others = (
+        answer["content"] for answer in reference_live.post("/infill", body(CUTS[3], n_cmpl=3, n_predict=16)).json()
+    )
+    assert first == reference_live.post("/infill", body(CUTS[3], n_predict=16, speculative=False)).json()["content"]
+    assert len({first, *others}) == 1 + len(others)
 
 
 def test_a_drafter_may_read_another_text_than_the_prompt(reference):

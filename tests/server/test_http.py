@@ -438,7 +438,6 @@ def test_failure_of_the_model_is_a_500_with_a_reason(live, say):
 
 def test_an_address_that_is_taken_is_an_error_that_says_so():
     with listen("127.0.0.1", 0) as first:
-        first.listen()
         assert first.proto == socket.IPPROTO_TCP  # without it asyncio lets small answers wait for the client's ACK
         port = first.getsockname()[1]
         with pytest.raises(ServeError, match=rf"port {port}.*in use.*--port"):
