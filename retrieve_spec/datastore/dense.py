@@ -120,7 +120,7 @@ class DenseIndex:
     @cached_property
     def _faiss(self) -> Any:
         small = len(self._content) <= CHECKED_BYTES
-        if small and (found := hashlib.sha256(self._content).hexdigest()) != self._checksum:
+        if small and (found := hashlib.sha256(self._content.data).hexdigest()) != self._checksum:
             raise StoreCorruptError(f"checksum {self._checksum[:12]} of {self._path}", found[:12], _REMEDY)
         try:
             index = open_index(self._content)
@@ -251,7 +251,7 @@ def check_model(record: DenseRecord, model: Any, name: str = "") -> None:
     raise ModelMismatchError(
         f"the model of the dense index ({record.model}, {record.fingerprint[7:19]}, hidden size {record.hidden_size})",
         f"{name} ({fingerprint[7:19]}, hidden size {size})",
-        "Use that model, or build the store again with `--dense` and this one.",
+        "Use that model, build the store again with `--dense` and this one, or draft with dense='off'.",
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import retrieve_spec as rs
 from retrieve_spec.bench.replay import Replay, TraceRow
-from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.config import DenseConfig, SpeculationConfig, StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, Drafter
@@ -145,12 +145,13 @@ def plain_output(_loaded_reference, reference_tokenizer):
 def reference_store(tmp_path_factory, reference_tokenizer):
     folder = tmp_path_factory.mktemp("reference")
     (folder / "queue.py").write_text("class Queue:\n    def pop(self):\n        return self.items.pop()\n")
-    build_datastore(folder / "store", str(folder / "queue.py"), reference_tokenizer.backend_tokenizer)
+    config = StoreConfig(dense=DenseConfig("reference", dims=8))
+    build_datastore(folder / "store", str(folder / "queue.py"), reference_tokenizer.backend_tokenizer, config=config)
     return open_datastore(folder / "store")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"dresd"}))
+@pytest.mark.parametrize("name", NAMES)
 def test_output_is_that_of_plain_decoding(name, plain_output, reference_model, reference_store):
     rs.accelerate(reference_model, draft=name, nodes=40, datastores=[reference_store], static_pass="off")
     for inputs, expected in plain_output:
