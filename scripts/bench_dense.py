@@ -70,10 +70,10 @@ def measure(kind: str, keys: np.ndarray, exact: np.ndarray, states: np.ndarray, 
 
     chosen = choose_kind(kind, len(keys))
     started = time.perf_counter()
-    index = build_index(keys, np.arange(len(keys)), chosen)
+    index = build_index(keys, chosen)
     built = time.perf_counter() - started
     content = faiss.serialize_index(index)
-    size = len(content)
+    size = len(content) + 4 * len(keys)  # and their positions
     index = open_index(content)
     _, found = nearest(index, transform(states), ASKED)
     hits = [len(set(a[:10]) & set(b[:10])) / 10 for a, b in zip(exact, found, strict=True)]

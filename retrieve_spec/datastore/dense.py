@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.dense_faiss import nearest, open_index
+from retrieve_spec.datastore.dense_faiss import kind_of, nearest, open_index
 from retrieve_spec.datastore.files import FileEntry, map_array
 from retrieve_spec.datastore.manifest import DenseRecord
 from retrieve_spec.errors import ConfigError, ModelMismatchError, StoreCorruptError
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.segment import Segment
 
 INDEX = "dense_index.faiss"
+POSITIONS = "dense_positions.bin"
 TRANSFORM = ("dense_mean.bin", "dense_scale.bin", "dense_components.bin")
-DENSE_FILES = (INDEX, *TRANSFORM)
+DENSE_FILES = (INDEX, POSITIONS, *TRANSFORM)
 CHECKED_BYTES = 1 << 28
 """The checksum of an index file up to this size is compared before its first search."""
 WEIGHTS_SAMPLED = 16
@@ -69,6 +70,8 @@ class DenseIndex:
         Of keys and of hidden states.
     model
         Fingerprint of the model (`model_fingerprint`).
+    positions
+        (count,) uint32, the token of each key, ascending.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class DenseIndex:
         )
         self._path, self._checksum = folder / INDEX, files[INDEX].sha256
         self._content = map_array(self._path, files[INDEX], scattered=True)  # now: the store may change meanwhile
+        self.positions: NDArray[np.uint32] = map_array(folder / POSITIONS, files[POSITIONS], scattered=True)
         self._arrays = tuple(map_array(folder / name, files[name]) for name in TRANSFORM)
         self._starts = starts
         self._removed = np.array(removed, np.int64)
@@ -94,16 +98,12 @@ class DenseIndex:
     @property
     def count(self) -> int:
         """Keys in the index, those of removed documents included."""
-        return int(self._faiss.ntotal)
+        return len(self.positions)
 
     @property
     def kind(self) -> str:
         """`"flat"`, `"ivf-pq"` or `"hnsw"`."""
-        import faiss
-
-        if isinstance(self._faiss, faiss.IndexIVF):
-            return "ivf-pq"
-        return "hnsw" if isinstance(faiss.downcast_index(self._faiss.index), faiss.IndexHNSW) else "flat"
+        return kind_of(self._faiss)
 
     @cached_property
     def transform(self) -> Transform:
@@ -130,17 +130,9 @@ class DenseIndex:
             raise StoreCorruptError(f"keys of {self.dims} dimensions in {self._path}", f"{index.d}", _REMEDY)
         if index.ntotal == 0:
             raise StoreCorruptError(f"keys in {self._path}", "an empty index", _REMEDY)
+        if index.ntotal != self.count:
+            raise StoreCorruptError(f"{self.count:,} keys in {self._path}", f"{index.ntotal:,}", _REMEDY)
         return index
-
-    def positions(self) -> NDArray[np.int64]:
-        """Positions of all keys, (count,) int64, ascending."""
-        import faiss
-
-        if self.kind != "ivf-pq":
-            return np.sort(faiss.vector_to_array(self._faiss.id_map))
-        lists = self._faiss.invlists
-        found = [faiss.rev_swig_ptr(lists.get_ids(i), lists.list_size(i)) for i in range(lists.nlist)]
-        return np.sort(np.concatenate([np.array(ids, np.int64) for ids in found]))
 
     def search(self, hidden: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Find the positions whose keys are most similar to hidden states.
@@ -184,21 +176,21 @@ class DenseIndex:
         """Find the positions of the most similar keys, as `search` does for hidden states."""
         wanted = k
         while True:
-            similarity, positions = nearest(self._faiss, keys, wanted)
-            if len(self._removed) == 0:
-                break
-            gone = self._is_removed(positions)
-            similarity[gone], positions[gone] = -1, -1
-            if wanted >= self.count or ((positions >= 0).sum(1) >= k).all():
+            similarity, numbers = nearest(self._faiss, keys, wanted)
+            valid = (numbers >= 0) & (numbers < self.count)
+            positions = np.where(valid, self.positions[np.where(valid, numbers, 0)], -1).astype(np.int64)
+            valid &= positions < int(self._starts[-1])
+            if len(self._removed):
+                valid &= ~self._is_removed(positions)
+            if wanted >= self.count or not len(self._removed) or (valid.sum(1) >= k).all():
                 break
             wanted = min(2 * wanted, self.count)
-        outside = (positions < 0) | (positions >= int(self._starts[-1]))
-        similarity[outside], positions[outside] = -1, -1
-        if wanted > k or outside.any():
-            order = np.argsort(positions < 0, axis=1, kind="stable")[:, :k]
+        if wanted > k or not valid.all():
+            similarity, positions = np.where(valid, similarity, -1), np.where(valid, positions, -1)
+            order = np.argsort(~valid, axis=1, kind="stable")[:, :k]
             similarity = np.take_along_axis(similarity, order, 1)
             positions = np.take_along_axis(positions, order, 1)
-        return similarity, positions
+        return similarity.astype(np.float32, copy=False), positions
 
     def _is_removed(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         documents = np.searchsorted(self._starts, positions, side="right") - 1

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import DenseConfig
 from retrieve_spec.datastore.dense import (
     INDEX,
+    POSITIONS,
     TRANSFORM,
     Transform,
     check_model,
@@ -213,13 +214,13 @@ def _build_one(
         kind = choose_kind(config.index, len(keys))
         with watch.stage("dense index", None, "key"):
             started = time.perf_counter()
-            index = build_index(keys, positions, kind)
-            files = _write(work.path / f"segment-{entry.name}", index, transform)
-            share = 1.0 if kind == "flat" else recall(index, keys, positions)
+            index = build_index(keys, kind)
+            files = _write(work.path / f"segment-{entry.name}", index, positions, transform)
+            share = 1.0 if kind == "flat" else recall(index, keys)
         report |= {"kind": kind, "recall_at_10": share, "seconds": round(time.perf_counter() - started, 1)}
     else:
         report |= {"kind": "", "recall_at_10": 0.0}
-    report["bytes"] = files[INDEX].bytes if files else 0
+    report["bytes"] = files[INDEX].bytes + files[POSITIONS].bytes if files else 0
     note = {"files": {name: asdict(file) for name, file in files.items()}, "report": report}
     replace_file(work.path / f"dense-{entry.name}.json", json.dumps(note).encode())
     _drop(work.path.glob(f"keys-{entry.name}-*.bin"))
@@ -236,7 +237,7 @@ def _drop(paths: Iterable[Path]) -> None:
         path.unlink()
 
 
-def _write(folder: Path, index: Any, transform: Transform) -> dict[str, FileEntry]:
+def _write(folder: Path, index: Any, positions: NDArray[np.int64], transform: Transform) -> dict[str, FileEntry]:
     import faiss
 
     path = folder / INDEX
@@ -244,8 +245,8 @@ def _write(folder: Path, index: Any, transform: Transform) -> dict[str, FileEntr
     with path.open("rb+") as file:
         os.fsync(file.fileno())
     files = {INDEX: FileEntry(path.stat().st_size, sha256_of(path), "|u1")}
-    arrays = (transform.mean, transform.scale, transform.components.reshape(-1))
-    for name, array in zip(TRANSFORM, arrays, strict=True):
+    arrays = (positions.astype(np.uint32), transform.mean, transform.scale, transform.components.reshape(-1))
+    for name, array in zip((POSITIONS, *TRANSFORM), arrays, strict=True):
         files[name] = write_array(folder / name, array)
     sync_folder(folder)
     return files

@@ -1,4 +1,4 @@
-"""FAISS indexes: from keys and positions to an index of a fitting kind, and how much of the exact answer it finds.
+"""FAISS indexes: from keys to an index of a fitting kind, and how much of the exact answer it finds.
 
 IVF-PQ keeps a key in 40 bytes: 16 bytes of product quantizer over what is left of it beside its cell's centroid, which
 are scanned, and 24 bytes of a second one over what the first leaves, which rank the best of the scan (Jégou et al.,
@@ -44,20 +44,19 @@ def _faiss() -> Any:
     return import_module("faiss")
 
 
-def build_index(keys: NDArray[np.float32], positions: NDArray[np.int64], kind: Kind) -> Any:
-    """Index keys (n, dims) of length one under their positions (n,) for inner products."""
+def build_index(keys: NDArray[np.float32], kind: Kind) -> Any:
+    """Index keys (n, dims) of length one under their numbers from 0."""
     faiss = _faiss()
     dims = keys.shape[1]
     if kind == "flat":
-        index = faiss.IndexIDMap(faiss.IndexFlatIP(dims))
+        index = faiss.IndexFlatIP(dims)
     elif kind == "hnsw":
-        graph = faiss.IndexHNSWSQ(dims, faiss.ScalarQuantizer.QT_8bit, LINKS, faiss.METRIC_INNER_PRODUCT)
-        graph.hnsw.efSearch = EXPLORED
-        graph.train(keys)
-        index = faiss.IndexIDMap(graph)
+        index = faiss.IndexHNSWSQ(dims, faiss.ScalarQuantizer.QT_8bit, LINKS, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efSearch = EXPLORED
+        index.train(keys)
     else:
         index = _ivf_pq(keys)
-    index.add_with_ids(keys, positions)
+    index.add(keys)
     return index
 
 
@@ -74,6 +73,8 @@ def _ivf_pq(keys: NDArray[np.float32]) -> Any:
     quantizer.add(centroids.centroids)
     scanned, refined = ((_divisor(dims, parts), bits) for parts, bits in (SCANNED, REFINED))
     index = faiss.IndexIVFPQR(quantizer, dims, cells, *scanned, *refined)
+    quantizer.this.disown()  # FAISS frees it with the index
+    index.own_fields = True
     index.quantizer_trains_alone = 1
     for coder in (index.pq, index.refine_pq):
         coder.cp.niter, coder.cp.seed, coder.cp.max_points_per_centroid = 10, _SEED, 256
@@ -100,26 +101,33 @@ def open_index(content: NDArray[np.uint8]) -> Any:
     return faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE)  # a query takes longer with that table
 
 
+def kind_of(index: Any) -> Kind:
+    """The kind of an index."""
+    faiss = _faiss()
+    if isinstance(index, faiss.IndexIVF):
+        return "ivf-pq"
+    return "hnsw" if isinstance(index, faiss.IndexHNSW) else "flat"
+
+
 def nearest(index: Any, keys: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Similarities (q, k) and positions (q, k) of the keys in an index most like some (q, dims); -1 behind the last."""
-    faiss = _faiss()
-    asked = max(k, ASKED) if index.metric_type == faiss.METRIC_L2 else k
-    distances, positions = index.search(keys, asked)
-    similarity = 1 - distances / 2 if index.metric_type == faiss.METRIC_L2 else distances  # keys have length one
-    return similarity[:, :k], positions[:, :k]
+    """Similarities (q, k) and numbers (q, k) of the keys in an index most like some (q, dims); -1 behind the last."""
+    if kind_of(index) != "ivf-pq":
+        similarity, numbers = index.search(keys, k)
+        return similarity, numbers
+    distances, numbers = index.search(keys, max(k, ASKED))
+    return 1 - distances[:, :k] / 2, numbers[:, :k]  # keys have length one
 
 
-def recall(index: Any, keys: NDArray[np.float32], positions: NDArray[np.int64], k: int = 10) -> float:
+def recall(index: Any, keys: NDArray[np.float32], k: int = 10) -> float:
     """Share of the k exact nearest neighbours that an index finds, over keys of it, themselves left out."""
-    faiss = _faiss()
     chosen = np.sort(np.random.default_rng(_SEED).choice(len(keys), min(QUERIES, len(keys)), replace=False))
-    flat = faiss.IndexFlatIP(keys.shape[1])
+    flat = _faiss().IndexFlatIP(keys.shape[1])
     flat.add(keys)
     _, exact = flat.search(keys[chosen], k + 1)
     _, found = nearest(index, keys[chosen], k + 1)
     hits = wanted = 0
-    for own, near, got in zip(positions[chosen], exact, found, strict=True):
-        right = set(positions[near[near >= 0]].tolist()) - {int(own)}
-        hits += len(right & set(got.tolist()))
+    for own, near, got in zip(chosen.tolist(), exact.tolist(), found.tolist(), strict=True):
+        right = set(near) - {own, -1}
+        hits += len(right & set(got))
         wanted += len(right)
     return hits / max(wanted, 1)

@@ -154,9 +154,12 @@ def _check_suffix_array(segment: Segment, starts: NDArray[np.int64]) -> None:
 
 def _check_dense(segment: Segment, dense: DenseIndex) -> None:
     """Keys of tokens that something follows, each once, and a transform and an index that answer."""
-    positions, tokens = dense.positions(), np.asarray(segment.tokens)
-    inside = len(positions) == dense.count and positions[0] >= 0 and positions[-1] < len(tokens) - 1
-    _require(inside and (np.diff(positions) > 0).all(), segment, "dense keys of different positions in the text")
+    positions, tokens = dense.positions.astype(np.int64), np.asarray(segment.tokens)
+    _require(
+        len(positions) and positions.max() < len(tokens) - 1 and (np.diff(positions) > 0).all(),
+        segment,
+        "dense keys of different positions in the text",
+    )
     _require((tokens[positions] != 0).all() and (tokens[positions + 1] != 0).all(), segment, "dense keys of tokens")
     similarity, _ = dense.search(dense.transform.mean[None] + dense.transform.scale[None], 1)
     _require(np.isfinite(similarity).all(), segment, "finite similarities of dense keys")

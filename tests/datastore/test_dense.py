@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
 
 import faiss
@@ -15,11 +15,10 @@ from test_corruption import rewrite
 from retrieve_spec.cli import run
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.dense import INDEX, check_model, continuation, model_fingerprint
+from retrieve_spec.datastore.dense import INDEX, POSITIONS, check_model, continuation, model_fingerprint
 from retrieve_spec.datastore.dense_keys import HiddenStates
 from retrieve_spec.datastore.dense_search import search_dense
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents, retokenize_datastore
-from retrieve_spec.datastore.files import FileEntry, sha256_of
 from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
@@ -65,7 +64,7 @@ def test_every_position_that_something_follows_has_a_key(store):
     expected = np.flatnonzero((tokens != 0) & (np.append(tokens[1:], 0) != 0))
     assert segment.dense.kind == "flat"
     assert segment.dense.count == len(expected)
-    assert np.array_equal(segment.dense.positions(), expected)
+    assert np.array_equal(segment.dense.positions, expected)
     assert verify_datastore(store)["files"] > 0
 
 
@@ -205,7 +204,7 @@ def test_thinning_keeps_what_exact_matching_gets_wrong(model, tokenizer, tmp_pat
         (tmp_path / "t" / f"{name}.txt").write_text(text)
     build_datastore(tmp_path / "s", str(tmp_path / "t"), tokenizer, config=dense(model, thin=True))
     (segment,) = open_datastore(tmp_path / "s").segments
-    positions = set(segment.dense.positions().tolist())
+    positions = set(segment.dense.positions.tolist())
     a, b, c = segment.document_starts[:3].tolist()
     fork = len("the cat sat on the ") - 1
     assert {a + fork, b + fork, c} <= positions  # the documents differ behind it; nothing like the last
@@ -274,39 +273,55 @@ def test_nothing_to_index(model, tokenizer, tmp_path):
         build_datastore(tmp_path / "s", str(tmp_path / "one.txt"), tokenizer, config=dense(model))
 
 
-def replace_index(store, content):
-    """Put another index file in place and record its checksum."""
+def forge(store, name, content):
+    """Put another file in place and record its checksum: only its structure can tell."""
     (folder,) = (store / "segments").iterdir()
-    path = folder / INDEX
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        faiss.write_index(content, str(path))
-    entry = dataclasses.asdict(FileEntry(path.stat().st_size, sha256_of(path), "|u1"))
-    rewrite(store, lambda body: body["segments"][0]["files"].update({INDEX: entry}))
+    path = folder / name
+
+    def record(body):
+        entry = body["segments"][0]["files"][name]
+        data = np.asarray(content, entry["dtype"])
+        entry.update(bytes=data.nbytes, sha256=hashlib.sha256(data.tobytes()).hexdigest())
+        path.write_bytes(data.tobytes())
+
+    rewrite(store, record)
 
 
-def flat(dims, positions):
-    index = faiss.IndexIDMap(faiss.IndexFlatIP(dims))
-    if len(positions):
-        index.add_with_ids(np.ones((len(positions), dims), np.float32), np.array(positions, np.int64))
-    return index
+def flat(dims, count):
+    index = faiss.IndexFlatIP(dims)
+    index.add(np.ones((count, dims), np.float32))
+    return faiss.serialize_index(index)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"no index at all", "a FAISS index"),
-        (flat(4, [0]), "keys of 8 dimensions"),
-        (flat(8, []), "an empty index"),
-        (flat(8, [1 << 40]), "positions in the text"),
-        (flat(8, [0, 0]), "positions in the text"),
+        (np.frombuffer(b"no index at all", np.uint8), "a FAISS index"),
+        (flat(4, 3), "keys of 8 dimensions"),
+        (flat(8, 0), "an empty index"),
+        (flat(8, 3), "keys in"),
     ],
 )
 def test_wrong_indexes_with_right_checksums_are_found(store, content, words):
-    replace_index(store, content)
+    forge(store, INDEX, content)
+    with pytest.raises(StoreCorruptError, match=words):
+        open_datastore(store).dense[0][1].search(np.ones((2, 16), np.float32), 1)
     with pytest.raises(StoreCorruptError, match=words):
         verify_datastore(store)
+
+
+@pytest.mark.parametrize("change", [lambda p: p + (1 << 30), lambda p: p[::-1], lambda p: p + 1, lambda p: p[:-1]])
+def test_wrong_positions_with_right_checksums_are_found(store, change):
+    index = open_datastore(store).dense[0][1]
+    forge(store, POSITIONS, change(index.positions.copy()))
+    with pytest.raises(StoreCorruptError):
+        verify_datastore(store)
+
+
+def test_a_transform_of_another_size_is_found(store):
+    forge(store, "dense_mean.bin", np.zeros(15))
+    with pytest.raises(StoreCorruptError, match="transform"):
+        open_datastore(store).dense[0][1].search(np.ones((2, 16), np.float32), 1)
 
 
 def test_a_damaged_index_is_refused_and_no_position_leaves_the_text(store):
@@ -317,9 +332,11 @@ def test_a_damaged_index_is_refused_and_no_position_leaves_the_text(store):
     with pytest.raises(StoreCorruptError, match="checksum"):
         open_datastore(store).dense[0][1].search(hidden, 1)
     (folder / INDEX).write_bytes(whole)
-    replace_index(store, flat(8, [3, 1 << 40]))
-    _, positions = open_datastore(store).dense[0][1].search(hidden, 3)
-    assert positions.tolist() == [[3, -1, -1]] * 2
+    positions = open_datastore(store).dense[0][1].positions.copy()
+    positions[5:] = 1 << 30
+    forge(store, POSITIONS, positions)
+    _, found = open_datastore(store).dense[0][1].search(hidden, 30)
+    assert (found[:, -1] == -1).all() and set(found.ravel().tolist()) <= {*positions[:5].tolist(), -1}
 
 
 def test_from_the_command_line(model, texts, tmp_path, capfd):

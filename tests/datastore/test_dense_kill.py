@@ -1,0 +1,79 @@
+"""SIGKILL while hidden states are computed: no store or a whole one, and a resumed build gives the same keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dense_models import save_model
+from test_kill import run, state
+
+from retrieve_spec.config import DenseConfig, StoreConfig
+from retrieve_spec.datastore import dense_keys
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.errors import StoreIncompleteError
+
+
+def keys_of(store):
+    return {
+        (segment.name, file.name): file.read_bytes()
+        for segment in open_datastore(store).segments
+        for file in sorted((store / "segments" / segment.name).glob("dense_*"))
+    }
+
+
+@pytest.fixture
+def change(tmp_path, texts, tokenizer, monkeypatch):
+    model = save_model(tmp_path / "model")
+    monkeypatch.setattr(dense_keys, "SHARD", 16)
+    config = StoreConfig(segment_tokens=90, dense=DenseConfig(model, dims=4, window=16, overlap=4))
+
+    def build(path, resume=False):
+        build_datastore(path, str(texts), tokenizer, config=config, resume=resume)
+
+    return build
+
+
+@pytest.mark.parametrize("done", [0, 1, 5])
+def test_a_build_stopped_between_checkpoints_goes_on_there(change, tmp_path, monkeypatch, done):
+    change(tmp_path / "whole")
+    written = []
+    replace_file = dense_keys.replace_file
+
+    def stop_after(path, content):
+        if len(written) == done:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        replace_file(path, content)
+
+    monkeypatch.setattr(dense_keys, "replace_file", stop_after)
+    with pytest.raises(KeyboardInterrupt):
+        change(tmp_path / "s")
+    with pytest.raises(StoreIncompleteError, match="resume"):
+        open_datastore(tmp_path / "s")
+    again = []
+    monkeypatch.setattr(dense_keys, "replace_file", lambda p, c: (again.append(p.name), replace_file(p, c)))
+    change(tmp_path / "s", resume=True)
+    assert not set(written) & set(again)
+    assert keys_of(tmp_path / "s") == keys_of(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_kill_at_any_moment(change, tmp_path):
+    import shutil
+    import time
+
+    target = tmp_path / "s"
+    started = time.perf_counter()
+    run(lambda resume: change(target, resume))
+    duration = time.perf_counter() - started
+    new, keys = state(target), keys_of(target)
+    random = np.random.default_rng(0)
+    for _ in range(12):
+        shutil.rmtree(target)
+        target.mkdir()
+        killed = run(lambda resume: change(target, resume), float(random.uniform(0.2, 0.95)) * duration)
+        assert state(target) in (None, new)
+        if killed and (target / "work" / "plan.json").exists():
+            change(target, resume=True)
+            assert state(target) == new and keys_of(target) == keys

@@ -1,0 +1,144 @@
+"""Windows, thinning and FAISS indexes, apart from models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from byte_tokenizers import byte_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.dense_faiss import build_index, choose_kind, kind_of, nearest, open_index, recall
+from retrieve_spec.datastore.dense_keys import choose_windows, fit_transform, shards_of, windows_of
+from retrieve_spec.datastore.dense_thin import LONGEST, hard_positions
+from retrieve_spec.datastore.store import open_datastore
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+@given(lengths=LENGTHS, size=st.integers(2, 20), data=st.data())
+def test_windows_cover_every_position_once_with_context(lengths, size, data):
+    overlap = data.draw(st.integers(0, size // 2))
+    removed = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
+    starts = np.cumsum([0, *(n + 1 for n in lengths)]).astype(np.uint32)
+    windows = windows_of(starts, sorted(removed), size, overlap)
+    covered = np.zeros(int(starts[-1]), np.int64)
+    for start, stop, first, end in windows.tolist():
+        document = int(np.searchsorted(starts, start, side="right")) - 1
+        assert starts[document] <= start <= first < end <= stop <= starts[document + 1] - 1
+        assert stop - start <= size
+        assert first - start >= overlap or start == starts[document]
+        covered[first:end] += 1
+    expected = np.zeros_like(covered)
+    for number, length in enumerate(lengths):
+        if number not in removed:
+            expected[starts[number] : starts[number] + length - 1] = 1
+    assert np.array_equal(covered, expected)
+
+
+@given(lengths=LENGTHS, most=st.integers(0, 60), data=st.data())
+def test_chosen_positions_are_wanted_ones_up_to_a_limit(lengths, most, data):
+    starts = np.cumsum([0, *(n + 1 for n in lengths)]).astype(np.uint32)
+    windows = windows_of(starts, (), 7, 2)
+    keep = np.array(data.draw(st.lists(st.booleans(), min_size=int(starts[-1]), max_size=int(starts[-1]))), np.bool_)
+    chosen, taken = choose_windows(windows, keep, most)
+    possible = np.zeros(len(keep), np.bool_)
+    for _, _, first, end in windows.tolist():
+        possible[first:end] = keep[first:end]
+    assert not (taken & ~possible).any()
+    assert taken.sum() == min(most or possible.sum(), possible.sum())
+    assert {tuple(w) for w in chosen.tolist()} <= {tuple(w) for w in windows.tolist()}
+    parts = shards_of(chosen, taken)
+    assert sum(len(part) for part in parts) == len(chosen)
+    assert sum(int(taken[first:end].sum()) for part in parts for _, _, first, end in part.tolist()) == taken.sum()
+
+
+def naive_hard(documents):
+    """Positions, over all documents, whose longest matches elsewhere are all followed by another token."""
+    found = {}
+    places = [(d, i) for d, text in enumerate(documents) for i in range(len(text))]
+    for d, i in places:
+        longest, followers = 0, set()
+        for e, j in places:
+            if (d, i) == (e, j):
+                continue
+            n = 0
+            while n < LONGEST and i >= n and j >= n and documents[d][i - n] == documents[e][j - n]:
+                n += 1
+            follower = documents[e][j + 1] if j + 1 < len(documents[e]) else ""
+            if n > longest:
+                longest, followers = n, set()
+            if n == longest:
+                followers.add(follower)
+        own = documents[d][i + 1] if i + 1 < len(documents[d]) else ""
+        found[d, i] = longest == 0 or own not in followers
+    return found
+
+
+def test_hard_positions_against_a_scan(tmp_path):
+    random = np.random.default_rng(3)
+    documents = ["".join(random.choice(list("ab "), 30)) for _ in range(6)]
+    (tmp_path / "t").mkdir()
+    for i, text in enumerate(documents):
+        (tmp_path / "t" / f"{i}.txt").write_text(text)
+    build_datastore(tmp_path / "s", str(tmp_path / "t"), byte_tokenizer())
+    (segment,) = open_datastore(tmp_path / "s").segments
+    hard, naive = hard_positions(segment), naive_hard(documents)
+    for (number, i), expected in naive.items():
+        at = int(segment.document_starts[number]) + i
+        assert hard[at] >= expected, (number, i)  # never predicted where no longest match says so
+    agree = [bool(hard[int(segment.document_starts[d]) + i]) == expected for (d, i), expected in naive.items()]
+    assert np.mean(agree) > 0.9  # of many longest matches, only the two sorted beside it are looked at
+
+
+def test_transform_is_standardised_principal_components():
+    random = np.random.default_rng(0)
+    states = (random.normal(size=(500, 6)) @ random.normal(size=(6, 6)) * [1, 5, 1, 1, 9, 1] + 100).astype(np.float32)
+    states[:, 3] = 7  # never varies
+    transform, kept = fit_transform(iter(np.split(states, 5)), 6, 3)
+    assert np.allclose(transform.mean, states.mean(0), atol=1e-3)
+    assert np.allclose(transform.components.T @ transform.components, np.eye(3), atol=1e-5)
+    scores = (states - states.mean(0)) / np.where(states.std(0) > 1e-6, states.std(0), 1)
+    _, values, axes = np.linalg.svd(scores, full_matrices=False)
+    assert np.allclose(np.abs(np.sum(axes[:3].T * transform.components, 0)), 1, atol=1e-3)
+    assert kept == pytest.approx((values[:3] ** 2).sum() / (values**2).sum(), abs=1e-3)
+    keys = transform(states)
+    expected = scores @ transform.components
+    assert np.allclose(keys, expected / np.linalg.norm(expected, axis=1, keepdims=True), atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def keys():
+    """Keys in clusters, as those of hidden states are."""
+    random = np.random.default_rng(0)
+    centres = random.normal(size=(80, 32))
+    found = (centres[random.integers(0, 80, 4000)] + 0.4 * random.normal(size=(4000, 32))).astype(np.float32)
+    return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(("kind", "least"), [("flat", 1.0), ("ivf-pq", 0.85), ("hnsw", 0.85)])
+def test_indexes_find_what_exact_search_finds(keys, kind, least):
+    import faiss
+
+    index = build_index(keys, kind)
+    assert kind_of(index) == kind
+    assert recall(index, keys) >= least
+    opened = open_index(faiss.serialize_index(index))
+    similarity, found = nearest(opened, keys[:50], 10)
+    assert similarity.shape == found.shape == (50, 10)
+    assert (found[:, 0] == np.arange(50)).mean() > 0.9
+    exact = np.einsum("qkd,qd->qk", keys[found], keys[:50])
+    assert np.abs(exact - similarity).max() < 0.1
+    assert (np.diff(similarity, axis=1) <= 1e-6).all()
+
+
+def test_ivf_pq_keeps_a_key_in_forty_bytes(keys):
+    index = build_index(np.repeat(keys, 2, axis=1) / np.sqrt(2).astype(np.float32), "ivf-pq")
+    assert index.code_size + index.refine_pq.code_size <= 40
+
+
+def test_kind_follows_the_number_of_keys():
+    assert [choose_kind("auto", n) for n in (1, 49_999, 50_000)] == ["flat", "flat", "ivf-pq"]
+    assert choose_kind("hnsw", 10) == "hnsw"
+    assert choose_kind("ivf-pq", 10) == "flat"  # too few to train with
