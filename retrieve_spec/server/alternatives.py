@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from retrieve_spec.server.backend import Backend, DraftHints
-from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.jobs import Completion, Task
 from retrieve_spec.server.slots import Slot, SlotPool, common_prefix
 from retrieve_spec.server.stopping import StopRules, StopScanner
@@ -28,45 +27,48 @@ class Alternatives:
         The model, its text codec, its caches.
     task
         What was asked for.
-    cancelled
-        Whether nobody waits any more.
+    over
+        Whether nobody waits any more, or the task's deadline has passed.
     """
 
     def __init__(
-        self, backend: Backend, codec: TextCodec, pool: SlotPool, task: Task, cancelled: Callable[[], bool]
+        self, backend: Backend, codec: TextCodec, pool: SlotPool, task: Task, over: Callable[[], bool]
     ) -> None:
-        self._backend, self._codec, self._pool, self._task, self._cancelled = backend, codec, pool, task, cancelled
+        self._backend, self._codec, self._pool, self._task = backend, codec, pool, task
+        self._over, self._until = over, monotonic() + _SECONDS
         rules = task.rules
         length = _TOKENS if rules.max_tokens < 0 else min(_TOKENS, rules.max_tokens)
         self._rules = StopRules(length, rules.end_ids, rules.words, rules.min_indent, newline_after_s=-1.0)
 
     def of(self, slot: Slot, done: Completion, emitted: Sequence[int]) -> list[str]:
         """Suggestions besides `done`, the likeliest first; `emitted` are all tokens that were decoded for it."""
-        until = monotonic() + _SECONDS
         texts: list[str] = []
         for branch in self._backend.branches():
-            if len(texts) == self._task.alternatives or self._cancelled():
+            if len(texts) == self._task.alternatives:
                 break
             if branch.at >= len(done.token_ids) and branch.at > 0:
                 continue
             said = [*emitted[: branch.at], *branch.token_ids]
             if branch.token_ids[0] in self._rules.end_ids or "\n" in self._codec.decode(emitted[: branch.at]):
                 continue
-            text = self._finished(slot, branch, said, until)
+            text = self._finished(slot, said)
             known = [done.text, *texts]
             if text.strip() and not any(other.startswith(text) for other in known):
                 texts.append(text)
         return texts
 
-    def _finished(self, slot: Slot, branch: Branch, said: list[int], until: float) -> str:
+    def _late(self) -> bool:
+        return monotonic() > self._until or self._over()
+
+    def _finished(self, slot: Slot, said: list[int]) -> str:
         """Text of a branch to the end of its line, "" when there is no time for it."""
         scanner = StopScanner(self._codec, self._rules)
         scanner.push(said)
         if not scanner.stopped:
             prompt = [*self._task.prompt_ids, *said]
             keep = min(common_prefix(slot.token_ids, prompt), len(prompt) - 1)
-            late = monotonic() > until or len(prompt) >= self._backend.n_ctx
-            if late or not self._backend.crop(slot.cache, keep):
+            full = len(prompt) >= self._backend.n_ctx
+            if full or self._late() or not self._backend.crop(slot.cache, keep):
                 return ""
             self._decode(slot, prompt, scanner)
             if not scanner.stopped:
@@ -88,7 +90,7 @@ class Alternatives:
             for token_ids in runs:
                 emitted += token_ids
                 scanner.push(token_ids)
-                if scanner.stopped or self._cancelled():
+                if scanner.stopped or self._late():
                     break
         finally:
             runs.close()  # type: ignore[attr-defined]

@@ -120,8 +120,10 @@ class Decode:
         scanner.finish()
         self._conclude(scanner, started or monotonic())
         if task.alternatives and not (self.job.cancel.is_set() or self.done.deadline_hit):
-            finish = Alternatives(self.backend, self.codec, self.pool, task, lambda: self.job.cancel.is_set())
-            self.done.alternatives = finish.of(slot, self.done, emitted)
+            alternatives = Alternatives(
+                self.backend, self.codec, self.pool, task, lambda: self.job.cancel.is_set() or self._expired()
+            )
+            self.done.alternatives = alternatives.of(slot, self.done, emitted)
 
     def _accept(self, scanner: StopScanner, token_ids: Sequence[int]) -> bool:
         """Take one run of tokens; whether to go on."""

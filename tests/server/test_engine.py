@@ -261,6 +261,21 @@ def test_alternatives_are_finished_to_the_end_of_their_line(engine, backend, cod
     assert ask(engine, [100, 101, 501, 800, 7]).result().cached_tokens == 4
 
 
+def test_alternatives_keep_to_the_deadline(engine, backend, codec):
+    newline = codec.encode("\n")[0]
+    backend.script = lambda prompt: [prompt[-1] + 400, newline] if len(prompt) == 1 else list(range(2000, 2100))
+    backend.beside = [Branch(0, (800,), 0.9), Branch(0, (900, newline), 0.8)]
+    backend.gate = threading.Semaphore(0)
+    sink = ask(engine, [100], alternatives=3, deadline_s=0.5)
+    backend.gate.release(2)
+    wait_for(lambda: backend.prompts == [(100,), (100, 800)])
+    time.sleep(0.6)
+    backend.gate.release(1)
+    # The branch under way is given up after one pass; the one that was verified to its end is there all the same.
+    assert sink.result().alternatives == [codec.decode([900, newline])]
+    assert backend.passes <= 3
+
+
 def test_alternatives_that_say_the_same_are_left_out(engine, backend, codec):
     newline = codec.encode("\n")[0]
     backend.script = lambda prompt: [500, 501, newline, 600]
