@@ -82,6 +82,11 @@ def _no_exact(drafter: MixtureDrafter) -> None:
     drafter.stores.exact = []
 
 
+def _no_dense(drafter: MixtureDrafter) -> None:
+    drafter.dense = None
+    drafter.wants_hidden = None
+
+
 SOURCES: dict[str, Callable[[MixtureDrafter], None]] = {
     "context": _no_context,
     "session": _no_session,
@@ -89,6 +94,7 @@ SOURCES: dict[str, Callable[[MixtureDrafter], None]] = {
     "recycling": _no_recycling,
     "ngram": _no_ngram,
     "exact": _no_exact,
+    "dense": _no_dense,
 }
 """What takes a source away from the mixture, by its name."""
 

@@ -13,11 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+BUSY = 0.6
+"""Load per core above which the machine was doing something else."""
 PACKAGES = ("retrieve-spec", "torch", "transformers", "tokenizers", "numpy", "numba", "faiss-cpu")
 
 
 def machine_facts() -> dict[str, Any]:
-    """Processor, memory, accelerator, versions, commit and date."""
+    """Processor, memory, accelerator, load, versions, commit and date."""
     import torch
 
     facts: dict[str, Any] = {
@@ -27,6 +29,7 @@ def machine_facts() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gb": round(_memory_bytes() / 2**30, 1),
         "torch_threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
@@ -41,6 +44,8 @@ def summary(facts: dict[str, Any]) -> str:
     packages = facts["packages"]
     where = facts.get("gpu") or f"{facts['processor']}, {facts['cores']} cores, {facts['torch_threads']} threads"
     versions = f"torch {packages['torch']}, transformers {packages['transformers']}, Python {facts['python']}"
+    if facts.get("load", 0.0) > BUSY * facts["cores"]:
+        where += f", busy (load {facts['load']} at the start: times are for orientation only)"
     return f"{where}; {versions}; commit {facts['commit'] or 'unknown'}; {facts['date']}"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from retrieve_spec.bench import stats
+from retrieve_spec.bench import machine, stats
+from retrieve_spec.bench.machine import machine_facts
 from retrieve_spec.bench.results import Record
 
 
@@ -85,3 +86,10 @@ def test_mt_bench_categories_are_one_task():
     made = [record(1, str(i), "plain", 10, 1.0, task=t) for i, t in enumerate(["writing", "math", "qa"])]
     by_task = stats.summarise({"methods": ["plain"], "runs": 1}, made)["methods"]["plain"]["by_task"]
     assert set(by_task) == {"mt_bench", "qa"}
+
+
+def test_figures_of_a_busy_machine_say_so():
+    facts = machine_facts()
+    assert "busy" in machine.summary({**facts, "load": 2.0 * facts["cores"]})
+    assert "busy" not in machine.summary({**facts, "load": 0.1 * facts["cores"]})
+    assert "busy" not in machine.summary({name: value for name, value in facts.items() if name != "load"})
