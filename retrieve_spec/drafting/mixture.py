@@ -330,9 +330,10 @@ class MixtureDrafter:
         if n == 0:
             return DraftTree()
         origin = _NO_ORIGIN
-        if self.config.provenance and self.stores.exact:
+        known = len(self.stores.exact) + (self.dense is not None)
+        if self.config.provenance and known:
             origin = np.empty(n, np.int64)
-            order.find_origins(self._table, self._scratch.cursors, self._exact_row, len(self.stores.exact), n, origin)
+            order.find_origins(self._table, self._scratch.cursors, self._exact_row, known, n, origin)
         tree = DraftTree(
             np.empty(n, np.int32),
             np.empty(n, np.int32),

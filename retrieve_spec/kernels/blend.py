@@ -115,7 +115,7 @@ def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     else:
         a = max(0.15, 3.5 / length)
     if source > 3:
-        a = 3.0 if source == 6 else 1.0  # what followed a similar state says less than what followed the same text
+        a = 3.0 if source == 6 and length < 6 else 1.0  # a similar state says less than the same text
     return total / (total + a * distinct)
 
 

@@ -6,8 +6,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.levels import DENSE, KIND
 from retrieve_spec.kernels.suffix_array import sa_extend
-from retrieve_spec.kernels.views import view_i32, view_u16, view_u32, view_u64
+from retrieve_spec.kernels.views import view_i32, view_i64, view_u16, view_u32, view_u64
 
 ORIGIN_BITS = 40
 """An origin is ``segment << ORIGIN_BITS | token position``, segments counted over all open stores in order."""
@@ -84,11 +85,11 @@ def find_origins(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],
     first_row: int,
-    num_exact: int,
+    num_rows: int,
     num_nodes: int,
     out: NDArray[np.int64],
 ) -> None:
-    """Say where the path to each node stands in a store: longest match over the exact rows, -1 where none is long.
+    """Say where the path to each node stands in a store: longest match over the exact and dense rows, -1 if too short.
 
     Writes ``out[i] = segment << ORIGIN_BITS | token position`` for the i-th node in best-first order.
     """
@@ -96,11 +97,15 @@ def find_origins(
     for i in range(num_nodes):
         out[i] = -1
         longest = MIN_ORIGIN - 1
-        for e in range(num_exact):
+        for e in range(num_rows):
             s = first_row + e
             c = (i + 1) * rows + s
-            if cursors[c, 2] > longest and cursors[c, 0] < cursors[c, 1]:
-                longest = cursors[c, 2]
+            if cursors[c, 2] <= longest or cursors[c, 0] >= cursors[c, 1]:
+                continue
+            longest = cursors[c, 2]
+            if table[s, KIND] == DENSE:
+                out[i] = view_i64(table[s, 7], table[s, 3])[cursors[c, 0]] + longest - 1
+            else:
                 position = np.int64(view_u32(table[s, 5], table[s, 6])[cursors[c, 0]]) + longest - 1
                 out[i] = (table[s, 15] << ORIGIN_BITS) | position
 

@@ -115,8 +115,10 @@ class DenseSource:
         self.count = 0
 
     def prepare(self) -> None:
-        """Compile the kernels, or load them from Numba's cache."""
+        """Open the indexes, and compile the kernels or load them from Numba's cache."""
         self.count = 0
+        for _, _, index in self.indexes.parts:
+            assert index.count  # opens its files now
         self._fill(Neighbours(np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.int64)), 0)
         self.root()
 

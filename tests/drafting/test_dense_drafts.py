@@ -113,6 +113,30 @@ def test_drafts_end_with_their_document(store):
         assert dense.max() <= len(TEXTS[0]) - 141
 
 
+def test_origins_of_neighbours_point_at_the_drafted_text(store):
+    """A drafted run is known to stand in the store from the eighth token on, the root among them."""
+    drafter = auto(store, provenance=True)
+    known = 0
+    for at in range(20, 120, 20):
+        generate(drafter, paraphrase(TEXTS[0][:at]), TEXTS[0][at : at + 30])  # learn that neighbours can be trusted
+    for text in TEXTS:
+        prompt, emitted = paraphrase(text[:50]), np.array(text[50:51], np.int32)
+        drafter.start(np.array(prompt, np.int32))
+        drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(prompt, like=meaning)))
+        tree = drafter.propose(Budget(40, 40))
+        for node in np.flatnonzero(tree.origin >= 0):
+            path, up = [], int(node)
+            while up >= 0:
+                path.insert(0, int(tree.token_ids[up]))
+                up = int(tree.parent[up])
+            position = int(tree.origin[node])
+            segment = store.segments[0]
+            found = segment.to_global[segment.tokens[position - len(path) : position + 1]].tolist()
+            assert found == [text[50], *path]
+            known += tree.source[node] == DENSE
+    assert known > 20
+
+
 def test_what_is_asked_for_must_be_there(store, make_store):
     plain = make_store(TEXTS[:1])
     assert auto(plain).wants_hidden is None

@@ -32,7 +32,7 @@ def prior(number, length, total, distinct):
     if number == 2:
         return 1 - 0.6 / (1 + length)
     if number > 3:
-        a = 3.0 if number == 6 else 1.0
+        a = 3.0 if number == 6 and length < 6 else 1.0
     else:
         first = 6.0 if number == 0 else 4.0
         a = {0: 20.0, 1: first, 2: 2.5, 3: 1.5, 4: 1.0}.get(length) or max(0.15, 3.5 / length)
