@@ -90,5 +90,5 @@ def test_two_hundred_clients(live, codec):
     assert server.service.engine.queue_length == 0
     assert server.client.get("/health").status_code == 200
     assert rss() - before < 300 << 20
-    assert len(server.service.engine.pool._slots) <= config.slots
+    assert len(server.service.engine._pool._slots) <= config.slots
     print(json.dumps(dict(seen)))
