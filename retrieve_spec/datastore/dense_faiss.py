@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 FLAT_BELOW = 50_000
 """Keys from which on `"auto"` approximates."""
+TRAINABLE = 10_000
+"""Keys that quantizers of 8 bits need for their training at least."""
 SCANNED, REFINED = (16, 8), (32, 6)
 """Parts of a key and bits of each: those that are scanned, and those that rank the best of the scan."""
 CELLS = 4
@@ -36,7 +38,7 @@ def choose_kind(kind: str, count: int) -> Kind:
     """The kind of index for a number of keys; few keys are always searched exactly."""
     if kind == "auto":
         return "flat" if count < FLAT_BELOW else "ivf-pq"
-    return "flat" if kind == "ivf-pq" and count < 1 << 10 else kind  # type: ignore[return-value]
+    return "flat" if kind == "ivf-pq" and count < TRAINABLE else kind  # type: ignore[return-value]
 
 
 def _faiss() -> Any:
