@@ -95,7 +95,24 @@ def test_files_on_which_auto_loses_are_listed_with_what_both_know(tools):
     }
     text = compare.table(made(compare, by_name))
     assert "- 1 (file): better 2.50, auto 2.00" in text
-    assert sum(line.startswith("- ") for line in text.splitlines()) == 1
+    assert sum(line.startswith("- 1") for line in text.splitlines()) == 1
+
+
+def test_drafters_that_get_more_out_of_as_few_nodes_are_listed(tools):
+    compare, *_ = tools
+    figures = {"ours: auto": (3.0, 60), "ours: auto, 8 nodes": (2.0, 8), "thrifty": (2.5, 8), "fat": (2.5, 70)}
+    times = {what: {"p50": 1.0, "p99": 2.0} for what in ("propose_us", "observe_us", "pass_us")}
+    by_name = {n: {"tokens_per_pass": rate, "nodes_per_pass": nodes, **times} for n, (rate, nodes) in figures.items()}
+    text = compare.table(made(compare, by_name))
+    assert "- thrifty: 1 (2.50, auto 2.00)" in text
+    assert "- fat" not in text
+
+
+def test_auto_sizes_its_trees_by_what_a_node_costs(tools):
+    _, peers, *_ = tools
+    row = TraceRow("", ids(*range(40)), [(ids(*range(20), *range(100, 140), *range(20)), True)])
+    cheap, dear = (Replay(peers.Priced(peers.ours("auto"), price), 60).run([row]) for price in (0.01, 0.5))
+    assert dear["nodes_per_pass"] < cheap["nodes_per_pass"]
 
 
 def write_trace(path, rows):

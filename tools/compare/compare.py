@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peers import GIVEN, KEPT, PEERS, ArcticSuffix, ours
+from peers import GIVEN, KEPT, PEERS, ArcticSuffix, Priced, ours
 from sources import ARCTIC, LLAMA, VLLM, Skipped
 from table import table
 from tokenizers import Tokenizer
@@ -35,6 +35,7 @@ from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.errors import MissingSourceError
 
 FEW_NODES = (8, 16)  # as many as the wider peers draft
+PRICES = (0.02, 0.1, 0.2)  # of a node, as a share of a pass: auto sizes its own trees
 NEED_STORE = ("rest", "hierarchy")
 READ_STORE = ("auto", "sam", "adaptive-trigram", *NEED_STORE)
 WARM_UP_TOKENS = 32
@@ -66,6 +67,8 @@ def drafters(only: list[str], workload: Workload, store: Any) -> dict[str, Facto
             found[f"ours: {preset}"] = lambda preset=preset: ours(preset)
     for few in FEW_NODES:
         found[f"ours: auto, {few} nodes"] = found["ours: auto"]
+    for price in PRICES:
+        found[f"ours: auto, a node at {price:.0%}"] = lambda price=price: Priced(ours("auto"), price)
     for preset in ("suffix", "auto"):
         found[f"ours: {preset}{KEPT}"] = lambda preset=preset: ours(preset, session=True)
     found[f"suffix-decoding tree, wide{GIVEN}"] = lambda: ArcticSuffix(

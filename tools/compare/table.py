@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import mean
 from typing import Any
 
+import numpy as np
 from peers import GIVEN, KEPT
 
 from retrieve_spec.bench.machine import summary
@@ -30,6 +31,12 @@ def table(made: dict[str, Any]) -> str:
         rates = [by_name[name]["tokens_per_pass"] for by_name in results.values()]
         lines.append(f"| {name} | {mean(rates):.2f} | " + " | ".join(f"{rate:.2f}" for rate in rates) + " |")
     lines += ["", "**Where `auto` loses**, drafters that know the same compared:", "", *losses(results, there)]
+    lines += [
+        "",
+        "**Where `auto` gets less out of as many nodes** (its budgets interpolated; nothing kept or given):",
+        "",
+    ]
+    lines += dearer(results, there)
     lines += ["", "**Nodes per pass, and microseconds per pass** (means over files of medians; last: of 99 %):", ""]
     lines += ["| drafter | nodes | propose | update | both | both, 99 % |", "|---|---|---|---|---|---|"]
     for name in first:
@@ -56,6 +63,26 @@ def losses(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
             rates = by_name[name]["tokens_per_pass"], by_name[mine]["tokens_per_pass"]
             if rates[0] > rates[1]:
                 lines.append(f"- {number} ({stem}): {name} {rates[0]:.2f}, {mine.removeprefix(OURS)} {rates[1]:.2f}")
+    return lines or ["- nowhere"]
+
+
+def dearer(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
+    """Drafters that on some files get more tokens out of as many nodes as `auto`, whose budgets are interpolated."""
+    autos = [name for name in there if name.startswith(f"{OURS}auto") and not knowledge(name)]
+    lines = []
+    for name in there:
+        if name.startswith(f"{OURS}auto") or knowledge(name):
+            continue
+        files = []
+        for number, by_name in enumerate(results.values(), 1):
+            points = sorted((by_name[n]["nodes_per_pass"], by_name[n]["tokens_per_pass"]) for n in autos)
+            nodes, rates = zip((0.0, 1.0), *points, strict=True)
+            rival = by_name[name]
+            mine = float(np.interp(rival["nodes_per_pass"], nodes, rates))
+            if mine < rival["tokens_per_pass"]:
+                files.append(f"{number} ({rival['tokens_per_pass']:.2f}, auto {mine:.2f})")
+        if files:
+            lines.append(f"- {name}: {', '.join(files)}")
     return lines or ["- nowhere"]
 
 
