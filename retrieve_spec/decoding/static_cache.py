@@ -131,10 +131,12 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         rows = key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._slab.make_room(self.length, rows):
-            self._cache.refresh()
-        keys, values = self._cache.layer_slabs[self._index]
         start = self.length - self._slab.offset
+        if start + rows > self._slab.capacity:
+            if self._slab.make_room(self.length, rows):
+                self._cache.refresh()
+            start = self.length - self._slab.offset
+        keys, values = self._cache.layer_slabs[self._index]
         keys.narrow(2, start, rows).copy_(key_states)
         values.narrow(2, start, rows).copy_(value_states)
         self.length += rows

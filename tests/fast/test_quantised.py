@@ -70,7 +70,7 @@ def test_activations_quantised_over_all_rows_leave_plain_decoding(full: Any) -> 
 
 @pytest.mark.parametrize("kind", ["Linear8bitLt", "Linear4bit"])
 @pytest.mark.filterwarnings("ignore")
-def test_bitsandbytes_layers_are_verified_in_trees(full: Any, kind: str) -> None:
+def test_bitsandbytes_layers_say_what_they_say_alone(full: Any, kind: str) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = copy.deepcopy(full)
     for layer in model.model.layers:
@@ -86,5 +86,8 @@ def test_bitsandbytes_layers_are_verified_in_trees(full: Any, kind: str) -> None
                     linear.weight.data, requires_grad=False, has_fp16_weights=False
                 )
             setattr(layer.mlp, name, made.to("cpu"))
-    check(model.eval(), "branchy", 2.0)
-    assert model.speculation.mode == "tree"
+    check(model.eval(), "branchy", 1.0)
+    if kind == "Linear8bitLt":
+        assert model.speculation.mode == "tree"
+    else:  # on some devices one row goes through another product than several rows do
+        assert model.speculation.mode == "tree" or "gives other logits" in model.speculation.reason
