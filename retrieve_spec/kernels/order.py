@@ -7,7 +7,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.levels import DENSE, KIND
-from retrieve_spec.kernels.suffix_array import sa_extend
+from retrieve_spec.kernels.suffix_array import sa_follow
 from retrieve_spec.kernels.views import view_i32, view_i64, view_u16, view_u32, view_u64
 
 ORIGIN_BITS = 40
@@ -16,6 +16,8 @@ MIN_ORIGIN = 8
 """Tokens that must match before a drafted token is said to stand in a store."""
 MATCH = 64
 """Longest match with a store that is kept when the text leaves it."""
+SHORTEST = 3
+"""Shortest match with a store that is followed; a draft may grow it to one that is long enough to be read."""
 
 
 @njit(cache=True, nogil=True)
@@ -140,10 +142,10 @@ def follow_exact(
 
     Parameters
     ----------
-    row
-        An `EXACT` source.
-    cursor
-        (CURSOR,) int64 (lo, hi, depth) before the fresh tokens, modified in place.
+    table, s
+        Sources, and the number of an `EXACT` one.
+    cursors, c
+        (m, CURSOR) int64, row c: (lo, hi, depth) before the fresh tokens, modified in place; depth 0 for none.
     window
         (w,) int32 newest tokens of the text, oldest first, the fresh ones included.
     fresh
@@ -155,12 +157,12 @@ def follow_exact(
         local[i] = to_local[window[i]] if 0 <= window[i] < table[s, 8] else 0
     sa = view_u32(table[s, 5], table[s, 6])
     top = view_u64(table[s, 12], table[s, 13])
+    bits, least = table[s, 14], min(table[s, 10], SHORTEST)
     lo, hi, depth = cursors[c, 0], cursors[c, 1], cursors[c, 2]
-    for i in range(len(window) - fresh, len(window)):
-        if table[s, 4] == 2:
-            tokens = view_u16(table[s, 2], table[s, 3])
-            lo, hi, depth = sa_extend(tokens, sa, top, table[s, 14], lo, hi, depth, local, i + 1, MATCH)
-        else:
-            wide = view_u32(table[s, 2], table[s, 3])
-            lo, hi, depth = sa_extend(wide, sa, top, table[s, 14], lo, hi, depth, local, i + 1, MATCH)
+    if table[s, 4] == 2:
+        tokens = view_u16(table[s, 2], table[s, 3])
+        lo, hi, depth = sa_follow(tokens, sa, top, bits, lo, hi, depth, local, fresh, least, MATCH)
+    else:
+        wide = view_u32(table[s, 2], table[s, 3])
+        lo, hi, depth = sa_follow(wide, sa, top, bits, lo, hi, depth, local, fresh, least, MATCH)
     cursors[c, 0], cursors[c, 1], cursors[c, 2] = lo, hi, depth

@@ -255,16 +255,63 @@ def sa_longest(tokens, sa, top, bits, recent, n, longest):  # type: ignore[no-un
     tuple of int
         ``(lo, hi, depth)``; depth 0 with the interval of the whole array when not even the last token occurs.
     """
-    lo, hi, depth = 0, len(sa), 0
-    right = min(n, longest)
-    while depth < right:
-        length = (depth + right + 1) >> 1
+    return _lengthen(tokens, sa, top, bits, recent, n, 0, len(sa), 0, min(n, longest))
+
+
+@njit(cache=True, nogil=True)
+def _lengthen(tokens, sa, top, bits, recent, n, lo, hi, depth, longest):  # type: ignore[no-untyped-def]
+    """Find the longest suffix of ``recent[:n]`` that occurs, from one of `depth` tokens that does."""
+    while depth < longest:
+        length = (depth + longest + 1) >> 1
         a, b = sa_search(tokens, sa, top, bits, recent, n - length, length)
         if a < b:
             lo, hi, depth = a, b, length
         else:
-            right = length - 1
+            longest = length - 1
     return lo, hi, depth
+
+
+@njit(cache=True, nogil=True)
+def sa_follow(tokens, sa, top, bits, lo, hi, depth, recent, fresh, shortest, longest):  # type: ignore[no-untyped-def]
+    """Follow the last `fresh` tokens of the text, keeping the longest suffix that occurs if it is long enough.
+
+    A match that goes on is narrowed. Once it falls off, only the end of the text matters: most of the time one search
+    says that no match of `shortest` tokens ends there.
+
+    Parameters
+    ----------
+    tokens, sa, top, bits
+        The segment.
+    lo, hi, depth
+        Match of the text without its fresh tokens, ``depth`` 0 for none of `shortest` tokens.
+    recent, fresh
+        (n,) end of the text (local ids; 0 or less: unknown to the segment), and how many of them are new.
+    shortest, longest
+        Shortest match worth keeping, and longest one looked for when the old one fell off; 1 ≤ shortest ≤ longest.
+
+    Returns
+    -------
+    tuple of int
+        ``(lo, hi, depth)`` of the whole text; ``(0, 0, 0)`` for none.
+    """
+    n = len(recent)
+    i = n - fresh
+    while depth > 0 and i < n:
+        a, b = sa_narrow(tokens, sa, lo, hi, depth, np.int64(recent[i]))
+        if a >= b:
+            break
+        lo, hi, depth = a, b, depth + 1
+        i += 1
+    if depth > 0 and i == n:
+        return lo, hi, depth
+    # The match before token i was `depth` long and did not go on with it, or was shorter than `shortest`.
+    bound = min((depth if depth > 0 else shortest) - 1 + n - i, n, longest)
+    if bound < shortest:
+        return 0, 0, 0
+    lo, hi = sa_search(tokens, sa, top, bits, recent, n - shortest, shortest)
+    if lo >= hi:
+        return 0, 0, 0
+    return _lengthen(tokens, sa, top, bits, recent, n, lo, hi, shortest, bound)
 
 
 @njit(cache=True, nogil=True)
