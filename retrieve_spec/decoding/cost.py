@@ -23,7 +23,8 @@ class CostModel:
 
     A grid of (node knot, context bucket) cells, interpolated between node knots and made monotone. A sample updates
     its two neighbouring knots; one that is far above its cell counts as that many times the cell at most, so that a
-    hiccup of the machine does not switch drafting off. Contexts never seen borrow from the nearest one seen.
+    hiccup of the machine does not switch drafting off. Contexts never seen borrow from the nearest one seen, and a new
+    cell begins at what the curve said there: widths that are rarely tried must not rest on one slow pass.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,8 @@ class CostModel:
                     share = 1.0 - abs(nodes - at) / (_KNOTS[right] - _KNOTS[left])
                     if curve is not None:  # carry the sample along the curve to the knot
                         sample = forward_s * float(curve[at] / curve[nodes])
-                self._update(row, knot, sample, share)
+                prior = None if curve is None else max(float(curve[at]) - self._overhead, 0.0)
+                self._update(row, knot, sample, share, prior)
             if self._overhead == 0.0:
                 self._overhead = overhead_s
             self._overhead += 0.1 * (min(overhead_s, 4.0 * self._overhead) - self._overhead)
@@ -80,13 +82,16 @@ class CostModel:
         self._pending.clear()
         self._curves.clear()
 
-    def _update(self, row: int, knot: int, sample: float, share: float) -> None:
+    def _update(self, row: int, knot: int, sample: float, share: float, prior: float | None) -> None:
+        """Move a cell towards a sample; what the curve said there (`prior`) counts for one sample of a new cell."""
         old, weight = self._seconds[row, knot], self._weight[row, knot]
-        if weight == 0.0:
+        if weight == 0.0 and prior is None:
             self._seconds[row, knot] = sample
             self._weight[row, knot] = share
             return
-        if weight >= 2.0:
+        if weight == 0.0:
+            old, weight = prior, 1.0
+        if weight >= 1.0:
             sample = min(sample, _OUTLIER * old)
         rate = max(_RATE, 1.0 / (weight + 1.0)) * share
         self._seconds[row, knot] = old + rate * (sample - old)

@@ -81,3 +81,16 @@ def test_curves_never_fall_even_if_samples_do() -> None:
     curve = cost.seconds(500, 64)
     assert (np.diff(curve) >= 0).all()
     assert curve[0] == curve[4] == pytest.approx(0.0045, rel=0.02)
+
+
+def test_one_slow_pass_of_a_new_width_changes_little() -> None:
+    cost = fed(widths=(4, 16, 64))
+    before = cost.seconds(500, 64).copy()
+    cost.observe(0, 500, 4 * linear(0, 500))
+    for _ in range(8):
+        cost.observe(16, 500, linear(16, 500))
+    assert cost.seconds(500, 64)[0] < 2 * before[0]
+    for _ in range(40):
+        cost.observe(0, 500, linear(0, 500))
+        cost.observe(16, 500, linear(16, 500))
+    assert cost.seconds(500, 64)[0] == pytest.approx(linear(0, 500), rel=0.1)
