@@ -23,45 +23,96 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrieve_spec.datastore.dense import continuation
 from retrieve_spec.datastore.dense_faiss import ASKED, build_index, choose_kind, nearest, open_index
 from retrieve_spec.datastore.dense_keys import HiddenStates, choose_windows, fit_transform, run_windows, windows_of
+from retrieve_spec.datastore.dense_thin import hard_positions
 from retrieve_spec.datastore.store import Datastore, open_datastore
+from retrieve_spec.kernels.suffix_array import sa_longest
 from retrieve_spec.reference_model import load_model
 
 WINDOW, OVERLAP = 512, 64
 SAMPLE = 1 << 15
+CHAINS, SPAN = 10, 10
+"""Continuations that are compared with what came, and their tokens: DReSD's 10 x 10."""
 
 
-def text_states(store: Datastore, encoder: HiddenStates, count: int, cache: Path) -> np.ndarray:
-    """Hidden states (count, d) float16 of random windows of a store's first segment."""
-    path = cache / "hidden.f16"
+def text_states(store: Datastore, encoder: HiddenStates, count: int, cache: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states (count, d) float16 of random windows of a store's first segment, and their positions (count,)."""
+    paths = cache / "hidden.f16", cache / "positions.i64"
     size = encoder.size
-    if path.exists() and path.stat().st_size >= 2 * size * count:
-        return np.memmap(path, "<f2", "r", shape=(count, size))
+    if paths[0].exists() and paths[0].stat().st_size >= 2 * size * count:
+        return np.memmap(paths[0], "<f2", "r", shape=(count, size)), np.memmap(paths[1], "<i8", "r")[:count]
     segment = store.segments[0]
     windows = windows_of(segment.document_starts, segment.removed, encoder.window(WINDOW), OVERLAP)
     chosen, taken = choose_windows(windows, np.ones(len(segment.tokens), np.bool_), count)
-    out = np.memmap(path, "<f2", "w+", shape=(count, size))
+    out = np.memmap(paths[0], "<f2", "w+", shape=(int(taken.sum()), size))
+    where = np.memmap(paths[1], "<i8", "w+", shape=len(out))
     done, started = 0, time.perf_counter()
     for part in np.array_split(chosen, max(1, len(chosen) // 64)):
-        for hidden, _ in run_windows(encoder, segment, part, taken):
-            out[done : done + len(hidden)] = hidden[: count - done]
-            done = min(done + len(hidden), count)
+        for hidden, positions in run_windows(encoder, segment, part, taken):
+            out[done : done + len(hidden)], where[done : done + len(hidden)] = hidden, positions
+            done += len(hidden)
         print(f"{done:,} hidden states, {done / (time.perf_counter() - started):,.0f}/s", file=sys.stderr)
-    return out[:done]
+    return out, where
 
 
-def query_states(folder: Path, store: Datastore, encoder: HiddenStates, count: int) -> np.ndarray:
-    """Hidden states (count, d) of positions with some context in files that are not in the store."""
-    found: list[np.ndarray] = []
+def queries_of(
+    folder: Path, store: Datastore, encoder: HiddenStates, count: int
+) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+    """Hidden states (count, d) of positions with some context, and the text before and behind, in files not stored."""
+    states: list[np.ndarray] = []
+    texts = []
     for path in sorted(folder.rglob("*.py")):
         ids = np.array(store.tokenizer.encode(path.read_text(errors="replace")).ids[:WINDOW])
         if len(ids) > 2 * OVERLAP:
-            found.append(encoder([ids])[0][OVERLAP:])
-        if len(found) >= 64:
+            states.append(encoder([ids])[0][OVERLAP:-SPAN])
+            texts += [(ids[: at + 1], ids[at + 1 : at + 1 + SPAN]) for at in range(OVERLAP, len(ids) - SPAN)]
+        if len(states) >= 64:
             break
-    states = np.concatenate(found)
-    return states[np.random.default_rng(0).choice(len(states), min(count, len(states)), replace=False)]
+    hidden = np.concatenate(states)
+    chosen = np.random.default_rng(0).choice(len(hidden), min(count, len(hidden)), replace=False)
+    return hidden[chosen], [texts[i] for i in chosen]
+
+
+def thinning(
+    store: Datastore, keys: np.ndarray, positions: np.ndarray, queries: np.ndarray, texts: list[Any]
+) -> list[dict[str, Any]]:
+    """Right tokens of the best of ten continuations, by which keys are kept: alone, and with exact matches' ten."""
+    import faiss
+
+    segment = store.segments[0]
+    hard = hard_positions(segment)[positions]
+    random = np.random.default_rng(1).random(len(keys)) < hard.mean()
+
+    def right(places: Any, behind: np.ndarray) -> int:
+        runs = [continuation(segment, int(p), SPAN) for p in places]
+        return max((int((np.cumprod(run == behind[: len(run)])).sum()) for run in runs), default=0)
+
+    exact = [right(exact_ends(store, before), behind) for before, behind in texts]
+    rows = [{"keys": "none", "share": 0.0, "with_exact": round(float(np.mean(exact)), 3)}]
+    for name, kept in (("all", np.ones(len(keys), np.bool_)), ("thinned", hard), ("random", random)):
+        flat = faiss.IndexFlatIP(keys.shape[1])
+        flat.add(keys[kept])
+        near = positions[kept][flat.search(queries, CHAINS)[1]]
+        alone = [right(places, behind) for places, (_, behind) in zip(near, texts, strict=True)]
+        both = np.maximum(alone, exact)
+        means = {"alone": np.mean(alone), "with_exact": np.mean(both)}
+        shown = {"share": np.mean(kept)} | means
+        rows.append({"keys": name} | {key: round(float(value), 3) for key, value in shown.items()})
+    return rows
+
+
+def exact_ends(store: Datastore, before: np.ndarray) -> list[int]:
+    """Positions of the last tokens of the longest matches, spread evenly over them."""
+    segment = store.segments[0]
+    recent = segment.localise(before)
+    n = len(recent)
+    lo, hi, depth = sa_longest(segment.tokens, segment.suffix_array, segment.top, segment.bits, recent, n, n)
+    if depth == 0:
+        return []
+    at = np.unique(np.linspace(lo, hi - 1, min(CHAINS, int(hi - lo))).astype(np.int64))
+    return [int(p) + int(depth) - 1 for p in segment.suffix_array[at]]
 
 
 def measure(kind: str, keys: np.ndarray, exact: np.ndarray, states: np.ndarray, transform: Any) -> dict[str, Any]:
@@ -110,6 +161,7 @@ def main() -> None:
     parser.add_argument("--dims", type=int, default=64)
     parser.add_argument("--index", nargs="+", default=["auto"])
     parser.add_argument("--cache", type=Path)
+    parser.add_argument("--thinning", action="store_true", help="compare keys kept by --thin, instead of indexes")
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     import faiss
@@ -118,16 +170,19 @@ def main() -> None:
     model, _ = load_model(arguments.model, dtype=arguments.dtype)
     encoder = HiddenStates(model, "last")
     with tempfile.TemporaryDirectory() as temporary:
-        hidden = text_states(store, encoder, int(arguments.vectors), arguments.cache or Path(temporary))
+        hidden, positions = text_states(store, encoder, int(arguments.vectors), arguments.cache or Path(temporary))
         chosen = np.sort(np.random.default_rng(0).choice(len(hidden), min(SAMPLE, len(hidden)), replace=False))
         transform, kept = fit_transform(iter([hidden[chosen].astype(np.float32)]), encoder.size, arguments.dims)
         blocks = [transform(hidden[at : at + SAMPLE].astype(np.float32)) for at in range(0, len(hidden), SAMPLE)]
         keys = np.concatenate(blocks)
-    states = query_states(arguments.queries, store, encoder, 1000)
+    states, texts = queries_of(arguments.queries, store, encoder, 1000)
     flat = faiss.IndexFlatIP(arguments.dims)
     flat.add(keys)
     _, exact = flat.search(transform(states), 10)
-    results = [measure(kind, keys, exact, states, transform) for kind in arguments.index]
+    if arguments.thinning:
+        results = thinning(store, keys, positions, transform(states), texts)
+    else:
+        results = [measure(kind, keys, exact, states, transform) for kind in arguments.index]
     report = {
         "vectors": len(keys),
         "dims": arguments.dims,
