@@ -22,6 +22,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
+from retrieve_spec.datastore.readahead import read_ahead
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.decoding.acceptance import read_logits
 from retrieve_spec.decoding.costprobe import measure_passes
@@ -103,6 +104,7 @@ def accelerate(
     loading = _load_kernels()
     finding = _find_mode(model)
     stores = [_open_store(store, tokenizer) for store in datastores or ()]
+    read_ahead(stores)
     check_stores = functools.partial(_check_dense, model, config)
     check_stores(stores)
     make_verifier, why_not_static = _verifier_factory(model, finding, config, _wanted_layer(drafter, stores, config))
