@@ -191,7 +191,7 @@ def _losing(summary: dict[str, Any]) -> list[dict[str, Any]]:
         text += f" {name} loses on {sum(entry['method'] == name for entry in theirs)}."
     made = [_losing_table("Where it loses", text, [*mine, *theirs])]
     off = summary.get("slower_than_off", [])
-    if OFF in summary["methods"]:
+    if OFF in summary["methods"] and base != OFF:
         text = (
             f"{len(off)} of {sum(count.values()) - count[OFF]} are more than {NOISE * 100:.0f} % slower than this "
             "library's own loop without drafts, the harder baseline: there drafting cost more than it gained."
