@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from time import perf_counter
@@ -14,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
+from retrieve_spec.datastore.change import ChangeReport
 from retrieve_spec.datastore.provenance import sourced_runs
+from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.decoding.acceptance import Chooser
 from retrieve_spec.decoding.choosers import make_chooser
 from retrieve_spec.decoding.cost import CostModel
@@ -26,6 +29,8 @@ from retrieve_spec.decoding.stopping import Stopper
 from retrieve_spec.decoding.verifier import Verifier
 from retrieve_spec.drafting.drafter import Drafter, Preparable, VerifiedPass
 from retrieve_spec.errors import ConfigError, SupersededError
+from retrieve_spec.sources.session import SessionMemory
+from retrieve_spec.sources.session_store import load_session, save_session
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +142,33 @@ class Speculation:
                     session=getattr(old, "session", None),
                     calibration=getattr(old, "calibration", None),
                 )
+
+    def session(self) -> SessionMemory:
+        """Memory of earlier generations that the configured drafter drafts from.
+
+        Raises
+        ------
+        ConfigError
+            The drafter has none.
+        """
+        memory = getattr(self.drafter(), "session", None)
+        if not isinstance(memory, SessionMemory):
+            raise ConfigError("a drafter with a session", "one without", "Use accelerate(model, session=True).")
+        return memory
+
+    def save_session(self, path: str | os.PathLike[str]) -> ChangeReport:
+        """Add the remembered generations to a datastore (`retrieve_spec.sources.session_store.save_session`)."""
+        if self.tokenizer is None:
+            raise ConfigError("a tokenizer to save texts with", "none", "Give one to accelerate.")
+        with self._lock:
+            return save_session(self.session(), path, self.tokenizer)
+
+    def load_session(self, store: str | os.PathLike[str] | Datastore) -> int:
+        """Remember a store's documents as earlier generations, the newest as far as they fit; tokens remembered."""
+        if not isinstance(store, Datastore):
+            store = open_datastore(store, tokenizer=self.tokenizer)
+        with self._lock:
+            return load_session(self.session(), store)
 
     def forget(self) -> None:
         """Drop what was learned from earlier generations (texts, calibration); measured costs stay."""

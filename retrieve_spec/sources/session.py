@@ -26,6 +26,12 @@ class SessionMemory:
     def __init__(self, max_tokens: int = 1_000_000) -> None:
         self.max_tokens = max_tokens
         self.automata = [SuffixAutomaton(1024), SuffixAutomaton(1024)]
+        self._texts: list[list[NDArray[np.int32]]] = [[], []]
+
+    @property
+    def texts(self) -> list[NDArray[np.int32]]:
+        """The texts still remembered, oldest first, each (n,) int32."""
+        return [text for texts in self._texts for text in texts]
 
     def __len__(self) -> int:
         return sum(len(a) for a in self.automata)
@@ -35,7 +41,9 @@ class SessionMemory:
         half = self.max_tokens // 2
         if len(self.automata[1]) + len(token_ids) > half and len(self.automata[1]):
             self.automata = [self.automata[1], SuffixAutomaton(1024)]
-        kept = np.ascontiguousarray(token_ids[max(len(token_ids) - half, 0) :], np.int32)
+            self._texts = [self._texts[1], []]
+        kept = np.array(token_ids[max(len(token_ids) - half, 0) :], np.int32)
+        self._texts[1].append(kept)
         text = np.append(kept, np.int32(BOUNDARY))
         self.automata[1].extend(text)
 
