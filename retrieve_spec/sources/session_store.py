@@ -45,16 +45,18 @@ def save_session(session: SessionMemory, path: str | os.PathLike[str], tokenizer
     StoreError
         The folder holds a damaged store, or another process writes it.
     """
+    exists = (Path(path) / MANIFEST).exists()
+    if exists:
+        check_tokenizer(Path(path), read_manifest(Path(path)), tokenizer_fingerprint(tokenizer))
     texts = [tokenizer.decode(text, clean_up_tokenization_spaces=False) for text in session.texts]
     if not any(texts):
         raise BuildError("a session that remembers texts", "an empty one", "Generate with session=True first.")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / _NAME
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text), encoding="utf-8")
-        if not (Path(path) / MANIFEST).exists():
-            return build_datastore(path, Source(str(source)), tokenizer)
-        check_tokenizer(Path(path), read_manifest(Path(path)), tokenizer_fingerprint(tokenizer))
-        return add_documents(path, Source(str(source)))
+        if exists:
+            return add_documents(path, Source(str(source)))
+        return build_datastore(path, Source(str(source)), tokenizer)
 
 
 def load_session(session: SessionMemory, store: Datastore) -> int:
