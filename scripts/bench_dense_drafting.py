@@ -34,12 +34,12 @@ from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.presets import build_drafter
-from retrieve_spec.errors import StoreIncompleteError
+from retrieve_spec.errors import StoreIncompleteError, StoreNotFoundError
 from retrieve_spec.kernels.suffix_array import SEPARATOR
 from retrieve_spec.paths import cache_dir
 from retrieve_spec.reference_model import load_model
 
-PACKAGES = ("sympy", "matplotlib", "mypy", "setuptools", "pip", "hypothesis", "rich", "fsspec", "pygments", "fontTools")
+PACKAGES = ("rich", "fsspec", "pygments", "setuptools", "pip", "hypothesis", "mypy", "matplotlib", "sympy", "fontTools")
 """Installed packages that fill the store beside the standard library; those held out of the model are never used."""
 LEAST_TOKENS = 3_000_000
 METHODS = {"off": None, "rest": {}, "dresd": {}, "auto without dense": {"dense": "off"}, "auto": {}}
@@ -60,15 +60,15 @@ def sources() -> list[Source | str]:
 def store_of(folder: Path, max_vectors: int, tokens: int) -> tuple[Datastore, float]:
     """The store, built if need be, and the seconds that took."""
     began = time.perf_counter()
-    if not (folder / "manifest.json").exists():
+    try:
+        return open_datastore(folder), 0.0
+    except StoreNotFoundError:
         folder.parent.mkdir(parents=True, exist_ok=True)
         config = StoreConfig(dense=DenseConfig("reference", max_vectors=max_vectors))
         build_datastore(folder, sources(), "reference", config=config, max_tokens=tokens, progress=True)
-    try:
-        return open_datastore(folder), time.perf_counter() - began
     except StoreIncompleteError:
         build_datastore(folder, resume=True, progress=True)
-        return open_datastore(folder), time.perf_counter() - began
+    return open_datastore(folder), time.perf_counter() - began
 
 
 class Timed:

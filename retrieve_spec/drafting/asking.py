@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels.blend import LENGTH_BUCKETS, length_bucket
 
-FIRST = 8
+FIRST = 24
 """Queries per bucket before the gain is believed; all of them are compared."""
 MEMORY = 64.0
 """Compared queries over which the gain is averaged."""

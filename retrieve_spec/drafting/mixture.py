@@ -35,6 +35,7 @@ _REST_BELOW, _WAKE_AT = 0.002, 0.004
 """Shares of the emitted tokens that a source explained, below which it rests and above which it is asked again."""
 _NO_COST = np.empty(0, np.float32)
 _NO_ORIGIN = np.empty(0, np.int64)
+_NO_HASHES = np.empty((2, 0), np.uint64)
 _LONGEST_REST = 8
 """Passes that are not drafted for at most, after drafting has not paid again and again."""
 
@@ -300,11 +301,8 @@ class MixtureDrafter:
 
     def _longest_match(self) -> int:
         """Longest match of the text with anything but neighbours."""
-        first, last = self._exact_row, self._exact_row + len(self.stores.exact)
-        lengths = [self._cursors[self._context_row : first, 1], self._cursors[first:last, 2]]
-        if self.prediction:
-            lengths.append(self.prediction.cursors[:, 1])
-        return max(int(some.max(initial=0)) for some in lengths)
+        rows = range(self._exact_row + len(self.stores.exact))
+        return max(int(levels.open_row(self._table, s, self._cursors, s, _NO_HASHES, 0)[1]) for s in rows)
 
     def _compare(self, verified: VerifiedPass) -> None:
         """Add what a pass accepted beyond the tree without neighbours."""

@@ -276,3 +276,13 @@ def test_what_a_query_adds_is_counted_exactly(store):
     learned = drafter._asking
     assert learned.queries >= 1
     assert learned._gain.max() > 0
+
+
+def test_queries_are_judged_by_the_longest_match_that_goes_on(store):
+    drafter = auto(store)
+    drafter.start(np.arange(100, 150, dtype=np.int32))
+    assert drafter._longest_match() == 0, "the text's own end goes on nowhere"
+    drafter.start(np.array([*range(100, 110), 1, *range(100, 106)], np.int32))
+    assert drafter._longest_match() == 6
+    drafter.start(np.array([200, *TEXTS[0][:30]], np.int32))
+    assert drafter._longest_match() == 30, "in the store"
