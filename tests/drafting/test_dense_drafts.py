@@ -280,9 +280,12 @@ def test_what_a_query_adds_is_counted_exactly(store):
 
 def test_queries_are_judged_by_the_longest_match_that_goes_on(store):
     drafter = auto(store)
-    drafter.start(np.arange(100, 150, dtype=np.int32))
-    assert drafter._longest_match() == 0, "the text's own end goes on nowhere"
-    drafter.start(np.array([*range(100, 110), 1, *range(100, 106)], np.int32))
-    assert drafter._longest_match() == 6
-    drafter.start(np.array([200, *TEXTS[0][:30]], np.int32))
-    assert drafter._longest_match() == 30, "in the store"
+    cases = [
+        (range(100, 150), 0),  # the text's own end goes on nowhere
+        ([*range(100, 110), 1, *range(100, 106)], 6),
+        ([200, *TEXTS[0][:30]], 30),  # in the store
+    ]
+    for text, wanted in cases:
+        drafter.start(np.array(text, np.int32))
+        drafter.propose(Budget(4, 4))
+        assert drafter._longest_match() == wanted
