@@ -96,7 +96,7 @@ class PassConfig:
     mask_bytes
         Largest mask buffer; beyond it the prefix is attended to without a mask and merged.
     layout_bytes
-        Column-major copies of weights that narrow matrix products read faster, all together; 0 keeps none.
+        Copies of weights on a CPU in a layout that products with few rows read faster, all together; 0 keeps none.
     max_rows
         Root tokens and draft nodes of one captured pass at most.
     attention
@@ -115,7 +115,7 @@ class PassConfig:
 
     cache_block: int = 256
     mask_bytes: int = 64 << 20
-    layout_bytes: int = 256 << 20
+    layout_bytes: int = 1 << 30
     max_rows: int = 512
     attention: Literal["auto", "masked", "split", "triton", "flex"] = AUTO
     graph_bytes: int = 512 << 20
