@@ -30,6 +30,7 @@ from retrieve_spec.drafting.drafter import Layer
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 RECORDER = "retrieve_spec_recorder"
+_MOSTLY = 0.8
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
@@ -178,6 +179,8 @@ class CapturedPass:
         What every layer's attention does.
     groups
         Query heads per key head.
+    reads_prompts
+        Whether many rows go through it faster than through the model, because its weights are packed.
 
     Raises
     ------
@@ -194,6 +197,7 @@ class CapturedPass:
         with attention_implementation(model, RECORDER), torch.no_grad(), _quiet():
             program = self._export(recording)
         self._code, self._weights = graph_passes.compile_program(program, recording)
+        self.reads_prompts = graph_passes.packed_share(self._code) > _MOSTLY
         self._stamps = self._read_stamps(model)
         self.rules = recording.log.live_rules()
         recording.log.clear()
@@ -225,14 +229,16 @@ class CapturedPass:
         return [(id(p), p.data_ptr(), p._version if not p.is_inference() else 0) for p in model.parameters()]
 
     def run(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward: (1, rows) ids and positions in, (1, rows, vocab) logits and (1, rows, d) states out.
+
+        Logits are computed for the rows from `first` on.
 
         The results are inference tensors: copy them before changing them in place.
         """
         with torch.inference_mode():
-            logits, hidden = self._code(*self._weights, input_ids, position_ids, attend)
+            logits, hidden = self._code(*self._weights, input_ids, position_ids, attend, first)
         return logits, hidden
 
 

@@ -1,4 +1,4 @@
-"""Verifies draft trees with a model's captured pass and a preallocated cache; prompts go through the model itself."""
+"""Verifies draft trees, and reads prompts where that is faster, with a model's captured pass and preallocated cache."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 
 logger = logging.getLogger(__name__)
+
+CHUNK = 256
+"""Prompt tokens of one captured pass at most."""
+_NOTHING = np.empty(0, np.int32)
 
 _recorded: WeakKeyDictionary[Any, CapturedPass] = WeakKeyDictionary()
 """Recordings of live models, so that accelerating a model again does not record it again."""
@@ -93,12 +97,42 @@ class StaticVerifier:
         want_hidden: Layer | None = None,
     ) -> VerifierOutput:
         """Run one pass (`Verifier.forward`)."""
-        roots, nodes = len(root_ids), 0 if tree is None else len(tree)
-        self._pending = roots
+        roots = self._pending = len(root_ids)
         if want_hidden not in (None, self._captured.layer) and self._slabs is None:
             self.static_reason = self.static_reason or f"hidden states of layer {want_hidden} are not recorded"
-        if self.static_reason or self._unread > 0:
+        if self._unread > 0 and not self._reads(roots, keep):
             return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
+        if self.static_reason:
+            return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
+        if self._unread > 0:
+            root_ids = self._read(root_ids, max(CHUNK, keep))
+        return self._pass(root_ids, tree, keep, want_hidden)
+
+    def _reads(self, roots: int, keep: int) -> bool:
+        """Whether the captured pass reads this part of the prompt; what it has begun it goes on with."""
+        if self._slabs is not None or self.static_reason or not self._captured.reads_prompts:
+            return self._slabs is not None
+        return (self._past > 0 or roots > max(CHUNK, keep)) and not any(cache_windows(self._cache))
+
+    def _read(self, prompt_ids: NDArray[np.int32], size: int) -> NDArray[np.int32]:
+        """Read all but the last chunk of a part of the prompt, the first tokens of all with the model itself."""
+        self._unread -= len(prompt_ids)
+        first = len(prompt_ids) % size or size
+        if self._past == 0:
+            self._ordinary.forward(prompt_ids[:first])
+            self._ordinary.commit(_NOTHING)
+            self._past, prompt_ids, first = first, prompt_ids[first:], size
+        while len(prompt_ids) > first:
+            self._pass(prompt_ids[:first], None, 1, None)
+            self._past, prompt_ids, first = self._past + first, prompt_ids[first:], size
+        self._pending = len(prompt_ids)
+        return prompt_ids
+
+    def _pass(
+        self, root_ids: NDArray[np.int32], tree: DraftTree | None, keep: int, want_hidden: Layer | None
+    ) -> VerifierOutput:
+        """Run the captured pass over root tokens and a tree."""
+        roots, nodes = len(root_ids), 0 if tree is None else len(tree)
         slabs = self._slabs or self._adopt()
         ids = root_ids if not nodes or tree is None else np.concatenate([root_ids, tree.token_ids])
         depths = row_depths(roots, tree)
@@ -111,9 +145,9 @@ class StaticVerifier:
         rows = torch.from_numpy(ids.astype(np.int64))[None].to(self._device, non_blocking=True)
         positions = torch.from_numpy(depths + (self._past + self._shift))[None].to(self._device, non_blocking=True)
         self._mask.set(self._past, seen, depths)
-        logits, hidden = self._captured.run(rows, positions, self._attend)
         last = keep + nodes
-        return VerifierOutput(logits[0, -last:], hidden[0, -last:] if want_hidden is not None else None)
+        logits, hidden = self._captured.run(rows, positions, self._attend, roots - keep)
+        return VerifierOutput(logits[0], hidden[0, -last:] if want_hidden is not None else None)
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Write a layer's keys and values and attend to all of them."""
@@ -123,8 +157,9 @@ class StaticVerifier:
     def _adopt(self) -> PreallocatedCache:
         """Move the rows that the prompt left in the caller's cache to slabs."""
         self._cache = self._ordinary.cache
-        room = min(self._max_length, self._past + PASS.cache_block * 16) + MAX_NODES + 1
-        room, windows = max(room, self._past + PASS.cache_block), cache_windows(self._cache)
+        held = self._past + self._unread
+        room = min(self._max_length, held + PASS.cache_block * 16) + MAX_NODES + 1
+        room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
         if self._pool is not None:
             self._graphs = self._pool.take(windows, room)
         slabs = PreallocatedCache(windows, room) if self._graphs is None else self._graphs.cache

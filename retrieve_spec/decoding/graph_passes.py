@@ -45,6 +45,8 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.linear.default: functional.linear,
 }
 """Overloads whose Python binding costs less per call and takes the same positional arguments."""
+ROW_BY_ROW = {aten.div.Tensor, aten.mul.Tensor, aten.tanh.default, aten.to.dtype, aten._to_copy.default}
+"""What models do to logits: rows do not mix, and the first argument is the logits."""
 
 
 def compile_program(
@@ -55,7 +57,8 @@ def compile_program(
     Returns
     -------
     function
-        Takes the weights, the program's inputs and the attention `(query, keys, values, layer) -> output`.
+        Takes the weights, the program's inputs, the attention `(query, keys, values, layer) -> output` and the first
+        row that logits are wanted for.
     weights
         The live parameters, buffers and constants it reads, in order.
     """
@@ -69,6 +72,7 @@ def compile_program(
         fuse_rotary(graph, inputs)
         lay_out_weights(graph, inputs)
     _open_attention(graph)
+    _open_rows(graph)
     for node in _nodes(graph):
         if node.op == "call_function" and node.target in BINDINGS:
             node.target = BINDINGS[node.target]
@@ -78,6 +82,13 @@ def compile_program(
     graph.lint()
     module = fx.GraphModule(program.graph_module, graph)
     return module.forward, weights
+
+
+def packed_share(code: Callable[..., Any]) -> float:
+    """Share of a compiled program's linear layers that read packed weights."""
+    targets = [node.target for node in code.__self__.graph.nodes if node.op == "call_function"]  # type: ignore[attr-defined]
+    packed = targets.count(packed_linear)
+    return packed / max(packed + targets.count(functional.linear), 1)
 
 
 def _weights(program: torch.export.ExportedProgram, owner: torch.nn.Module) -> list[torch.Tensor]:
@@ -275,6 +286,29 @@ def _open_attention(graph: fx.Graph) -> None:
     for node in _nodes(graph):
         if _is_call(node, torch.ops.retrieve_spec.attend.default):
             node.target, node.args = operator.call, (attend, *node.args)
+
+
+def _open_rows(graph: fx.Graph) -> None:
+    """Compute logits only from the row on that is given when the function is run."""
+    attend = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(attend):
+        first = graph.placeholder("first")
+    output = next(node for node in graph.nodes if node.op == "output")
+    logits, *others = output.args[0]
+    head = logits
+    while isinstance(head, fx.Node) and head.target in ROW_BY_ROW:
+        head = head.args[0]
+    if head.op == "call_function" and head.target in (aten.linear.default, packed_linear):
+        with graph.inserting_before(head):
+            head.update_arg(0, graph.call_function(rows_from, (head.args[0], first)))
+    else:
+        with graph.inserting_before(output):
+            output.update_arg(0, (graph.call_function(rows_from, (logits, first)), *others))
+
+
+def rows_from(x: torch.Tensor, first: int) -> torch.Tensor:
+    """Rows of (1, rows, d) from one on."""
+    return x[:, first:] if first else x
 
 
 def lay_out_weights(graph: fx.Graph, inputs: Inputs) -> None:

@@ -116,7 +116,7 @@ class Decoding:
         size = len(prompt) if plain else (self._limits.prefill_chunk or len(prompt))
         while len(prompt) > size:
             with torch.no_grad():
-                self._verifier.forward(prompt[:size])
+                self._verifier.forward(prompt[:size], want_hidden=self._want_hidden)
                 self._verifier.commit(_NO_DRAFT.parent)
             prompt = prompt[size:]
             yield _NO_DRAFT.token_ids
