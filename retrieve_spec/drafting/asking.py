@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.blend import LENGTH_BUCKETS, length_bucket
 
 FIRST = 24
-"""Queries per bucket before the gain is believed; all of them are compared."""
+"""Compared queries before a gain is believed, that of all buckets together and then that of a bucket by itself."""
 MEMORY = 64.0
 """Compared queries over which the gain is averaged."""
 COMPARE_EVERY = 8
@@ -47,7 +47,14 @@ class Asking:
         b = length_bucket(match_len)
         self._passes[b] += 1
         needed = self.seconds / seconds_per_token if seconds_per_token else LEAST_GAIN
-        return bool(self._seen[b] < FIRST or self._gain[b] >= needed or self._passes[b] % PROBE_EVERY == 0)
+        return bool(self._expected(b) >= needed or self._passes[b] % PROBE_EVERY == 0)
+
+    def _expected(self, b: int) -> float:
+        """Gain of a bucket; what all have together while it is little known, as if large before anything is known."""
+        if self._seen[b] >= FIRST:
+            return float(self._gain[b])
+        seen = int(self._seen.sum())
+        return float(self._gain @ self._seen) / seen if seen >= FIRST else np.inf
 
     def asked(self, match_len: int, seconds: float) -> bool:
         """Take down a query; true when it should be compared."""
