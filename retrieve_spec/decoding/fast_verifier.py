@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 256
 """Prompt tokens of one captured pass at most."""
+FEW = 32
+"""Prompt tokens that the model itself reads as fast."""
 _NOTHING = np.empty(0, np.int32)
 
 _recorded: WeakKeyDictionary[Any, CapturedPass] = WeakKeyDictionary()
@@ -112,16 +114,16 @@ class StaticVerifier:
         """Whether the captured pass reads this part of the prompt; what it has begun it goes on with."""
         if self._slabs is not None or self.static_reason or not self._captured.reads_prompts:
             return self._slabs is not None
-        return (self._past > 0 or roots > max(CHUNK, keep)) and not any(cache_windows(self._cache))
+        return roots > max(FEW, keep) and not any(cache_windows(self._cache))
 
     def _read(self, prompt_ids: NDArray[np.int32], size: int) -> NDArray[np.int32]:
-        """Read all but the last chunk of a part of the prompt, the first tokens of all with the model itself."""
+        """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all."""
         self._unread -= len(prompt_ids)
-        first = len(prompt_ids) % size or size
-        if self._past == 0:
-            self._ordinary.forward(prompt_ids[:first])
+        if self._past == 0:  # an empty cache does not know yet what its rows look like
+            self._ordinary.forward(prompt_ids[:1])
             self._ordinary.commit(_NOTHING)
-            self._past, prompt_ids, first = first, prompt_ids[first:], size
+            self._past, prompt_ids = 1, prompt_ids[1:]
+        first = len(prompt_ids) % size or size
         while len(prompt_ids) > first:
             self._pass(prompt_ids[:first], None, 1, None)
             self._past, prompt_ids, first = self._past + first, prompt_ids[first:], size
