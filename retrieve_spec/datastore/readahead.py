@@ -16,6 +16,7 @@ from retrieve_spec.datastore.store import Datastore
 
 SHARE = 0.25
 """Part of the machine's memory that is asked for at most; stores beyond that are read as they are used."""
+_STEP = 1 << 17
 
 
 def read_ahead(stores: Sequence[Datastore], most_bytes: int | None = None) -> threading.Thread | None:
@@ -63,6 +64,7 @@ def _ask(paths: Sequence[Path]) -> None:
     for path in paths:
         try:
             with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+                for start in range(0, os.fstat(file.fileno()).st_size, _STEP):  # Linux reads no more of one request
+                    os.posix_fadvise(file.fileno(), start, _STEP, os.POSIX_FADV_WILLNEED)
         except OSError:  # the store was compacted or removed meanwhile: its maps stay valid, this was only a hint
             continue

@@ -33,9 +33,15 @@ CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE = (
 )
 _REST_BELOW, _WAKE_AT = 0.002, 0.004
 """Shares of the emitted tokens that a source explained, below which it rests and above which it is asked again."""
+_SLOW_REST_BELOW, _SLOW_WAKE_AT = 0.01, 0.02
+"""The same for stores, which are read from memory that no cache holds."""
 _NO_COST = np.empty(0, np.float32)
 _NO_ORIGIN = np.empty(0, np.int64)
 _NO_HASHES = np.empty((2, 0), np.uint64)
+_LOOK_IN = 8
+"""Stores that rest are learned about in one of so many passes."""
+_FIRST_TOKENS, _LATER_EVERY = 2000, 4
+"""With stores open all of the first tokens are learned from, then one of so many."""
 _LONGEST_REST = 8
 """Passes that are not drafted for at most, after drafting has not paid again and again."""
 
@@ -132,7 +138,7 @@ class MixtureDrafter:
         self._scratch = _Scratch(1)
         self._history: list[NDArray[np.int32]] = []
         self._fresh: list[NDArray[np.int32]] = []
-        self._rest = self._misses = 0
+        self._rest = self._misses = self._catches = self._learned = 0
         self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
         self._noise_offset = 0
         self._use: NDArray[np.float64] = np.empty(0)
@@ -374,7 +380,7 @@ class MixtureDrafter:
         self._sync()
         roots = self._exact_cursors()
         self._noise[3] = self._tail_len + self._noise_offset
-        self._table[:, levels.RESTING] = 0  # learning sees every source
+        self._wake()
         self._stamp = learn.learn(
             self._table,
             self._cursors,
@@ -386,10 +392,12 @@ class MixtureDrafter:
             self._noise,
             self.config.min_path_probability,
             emitted,
+            self._learn_every(),
             self._scratch.slots,
             self._stamp,
         )
         self._choose_sources()
+        self._learned += len(emitted)
         self._tail_len += len(emitted)
         self._follow_stores(emitted, roots)
         self.context.extend(emitted)
@@ -437,7 +445,7 @@ class MixtureDrafter:
         rows += self.stores.ngram
         self._table = np.array(rows, np.int64).reshape(len(rows), levels.ROW)
         if len(self._use) != len(rows):
-            self._use = np.full(len(rows), _WAKE_AT)
+            self._use = np.full(len(rows), _SLOW_WAKE_AT)
         self._numbers = self._table[:, levels.NUMBER].astype(np.uint8)
         self._cursors = np.zeros((len(rows), levels.CURSOR), np.int64)
         if self._scratch.rows != len(rows):
@@ -447,11 +455,27 @@ class MixtureDrafter:
         self._tail_len = 0
         self._window = np.empty(0, np.int32)
 
+    def _wake(self) -> None:
+        """Let learning see every source, but stores that rest only now and then: looking into them is what costs."""
+        self._catches += 1
+        resting = self._table[:, levels.RESTING]
+        if self._catches % _LOOK_IN == 0:
+            resting[:] = 0
+        else:
+            resting[(self._numbers != NGRAM) & (self._numbers != EXACT)] = 0
+
+    def _learn_every(self) -> int:
+        """Learn from one token of how many: stores are slow to read, and in time there is less to be learned."""
+        if not self.stores.stores:
+            return 1
+        return 1 if self._learned < _FIRST_TOKENS else _LATER_EVERY
+
     def _choose_sources(self) -> None:
         """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them."""
         resting = self._table[:, levels.RESTING]
-        resting[self._use < _REST_BELOW] = 1
-        resting[self._use >= _WAKE_AT] = 0
+        slow = (self._numbers == NGRAM) | (self._numbers == EXACT)
+        resting[self._use < np.where(slow, _SLOW_REST_BELOW, _REST_BELOW)] = 1
+        resting[self._use >= np.where(slow, _SLOW_WAKE_AT, _WAKE_AT)] = 0
         resting[: self._context_row + 1] = 0
         if self.dense is not None:
             resting[self._dense_row] = 0  # it is asked when that pays, and has nothing to say until then

@@ -28,6 +28,7 @@ from retrieve_spec.kernels.levels import (
     NUMBER,
     PREDICTION,
     READ_LIMIT,
+    RESTING,
     TAIL,
     advance_row,
     edges_of,
@@ -90,7 +91,7 @@ def learn_weights(
 ) -> None:
     """One step of online expectation maximisation: which level explains the token that came.
 
-    ``use`` (s,) is the running share of tokens that each source explained.
+    ``use`` (s,) is the running share of tokens that each source explained, of those it was asked about.
 
     The mass that no level took explains it with a small uniform probability, so a surprise lowers every weight.
     """
@@ -111,7 +112,8 @@ def learn_weights(
     total += mass * 1e-4
     reached = 1.0
     for s in range(len(use)):
-        use[s] *= 1.0 - 1.0 / USE_MEMORY
+        if table[s, RESTING] == 0:
+            use[s] *= 1.0 - 1.0 / USE_MEMORY
     for i in range(num_levels):
         cell = levels[i, 2]
         r = joint[i] / total
@@ -170,10 +172,17 @@ def learn(
     noise: NDArray[np.int64],
     min_p: float,
     emitted: NDArray[np.int32],
+    every: int,
     slots: NDArray[np.int64],
     stamp: int,
 ) -> int:
-    """Follow the emitted tokens with all cursors and learn at every position; cursors and tail end after the last.
+    """Follow the emitted tokens with all cursors and learn at some positions; cursors and tail end after the last.
+
+    Parameters
+    ----------
+    every
+        One position of so many is learned from, chosen by its number in the text (``tail_len`` is that of the first),
+        whatever came there: nothing is favoured.
 
     Returns
     -------
@@ -194,33 +203,45 @@ def learn(
     moved = np.empty((1, CURSOR), np.int64)
     for i in range(len(emitted)):
         token = emitted[i]
-        k = collect_levels(
-            table, cursors, 0, tail, 0, min(tail_len + i, TAIL), cells, MASS_FLOOR, open_levels, hashes, levels, weights
-        )
-        stamp += 1
-        c = blend(
-            table,
-            cursors,
-            0,
-            cells,
-            levels,
-            weights,
-            k,
-            0.0,
-            slots,
-            stamp,
-            read_tokens,
-            read_counts,
-            read_p,
-            share,
-            tokens,
-            probs,
-            credit,
-        )
-        if noise[0]:
-            couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + i))
-        learn_scale(scale, noise[0] * NUM_SOURCES, table, tokens, probs, credit, c, min_p, token)
-        learn_weights(table, cursors, cells, levels, weights, k, use, token)
+        if (tail_len + i) % every == 0:
+            k = collect_levels(
+                table,
+                cursors,
+                0,
+                tail,
+                0,
+                min(tail_len + i, TAIL),
+                cells,
+                MASS_FLOOR,
+                open_levels,
+                hashes,
+                levels,
+                weights,
+            )
+            stamp += 1
+            c = blend(
+                table,
+                cursors,
+                0,
+                cells,
+                levels,
+                weights,
+                k,
+                0.0,
+                slots,
+                stamp,
+                read_tokens,
+                read_counts,
+                read_p,
+                share,
+                tokens,
+                probs,
+                credit,
+            )
+            if noise[0]:
+                couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + i))
+            learn_scale(scale, noise[0] * NUM_SOURCES, table, tokens, probs, credit, c, min_p, token)
+            learn_weights(table, cursors, cells, levels, weights, k, use, token)
         for s in range(len(table)):
             moved[0] = cursors[s]
             advance_row(table, s, cursors, s, token, moved, 0)

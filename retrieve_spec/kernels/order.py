@@ -16,8 +16,6 @@ MIN_ORIGIN = 8
 """Tokens that must match before a drafted token is said to stand in a store."""
 MATCH = 64
 """Longest match with a store that is kept when the text leaves it."""
-SHORTEST = 3
-"""Shortest match with a store that is followed; a draft may grow it to one that is long enough to be read."""
 
 
 @njit(cache=True, nogil=True)
@@ -157,7 +155,7 @@ def follow_exact(
         local[i] = to_local[window[i]] if 0 <= window[i] < table[s, 8] else 0
     sa = view_u32(table[s, 5], table[s, 6])
     top = view_u64(table[s, 12], table[s, 13])
-    bits, least = table[s, 14], min(table[s, 10], SHORTEST)
+    bits, least = table[s, 14], table[s, 10]
     lo, hi, depth = cursors[c, 0], cursors[c, 1], cursors[c, 2]
     if table[s, 4] == 2:
         tokens = view_u16(table[s, 2], table[s, 3])

@@ -183,6 +183,23 @@ def _first_not_below(top, key):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def _first_above(top, lo, key):  # type: ignore[no-untyped-def]
+    """First index from `lo` on of a sorted uint64 array that holds more than `key`, galloping: it is often near."""
+    step = 1
+    while lo + step <= len(top) and top[lo + step - 1] <= key:
+        lo += step
+        step <<= 1
+    hi = min(lo + step, len(top))
+    while lo < hi:
+        mid = (lo + hi) >> 1
+        if top[mid] <= key:
+            lo = mid + 1
+        else:
+            hi = mid
+    return lo
+
+
+@njit(cache=True, nogil=True)
 def _suffix_not_below(tokens, sa, lo, hi, skip, pattern, start, n, above):  # type: ignore[no-untyped-def]
     """First index in ``[lo, hi)`` whose suffix is not below (`above`: is above) ``pattern[start : start + n]``.
 
@@ -232,7 +249,7 @@ def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-unty
     low = _pack(pattern, start, width, width, bits) << spare
     high = low | ((np.uint64(1) << spare) - np.uint64(1))
     a = _first_not_below(top, low)
-    b = a + _first_not_below(top[a:], high + np.uint64(1)) if high != ~np.uint64(0) else len(top)
+    b = _first_above(top, a, high)
     # Suffixes between the last sample below and the first sample above.
     left = max(a - 1, 0) << TOP_SHIFT
     right = min(b << TOP_SHIFT, len(sa))

@@ -15,26 +15,31 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the sy
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    names = []
+def requests(monkeypatch):
+    names, steps = [], []
 
     def advise(handle, start, length, advice):
-        assert (start, length, advice) == (0, 0, os.POSIX_FADV_WILLNEED)
-        names.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        assert advice == os.POSIX_FADV_WILLNEED
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))
+        assert start == sum(step for other, step in steps if other == name)
+        steps.append((name, length))
+        if start == 0:
+            names.append(name)
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    return names
+    return names, steps
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc to tell files by their handles")
-def test_smallest_files_are_asked_for_within_the_limit(tokenizer, texts, tmp_path, asked):
+def test_smallest_files_are_asked_for_within_the_limit(tokenizer, texts, tmp_path, requests):
+    asked, steps = requests
     build_datastore(tmp_path / "s", str(texts), tokenizer)
     store = open_datastore(tmp_path / "s")
     sizes = {name: file.bytes for segment in store.manifest.segments for name, file in segment.files.items()}
     read_ahead([store]).join()
     assert sorted(asked, key=lambda name: (sizes[name], name)) == asked
     assert set(asked) == set(sizes)
-    asked.clear()
+    del asked[:], steps[:]
     limit = sum(sizes.values()) - 1
     read_ahead([store], limit).join()
     assert len(asked) == len(sizes) - 1

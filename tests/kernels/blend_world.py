@@ -60,7 +60,7 @@ class World:
         grown = [(*node, float(p)) for node, p in zip(nodes[:n].tolist(), node_p[:n], strict=True)]
         return grown, int(best), cursors
 
-    def learn(self, cells, scale, use, emitted, min_p=0.0, noise=NO_NOISE):
+    def learn(self, cells, scale, use, emitted, min_p=0.0, noise=NO_NOISE, every=1):
         tail = self.tail.copy()
         learn.learn(
             self.table,
@@ -73,6 +73,7 @@ class World:
             np.array(noise, np.int64),
             min_p,
             np.array(emitted, np.int32),
+            every,
             np.zeros(blend.HASH, np.int64),
             0,
         )

@@ -108,7 +108,7 @@ class Exact:
         longest = max(n for n in range(len(written) + 1) if n == 0 or places(self.documents, written[-n:]))
         match = text[self.start - longest :]
         ends = places(self.documents, match)
-        if longest < min(3, self.min_depth) or len(match) < self.min_depth or not ends:
+        if longest < self.min_depth or not ends:
             return
         after = [document[end] if end < len(document) else None for document, end in ends]
         distinct = 1 if len(set(after)) == 1 else min(len(ends), 2 + len(ends) // 8)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.kernels import blend, expand, sampling
+from retrieve_spec.kernels import blend, expand, levels, sampling
 
 
 def number_tokenizer(size):
@@ -152,8 +152,9 @@ def test_cost_stops_where_tokens_per_second_are_most(world, seed):
     assert w.grow(cells, scale, 40, 8, cost=np.linspace(1, 500, 41))[1] == 0, "what never pays is not drafted"
 
 
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_learning_is_expectation_maximisation(world, seed):
+def test_learning_is_expectation_maximisation(world, seed, every):
     rng = np.random.default_rng(seed + 400)
     w = world(rng)
     cells, scale = blend_world.learned(rng, 300.0) if seed % 2 else blend_world.fresh(rng)
@@ -164,14 +165,26 @@ def test_learning_is_expectation_maximisation(world, seed):
     expected_use = use.copy()
     emitted = rng.integers(0, 4, 5).tolist()
     for i, token in enumerate(emitted):
-        levels = naive.merged(w.sources, w.text + emitted[:i], expected_cells, 0.01)
-        naive.learn_scale(expected_scale, w.sources, naive.distribution(levels), 0.002, token)
-        naive.learn_weights(expected_cells, expected_use, levels, token)
-    tail = w.learn(cells, scale, use, emitted, 0.002)
+        if (len(w.text) + i) % every == 0:
+            levels = naive.merged(w.sources, w.text + emitted[:i], expected_cells, 0.01)
+            naive.learn_scale(expected_scale, w.sources, naive.distribution(levels), 0.002, token)
+            naive.learn_weights(expected_cells, expected_use, levels, token)
+    tail = w.learn(cells, scale, use, emitted, 0.002, every=every)
     np.testing.assert_allclose(cells, expected_cells, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(scale, expected_scale, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(use, expected_use, rtol=1e-5)
     assert (tail == blend_world.newest_first(w.text + emitted)).all()
+
+
+def test_a_source_that_rests_is_neither_asked_nor_judged(world):
+    rng = np.random.default_rng(9)
+    w = world(rng)
+    cells, scale = blend_world.fresh(rng)
+    use = np.full(len(w.table), 0.5)
+    w.table[3, levels.RESTING] = 1
+    w.learn(cells, scale, use, rng.integers(0, 4, 5).tolist())
+    assert use[3] == 0.5
+    assert (np.delete(use, 3) != 0.5).all()
 
 
 @pytest.mark.parametrize("seed", range(6))
