@@ -1,6 +1,6 @@
 """Modes of all families in, the table of docs/conformance.md out.
 
-python tests/conformance/table.py            # write the table
+python tests/conformance/family_table.py            # write the table
 """
 
 from __future__ import annotations
