@@ -81,7 +81,7 @@ def asked(scripts, tmp_path, monkeypatch):
 
 def parse(words):
     """Fail where the program would not take the words."""
-    command, context = cli.cli, click.Context(cli.cli)
+    command, context = cli.cli, click.Context(cli.cli, **cli.cli.context_settings)
     rest = list(words)
     while isinstance(command, click.Group):
         name = rest.pop(0)
