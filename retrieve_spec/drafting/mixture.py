@@ -41,7 +41,7 @@ _NO_HASHES = np.empty((2, 0), np.uint64)
 _LOOK_IN = 8
 """Stores that rest are learned about in one of so many passes."""
 _FIRST_TOKENS, _LATER_EVERY = 2000, 4
-"""With stores open all of the first tokens are learned from, then one of so many."""
+"""Learning reads stores at all of the first tokens, then at one of so many."""
 _LONGEST_REST = 8
 """Passes that are not drafted for at most, after drafting has not paid again and again."""
 
@@ -465,7 +465,7 @@ class MixtureDrafter:
             resting[(self._numbers != NGRAM) & (self._numbers != EXACT)] = 0
 
     def _learn_every(self) -> int:
-        """Learn from one token of how many: stores are slow to read, and in time there is less to be learned."""
+        """At one token of how many learning reads stores: they are slow, and in time there is less to be learned."""
         if not self.stores.stores:
             return 1
         return 1 if self._learned < _FIRST_TOKENS else _LATER_EVERY

@@ -176,13 +176,13 @@ def learn(
     slots: NDArray[np.int64],
     stamp: int,
 ) -> int:
-    """Follow the emitted tokens with all cursors and learn at some positions; cursors and tail end after the last.
+    """Follow the emitted tokens with all cursors and learn at every position; cursors and tail end after the last.
 
     Parameters
     ----------
     every
-        One position of so many is learned from, chosen by its number in the text (``tail_len`` is that of the first),
-        whatever came there: nothing is favoured.
+        Stores are read at one position of so many, chosen by its number in the text (``tail_len`` is that of the
+        first), whatever came there: nothing is favoured. At the others the rest learns without them.
 
     Returns
     -------
@@ -201,47 +201,50 @@ def learn(
     read_p = np.empty(READ_LIMIT, np.float32)
     share = np.empty(MAX_CANDIDATES, np.float32)
     moved = np.empty((1, CURSOR), np.int64)
+    resting = table[:, RESTING].copy()
     for i in range(len(emitted)):
         token = emitted[i]
-        if (tail_len + i) % every == 0:
-            k = collect_levels(
-                table,
-                cursors,
-                0,
-                tail,
-                0,
-                min(tail_len + i, TAIL),
-                cells,
-                MASS_FLOOR,
-                open_levels,
-                hashes,
-                levels,
-                weights,
-            )
-            stamp += 1
-            c = blend(
-                table,
-                cursors,
-                0,
-                cells,
-                levels,
-                weights,
-                k,
-                0.0,
-                slots,
-                stamp,
-                read_tokens,
-                read_counts,
-                read_p,
-                share,
-                tokens,
-                probs,
-                credit,
-            )
-            if noise[0]:
-                couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + i))
-            learn_scale(scale, noise[0] * NUM_SOURCES, table, tokens, probs, credit, c, min_p, token)
-            learn_weights(table, cursors, cells, levels, weights, k, use, token)
+        for s in range(len(table)):
+            slow = table[s, KIND] == NGRAM or table[s, KIND] == EXACT
+            table[s, RESTING] = 1 if slow and (tail_len + i) % every != 0 else resting[s]
+        k = collect_levels(
+            table,
+            cursors,
+            0,
+            tail,
+            0,
+            min(tail_len + i, TAIL),
+            cells,
+            MASS_FLOOR,
+            open_levels,
+            hashes,
+            levels,
+            weights,
+        )
+        stamp += 1
+        c = blend(
+            table,
+            cursors,
+            0,
+            cells,
+            levels,
+            weights,
+            k,
+            0.0,
+            slots,
+            stamp,
+            read_tokens,
+            read_counts,
+            read_p,
+            share,
+            tokens,
+            probs,
+            credit,
+        )
+        if noise[0]:
+            couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + i))
+        learn_scale(scale, noise[0] * NUM_SOURCES, table, tokens, probs, credit, c, min_p, token)
+        learn_weights(table, cursors, cells, levels, weights, k, use, token)
         for s in range(len(table)):
             moved[0] = cursors[s]
             advance_row(table, s, cursors, s, token, moved, 0)
@@ -249,4 +252,5 @@ def learn(
         for j in range(TAIL - 1, 0, -1):
             tail[0, j] = tail[0, j - 1]
         tail[0, 0] = token
+    table[:, RESTING] = resting
     return stamp

@@ -116,6 +116,16 @@ class Exact:
         yield len(match), len(ends), distinct, [(t, n / len(ends)) for t, n in sorted(counts.items())], None
 
 
+class Silent:
+    """A source that rests."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def levels(self, text):
+        return iter(())
+
+
 def places(documents, context):
     """(document, index after the match) of every place of a context."""
     n = len(context)
