@@ -102,9 +102,7 @@ class StaticVerifier:
         roots = self._pending = len(root_ids)
         if want_hidden not in (None, self._captured.layer) and self._slabs is None:
             self.static_reason = self.static_reason or f"hidden states of layer {want_hidden} are not recorded"
-        if self._unread > 0 and not self._reads(roots, keep):
-            return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
-        if self.static_reason:
+        if self.static_reason or (self._unread > 0 and not self._reads(roots, keep)):
             return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
         if self._unread > 0:
             root_ids = self._read(root_ids, max(CHUNK, keep))
@@ -112,9 +110,9 @@ class StaticVerifier:
 
     def _reads(self, roots: int, keep: int) -> bool:
         """Whether the captured pass reads this part of the prompt; what it has begun it goes on with."""
-        if self._slabs is not None or self.static_reason or not self._captured.reads_prompts:
-            return self._slabs is not None
-        return roots > max(FEW, keep) and not any(cache_windows(self._cache))
+        if self._slabs is not None:
+            return True
+        return self._captured.reads_prompts and roots > max(FEW, keep) and not any(cache_windows(self._cache))
 
     def _read(self, prompt_ids: NDArray[np.int32], size: int) -> NDArray[np.int32]:
         """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all."""

@@ -70,7 +70,7 @@ class Layouts:
             return None
         self._left -= weight.nbytes
         weight = weight.detach()
-        packed = pack(weight)
+        packed = None if self._from_rows.get(weight.shape) == 0 else pack(weight)
         if packed is not None:
             if weight.shape not in self._from_rows:
                 self._from_rows[weight.shape] = rows_that_pay(weight, packed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from retrieve_spec.datastore.dense import DenseIndex, continuation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.kernels import levels, trie
 from retrieve_spec.kernels.order import ORIGIN_BITS
+from retrieve_spec.sources.stores import address
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.segment import Segment
@@ -163,10 +164,6 @@ class DenseSource:
         """Descriptor for the mixture's source table."""
         row = np.zeros(levels.ROW, np.int64)
         row[0], row[1] = levels.DENSE, number
-        row[2], row[3], row[4] = _address(self.spans), *self.spans.shape
-        row[5], row[6], row[7] = _address(self.similarity), _address(self.weight), _address(self.origins)
+        row[2], row[3], row[4] = address(self.spans), *self.spans.shape
+        row[5], row[6], row[7] = address(self.similarity), address(self.weight), address(self.origins)
         return row
-
-
-def _address(array: NDArray[Any]) -> int:
-    return int(array.ctypes.data)

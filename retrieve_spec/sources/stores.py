@@ -48,15 +48,16 @@ class StoreRows:
         return made
 
 
-def _address(array: NDArray[Any]) -> int:
+def address(array: NDArray[Any]) -> int:
+    """Where an array's data begin, for a source row."""
     return int(array.__array_interface__["data"][0])
 
 
 def _ngram_row(table: NgramTable, number: int) -> NDArray[np.int64]:
     row = np.zeros(levels.ROW, np.int64)
     row[0], row[1] = levels.NGRAM, number
-    row[2], row[3] = _address(table.slots), len(table.slots)
-    row[7], row[8], row[9] = _address(table.succ_tokens), _address(table.succ_counts), len(table.succ_tokens)
+    row[2], row[3] = address(table.slots), len(table.slots)
+    row[7], row[8], row[9] = address(table.succ_tokens), address(table.succ_counts), len(table.succ_tokens)
     row[10], row[11] = MAX_ORDER, table.succ_tokens.dtype.itemsize
     return row
 
@@ -64,10 +65,10 @@ def _ngram_row(table: NgramTable, number: int) -> NDArray[np.int64]:
 def _exact_row(segment: Segment, number: int, min_depth: int) -> NDArray[np.int64]:
     row = np.zeros(levels.ROW, np.int64)
     row[0], row[1] = levels.EXACT, number
-    row[2], row[3], row[4] = _address(segment.tokens), len(segment.tokens), segment.tokens.dtype.itemsize
-    row[5], row[6] = _address(segment.suffix_array), len(segment.suffix_array)
-    row[7], row[8] = _address(segment.to_local), len(segment.to_local)
-    row[9], row[11] = _address(segment.to_global), len(segment.to_global)
+    row[2], row[3], row[4] = address(segment.tokens), len(segment.tokens), segment.tokens.dtype.itemsize
+    row[5], row[6] = address(segment.suffix_array), len(segment.suffix_array)
+    row[7], row[8] = address(segment.to_local), len(segment.to_local)
+    row[9], row[11] = address(segment.to_global), len(segment.to_global)
     row[10] = min_depth
-    row[12], row[13], row[14] = _address(segment.top), len(segment.top), segment.bits
+    row[12], row[13], row[14] = address(segment.top), len(segment.top), segment.bits
     return row
