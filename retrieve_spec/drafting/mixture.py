@@ -447,6 +447,7 @@ class MixtureDrafter:
         if len(self._use) != len(rows):
             self._use = np.full(len(rows), _SLOW_WAKE_AT)
         self._numbers = self._table[:, levels.NUMBER].astype(np.uint8)
+        self._slow = (self._numbers == NGRAM) | (self._numbers == EXACT)
         self._cursors = np.zeros((len(rows), levels.CURSOR), np.int64)
         if self._scratch.rows != len(rows):
             self._scratch = _Scratch(len(rows))
@@ -462,7 +463,7 @@ class MixtureDrafter:
         if self._catches % _LOOK_IN == 0:
             resting[:] = 0
         else:
-            resting[(self._numbers != NGRAM) & (self._numbers != EXACT)] = 0
+            resting[~self._slow] = 0
 
     def _learn_every(self) -> int:
         """At one token of how many learning reads stores: they are slow, and in time there is less to be learned."""
@@ -473,9 +474,8 @@ class MixtureDrafter:
     def _choose_sources(self) -> None:
         """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them."""
         resting = self._table[:, levels.RESTING]
-        slow = (self._numbers == NGRAM) | (self._numbers == EXACT)
-        resting[self._use < np.where(slow, _SLOW_REST_BELOW, _REST_BELOW)] = 1
-        resting[self._use >= np.where(slow, _SLOW_WAKE_AT, _WAKE_AT)] = 0
+        resting[self._use < np.where(self._slow, _SLOW_REST_BELOW, _REST_BELOW)] = 1
+        resting[self._use >= np.where(self._slow, _SLOW_WAKE_AT, _WAKE_AT)] = 0
         resting[: self._context_row + 1] = 0
         if self.dense is not None:
             resting[self._dense_row] = 0  # it is asked when that pays, and has nothing to say until then

@@ -71,13 +71,19 @@ class Corpus:
     def next_counts(self, places: Places, depth: int, reads: int = FIRST) -> dict[int, int]:
         """Token → how often it follows a match of `depth` tokens; estimates where more than `reads` places match."""
         counts: dict[int, int] = {}
-        for i, lo, hi in places:
-            s = self.segments[i]
-            n, _ = sa_successors(s.tokens, s.suffix_array, lo, hi, depth, reads, self._tokens, self._counts)
-            tokens = s.to_global[self._tokens[:n]].tolist()
+        for place in places:
+            n = self._read_next(place, depth, reads)
+            tokens = self.segments[place[0]].to_global[self._tokens[:n]].tolist()
             for token, count in zip(tokens, self._counts[:n].tolist(), strict=True):
                 counts[token] = counts.get(token, 0) + count
         return counts
+
+    def _read_next(self, place: tuple[int, int, int], depth: int, reads: int) -> int:
+        """Read what follows the matches of one segment into `_tokens` (local ids) and `_counts`; how many tokens."""
+        i, lo, hi = place
+        s = self.segments[i]
+        n, _ = sa_successors(s.tokens, s.suffix_array, lo, hi, depth, reads, self._tokens, self._counts)
+        return int(n)
 
     def narrow(self, places: Places, depth: int, token: int) -> Places:
         """The matches that a token follows."""

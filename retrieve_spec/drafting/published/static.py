@@ -71,18 +71,14 @@ class AutomatonCorpus(Corpus):
     def _place(self, i: int, state: int) -> tuple[int, int, int]:
         return i, state, state + int(self._automata[i].counts[state])
 
-    def next_counts(self, places: Places, depth: int, reads: int = FIRST) -> dict[int, int]:
-        """Token → how often it follows a match, exactly; `depth` and `reads` are not needed."""
-        counts: dict[int, int] = {}
-        for i, state, _ in places:
-            s, a = self.segments[i], self._automata[i]
-            n, _ = automaton_successors(
-                s.tokens, a.counts, a.first, a.edge_tokens, a.edge_targets, state, self._tokens, self._counts
-            )
-            tokens = s.to_global[self._tokens[:n]].tolist()
-            for token, count in zip(tokens, self._counts[:n].tolist(), strict=True):
-                counts[token] = counts.get(token, 0) + count
-        return counts
+    def _read_next(self, place: tuple[int, int, int], depth: int, reads: int) -> int:
+        """Read what follows a state, exactly; `depth` and `reads` are not needed."""
+        i, state, _ = place
+        s, a = self.segments[i], self._automata[i]
+        n, _ = automaton_successors(
+            s.tokens, a.counts, a.first, a.edge_tokens, a.edge_targets, state, self._tokens, self._counts
+        )
+        return int(n)
 
     def narrow(self, places: Places, depth: int, token: int) -> Places:
         """The matches that a token follows."""
