@@ -91,7 +91,7 @@ def _divisor(dims: int, most: int) -> int:
 
 
 def open_index(content: NDArray[np.uint8]) -> Any:
-    """Read an index whose arrays stay where they are, in a file mapped into memory; keep the content as long.
+    """Read an index whose arrays stay where they are, in a file mapped into memory; it keeps the content alive.
 
     Raises
     ------
@@ -100,7 +100,9 @@ def open_index(content: NDArray[np.uint8]) -> Any:
     """
     faiss = _faiss()
     reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(content), len(content))
-    return faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE)  # a query takes longer with that table
+    index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE)  # a query takes longer with that table
+    index.referenced_objects = [content]  # as FAISS itself holds what its indexes point into
+    return index
 
 
 def kind_of(index: Any) -> Kind:
