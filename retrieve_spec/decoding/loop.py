@@ -22,6 +22,8 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.sources import SOURCE_NAMES
 
 _NO_DRAFT = DraftTree()
+_Seconds = tuple[float, float, float, float]
+"""What a pass took: drafting, forward, commit, learning."""
 
 
 @dataclass(slots=True)
@@ -74,11 +76,13 @@ class Decoding:
         prediction_ids: NDArray[np.int32] | None = None,
         context_ids: NDArray[np.int32] | None = None,
         on_pass: Callable[[VerifiedPass], None] | None = None,
+        text: RowText | None = None,
     ) -> None:
-        self.text = RowText(inputs.input_ids, limits.max_length + 1)
+        self.text = RowText(inputs.input_ids, limits.max_length + 1) if text is None else text
         self.report = GenerationReport(mode=verifier.mode, reason=verifier.reason)
         self._accepted = np.zeros(256, np.int64)  # by source
-        self._log: list[tuple[DraftTree, int, NDArray[np.uint8] | None, float, float, float, float, float]] = []
+        self._log: list[tuple[DraftTree, int, NDArray[np.uint8] | None, _Seconds]] = []
+        self._noted: tuple[DraftTree, Walk, _Seconds, int, bool] | None = None
         self._inputs, self._verifier, self._chooser, self._stopper = inputs, verifier, chooser, stopper
         self._drafter, self._limits, self._cost, self._prediction_ids = drafter, limits, cost, prediction_ids
         self._context_ids = self.text.prompt_ids if context_ids is None else context_ids
@@ -87,22 +91,23 @@ class Decoding:
 
     def run(self) -> Generator[NDArray[np.int32], None, None]:
         """Decode until a stop; every item is what became visible since the last one."""
-        verified = yield from self._prefill()
+        verified = yield from self.prefill()
         while not verified.stopped:
             began = perf_counter()
-            tree = self._draft()
+            tree = self.draft(self._cost_of_nodes())
             drafted = perf_counter()
             output = self._verify(tree)
-            logits = self._read(output, tree, 0)  # waits for the device: its time is the pass's
+            self._take_down()  # of the pass before, while a device works on this one
+            logits = self.read(output, tree)  # waits for the device: its time is the pass's
             checked = perf_counter()
-            verified = walk(tree, logits, 0, self._chooser, self.text, self._stopper)
-            self._verifier.commit(verified.path)
+            verified = self.accept(tree, logits)
             committed = perf_counter()
-            self._learn(tree, verified, logits, output)
-            self._count(tree, verified, began, drafted, checked, committed)
+            self.learn(tree, verified, logits, output)
+            learned = perf_counter()
+            self.note(tree, verified, (drafted - began, checked - drafted, committed - checked, learned - committed))
             yield verified.emitted
 
-    def _prefill(self) -> Generator[NDArray[np.int32], None, Walk]:
+    def prefill(self) -> Generator[NDArray[np.int32], None, Walk]:
         """Feed the prompt, chunk by chunk; an empty item after each chunk lets the caller cancel."""
         began = perf_counter()
         self._verifier.start(self._inputs)
@@ -124,7 +129,7 @@ class Decoding:
         keep = min(max(self._limits.prompt_logits, 1), len(prompt)) if learns else 1
         with torch.no_grad():
             output = self._verifier.forward(prompt, keep=keep, want_hidden=self._want_hidden)
-        logits = self._read(output, _NO_DRAFT, keep - 1)
+        logits = self.read(output, _NO_DRAFT, keep - 1)
         verified = walk(_NO_DRAFT, logits, keep - 1, self._chooser, self.text, self._stopper)
         self._verifier.commit(verified.path)
         if self._drafter is not None:
@@ -140,16 +145,29 @@ class Decoding:
         yield verified.emitted
         return verified
 
-    def _draft(self) -> DraftTree:
-        """Ask the drafter for a tree that fits everything the row may still become."""
+    def _cost_of_nodes(self) -> NDArray[np.float32] | None:
+        """Seconds of a pass by number of nodes, where the budget follows them."""
+        if self._drafter is None or self._limits.nodes is not None:
+            return None
+        return self._cost.seconds(self.text.length, MAX_NODES)
+
+    def draft(self, cost: NDArray[np.float32] | None, most: int = MAX_NODES) -> DraftTree:
+        """Ask the drafter for a tree that fits everything the row may still become.
+
+        Parameters
+        ----------
+        cost
+            (n + 1,) seconds of a pass over 0 … n drafted nodes, or None.
+        most
+            Nodes at most.
+        """
         if self._drafter is None:
             return _NO_DRAFT
         limits = self._limits
         depth = min(limits.max_depth, limits.max_length - self.text.length - 1)
         if limits.draft_end:
             depth = min(depth, limits.draft_end - self.text.length)
-        nodes = MAX_NODES if limits.nodes is None else limits.nodes
-        cost = self._cost.seconds(self.text.length, nodes) if limits.nodes is None else None
+        nodes = most if limits.nodes is None else min(limits.nodes, most)
         if depth < 1:
             nodes, cost = 0, None
         noise = self._chooser.noise_at(self.text)
@@ -161,11 +179,18 @@ class Decoding:
         with torch.no_grad():
             return self._verifier.forward(root, tree if len(tree) else None, want_hidden=self._want_hidden)
 
-    def _read(self, output: VerifierOutput, tree: DraftTree, first_row: int) -> PassLogits:
+    def read(self, output: VerifierOutput, tree: DraftTree, first_row: int = 0) -> PassLogits:
+        """Bring over what the walk and the drafter need of a pass's logits; waits for the device."""
         top_k = self._drafter.top_k if self._drafter is not None else 1
         return self._chooser.read(output.logits, first_row, tree, self.text, top_k)
 
-    def _learn(self, tree: DraftTree, verified: Walk, logits: PassLogits, output: VerifierOutput) -> None:
+    def accept(self, tree: DraftTree, logits: PassLogits) -> Walk:
+        """Follow the target's choices down the tree and keep what it walked."""
+        verified = walk(tree, logits, 0, self._chooser, self.text, self._stopper)
+        self._verifier.commit(verified.path)
+        return verified
+
+    def learn(self, tree: DraftTree, verified: Walk, logits: PassLogits, output: VerifierOutput) -> None:
         """Tell the drafter what the pass showed."""
         if self._drafter is None:
             return
@@ -182,32 +207,41 @@ class Decoding:
         if self._on_pass is not None:
             self._on_pass(shown)
 
-    def _count(
-        self, tree: DraftTree, verified: Walk, began: float, drafted: float, checked: float, committed: float
-    ) -> None:
-        """Take down the pass for the report, and its time for the cost model."""
-        ended = perf_counter()
+    def note(self, tree: DraftTree, verified: Walk, seconds: _Seconds, observed: bool = True) -> None:
+        """Remember a pass until there is time to take it down.
+
+        `observed`: its time is that of a pass over this row alone, from which the cost model learns.
+        """
+        self._noted = (tree, verified, seconds, self.text.length, observed)
+
+    def _take_down(self) -> None:
+        """Enter the pass that was noted into the report's log, and its time into the cost model."""
+        if self._noted is None:
+            return
+        (tree, verified, seconds, length, observed), self._noted = self._noted, None
         sources = tree.source[verified.path] if len(verified.path) else None
         if self._limits.provenance and len(verified.path):
-            first = self.text.length - self.text.prompt_length - len(verified.emitted)
+            first = length - self.text.prompt_length - len(verified.emitted)
             self.report.origins += origin_runs(tree.origin[verified.path], first)
-        self._log.append((tree, len(verified.emitted), sources, began, drafted, checked, committed, ended))
-        forward = checked - drafted
-        self._cost.observe(len(tree), self.text.length, forward, ended - began - forward)
+        self._log.append((tree, len(verified.emitted), sources, seconds))
+        if observed:
+            drafted, forward, committed, learned = seconds
+            self._cost.observe(len(tree), length, forward, drafted + committed + learned)
 
     def summary(self) -> GenerationReport:
         """Report of the passes so far."""
+        self._take_down()
         report = self.report
         report.passes += len(self._log)
-        for tree, emitted, sources, began, drafted, checked, committed, ended in self._log:
+        for tree, emitted, sources, (drafted, forward, committed, learned) in self._log:
             accepted = 0 if sources is None else len(sources)
-            report.per_pass.append((len(tree), accepted, tree.expected_accepted, (checked - drafted) * 1e3))
+            report.per_pass.append((len(tree), accepted, tree.expected_accepted, forward * 1e3))
             report.nodes += len(tree)
             report.new_tokens += emitted
-            report.draft_ms += (drafted - began) * 1e3
-            report.verify_ms += (checked - drafted) * 1e3
-            report.commit_ms += (committed - checked) * 1e3
-            report.learn_ms += (ended - committed) * 1e3
+            report.draft_ms += drafted * 1e3
+            report.verify_ms += forward * 1e3
+            report.commit_ms += committed * 1e3
+            report.learn_ms += learned * 1e3
             if sources is not None:
                 np.add.at(self._accepted, sources, 1)
         self._log.clear()

@@ -12,6 +12,9 @@ from mock_model import MockVerifier, counting, decoding
 from scripted_drafter import ScriptedDrafter
 from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteria
 
+from retrieve_spec.decoding.acceptance import GreedyChooser
+from retrieve_spec.decoding.cost import CostModel
+
 ANSWER = [i % 50 for i in range(3, 80)]
 
 
@@ -154,3 +157,47 @@ def test_auto_budgets_carry_measured_cost() -> None:
     assert cost.dtype == np.float32
     assert cost.shape == (budget.max_nodes + 1,)
     assert (np.diff(cost) >= 0).all()
+
+
+def test_bookkeeping_waits_until_the_next_pass_runs() -> None:
+    """What the next draft does not need is done between the launch of its pass and the wait for it."""
+    order: list[str] = []
+
+    class Watched(MockVerifier):
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            order.append("launch")
+            return super().forward(*arguments, **named)
+
+        def commit(self, path: Any) -> None:
+            order.append("commit")
+            super().commit(path)
+
+    class Reading(GreedyChooser):
+        def read(self, *arguments: Any) -> Any:
+            order.append("wait")
+            return super().read(*arguments)
+
+    class Drafting(ScriptedDrafter):
+        def propose(self, budget: Any) -> Any:
+            order.append("draft")
+            return super().propose(budget)
+
+        def observe(self, verified: Any) -> None:
+            order.append("learn")
+            super().observe(verified)
+
+    class Costs(CostModel):
+        def observe(self, *arguments: Any) -> None:
+            order.append("take down")
+            super().observe(*arguments)
+
+    made = decoding(Watched(counting()), Drafting(ANSWER, "right", vocab=50), [3, 4], max_length=20, chooser=Reading())
+    made._cost = Costs()
+    passes = made.run()
+    for _ in range(3):
+        next(passes)
+    step = ["draft", "launch", "take down", "wait", "commit", "learn"]
+    assert order == ["launch", "wait", "commit", "learn", *(entry for entry in step if entry != "take down"), *step]
+    assert made.summary().passes == 3, "the last pass is taken down when the report is asked for"
+    passes.close()
+    assert made.summary().passes == 3
