@@ -16,7 +16,8 @@ import click
 from retrieve_spec._version import __version__
 from retrieve_spec.errors import RetrieveSpecError
 
-CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+HELP_NAMES = ["-h", "--help"]
+CONTEXT_SETTINGS = {"help_option_names": HELP_NAMES, "max_content_width": 100}
 INTERRUPTED = 130
 
 COMMANDS = {
@@ -65,7 +66,7 @@ class LazyGroup(click.Group):
         module = importlib.import_module(self.table[cmd_name][0])
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command), f"{module.__name__}.{cmd_name} is not a command"
-        return command
+        return with_help(command)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands from the table, importing none of them."""
@@ -73,6 +74,17 @@ class LazyGroup(click.Group):
         rows += [(name, command.get_short_help_str(80)) for name, command in sorted(self.commands.items())]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def with_help(command: click.Command) -> click.Command:
+    """The command with a help option of its own.
+
+    The one that click makes has the names of the context it is made in first, for good: a command that ran by itself
+    once would not know `-h` here.
+    """
+    if not any("--help" in parameter.opts for parameter in command.params):
+        click.help_option(*HELP_NAMES)(command)
+    return command
 
 
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings=CONTEXT_SETTINGS)
