@@ -81,22 +81,26 @@ class TextIndex:
 
     def find(self, left: str, starts: Sequence[int], limit: int) -> list[Continuation]:
         """Continuations of the longest match of the end of ``left``; ``starts`` are its word starts, first first."""
-        for start in starts:
-            key = left[start:]
-            found = list(self._lookup(key, limit))
-            if found:
-                return found
-        return []
+        # Where a key stands, every shorter one does: the longest is found by halving, not one by one.
+        found: list[Continuation] = []
+        low, high = 0, len(starts)
+        while low < high:
+            middle = (low + high) // 2
+            hits = list(self._lookup(left[starts[middle] :], limit))
+            if hits:
+                found, high = hits, middle
+            else:
+                low = middle + 1
+        return found
 
     def _lookup(self, key: str, limit: int) -> Iterator[Continuation]:
         head, blob = key[:MAX_KEY], self._blob
         at = bisect_left(self._starts, head, key=lambda p: blob[p : p + MAX_KEY])
         seen = set()
         for position in self._starts[at : at + 4 * limit]:
-            if not blob.startswith(key, position):
+            if not blob.startswith(head, position):
                 return
-            begin = position + len(key)
-            text = _piece(blob, begin)
+            text = _piece(blob, position + len(key)) if blob.startswith(key, position) else ""
             if text and text not in seen:
                 seen.add(text)
                 yield Continuation(text, len(key))

@@ -145,11 +145,15 @@ class Workspace:
         """What followed the text left of the cursor elsewhere in the workspace, longest match first."""
         starts = key_starts(left)
         found: dict[str, Continuation] = {}
+        best: list[Continuation] = []
         for segment in self._segments:
+            if len(best) == limit:  # of the other segments only longer matches count
+                starts = [start for start in starts if len(left) - start > best[-1].matched]
             for hit in segment.index.find(left, starts, limit):
                 if hit.text not in found or found[hit.text].matched < hit.matched:
                     found[hit.text] = hit
-        return sorted(found.values(), key=lambda hit: -hit.matched)[:limit]
+            best = sorted(found.values(), key=lambda hit: -hit.matched)[:limit]
+        return best
 
     def lines(self, piece: str, limit: int) -> list[tuple[Path, int, str]]:
         """Files and lines where a piece of a line stands: path, line number from 1, the whole line."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 
@@ -171,3 +172,20 @@ def test_provenance_names_file_line_and_licence(folder, tokenizer):
     (place,) = Provenance(attached).of(request, done)["provenance"][0]["places"]
     assert place["file"] == "a.py"
     assert Provenance([], workspace).of(InfillRequest(input_prefix="", input_suffix=""), done) == {}
+
+
+def test_what_is_found_does_not_depend_on_how_the_files_are_grouped(tmp_path, monkeypatch):
+    rng = random.Random(5)
+    words = ["alpha", "beta", "gamma(", "delta", ")", " = ", "\n", "    ", "if "]
+    for i in range(30):
+        (tmp_path / f"f{i}.py").write_text("".join(rng.choices(words, k=60)))
+    lefts = ["".join(rng.choices(words, k=5)) for _ in range(200)]
+    found = []
+    for chars in (100, 1_000, 10_000_000):
+        monkeypatch.setattr("retrieve_spec.server.workspace._SEGMENT_CHARS", chars)
+        workspace = Workspace([tmp_path], ServeConfig())
+        workspace.scan()
+        found.append([[max((h.matched for h in workspace.find(left, k)), default=0) for k in (1, 4)] for left in lefts])
+    assert found[0] == found[1] == found[2]
+    assert all(one == four for one, four in found[0])
+    assert sum(one > 0 for one, _ in found[0]) > 100
