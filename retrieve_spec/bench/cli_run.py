@@ -139,7 +139,7 @@ def run_bench(
     """
     from transformers.utils import logging
 
-    from retrieve_spec.bench.machine import folder_bytes, machine_facts
+    from retrieve_spec.bench.machine import OtherWork, folder_bytes, machine_facts
     from retrieve_spec.bench.methods import Bench, parse_method
     from retrieve_spec.bench.prompts import read_prompts
     from retrieve_spec.bench.results import ResultsFolder
@@ -177,14 +177,19 @@ def run_bench(
     bench = Bench(lm, tokenizer, chosen, datastores=datastores, session=state != "cold", seed=seed, options=sampling)
     folder = ResultsFolder(out, header, resume=resume)  # made only when all options are right
     warm_up(bench, plan)
-    with Progress(len(questions) * runs, len(folder.done()), quiet) as progress:
-        try:
+    others = OtherWork()
+    try:
+        with Progress(len(questions) * runs, len(folder.done()), quiet) as progress:
             measure(bench, plan, folder, progress)
-        except KeyboardInterrupt:
-            click.echo(f"\nInterrupted; {len(folder.done())} prompts are kept, --resume goes on.", err=True)
-            raise
-        finally:
-            folder.note("cost_curves", {method.name: bench.cost_curve(method) for method in chosen if method.ours})
+    except KeyboardInterrupt:
+        click.echo(
+            f"{len(folder.done())} answered prompts are kept; --resume goes on, `bench report {out}` shows them.",
+            err=True,
+        )
+        raise
+    finally:
+        folder.note("cost_curves", {method.name: bench.cost_curve(method) for method in chosen if method.ours})
+        folder.note_others(others.cores())
     return folder.path
 
 

@@ -10,11 +10,16 @@ import platform
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-BUSY = 0.6
-"""Load per core above which the machine was doing something else."""
+BUSY_LOAD = 0.5
+"""Load per core at the start above which it is said."""
+BUSY_OTHERS = 0.05
+"""Share of the machine that other processes may take before times are for orientation only."""
+NOT_MEASURED = (":(exclude)docs", ":(exclude)tests", ":(exclude)*.md")
+"""What may differ from the commit without changing a figure; data files are written there while parts are measured."""
 PACKAGES = ("retrieve-spec", "torch", "transformers", "tokenizers", "numpy", "numba", "faiss-cpu")
 
 
@@ -44,9 +49,46 @@ def summary(facts: dict[str, Any]) -> str:
     packages = facts["packages"]
     where = facts.get("gpu") or f"{facts['processor']}, {facts['cores']} cores, {facts['torch_threads']} threads"
     versions = f"torch {packages['torch']}, transformers {packages['transformers']}, Python {facts['python']}"
-    if facts.get("load", 0.0) > BUSY * facts["cores"]:
-        where += f", busy (load {facts['load']} at the start: times are for orientation only)"
-    return f"{where}; {versions}; commit {facts['commit'] or 'unknown'}; {facts['date']}"
+    changed = " with changes that are not committed" if "+" in facts["commit"] else ""
+    commit = facts["commit"] or "unknown"
+    return f"{where}{_other_work(facts)}; {versions}; commit {commit}{changed}; {facts['date']}"
+
+
+def _other_work(facts: dict[str, Any]) -> str:
+    """What else the machine did; figures measured one after another find the load that the one before left."""
+    load, others, cores = facts.get("load", 0.0), facts.get("others"), facts["cores"]
+    said = [f"load {load} at the start"] if load > BUSY_LOAD * cores else []
+    if others is not None:
+        said.append(f"other processes took {others:.2f} cores meanwhile")
+    busy = load > BUSY_LOAD * cores if others is None else others > BUSY_OTHERS * cores
+    if busy:
+        return f", busy ({', '.join(said)}: times are for orientation only)"
+    return f" ({', '.join(said)})" if said else ""
+
+
+class OtherWork:
+    """Counts what other processes do on this machine from its creation on, the host's other guests included."""
+
+    def __init__(self) -> None:
+        self._began = _other_seconds()
+
+    def cores(self) -> float | None:
+        """Cores kept busy on average, 0.5 for one of them half of the time; None where the system does not say."""
+        now = _other_seconds()
+        if self._began is None or now is None or now[0] <= self._began[0]:
+            return None
+        return round(max(now[1] - self._began[1], 0.0) / (now[0] - self._began[0]), 2)
+
+
+def _other_seconds() -> tuple[float, float] | None:
+    """Now, and the processor seconds since the start of the machine that are not this process's or its children's."""
+    try:
+        _cpu, *jiffies = Path("/proc/stat").read_text().splitlines()[0].split()
+        user, nice, system, _idle, _waiting, irq, softirq, steal = (int(number) for number in jiffies[:8])
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+    return time.monotonic(), busy - sum(os.times()[:4])
 
 
 def reset_peak_memory() -> None:
@@ -115,7 +157,8 @@ def _commit() -> str:
         if not (folder / ".git").exists():
             return ""
         commit = _git(folder, "rev-parse", "--short=10", "HEAD")
-        return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED)
+        return commit + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -29,6 +29,9 @@ _MUST_AGREE = (
     "temperature",
     "top_p",
     "seed",
+    "template",
+    "dtype",
+    "device",
 )
 
 
@@ -148,7 +151,10 @@ class ResultsFolder:
                     _short(new.get(name)),
                     "Give the same options to go on with it, or another --out.",
                 )
-        return {**new, "machine": old["machine"], "resumed_on": new["machine"]["date"]}
+        commits = [old["machine"]["commit"], new["machine"]["commit"]]
+        if not commits[0].endswith(commits[1]):
+            old["machine"]["commit"] = ", then ".join(commits)
+        return {**new, "command": old["command"], "machine": old["machine"], "resumed_on": new["machine"]["date"]}
 
     def done(self) -> set[tuple[int, str]]:
         """Runs and prompts that are there."""
@@ -164,6 +170,12 @@ class ResultsFolder:
         """Add a fact to the header."""
         self.header[name] = value
         (self.path / RUN_FILE).write_text(json.dumps(self.header, indent=1) + "\n", encoding="utf-8")
+
+    def note_others(self, cores: float | None) -> None:
+        """Add what other processes did meanwhile; of several sittings the busiest counts."""
+        machine = self.header["machine"]
+        if cores is not None:
+            self.note("machine", {**machine, "others": max(cores, machine.get("others", 0.0))})
 
 
 def read_header(path: Path) -> dict[str, Any]:

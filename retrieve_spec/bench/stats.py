@@ -120,7 +120,8 @@ def speeds(records: Sequence[Record], method: str, base: str) -> dict[str, Any]:
 
     `speedup` is the median over prompts; `speedup_pooled` all tokens by all seconds, over the same of the baseline;
     `speedup_means` the ratio of mean speeds, ids counted on both sides; `speedup_spec_bench` the same as Spec-Bench
-    defines it, where the baseline's tokens are its texts tokenised again, less one for each turn.
+    defines it, where the baseline's tokens are its texts tokenised again, less one for each turn. Of several runs the
+    last two are the mean, as in its `get_mean_speedup`.
     """
     mine = [record for record in records if record.method == method]
     theirs = [record for record in records if record.method == base]
@@ -130,8 +131,8 @@ def speeds(records: Sequence[Record], method: str, base: str) -> dict[str, Any]:
     return {
         "speedup": interval(list(ratios(records, method, base).values())),
         "speedup_pooled": _quotient(_pooled(mine), _pooled(theirs)),
-        "speedup_means": _quotient(_mean_speed(mine), _mean_speed(theirs)),
-        "speedup_spec_bench": _quotient(_mean_speed(mine), _mean([r.retokenized / r.seconds for r in theirs])),
+        "speedup_means": _of_means(mine, theirs, lambda r: r.tokens_per_second),
+        "speedup_spec_bench": _of_means(mine, theirs, lambda r: r.retokenized / r.seconds),
         "tokens_per_second": interval([record.tokens_per_second for record in mine]),
         "tokens_per_pass": _quotient(tokens, passes),
         "nodes_per_pass": _quotient(sum(known), passes) if known else None,
@@ -187,8 +188,13 @@ def _pooled(records: Sequence[Record]) -> float:
     return _quotient(sum(r.new_tokens for r in records), sum(r.seconds for r in records))
 
 
-def _mean_speed(records: Sequence[Record]) -> float:
-    return _mean([record.tokens_per_second for record in records])
+def _of_means(mine: Sequence[Record], theirs: Sequence[Record], their_speed: Callable[[Record], float]) -> float:
+    """Ratio of the mean speeds of two methods, the mean over runs."""
+    ratios_of_runs = []
+    for run in sorted({record.run for record in mine}):
+        fast = _mean([record.tokens_per_second for record in mine if record.run == run])
+        ratios_of_runs.append(_quotient(fast, _mean([their_speed(r) for r in theirs if r.run == run])))
+    return _mean(ratios_of_runs)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -89,7 +89,26 @@ def test_mt_bench_categories_are_one_task():
 
 
 def test_figures_of_a_busy_machine_say_so():
-    facts = machine_facts()
-    assert "busy" in machine.summary({**facts, "load": 2.0 * facts["cores"]})
-    assert "busy" not in machine.summary({**facts, "load": 0.1 * facts["cores"]})
+    facts = {**machine_facts(), "commit": "abc"}
+    busy, quiet = {"load": 2.0 * facts["cores"]}, {"load": 0.1 * facts["cores"]}
+    assert "busy" in machine.summary({**facts, **busy})
+    assert "busy" not in machine.summary({**facts, **quiet})
     assert "busy" not in machine.summary({name: value for name, value in facts.items() if name != "load"})
+    assert "busy (other processes took" in machine.summary({**facts, **quiet, "others": 0.5 * facts["cores"]})
+    after_another = machine.summary({**facts, **busy, "others": 0.0})
+    assert "at the start" in after_another
+    assert "busy" not in after_another
+
+
+def test_figures_of_changed_files_say_so():
+    facts = machine_facts()
+    assert "not committed" in machine.summary({**facts, "commit": "abc+"})
+    assert "not committed" not in machine.summary({**facts, "commit": "abc"})
+
+
+@pytest.mark.parametrize(
+    ("readings", "cores"), [([(0.0, 10.0), (2.0, 11.0)], 0.5), ([(0.0, 10.0), (2.0, 9.9)], 0.0), ([None, None], None)]
+)
+def test_work_of_other_processes_is_counted_in_cores(monkeypatch, readings, cores):
+    monkeypatch.setattr(machine, "_other_seconds", lambda: readings.pop(0))
+    assert machine.OtherWork().cores() == cores
