@@ -259,7 +259,7 @@ def measure_overhead(package: Path, requests: int = 300) -> dict[str, dict[str, 
         prepared.task.hints()
         marks.append(time.thread_time())
         done = Completion(text=text[cut : cut + 200])
-        answer = wire.LlamaAnswer(request, model="none", n_ctx=2048, prompt="", truncated=False)
+        answer = wire.LlamaAnswer(request, model="none", n_ctx=2048, prompt=str, truncated=False)
         JSONResponse(answer.whole(done, {}))
         marks.append(time.thread_time())
         prepared.memory.note_answer(prepared.left, done.text)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from time import perf_counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from sse_starlette import EventSourceResponse
@@ -47,26 +46,23 @@ class CompletionHandlers:
 
     async def infill(self, request: Request) -> Response:
         """`POST /infill`."""
-        begun = perf_counter()
         body = await self._reader.read(request, schemas.InfillRequest)
         prepared = self.service.infill(body, caller(request, body))
-        return await self._llama(request, body, prepared, begun)
+        return await self._llama(request, body, prepared)
 
     async def completion(self, request: Request) -> Response:
         """`POST /completion`."""
-        begun = perf_counter()
         body = await self._reader.read(request, schemas.CompletionRequest)
         ids = self.service.codec.encode_prompt(body.prompt) if isinstance(body.prompt, str) else body.prompt
         wanted = body.n_predict if body.n_predict is not None else -1
         prepared = self.service.raw(ids, body, caller(request, body), wanted)
-        return await self._llama(request, body, prepared, begun)
+        return await self._llama(request, body, prepared)
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`: OpenAI's dialect, and Tabby's when there are `segments`."""
-        begun = perf_counter()
         fields = await self._reader.json(request)
         if isinstance(fields, dict) and "segments" in fields:
-            return await self._tabby(request, self._reader.check(schemas.TabbyRequest, fields), begun)
+            return await self._tabby(request, self._reader.check(schemas.TabbyRequest, fields))
         body = self._reader.check(schemas.OpenAICompletionRequest, fields)
         if body.prompt is None:
             raise Refusal(400, '"prompt" is required')
@@ -77,7 +73,7 @@ class CompletionHandlers:
         if len(prompts) > 1:
             who = Caller(who.scope)  # one request may not replace its own other half
         prepared = [self._one(prompt, body, who, wanted) for prompt in prompts]
-        return await self._openai(request, body, prepared, begun)
+        return await self._openai(request, body, prepared)
 
     def _one(self, prompt: Any, body: schemas.OpenAICompletionRequest, who: Caller, wanted: int) -> Prepared:
         if body.suffix and isinstance(prompt, str):
@@ -87,17 +83,16 @@ class CompletionHandlers:
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        begun = perf_counter()
         body = await self._reader.read(request, schemas.ChatRequest)
         ids = self.service.chat_prompt(body.messages)
         wanted = _first(body.max_completion_tokens, body.max_tokens, body.n_predict, _CHAT_TOKENS)
         who = caller(request, body)
         prepared = self.service.raw(ids, body, who if who.explicit else Caller(who.scope), wanted)
-        return await self._openai(request, body, [prepared], begun)
+        return await self._openai(request, body, [prepared])
 
-    async def _tabby(self, request: Request, body: schemas.TabbyRequest, begun: float) -> Response:
+    async def _tabby(self, request: Request, body: schemas.TabbyRequest) -> Response:
         prepared = self.service.tabby(body, caller(request, body))
-        (done,) = await self._collect(request, [prepared], begun)
+        (done,) = await self._collect(request, [prepared])
         text = done.text if done.outcome == "done" else ""
         choices = [{"index": 0, "text": text}] if text else []
         answer = wire.OpenAIAnswer(self.service.name, chat=False).chunk("")
@@ -122,19 +117,18 @@ class CompletionHandlers:
         request: Request,
         body: schemas.InfillRequest | schemas.CompletionRequest,
         prepared: Prepared,
-        begun: float,
     ) -> Response:
-        service, named = self.service, body.response_fields
+        service, ids = self.service, prepared.task.prompt_ids
         answer = wire.LlamaAnswer(
             body,
             model=service.name,
             n_ctx=service.backend.n_ctx,
-            prompt=service.codec.decode(prepared.task.prompt_ids) if named is None or "prompt" in named else "",
+            prompt=lambda: service.codec.decode(ids),
             truncated=prepared.truncated,
         )
         if body.stream:
             return self._stream(prepared, body, answer)
-        (done,) = await self._collect(request, [prepared], begun)
+        (done,) = await self._collect(request, [prepared], answer.delta)
         self._remember(prepared, done)
         whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
         if isinstance(body, schemas.InfillRequest) and (body.n_cmpl or body.n or 1) > 1:
@@ -147,7 +141,6 @@ class CompletionHandlers:
         request: Request,
         body: schemas.OpenAICompletionRequest | schemas.ChatRequest,
         prepared: Sequence[Prepared],
-        begun: float,
     ) -> Response:
         answer = wire.OpenAIAnswer(
             self.service.name,
@@ -159,7 +152,7 @@ class CompletionHandlers:
             if len(prepared) > 1:
                 raise Refusal(400, "several prompts cannot be streamed")
             return self._stream(prepared[0], body, answer)
-        finished = await self._collect(request, prepared, begun)
+        finished = await self._collect(request, prepared)
         for item, done in zip(prepared, finished, strict=True):
             self._remember(item, done)
         if any(done.outcome == "superseded" for done in finished):
@@ -195,15 +188,16 @@ class CompletionHandlers:
         finally:
             stream.close()
 
-    async def _collect(self, request: Request, prepared: Sequence[Prepared], begun: float) -> list[Completion]:
-        """Completions of some tasks; all are given up when the client goes away."""
-        submitted = perf_counter()
+    async def _collect(
+        self, request: Request, prepared: Sequence[Prepared], seen: Callable[[Delta], object] | None = None
+    ) -> list[Completion]:
+        """Completions of some tasks; all are given up when the client goes away. ``seen`` is told of every pass."""
         streams: list[Stream] = []
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
             for item in prepared:
                 streams.append(Stream(self.service, item))
-            work: asyncio.Future[Any] = asyncio.gather(*(stream.result() for stream in streams))
+            work: asyncio.Future[Any] = asyncio.gather(*(stream.result(seen) for stream in streams))
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()
@@ -218,9 +212,7 @@ class CompletionHandlers:
         failed = next((done for done in finished if done.outcome == "failed"), None)
         if failed is not None:
             raise Refusal(500, failed.error, "server_error")
-        request.state.parsed_s = submitted - begun
         request.state.model_s = sum(done.prompt_s + done.predict_s + done.waited_s for done in finished)
-        request.state.collect_s = perf_counter() - submitted
         return finished
 
     def _remember(self, prepared: Prepared, done: Completion) -> None:

@@ -106,10 +106,11 @@ class Engine:
             The queue holds as many tasks as it may, none of them replaceable.
         """
         finished: list[Job] = []
+        key = task.fingerprint()
         with self._changed:
             if self._closed:
                 raise ServeError("a running engine", "one that was closed", "Start the server again.")
-            twin = self._twin(task)
+            twin = self._twin(key)
             if twin is not None:
                 sink_job = twin
                 if twin.text or twin.token_ids:
@@ -119,17 +120,16 @@ class Engine:
                 finished += self._supersede(task)
                 if len(self._waiting) >= self._max_queue:
                     finished += self._make_room(task)
-                sink_job = Job(task, sink, monotonic())
+                sink_job = Job(task, key, sink, monotonic())
                 self._waiting.append(sink_job)
                 self._changed.notify_all()
         for job in finished:
             self._finish(job, Completion("superseded", prompt_tokens=len(job.task.prompt_ids)))
         return Ticket(lambda: self._leave(sink_job, sink))
 
-    def _twin(self, task: Task) -> Job | None:
-        key = task.fingerprint()
+    def _twin(self, key: bytes) -> Job | None:
         for job in [*self._waiting, *([self._running] if self._running else [])]:
-            if not job.cancel.is_set() and not job.superseded and job.task.fingerprint() == key:
+            if not job.cancel.is_set() and not job.superseded and job.key == key:
                 return job
         return None
 

@@ -119,10 +119,11 @@ Sink = Callable[[Delta | Completion], None]
 
 
 class Job:
-    """A task under way and everyone who waits for it."""
+    """A task under way and everyone who waits for it; ``key`` is the task's fingerprint."""
 
-    def __init__(self, task: Task, sink: Sink, submitted: float) -> None:
+    def __init__(self, task: Task, key: bytes, sink: Sink, submitted: float) -> None:
         self.task = task
+        self.key = key
         self.submitted = submitted
         self.cancel = Event()
         self.superseded = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from retrieve_spec.server.backend import Backend
 
@@ -16,19 +17,18 @@ _COPY_FROM = 64
 
 @dataclass(slots=True)
 class Slot:
-    """One cache and the tokens whose keys and values it holds."""
+    """One cache and the (n,) int64 tokens whose keys and values it holds."""
 
     cache: Any
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     used: int = 0
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: ArrayLike, b: ArrayLike) -> int:
     """Length of the longest common prefix of two token sequences."""
+    a, b = np.asarray(a, np.int64), np.asarray(b, np.int64)
     n = min(len(a), len(b))
-    if n == 0:
-        return 0
-    differ = np.asarray(a[:n], np.int64) != np.asarray(b[:n], np.int64)
+    differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n
 
 
@@ -52,15 +52,16 @@ class SlotPool:
     def take(self, prompt_ids: Sequence[int], *, reuse: bool = True) -> tuple[Slot, int]:
         """A cache that holds the beginning of a prompt, and how many tokens of it (at most all but the last)."""
         self._ticks += 1
+        prompt = np.asarray(prompt_ids, np.int64)
         best, shared = None, 0
         if reuse:
             for slot in self._slots:
-                n = common_prefix(slot.token_ids, prompt_ids)
+                n = common_prefix(slot.token_ids, prompt)
                 if n > shared:
                     best, shared = slot, n
-        keep = min(shared, len(prompt_ids) - 1)
+        keep = min(shared, len(prompt) - 1)
         slot, keep = self._prepare(best, keep)
-        slot.token_ids = list(prompt_ids[:keep])
+        slot.token_ids = prompt[:keep]
         slot.used = self._ticks
         return slot, keep
 
@@ -91,7 +92,7 @@ class SlotPool:
         if length > len(token_ids) and not self._backend.crop(slot.cache, len(token_ids)):
             self.drop(slot)
             return
-        slot.token_ids = list(token_ids[:length])
+        slot.token_ids = np.asarray(token_ids[:length], np.int64)
 
     def drop(self, slot: Slot) -> None:
         """Forget a cache."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from retrieve_spec.server.engine import QueueFullError
 from retrieve_spec.server.guard import Refusal
@@ -44,11 +44,13 @@ class Stream:
             if isinstance(event, Completion):
                 return
 
-    async def result(self) -> Completion:
-        """The completion, when it is there."""
+    async def result(self, seen: Callable[[Delta], object] | None = None) -> Completion:
+        """The completion, when it is there; ``seen`` is called with every delta before it."""
         async for event in self:
             if isinstance(event, Completion):
                 return event
+            if seen is not None:
+                seen(event)
         raise AssertionError("a stream ends with a completion")
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from retrieve_spec.server.jobs import Completion, Delta
@@ -73,7 +73,7 @@ class LlamaAnswer:
     model, n_ctx
         Name and positions of the model.
     prompt
-        Text of the prompt, "" where the client does not want it.
+        Gives the text of the prompt.
     truncated
         Whether the prompt was cut.
     """
@@ -81,16 +81,25 @@ class LlamaAnswer:
     closing = b""
 
     def __init__(
-        self, request: InfillRequest | CompletionRequest, *, model: str, n_ctx: int, prompt: str, truncated: bool
+        self,
+        request: InfillRequest | CompletionRequest,
+        *,
+        model: str,
+        n_ctx: int,
+        prompt: Callable[[], str],
+        truncated: bool,
     ) -> None:
-        self._request, self._model, self._n_ctx, self._prompt, self._truncated = (
-            request,
-            model,
-            n_ctx,
-            prompt,
-            truncated,
-        )
+        self._request, self._model, self._n_ctx, self._truncated = request, model, n_ctx, truncated
+        named = request.response_fields
+        self._prompt: str | None = None if named is None or "prompt" in named else ""
+        self._decode_prompt = prompt
         self._slot = request.id_slot if request.id_slot is not None else -1
+
+    def prompt(self) -> str:
+        """Text of the prompt, "" where the client does not want it; decoded once."""
+        if self._prompt is None:
+            self._prompt = self._decode_prompt()
+        return self._prompt
 
     def whole(self, done: Completion, extra: dict[str, Any], *, streamed: bool = False) -> dict[str, Any]:
         """The answer, or the last event of its stream."""
@@ -104,7 +113,7 @@ class LlamaAnswer:
             "tokens_predicted": len(done.token_ids),
             "tokens_evaluated": done.prompt_tokens,
             "generation_settings": generation_settings(self._request, self._n_ctx),
-            "prompt": self._prompt,
+            "prompt": self.prompt(),
             "has_new_line": "\n" in done.text,
             "truncated": self._truncated,
             "stop_type": done.stop_type,
@@ -122,6 +131,7 @@ class LlamaAnswer:
 
     def delta(self, delta: Delta) -> list[dict[str, Any]]:
         """Events for what one pass made certain."""
+        self.prompt()  # the model is busy with the next pass, and the last event need not wait for it
         tokens = list(delta.token_ids) if self._request.return_tokens else []
         return [{"index": 0, "content": delta.text, "tokens": tokens, "stop": False, "id_slot": self._slot}]
 

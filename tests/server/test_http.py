@@ -89,7 +89,7 @@ def test_prewarm_reads_the_prompt_and_says_nothing(server, codec):
     assert body["timings"]["cache_n"] > 15
 
 
-def test_infill_stream_ends_with_an_empty_stop_event(server):
+def test_infill_stream_ends_with_an_empty_stop_event(server, codec):
     events = [
         json.loads(event) for event in server.events("/infill", {**INFILL, "stream": True, "return_tokens": True})
     ]
@@ -97,6 +97,8 @@ def test_infill_stream_ends_with_an_empty_stop_event(server):
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
     assert events[-1]["content"] == ""
     assert "timings" in events[-1]
+    whole = server.post("/infill", INFILL).json()
+    assert events[-1]["prompt"] == whole["prompt"] == codec.decode(server.backend.prompts[0])
 
 
 def test_indentation_and_stop_words(live, say):
