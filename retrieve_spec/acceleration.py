@@ -25,6 +25,7 @@ from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.readahead import read_ahead
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.decoding.acceptance import read_logits
+from retrieve_spec.decoding.batch import generate_batch
 from retrieve_spec.decoding.costprobe import measure_passes
 from retrieve_spec.decoding.fast_verifier import try_build
 from retrieve_spec.decoding.hf import HFVerifier
@@ -307,11 +308,18 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     with speculation.exclusive():
         if own["draft"] is not None:
             speculation.drafter(own["draft"])
-        prepared = prepare(self, _original(self), speculation.interface, arguments)
+        tokenizer = arguments.get("tokenizer") or speculation.tokenizer
+        prepared = prepare(self, _original(self), speculation.interface, arguments, speculation.max_rows)
+        if isinstance(prepared, Prepared) and len(prepared.inputs.input_ids) > 1:
+            rows = len(prepared.inputs.input_ids)
+            own["predictions"] = _row_predictions(own.pop("prediction"), tokenizer, rows)
+            output = generate_batch(speculation, prepared, arguments, **own)
+            if isinstance(output, torch.Tensor):
+                return output
+            prepared = output
         if isinstance(prepared, str):
             speculation.delegated(prepared)
             return _original(self)(*args, **kwargs)
-        tokenizer = arguments.get("tokenizer") or speculation.tokenizer
         config = prepared.config
         wants_dict = bool(config.return_dict_in_generate)
         running = speculation.decode(
@@ -416,6 +424,17 @@ def _prediction_ids(prediction: Any, tokenizer: Any) -> NDArray[np.int32] | None
     if isinstance(prediction, torch.Tensor):
         prediction = prediction.flatten().cpu().numpy()
     return np.asarray(prediction, dtype=np.int32)
+
+
+def _row_predictions(prediction: Any, tokenizer: Any, rows: int) -> list[NDArray[np.int32] | None]:
+    """Predictions of a batch's rows: a list has one for every row, anything else is that of all rows."""
+    if isinstance(prediction, (list, tuple)) and not all(isinstance(entry, int) for entry in prediction):
+        if len(prediction) != rows:
+            raise ConfigError(
+                f"a prediction for each of {rows} rows", str(len(prediction)), "Use None for a row without."
+            )
+        return [_prediction_ids(entry, tokenizer) for entry in prediction]
+    return [_prediction_ids(prediction, tokenizer)] * rows
 
 
 def _as_inputs(inputs: Any, tokenizer: Any, model: Any) -> dict[str, Any]:

@@ -101,6 +101,8 @@ class PassConfig:
         Root tokens and draft nodes of one captured pass at most.
     attention
         How a pass attends: `"auto"`, or `"masked"`, `"split"`, `"triton"` or `"flex"` where that can be used.
+    batch_rows
+        Rows of a batch that are decoded together at most; larger batches are left to the original `generate`.
     graph_bytes
         GPU memory that captured graphs may hold.
     pool_bytes
@@ -118,6 +120,7 @@ class PassConfig:
     layout_bytes: int = 1 << 30
     max_rows: int = 512
     attention: Literal["auto", "masked", "split", "triton", "flex"] = AUTO
+    batch_rows: int = 8
     graph_bytes: int = 512 << 20
     pool_bytes: int = 4 << 30
     cuda_graphs: bool = False  # off until it has run on a GPU

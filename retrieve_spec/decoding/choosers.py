@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from retrieve_spec.decoding.acceptance import Chooser, GreedyChooser, ProcessorChooser, SamplingChooser, Warpers
@@ -16,6 +18,7 @@ def make_chooser(
     processors: Any,
     seed: int | None,
     *,
+    row: int = 0,
     keep_scores: bool = False,
     keep_raw: bool = False,
     device: torch.device | None = None,
@@ -28,6 +31,8 @@ def make_chooser(
         Logits processors in order.
     seed
         Of the sampling noise; None chooses greedily.
+    row
+        Of the batch; its noise is its own.
     keep_scores, keep_raw
         Keep processed scores or raw logits of every chosen token.
     device
@@ -36,11 +41,22 @@ def make_chooser(
     """
     warpers = None if keep_scores or keep_raw else _read_warpers(processors)
     if warpers is None or (seed is None and warpers != Warpers(penalty=warpers.penalty)):
-        return ProcessorChooser(processors, seed, keep_scores=keep_scores, keep_raw=keep_raw)
-    host = GreedyChooser(warpers.penalty) if seed is None else SamplingChooser(warpers, seed)
+        return ProcessorChooser(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw)
+    host = GreedyChooser(warpers.penalty) if seed is None else SamplingChooser(warpers, seed, row)
     if device is None or device.type == "cpu" or (isinstance(host, GreedyChooser) and host.penalty == 1.0):
         return host  # the argmax of every row is read anyway
     return DeviceChooser(host)
+
+
+def processors_of_row(processors: Any, row: int) -> LogitsProcessorList:
+    """The processors of a batch for one of its rows."""
+    own = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = ignored[row : row + 1]
+        own.append(processor)
+    return own
 
 
 def _read_warpers(processors: Any) -> Warpers | None:
@@ -61,7 +77,8 @@ def _read_warpers(processors: Any) -> Warpers | None:
             return None
         if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
             return None
-        if getattr(processor, "prompt_ignore_length", None) is not None:
+        ignored = getattr(processor, "prompt_ignore_length", None)  # a tensor of zeros: the prompt has no padding
+        if ignored is not None and not (isinstance(ignored, torch.Tensor) and not ignored.any()):
             return None
         rules.update(readers[at][1](processor))
         at += 1

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from retrieve_spec.config import AUTO, MAX_NODES, PASS, SpeculationConfig
-from retrieve_spec.decoding.captured_pass import CapturedPass, CaptureError
+from retrieve_spec.decoding.captured_pass import Attend, CapturedPass, CaptureError
 from retrieve_spec.decoding.cuda_graphs import GraphedPasses, PassPool
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import input_device
@@ -50,7 +50,7 @@ class StaticVerifier:
         self.reason = ordinary.reason
         self.static_reason = ""
         """Why this generation does not use the captured pass; empty when it does."""
-        self._ordinary, self._captured = ordinary, captured
+        self._ordinary, self.captured = ordinary, captured
         self._device = input_device(model)
         self._mask = PassMask(captured.groups, model.dtype, self._device)
         self._slabs: PreallocatedCache | None = None
@@ -73,6 +73,10 @@ class StaticVerifier:
             self._shift = int(positions[0, -1]) + 1 - self._past - self._unread
         self.static_reason = self._why_not(kwargs)
 
+    def alone(self) -> StaticVerifier:
+        """Another verifier of the same recording, with a cache of its own and without graphs."""
+        return StaticVerifier(self.model, HFVerifier(self.model, self._ordinary.interface), self.captured)
+
     def _why_not(self, kwargs: dict[str, Any]) -> str:
         """Why a generation is left to the ordinary verifier."""
         known = {self._ordinary.interface.cache_name, "attention_mask", "position_ids", "logits_to_keep", "use_cache"}
@@ -86,7 +90,7 @@ class StaticVerifier:
             return f"the cache is a {type(self._cache).__name__}"
         if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             return "the prompt is padded"
-        if not self._captured.is_current(self.model):
+        if not self.captured.is_current(self.model):
             return "the model has changed since it was recorded"
         return ""
 
@@ -100,7 +104,7 @@ class StaticVerifier:
     ) -> VerifierOutput:
         """Run one pass (`Verifier.forward`)."""
         roots = self._pending = len(root_ids)
-        if want_hidden not in (None, self._captured.layer) and self._slabs is None:
+        if want_hidden not in (None, self.captured.layer) and self._slabs is None:
             self.static_reason = self.static_reason or f"hidden states of layer {want_hidden} are not recorded"
         if self.static_reason or (self._unread > 0 and not self._reads(roots, keep)):
             return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
@@ -112,7 +116,7 @@ class StaticVerifier:
         """Whether the captured pass reads this part of the prompt; what it has begun it goes on with."""
         if self._slabs is not None:
             return True
-        return self._captured.reads_prompts and roots > max(FEW, keep) and not any(cache_windows(self._cache))
+        return self.captured.reads_prompts and roots > max(FEW, keep) and not any(cache_windows(self._cache))
 
     def _read(self, prompt_ids: NDArray[np.int32], size: int) -> NDArray[np.int32]:
         """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all."""
@@ -133,26 +137,41 @@ class StaticVerifier:
     ) -> VerifierOutput:
         """Run the captured pass over root tokens and a tree."""
         roots, nodes = len(root_ids), 0 if tree is None else len(tree)
+        ids, depths = self.lay_out(root_ids, tree)
+        if self._graphs is not None and (bucket := self._graphs.bucket(len(ids))) is not None:
+            out = bucket(ids, depths, self._mask.seen, self._past, self._shift)
+            return VerifierOutput(out[0][-keep - nodes :], out[1][-keep - nodes :] if want_hidden is not None else None)
+        logits, hidden = run_rows(self.captured, ids, depths + self.position, self.attend, roots - keep)
+        return VerifierOutput(logits, hidden[-keep - nodes :] if want_hidden is not None else None)
+
+    @property
+    def position(self) -> int:
+        """Position of the first row of the next pass."""
+        return self._past + self._shift
+
+    def lay_out(
+        self, root_ids: NDArray[np.int32], tree: DraftTree | None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Make cache and mask ready for a pass over root tokens and a tree.
+
+        Returns
+        -------
+        ids, depths
+            (rows,) each: tokens, and positions relative to `position`.
+        """
+        self._pending = len(root_ids)
         slabs = self._slabs or self._adopt()
-        ids = root_ids if not nodes or tree is None else np.concatenate([root_ids, tree.token_ids])
-        depths = row_depths(roots, tree)
-        seen = visible_rows(roots, tree)
+        ids = root_ids if tree is None or not len(tree) else np.concatenate([root_ids, tree.token_ids])
+        depths = row_depths(len(root_ids), tree)
+        self._mask.set(self._past, visible_rows(len(root_ids), tree), depths)
         slabs.set_length(self._past)
         slabs.make_room(len(ids) if self._graphs is None else max(len(ids), *PASS.graph_rows))
-        if self._graphs is not None and (bucket := self._graphs.bucket(len(ids))) is not None:
-            out = bucket(ids, depths, seen, self._past, self._shift)
-            return VerifierOutput(out[0][-keep - nodes :], out[1][-keep - nodes :] if want_hidden is not None else None)
-        rows = torch.from_numpy(ids.astype(np.int64))[None].to(self._device, non_blocking=True)
-        positions = torch.from_numpy(depths + (self._past + self._shift))[None].to(self._device, non_blocking=True)
-        self._mask.set(self._past, seen, depths)
-        last = keep + nodes
-        logits, hidden = self._captured.run(rows, positions, self._attend, roots - keep)
-        return VerifierOutput(logits[0], hidden[0, -last:] if want_hidden is not None else None)
+        return ids, depths
 
-    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-        """Write a layer's keys and values and attend to all of them."""
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+        """Write a layer's keys and values of the pass that was laid out and attend to all of them."""
         all_keys, all_values = self._layers[layer].update(keys, values)
-        return attend(query, all_keys, all_values, self._mask, self._captured.rules[layer])
+        return attend(query, all_keys, all_values, self._mask, self.captured.rules[layer])
 
     def _adopt(self) -> PreallocatedCache:
         """Move the rows that the prompt left in the caller's cache to slabs."""
@@ -186,6 +205,16 @@ class StaticVerifier:
             self._slabs, self._layers, self._graphs = None, [], None
         self._cache = None
         return self._ordinary.finish()
+
+
+def run_rows(
+    captured: CapturedPass, ids: NDArray[Any], positions: NDArray[Any], attend: Attend, first: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a recording over (rows,) tokens: logits of the rows from `first` on, and hidden states of all of them."""
+    rows = torch.from_numpy(ids.astype(np.int64))[None].to(captured.device, non_blocking=True)
+    places = torch.from_numpy(positions)[None].to(captured.device, non_blocking=True)
+    logits, hidden = captured.run(rows, places, attend, first)
+    return logits[0], hidden[0]
 
 
 def try_build(

@@ -87,7 +87,8 @@ class Decoding:
         self._drafter, self._limits, self._cost, self._prediction_ids = drafter, limits, cost, prediction_ids
         self._context_ids = self.text.prompt_ids if context_ids is None else context_ids
         self._on_pass = on_pass
-        self._want_hidden = None if drafter is None else drafter.wants_hidden
+        self._started = False
+        self.wants_hidden = None if drafter is None else drafter.wants_hidden
 
     def run(self) -> Generator[NDArray[np.int32], None, None]:
         """Decode until a stop; every item is what became visible since the last one."""
@@ -97,7 +98,7 @@ class Decoding:
             tree = self.draft(self._cost_of_nodes())
             drafted = perf_counter()
             output = self._verify(tree)
-            self._take_down()  # of the pass before, while a device works on this one
+            self.take_down()  # of the pass before, while a device works on this one
             logits = self.read(output, tree)  # waits for the device: its time is the pass's
             checked = perf_counter()
             verified = self.accept(tree, logits)
@@ -117,18 +118,19 @@ class Decoding:
             self._drafter = None
         if self._drafter is not None:
             self._drafter.start(self._context_ids, self._prediction_ids)
+            self._started = True
         prompt = self._inputs.uncached_ids
         size = len(prompt) if plain else (self._limits.prefill_chunk or len(prompt))
         while len(prompt) > size:
             with torch.no_grad():
-                self._verifier.forward(prompt[:size], want_hidden=self._want_hidden)
+                self._verifier.forward(prompt[:size], want_hidden=self.wants_hidden)
                 self._verifier.commit(_NO_DRAFT.parent)
             prompt = prompt[size:]
             yield _NO_DRAFT.token_ids
         learns = self._drafter is not None and self._drafter.top_k > 0
         keep = min(max(self._limits.prompt_logits, 1), len(prompt)) if learns else 1
         with torch.no_grad():
-            output = self._verifier.forward(prompt, keep=keep, want_hidden=self._want_hidden)
+            output = self._verifier.forward(prompt, keep=keep, want_hidden=self.wants_hidden)
         logits = self.read(output, _NO_DRAFT, keep - 1)
         verified = walk(_NO_DRAFT, logits, keep - 1, self._chooser, self.text, self._stopper)
         self._verifier.commit(verified.path)
@@ -177,7 +179,7 @@ class Decoding:
     def _verify(self, tree: DraftTree) -> VerifierOutput:
         root = self.text.last_ids
         with torch.no_grad():
-            return self._verifier.forward(root, tree if len(tree) else None, want_hidden=self._want_hidden)
+            return self._verifier.forward(root, tree if len(tree) else None, want_hidden=self.wants_hidden)
 
     def read(self, output: VerifierOutput, tree: DraftTree, first_row: int = 0) -> PassLogits:
         """Bring over what the walk and the drafter need of a pass's logits; waits for the device."""
@@ -214,7 +216,7 @@ class Decoding:
         """
         self._noted = (tree, verified, seconds, self.text.length, observed)
 
-    def _take_down(self) -> None:
+    def take_down(self) -> None:
         """Enter the pass that was noted into the report's log, and its time into the cost model."""
         if self._noted is None:
             return
@@ -228,9 +230,14 @@ class Decoding:
             drafted, forward, committed, learned = seconds
             self._cost.observe(len(tree), length, forward, drafted + committed + learned)
 
+    def finish(self) -> None:
+        """Let the drafter keep what it may keep of a generation that has begun."""
+        if self._drafter is not None and self._started:
+            self._drafter.finish()
+
     def summary(self) -> GenerationReport:
         """Report of the passes so far."""
-        self._take_down()
+        self.take_down()
         report = self.report
         report.passes += len(self._log)
         for tree, emitted, sources, (drafted, forward, committed, learned) in self._log:

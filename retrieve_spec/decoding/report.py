@@ -22,6 +22,9 @@ class GenerationReport:
         Tokens emitted.
     passes
         Forward passes of the target, the prompt's not counted among them beyond the first.
+    rows
+        Rows of text decoded together; all other figures count the tokens and passes of all rows together, `per_pass`
+        lists one row's passes after the other's, and `origins` and `provenance` stay empty when there are several.
     nodes
         Draft nodes verified, over all passes.
     accepted_by_source
@@ -43,6 +46,7 @@ class GenerationReport:
     reason: str = ""
     new_tokens: int = 0
     passes: int = 0
+    rows: int = 1
     nodes: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     prefill_ms: float = 0.0

@@ -50,7 +50,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {"cache_implementation": ("dynamic", "hyb
 
 @dataclass(slots=True)
 class Prepared:
-    """What `generate` prepared for decoding one row.
+    """What `generate` prepared for decoding.
 
     Attributes
     ----------
@@ -91,7 +91,9 @@ def _capture(
     return _Captured(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
 
-def prepare(model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any]) -> Prepared | str:
+def prepare(
+    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], max_rows: int = 1
+) -> Prepared | str:
     """Let the original `generate` prepare a call; return why it should also decode it where ours cannot.
 
     Parameters
@@ -100,13 +102,15 @@ def prepare(model: Any, generate: Generate, interface: ModelInterface, arguments
         The model and its original `generate`.
     arguments
         The call's arguments by name; `streamer` and `tokenizer` are left to the caller.
+    max_rows
+        Rows of a batch that the caller decodes at most.
 
     Raises
     ------
     PromptError
         The prompt has no tokens.
     """
-    reason = _reason_from_arguments(model, arguments)
+    reason = _reason_from_arguments(model, arguments, max_rows)
     if reason:
         return reason
     arguments = dict(arguments)
@@ -119,7 +123,7 @@ def prepare(model: Any, generate: Generate, interface: ModelInterface, arguments
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
     captured = generate(**{**arguments, "custom_generate": _capture})
-    reason = _reason_from_captured(captured, interface)
+    reason = _reason_from_captured(captured, interface, max_rows)
     return reason or _as_prepared(captured)
 
 
@@ -134,7 +138,7 @@ def _setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
     return None
 
 
-def _reason_from_arguments(model: Any, arguments: dict[str, Any]) -> str:
+def _reason_from_arguments(model: Any, arguments: dict[str, Any], max_rows: int) -> str:
     """Why a call must be delegated, as far as its arguments tell."""
     if model.config.is_encoder_decoder:
         return "encoder-decoder models are not drafted for"
@@ -150,18 +154,18 @@ def _reason_from_arguments(model: Any, arguments: dict[str, Any]) -> str:
     if isinstance(ids, torch.Tensor):
         if ids.ndim != 2:
             return "the prompt is not a batch of token ids"
-        if ids.shape[0] > 1:
-            return "batches of more than one row are decoded by generate"
+        if ids.shape[0] > max_rows:
+            return _too_many(max_rows)
         if ids.shape[1] == 0:
             raise PromptError("a prompt of at least one token", "an empty one", "Give some text to continue.")
     return ""
 
 
-def _reason_from_captured(captured: _Captured, interface: ModelInterface) -> str:
+def _reason_from_captured(captured: _Captured, interface: ModelInterface, max_rows: int) -> str:
     """Why a prepared call must be delegated."""
     kwargs = captured.model_kwargs
-    if captured.input_ids.ndim != 2 or captured.input_ids.shape[0] != 1:
-        return "batches of more than one row are decoded by generate"
+    if captured.input_ids.ndim != 2 or captured.input_ids.shape[0] > max_rows:
+        return _too_many(max_rows)
     positions = kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2:
         return "positions have more than one axis"
@@ -174,6 +178,10 @@ def _reason_from_captured(captured: _Captured, interface: ModelInterface) -> str
     if interface.rope_rescans and reached <= interface.rope_switch < captured.generation_config.max_length:
         return f"the model recomputes its cache at {interface.rope_switch} tokens"
     return ""
+
+
+def _too_many(max_rows: int) -> str:
+    return f"batches of more than {'one row' if max_rows == 1 else f'{max_rows} rows'} are decoded by generate"
 
 
 def _past_length(kwargs: dict[str, Any]) -> int:

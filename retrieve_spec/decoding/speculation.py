@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
+from retrieve_spec.config import AUTO, MAX_NODES, PASS, SpeculationConfig
 from retrieve_spec.datastore.change import ChangeReport
 from retrieve_spec.datastore.provenance import sourced_runs
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.decoding.acceptance import Chooser
 from retrieve_spec.decoding.choosers import make_chooser
-from retrieve_spec.decoding.cost import CostModel
+from retrieve_spec.decoding.cost import NODE_KNOTS, CostModel
+from retrieve_spec.decoding.fast_verifier import StaticVerifier
 from retrieve_spec.decoding.loop import Decoding, Limits
 from retrieve_spec.decoding.probe import Finding
 from retrieve_spec.decoding.report import GenerationReport
@@ -82,6 +83,8 @@ class Speculation:
         self.datastores = list(datastores)
         self._given = drafter
         self._drafters: dict[str, Drafter] = {}
+        self._more_drafters: dict[str, list[Drafter]] = {}  # of the second and later rows of a batch
+        self._batch_costs: dict[int, CostModel] = {}
         self._lock = threading.RLock()
         self._generation = 0
         self._said: set[str] = set()
@@ -132,6 +135,7 @@ class Speculation:
         with self._lock:
             self.check_stores(datastores)
             self.datastores = list(datastores)
+            self._more_drafters.clear()
             drafters, self._drafters = self._drafters, {}
             for name, old in drafters.items():
                 from retrieve_spec.drafting.presets import build_drafter
@@ -174,6 +178,7 @@ class Speculation:
         """Drop what was learned from earlier generations (texts, calibration); measured costs stay."""
         with self._lock:
             self._drafters.clear()
+            self._more_drafters.clear()
 
     def delegated(self, reason: str) -> None:
         """Record a call that the original `generate` decodes; the first time for each reason, say so in the log."""
@@ -206,18 +211,13 @@ class Speculation:
         keep_raw: bool = False,
     ) -> Running:
         """Set up the decoding of a prepared call; nothing runs before the first item is asked for."""
-        nodes = self.config.nodes if nodes is None else nodes
-        if nodes != AUTO and not (isinstance(nodes, int) and 0 <= nodes <= MAX_NODES):
-            raise ConfigError(f"nodes to be 'auto' or 0 … {MAX_NODES}", repr(nodes), "Leave it at 'auto'.")
-        drafter = self.drafter(draft) if nodes != 0 else None
-        if not prepared.config.do_sample:
-            seed = None
-        elif seed is None:
-            seed = int(torch.randint(2**62, (), dtype=torch.int64).item())
+        most = self.dial(nodes)
+        drafter = self.drafter(draft) if most != 0 else None
+        seed = self.draw_seed(prepared, seed)
         stopper = Stopper(prepared.criteria)
         device = prepared.inputs.input_ids.device
         chooser = make_chooser(prepared.processors, seed, keep_scores=keep_scores, keep_raw=keep_raw, device=device)
-        limits = self._limits(prepared, stopper, None if nodes == AUTO else int(nodes))
+        limits = self.limits(prepared, stopper, most, provenance=self.config.provenance)
         verifier = self._make_verifier()
         decoding = Decoding(
             prepared.inputs,
@@ -233,7 +233,38 @@ class Speculation:
         )
         return Running(self, decoding, verifier, drafter, chooser)
 
-    def _limits(self, prepared: Prepared, stopper: Stopper, nodes: int | None) -> Limits:
+    def dial(self, nodes: int | str | None) -> int | None:
+        """Nodes per pass that a call asks for, None where measured cost decides.
+
+        Raises
+        ------
+        ConfigError
+            It asks for something else.
+        """
+        nodes = self.config.nodes if nodes is None else nodes
+        if nodes == AUTO:
+            return None
+        if isinstance(nodes, int) and 0 <= nodes <= MAX_NODES:
+            return nodes
+        raise ConfigError(f"nodes to be 'auto' or 0 … {MAX_NODES}", repr(nodes), "Leave it at 'auto'.")
+
+    @staticmethod
+    def draw_seed(prepared: Prepared, seed: int | None) -> int | None:
+        """Seed of a call's noise: the one given or one from torch's generator; None when it decodes greedily."""
+        if not prepared.config.do_sample:
+            return None
+        return int(torch.randint(2**62, (), dtype=torch.int64).item()) if seed is None else seed
+
+    def limits(
+        self,
+        prepared: Prepared,
+        stopper: Stopper,
+        nodes: int | None,
+        *,
+        padding: int = 0,
+        provenance: bool = False,
+    ) -> Limits:
+        """How much a pass of a call may draft; `padding` tokens in front of the row take no positions."""
         inputs = prepared.inputs
         unseen = 0 if inputs.holds_past else inputs.past_length
         ends = [self.interface.max_positions] if self.interface.max_positions else []
@@ -243,11 +274,56 @@ class Speculation:
             nodes=nodes,
             max_depth=self.config.max_depth,
             max_length=stopper.max_length if stopper.max_length is not None else prepared.config.max_length,
-            draft_end=max(min(ends) - unseen, 1) if ends else 0,
+            draft_end=max(min(ends) - unseen, 1) + padding if ends else 0,
             prefill_chunk=self.config.prefill_chunk,
             prompt_logits=self.config.prompt_logits,
-            provenance=self.config.provenance,
+            provenance=provenance,
         )
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a batch that can be decoded together."""
+        if (
+            self._given is not None
+            or self.interface.rope_switch
+            or not isinstance(self._make_verifier(), StaticVerifier)
+        ):
+            return 1
+        return PASS.batch_rows
+
+    def make_verifier(self) -> Verifier:
+        """A verifier for one generation."""
+        return self._make_verifier()
+
+    def row_drafters(self, draft: str | None, rows: int) -> list[Drafter] | list[None]:
+        """A drafter for every row of a batch, with one session and one calibration (Nones when drafting is off)."""
+        first = self.drafter(draft)
+        if first is None:
+            return [None] * rows
+        name = self.config.draft if draft is None else draft
+        more = self._more_drafters.setdefault(name, [])
+        while len(more) < rows - 1:
+            from retrieve_spec.drafting.presets import build_drafter
+
+            more.append(
+                build_drafter(
+                    self.config.with_options(draft=name),
+                    datastores=self.datastores,
+                    session=getattr(first, "session", None),
+                    calibration=getattr(first, "calibration", None),
+                )
+            )
+        return [first, *more[: rows - 1]]
+
+    def batch_costs(self, rows: int) -> dict[int, CostModel]:
+        """By number of rows, up to `rows`, the cost of passes over so many; what is not measured yet is as for one."""
+        for count in range(1, rows + 1):
+            if count not in self._batch_costs:
+                self._batch_costs[count] = CostModel()
+                if (known := self.cost.seconds(1, MAX_NODES)) is not None:
+                    for nodes in NODE_KNOTS.tolist():
+                        self._batch_costs[count].observe(nodes, 1, float(known[nodes]) - self.cost.overhead)
+        return self._batch_costs
 
     def _begin(self) -> int:
         with self._lock:

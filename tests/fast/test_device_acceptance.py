@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_drafter import ScriptedDrafter
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 import retrieve_spec as rs
@@ -120,6 +120,10 @@ def test_paths_hold_the_tokens_above_a_node() -> None:
     assert [row | {1} for row in rows] == expected
 
 
+def penalty_behind(padding: int) -> Any:
+    return hf.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=torch.tensor([padding]))
+
+
 PENALTY, TEMPERATURE = hf.RepetitionPenaltyLogitsProcessor(1.2), hf.TemperatureLogitsWarper(0.7)
 
 
@@ -135,6 +139,8 @@ PENALTY, TEMPERATURE = hf.RepetitionPenaltyLogitsProcessor(1.2), hf.TemperatureL
         ([TEMPERATURE], None, "cuda", ProcessorChooser),
         ([hf.MinLengthLogitsProcessor(5, 1), TEMPERATURE], 1, "cuda", ProcessorChooser),
         ([hf.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)], None, "cuda", ProcessorChooser),
+        ([penalty_behind(0)], None, "cpu", GreedyChooser),  # as `generate` makes it for a prompt without padding
+        ([penalty_behind(3)], None, "cpu", ProcessorChooser),
     ],
 )
 def test_who_chooses(processors: list[Any], seed: int | None, device: str, kind: type) -> None:
@@ -143,39 +149,27 @@ def test_who_chooses(processors: list[Any], seed: int | None, device: str, kind:
     assert type(make_chooser(processors, seed, device=torch.device(device), keep_raw=True)) is ProcessorChooser
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    config = LlamaConfig(
-        vocab_size=199, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
-
-
 @pytest.mark.parametrize("sample", [False, True])
-def test_generations_are_those_of_the_host(model: Any, sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generations_are_those_of_the_host(
+    tiny: Any, prompt: torch.Tensor, sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole generations with drafts, chosen by rows, against the host's; greedy ones against plain `generate`."""
-    ids = torch.tensor([[3 + (i * 37 + 11) % 190 for i in range(12)]])
     options = {"max_new_tokens": 40, "repetition_penalty": 1.3, "do_sample": sample}
     options |= {"temperature": 0.9, "top_k": 40, "top_p": 0.95} if sample else {}
-    plain = model.generate(ids, **options)
-    rs.accelerate(model, draft="off")
-    try:
-        host = model.generate(ids, **options, **({"seed": 3} if sample else {}))
-        if not sample:
-            assert torch.equal(host, plain)
-        rs.accelerate(model, drafter=ScriptedDrafter(host[0], "branchy"), nodes=24)
-        made: list[Any] = []
+    plain = tiny.generate(prompt, **options)
+    rs.accelerate(tiny, draft="off")
+    host = tiny.generate(prompt, **options, **({"seed": 3} if sample else {}))
+    if not sample:
+        assert torch.equal(host, plain)
+    rs.accelerate(tiny, drafter=ScriptedDrafter(host[0], "branchy"), nodes=24)
+    made: list[Any] = []
 
-        def on_device(*arguments: Any, **named: Any) -> Any:
-            made.append(make_chooser(*arguments, **{**named, "device": torch.device("cuda")}))
-            return made[-1]
+    def on_device(*arguments: Any, **named: Any) -> Any:
+        made.append(make_chooser(*arguments, **{**named, "device": torch.device("cuda")}))
+        return made[-1]
 
-        monkeypatch.setattr(speculation, "make_chooser", on_device)
-        got = model.generate(ids, **options, **({"seed": 3} if sample else {}))
-        assert isinstance(made[0], choosers.DeviceChooser)
-        assert torch.equal(got, host)
-        assert model.speculation.last.tokens_per_pass > 1.3
-    finally:
-        rs.restore(model)
+    monkeypatch.setattr(speculation, "make_chooser", on_device)
+    got = tiny.generate(prompt, **options, **({"seed": 3} if sample else {}))
+    assert isinstance(made[0], choosers.DeviceChooser)
+    assert torch.equal(got, host)
+    assert tiny.speculation.last.tokens_per_pass > 1.3
