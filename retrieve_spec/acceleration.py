@@ -33,7 +33,8 @@ from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.decoding.plain import StepVerifier
 from retrieve_spec.decoding.probe import Finding, probe
 from retrieve_spec.decoding.request import Prepared, prepare
-from retrieve_spec.decoding.speculation import OFF, Running, Speculation
+from retrieve_spec.decoding.running import Running
+from retrieve_spec.decoding.speculation import OFF, Speculation
 from retrieve_spec.decoding.streaming import Piece, StreamerFeed, TextDecoder
 from retrieve_spec.decoding.verifier import Verifier
 from retrieve_spec.drafting.drafter import Drafter, Layer, VerifiedPass

@@ -25,9 +25,10 @@ from retrieve_spec.decoding.cuda_graphs import PassPool
 from retrieve_spec.decoding.device_acceptance import DeviceChooser
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import read_interface
+from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
 from retrieve_spec.decoding.probe import check_verifier, probe
 from retrieve_spec.decoding.text import RowText
-from retrieve_spec.decoding.tree_attention import LayerRule, PassMask, attend, row_depths, visible_rows
+from retrieve_spec.decoding.tree_attention import LayerRule, attend
 from retrieve_spec.decoding.verifier import Verifier, VerifierInputs, VerifierOutput
 from retrieve_spec.drafting.tree import DraftTree
 

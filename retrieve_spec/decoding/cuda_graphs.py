@@ -18,8 +18,10 @@ from torch.nn import functional
 
 from retrieve_spec.config import PASS
 from retrieve_spec.decoding.captured_pass import CapturedPass
-from retrieve_spec.decoding.static_cache import PreallocatedCache, Slab
-from retrieve_spec.decoding.tree_attention import LayerRule, PassMask, attend_triton, has_triton, visibility_bits
+from retrieve_spec.decoding.pass_mask import PassMask, visibility_bits
+from retrieve_spec.decoding.slab import Slab
+from retrieve_spec.decoding.static_cache import PreallocatedCache
+from retrieve_spec.decoding.tree_attention import LayerRule, attend_triton, has_triton
 
 FIRST_ROWS = 2048
 """Slabs that outlive a generation are made for multiples of this, so that most texts find room."""

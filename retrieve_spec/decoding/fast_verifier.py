@@ -17,9 +17,10 @@ from retrieve_spec.decoding.captured_pass import Attend, CapturedPass, CaptureEr
 from retrieve_spec.decoding.cuda_graphs import GraphedPasses, PassPool
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import input_device
+from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
 from retrieve_spec.decoding.probe import Finding, check_verifier
 from retrieve_spec.decoding.static_cache import PreallocatedCache, cache_windows, why_not_preallocated
-from retrieve_spec.decoding.tree_attention import PassMask, attend, row_depths, visible_rows
+from retrieve_spec.decoding.tree_attention import attend
 from retrieve_spec.decoding.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from retrieve_spec.decoding.tree_attention import LayerRule, PassMask, merge_parts
+from retrieve_spec.decoding.pass_mask import PassMask
+from retrieve_spec.decoding.tree_attention import LayerRule, merge_parts
 
 
 @functools.cache

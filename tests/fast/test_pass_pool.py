@@ -19,7 +19,8 @@ from retrieve_spec.decoding.cuda_graphs import PassPool
 from retrieve_spec.decoding.fast_verifier import StaticVerifier
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import read_interface
-from retrieve_spec.decoding.static_cache import PreallocatedCache, Slab, cache_windows
+from retrieve_spec.decoding.slab import Slab
+from retrieve_spec.decoding.static_cache import PreallocatedCache, cache_windows
 
 VOCAB = 199
 COMMON: dict[str, Any] = {

@@ -152,8 +152,9 @@ def test_recording_agrees_for_every_number_of_rows() -> None:
     captured = CapturedPass(model, 2)
     tokens = ids(40)
     expected = model(tokens).logits[0]
+    from retrieve_spec.decoding.pass_mask import PassMask
     from retrieve_spec.decoding.static_cache import PreallocatedCache
-    from retrieve_spec.decoding.tree_attention import PassMask, attend
+    from retrieve_spec.decoding.tree_attention import attend
 
     for rows in (1, 2, 7, 40):
         cache = PreallocatedCache([0, 0], 64)

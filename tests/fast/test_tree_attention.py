@@ -11,16 +11,14 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import DynamicCache, LlamaConfig
 
 from retrieve_spec.config import PassConfig
-from retrieve_spec.decoding import flex_tree_attention, tree_attention
+from retrieve_spec.decoding import flex_tree_attention, pass_mask, tree_attention
+from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
 from retrieve_spec.decoding.static_cache import PreallocatedCache, why_not_preallocated
 from retrieve_spec.decoding.tree_attention import (
     LayerRule,
-    PassMask,
     attend,
     choose_backend,
     has_triton,
-    row_depths,
-    visible_rows,
 )
 from retrieve_spec.drafting.tree import DraftTree
 
@@ -67,7 +65,7 @@ def test_attend_is_naive_attention(
     rule: LayerRule, split: bool, prefix: int, roots: int, tree: DraftTree | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if split:
-        monkeypatch.setattr(tree_attention, "PASS", PassConfig(mask_bytes=0))
+        monkeypatch.setattr(pass_mask, "PASS", PassConfig(mask_bytes=0))
     torch.manual_seed(1)
     seen, depths = visible_rows(roots, tree), row_depths(roots, tree)
     rows = len(seen)

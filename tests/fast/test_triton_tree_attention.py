@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 SCRIPT = """
 import itertools
 import numpy as np, torch
-from retrieve_spec.decoding.tree_attention import LayerRule, PassMask, attend_split, attend_triton
-from retrieve_spec.decoding.tree_attention import row_depths, visible_rows
+from retrieve_spec.decoding.tree_attention import LayerRule, attend_split, attend_triton
+from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
 from retrieve_spec.drafting.tree import DraftTree
 
 torch.manual_seed(0)

@@ -1,0 +1,93 @@
+"""Turns keys and values of the layers with one window into rows of preallocated tensors that move in place."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.errors import UnsupportedModelError
+
+
+class Slab:
+    """Keys and values of layers with one window: (layers, kv_heads, capacity, head_dim) each.
+
+    Row r of the text stands at `r - offset`; rows before `offset` are not held.
+
+    Attributes
+    ----------
+    window
+        Keys a query sees at most; 0 for all.
+    offset
+        First row held; 0 without a window.
+    tensors
+        Keys and values, none before the first rows are in.
+    """
+
+    def __init__(self, num_layers: int, window: int, capacity: int) -> None:
+        self.window = window
+        self.offset = 0
+        self.tensors: tuple[torch.Tensor, ...] = ()
+        self._layers = num_layers
+        spare = max(window // 4, PASS.cache_block) + MAX_NODES + 1
+        self.capacity = min(capacity, window + spare) if window else capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(1, kv_heads, capacity, head_dim) keys and values of one layer."""
+        keys, values = self.tensors
+        return keys[index : index + 1], values[index : index + 1]
+
+    def make_room(self, held: int, rows: int) -> bool:
+        """Let rows `held … held + rows - 1` fit behind the rows held; return whether the tensors were replaced."""
+        if held + rows - self.offset > self.capacity and self.window and self.tensors:
+            first = max(self.offset, held - self.window + 1)
+            for tensor in self.tensors:
+                kept = tensor[:, :, first - self.offset : held - self.offset].clone()
+                tensor[:, :, : held - first] = kept
+            self.offset = first
+        needed = held + rows - self.offset
+        if needed <= self.capacity:
+            return False
+        block = PASS.cache_block
+        before, self.capacity = self.capacity, max(2 * self.capacity, -(-needed // block) * block)
+        if not self.tensors:
+            return False
+        grown = tuple(tensor.new_empty((*tensor.shape[:2], self.capacity, tensor.shape[3])) for tensor in self.tensors)
+        for old, new in zip(self.tensors, grown, strict=True):
+            new[:, :, :before] = old
+        self.tensors = grown
+        return True
+
+    def fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Allocate tensors for such keys and values, once; return whether that was done.
+
+        Raises
+        ------
+        UnsupportedModelError
+            When they differ from those the slab was made for.
+        """
+        given = (key_states, value_states)
+        if not self.tensors:
+            self.tensors = tuple(s.new_empty((self._layers, s.shape[1], self.capacity, s.shape[3])) for s in given)
+            return True
+        for slab, states in zip(self.tensors, given, strict=True):
+            if states.shape[0] != 1 or states.shape[1] != slab.shape[1] or states.shape[3] != slab.shape[3]:
+                raise UnsupportedModelError(
+                    f"one row of text and {slab.shape[1]} heads of width {slab.shape[3]} in every layer",
+                    f"{states.shape[0]} rows, {states.shape[1]} heads of width {states.shape[3]}",
+                    "Use the ordinary cache for this model.",
+                )
+        return False
+
+    def move(self, sources: NDArray[np.int64], target: int) -> None:
+        """Copy the rows `sources` of the text to rows `target …`, in all layers at once."""
+        index = torch.from_numpy(sources - self.offset)
+        for tensor in self.tensors:
+            rows = tensor.index_select(2, index.to(tensor.device, non_blocking=True))
+            tensor.narrow(2, target - self.offset, len(sources)).copy_(rows)
