@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,16 +29,15 @@ RUNS = {
         "slower-unseen-t1.0": "unseen files, T = 1.0",
         "slower-unseen-t1.5": "unseen files, T = 1.5",
     },
-    "workloads": {
-        "workloads": "four kinds of text, greedy",
-        "workloads-t0.7": "four kinds of text, T = 0.7, top-p 0.95",
-    },
-    "sources": {
-        "sources-live": "`auto` without each source, unseen files, everything kept between prompts",
-        "sources-edit": "`auto` without each source, edits with a prediction",
-    },
+    "workloads": {"workloads": "four kinds of text, greedy"},
+    "workloads-t0.7": {"workloads-t0.7": "four kinds of text, T = 0.7, top-p 0.95"},
 }
 """Data files of each generated part, with their titles."""
+LEFT_OUT = {
+    "sources-live-t0": "unseen files, greedy, everything kept between prompts",
+    "sources-live-t0.7": "unseen files, T = 0.7, top-p 0.95, everything kept between prompts",
+    "sources-edit": "edits with a prediction, greedy",
+}
 SHOWN = ("Where it loses", "Where drafting does not pay", "Methods", "Tasks", "Divergences")
 
 
@@ -147,7 +148,7 @@ def replayed_sources() -> str:
         what = " and ".join(left_out.split()) or "nothing"
         rows.append([nodes, what, f"{rate:.3f}", loss, f"{figures['nodes_per_pass']:.1f}", accepted])
     head = ["nodes", "left out", "tokens/pass", "", "nodes/pass", "accepted by source"]
-    intro = [facts(made["machine"]), "", f"`{made['command']}` (the store: answers of `{made['store']}`)", ""]
+    intro = [*_origin(made), f"The store: answers of `{made['store']}`.", ""]
     return "\n".join([*intro, *markdown_table(head, rows), ""])
 
 
@@ -165,14 +166,103 @@ def replayed_presets() -> str:
         ]
         for name, f in made["rows"].items()
     ]
-    intro = [facts(made["machine"]), "", f"`retrieve-spec bench replay {made['trace']} --tokenizer T --draft NAME`", ""]
-    return "\n".join([*intro, *markdown_table(["draft", "tokens/pass", "nodes/pass", "µs p50 / p99"], rows), ""])
+    return "\n".join(
+        [*_origin(made), *markdown_table(["draft", "tokens/pass", "nodes/pass", "µs p50 / p99"], rows), ""]
+    )
+
+
+def left_out() -> str:
+    """What each source adds to `auto` on the bundled model."""
+    lines = []
+    for name, title in LEFT_OUT.items():
+        run = measured(name)
+        if run is None:
+            continue
+        header, whole = run["header"], run["methods"]["auto"]
+        lines += [f"**Bundled model, {title}** ({run['prompts']} prompts)", "", facts(header["machine"]), ""]
+        lines += [f"`{header['command']}`", ""]
+        rows = []
+        for method, figures in run["methods"].items():
+            kind, *without = method.split("~")
+            if kind == "auto":
+                passes, speed = (figures[what] / whole[what] - 1 for what in ("tokens_per_pass", "speedup_pooled"))
+                rows.append([" and ".join(without) or "nothing", f"{figures['tokens_per_pass']:.2f}"])
+                rows[-1] += [f"{passes:+.1%}" if without else "", f"{figures['nodes_per_pass']:.1f}"]
+                rows[-1] += [_ratio(figures["speedup"]), f"{speed:+.1%}" if without else ""]
+        head = ["left out", "tokens/pass", "change", "nodes/pass", f"speed over {run['baseline']} (95 %)"]
+        lines += [*markdown_table([*head, "change, pooled"], rows), ""]
+    return "\n".join(lines) or _missing("sources")
+
+
+def passes() -> str:
+    """What a pass costs, one line per kind."""
+    made = measured("passes")
+    if made is None:
+        return _missing("passes")
+    contexts = sorted({entry["context"] for entry in made["passes"]})
+    cells = {(entry["pass"], entry["context"]): f"{entry['ms']:.2f} ({entry['ratio']:.2f})" for entry in made["passes"]}
+    kinds = dict.fromkeys(entry["pass"] for entry in made["passes"])
+    rows = [[kind, *(cells.get((kind, context), "") for context in contexts)] for kind in kinds]
+    head = ["pass and nodes", *(f"{context:,} tokens before" for context in contexts)]
+    return "\n".join([*_origin(made), *markdown_table(head, rows), ""])
+
+
+def datastores() -> str:
+    """Building, opening and walking a store, and what others make of the same text."""
+    lines = []
+    for name in ("datastores", "datastores-peers"):
+        made = measured(name)
+        if made is not None:
+            kinds = [kind for kind in made if kind not in ("benchmark", "machine", "command", "peak_memory_gb")]
+            pairs = {kind: made[kind] for kind in kinds if kind != "peers"} if "peers" not in made else made["peers"]
+            rows = [[kind.replace("_", " "), _flat(figures)] for kind, figures in pairs.items()]
+            lines += [*_origin(made), *markdown_table(["what", "figures"], rows), ""]
+    return "\n".join(lines) or _missing("datastores datastores-peers")
+
+
+def typing() -> str:
+    """Typing in an editor: with drafting, without, and without the kept keys and values."""
+    made = measured("typing")
+    if made is None:
+        return _missing("typing")
+    rows = []
+    for name, figures in made.items():
+        if isinstance(figures, dict) and "latency_ms" in figures:
+            latency, outside = figures["latency_ms"], figures["outside_model_ms"]
+            seen = [f"{figures['visible_characters'][after]:,.0f}" for after in ("150", "250", "500")]
+            times = [f"{t['p50']:,.1f} / {t['p95']:,.1f}" for t in (latency, outside)]
+            rows.append([name, str(figures["requests"]), *times, *seen])
+    head = ["", "requests", "latency, ms p50 / p95", "outside the model"]
+    head += [f"characters at {after} ms" for after in (150, 250, 500)]
+    return "\n".join([*_origin(made), *markdown_table(head, rows), ""])
+
+
+def _origin(made: dict[str, Any]) -> list[str]:
+    """Machine and command; results from before these were kept have neither."""
+    machine, command = made.get("machine"), made.get("command")
+    known = [facts(machine)] if isinstance(machine, dict) and "packages" in machine else []
+    return [*known, *([""] if known else []), *([f"`{command}`", ""] if command else [])]
+
+
+def _flat(figures: Any) -> str:
+    if not isinstance(figures, dict):
+        return str(figures)
+    shown = ((name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in figures.items())
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown)
 
 
 def compare() -> str:
-    """The comparison with peers on recorded answers."""
-    path = DATA / "compare.md"
-    return path.read_text(encoding="utf-8") if path.exists() else _missing("peers")
+    """The comparison with peers on recorded answers; times from the part that measures only them, where it was run."""
+    made = measured("compare")
+    if made is None:
+        return _missing("peers")
+    tools = str(ROOT / "tools" / "compare")
+    sys.path.insert(0, tools)
+    try:
+        table = importlib.import_module("table")
+    finally:
+        sys.path.remove(tools)
+    return "\n".join([*table.acceptance(made), "", *table.times(measured("compare-times") or made), ""])
 
 
 def _missing(part: str) -> str:

@@ -150,6 +150,10 @@ PARTS |= {
     "sources-replay": benchmark_tables.replayed_sources,
     "presets-replay": benchmark_tables.replayed_presets,
     "compare": benchmark_tables.compare,
+    "sources": benchmark_tables.left_out,
+    "passes": benchmark_tables.passes,
+    "datastores": benchmark_tables.datastores,
+    "typing": benchmark_tables.typing,
 }
 
 

@@ -181,6 +181,7 @@ def run_bench(
     try:
         with Progress(len(questions) * runs, len(folder.done()), quiet) as progress:
             measure(bench, plan, folder, progress)
+        folder.note("finished", True)
     except KeyboardInterrupt:
         click.echo(
             f"{len(folder.done())} answered prompts are kept; --resume goes on, `bench report {out}` shows them.",

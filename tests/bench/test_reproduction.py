@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def scripts():
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        yield importlib.import_module("reproduction"), importlib.import_module("benchmark_tables")
+        yield tuple(importlib.import_module(name) for name in ("reproduction", "benchmark_tables", "measuring"))
     finally:
         sys.path.remove(str(ROOT / "scripts"))
 
@@ -41,8 +41,8 @@ def summary(words):
     by_task = {task: {"speedup": speed(1.5), "tokens_per_pass": 2.0} for task in ("edit", "prose")}
     packages = {"torch": "1", "transformers": "1"}
     machine = {
-        "processor": "x", "cores": 2, "torch_threads": 2, "packages": packages, "python": "3", "commit": "c",
-        "date": "d",
+        "processor": "x", "cores": 2, "torch_threads": 2, "packages": packages, "python": "3", "commit": "c+",
+        "date": "d", "load": 2.5,
     }  # fmt: skip
     header = {"command": "a command", "machine": machine, "prompts": "builtin", "cost_curves": {"auto": [1.0]}}
     methods = {name: {**figures, "by_task": by_task} for name in names}
@@ -51,13 +51,37 @@ def summary(words):
             "slower_than_off": losing}  # fmt: skip
 
 
+TIMES = {what: {"p50": 1.0, "p99": 2.0} for what in ("propose_us", "observe_us", "pass_us")}
+MACHINE = {
+    "processor": "x", "cores": 2, "torch_threads": 1, "packages": {"torch": "1", "transformers": "1"}, "python": "3",
+    "commit": "c", "date": "d", "load": 0.1, "others": 0.9,
+}  # fmt: skip
+SCRIPTS = {
+    "scripts/bench_pass.py": {"passes": [{"context": 256, "pass": "plain", "ms": 2.0, "ratio": 1.0}]},
+    "scripts/bench_datastore.py": {"benchmark": "datastore", "machine": {}, "open": {"ms": 3.0}},
+    "scripts/bench_typing.py": {
+        "drafting": {
+            "requests": 5, "latency_ms": {"p50": 1.0, "p95": 2.0}, "outside_model_ms": {"p50": 0.5, "p95": 0.6},
+            "visible_characters": {"150": 7.0, "250": 8.0, "500": 9.0},
+        }
+    },
+    "tools/compare/compare.py": {
+        "machine": MACHINE, "peers": ["p==1"], "command": "compare", "files": {
+            "f": {"rows": 1, "tokens": 2, "known_tokens": 3, "tokenizer": "t",
+                  "drafters": {"ours: auto": {"tokens_per_pass": 2.0, "nodes_per_pass": 4.0, **TIMES}}}
+        },
+    },
+}  # fmt: skip
+"""Last lines of the scripts that parts run."""
+
+
 @pytest.fixture
 def asked(scripts, tmp_path, monkeypatch):
     """Commands that parts would run, checked against the program's options; nothing is measured."""
-    reproduction, tables = scripts
-    monkeypatch.setattr(reproduction, "OUT", tmp_path / "out")
-    monkeypatch.setattr(reproduction, "DATA", tmp_path / "data")
-    monkeypatch.setattr(reproduction, "TRIAL", tmp_path / "trial")
+    reproduction, tables, measuring = scripts
+    monkeypatch.setattr(measuring, "OUT", tmp_path / "out")
+    monkeypatch.setattr(measuring, "DATA", tmp_path / "data")
+    monkeypatch.setattr(measuring, "TRIAL", tmp_path / "trial")
     monkeypatch.setattr(tables, "DATA", tmp_path / "data")
     monkeypatch.setattr(reproduction.os, "chdir", lambda path: None)
     commands = []
@@ -65,8 +89,10 @@ def asked(scripts, tmp_path, monkeypatch):
     def tool(program, *words):
         commands.append([program, *words])
         if program != "retrieve-spec":
-            return "{}"
+            return json.dumps(SCRIPTS.get(program, {}))
         parse(words)
+        if words[:2] == ("bench", "report"):
+            return json.dumps(summary(["--methods", "plain,auto"]))
         if words[0] == "build":
             Path(words[1]).mkdir(parents=True)
             (Path(words[1]) / "manifest.json").write_text("{}")
@@ -75,7 +101,7 @@ def asked(scripts, tmp_path, monkeypatch):
         figures["propose_us"] = {"p50": 1.0, "p99": 2.0}
         return json.dumps(summary(words) if words[1] == "run" else figures)
 
-    monkeypatch.setattr(reproduction, "tool", tool)
+    monkeypatch.setattr(measuring, "tool", tool)
     return commands
 
 
@@ -116,11 +142,23 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
         assert "Not measured" not in text
         assert text.index("**Where it loses.**") < text.index("**Methods.**")
         assert "a command" in text
+    assert "busy (load 2.5 at the start" in tables.runs_of("reference")
+    assert "changes that are not committed" in tables.runs_of("reference")
     assert "| 16 | context | 2.000 | +0.0% |" in tables.replayed_sources()
     assert "| `suffix --session` |" in tables.replayed_presets()
+    assert "| recycling | 2.00 | +0.0% |" in tables.left_out()
+    assert "| ngram and exact |" in tables.left_out()
+    assert "| plain | 2.00 (1.00) |" in tables.passes()
+    assert "| open | ms 3 |" in tables.datastores()
+    assert "| drafting | 5 | 1.0 / 2.0 |" in tables.typing()
+    assert "| ours: auto | 4.0 | 2.00 |" in tables.compare()
+    assert "busy (other processes took 0.90 cores" in tables.compare()
+    for made in (tables.passes(), tables.datastores(), tables.typing(), tables.replayed_presets()):
+        assert "`python scripts/" in made or "`retrieve-spec bench replay" in made
     assert "cost_curves" not in json.loads((tmp_path / "data" / "reference-t0.json").read_text())["header"]
     replays = [command for command in asked if command[1:3] == ["bench", "replay"]]
-    assert all("v.json" in command for command in replays)
+    assert all(any(word.endswith("v.json") for word in command) for command in replays)
+    assert not any(str(Path.cwd()) in path.read_text() for path in (tmp_path / "data").glob("*.json"))
 
 
 def test_a_trial_leaves_published_figures_alone(scripts, asked, monkeypatch, tmp_path):
@@ -130,16 +168,57 @@ def test_a_trial_leaves_published_figures_alone(scripts, asked, monkeypatch, tmp
     assert not any("generate_docs" in command[0] for command in asked)
 
 
-@pytest.mark.parametrize(("commit", "goes_on"), [("same", True), ("other", False)])
-def test_an_interrupted_part_goes_on_unless_the_code_changed(scripts, asked, monkeypatch, tmp_path, commit, goes_on):
-    monkeypatch.setattr(scripts[0], "commit", lambda: "same")
+@pytest.mark.parametrize(
+    ("commit", "finished", "expected"),
+    [("same", False, "--resume"), ("same", True, "report"), ("other", False, None), ("other", True, None)],
+)
+def test_an_interrupted_part_goes_on_unless_the_code_changed(
+    scripts, asked, monkeypatch, tmp_path, commit, finished, expected
+):
+    monkeypatch.setattr(scripts[2], "commit", lambda: "same")
+    monkeypatch.setattr(scripts[2], "same_code", lambda then, now: then == now)
+    run(scripts, monkeypatch, "workloads")
+    command = "retrieve-spec " + " ".join(asked[0][1:])
     folder = tmp_path / "out" / "workloads"
     folder.mkdir(parents=True)
-    header = {"machine": {"commit": commit}, "command": "retrieve-spec bench run --limit 6 --runs 1"}
+    header = {"machine": {"commit": commit}, "command": command, **({"finished": True} if finished else {})}
     (folder / "run.json").write_text(json.dumps(header))
+    asked.clear()
     run(scripts, monkeypatch, "workloads")
-    assert ("--resume" in asked[0]) is goes_on
-    assert (folder / "run.json").exists() is goes_on
+    assert (folder / "run.json").exists() is (expected is not None)
+    assert expected is None or expected in asked[0]
+    assert "--resume" not in asked[0] or expected == "--resume"
+
+
+def test_replays_that_are_done_are_kept(scripts, asked, monkeypatch, tmp_path):
+    (tmp_path / scripts[0].SPEC_BENCH).write_text("")
+    given = ["presets-replay", "--traces", str(tmp_path), "--tokenizer", str(tmp_path / "t.json")]
+    whole = scripts[2].tool
+
+    def cut_off(program, *words):
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return whole(program, *words)
+
+    monkeypatch.setattr(scripts[2], "tool", cut_off)
+    with pytest.raises(SystemExit, match="130"):
+        run(scripts, monkeypatch, *given)
+    monkeypatch.setattr(scripts[2], "tool", whole)
+    asked.clear()
+    run(scripts, monkeypatch, *given)
+    assert sum(command[1:3] == ["bench", "replay"] for command in asked) == 8 - 3
+    assert len(json.loads((tmp_path / "data" / "presets-replay.json").read_text())["rows"]) == 8
+
+
+def test_code_is_the_same_when_only_documents_differ(scripts):
+    measuring = scripts[2]
+    here = measuring.commit().rstrip("+")
+    if not here:
+        pytest.skip("this is no checkout")
+    assert measuring.same_code(here, here)
+    assert not measuring.same_code(here, here + "+")
+    assert not measuring.same_code("", here)
+    assert not measuring.same_code("0" * 10, here)
 
 
 def test_what_cannot_be_measured_is_said(scripts, asked, monkeypatch):

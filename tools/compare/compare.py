@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from workload import Workload, build_store, read_workload
 
-from retrieve_spec.bench.machine import machine_facts
+from retrieve_spec.bench.machine import OtherWork, machine_facts
 from retrieve_spec.bench.replay import Replay, TraceRow
 from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.errors import MissingSourceError
@@ -124,35 +124,39 @@ def shown_command(words: list[str]) -> str:
     return shlex.join(["python", "tools/compare/compare.py"]) + f" {' '.join(files)} {shlex.join(rest)}"
 
 
-def kept(args: argparse.Namespace) -> dict[str, Any]:
-    """Files of an interrupted comparison with the same limits."""
-    if not args.resume or args.out is None or not args.out.exists():
-        return {}
-    old = json.loads(args.out.read_text(encoding="utf-8"))
-    return old["files"] if all(old.get(name) == getattr(args, name) for name in _SAME) else {}
+def begun(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """The comparison with the files that an interrupted one with the same limits has done."""
+    made = {
+        "machine": machine_facts(),
+        "peers": [ARCTIC, VLLM, LLAMA],
+        "command": shown_command([word for word in words if word != "--resume"]),
+        **{name: getattr(args, name) for name in _SAME},
+        "files": {},
+    }
+    if args.resume and args.out is not None and args.out.exists():
+        old = json.loads(args.out.read_text(encoding="utf-8"))
+        if all(old.get(name) == made[name] for name in _SAME):
+            return {**made, "machine": old["machine"], "files": old["files"]}
+    return made
 
 
 def main(words: list[str] | None = None) -> None:
     """Replay every file through every drafter."""
     args = parse(words)
     native = [entry.split("=", 1) for entry in args.native]
-    made = {
-        "machine": machine_facts(),
-        "peers": [ARCTIC, VLLM, LLAMA],
-        "command": shown_command(words if words is not None else sys.argv[1:]),
-        **{name: getattr(args, name) for name in _SAME},
-        "files": kept(args),
-    }
+    made = begun(args, words if words is not None else sys.argv[1:])
     todo = [path for path in args.traces if path.stem not in made["files"]]
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     number = len(drafters(args.only, Workload([], 0, [], []), None))
+    others, machine = OtherWork(), made["machine"]
     with tqdm(total=len(todo) * number, unit="replay") as bar:
         for path in todo:
             file = next((own for pattern, own in native if fnmatch.fnmatch(path.name, pattern)), args.tokenizer)
             made["files"][path.stem] = measure_file(path, args, file, bar)
+            machine["others"] = max(others.cores() or 0.0, machine.get("others", 0.0))
             if args.out:
-                args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+                args.out.write_text(json.dumps(made) + "\n", encoding="utf-8")
                 args.out.with_suffix(".md").write_text(table(made), encoding="utf-8")
     print(json.dumps(made))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sources import VLLM_NGRAM, VLLM_SUFFIX, Skipped, arctic_folder, llama_file, vllm_file
+from sources import VLLM_NGRAM, VLLM_SUFFIX, Skipped, arctic_folder, dejavuu_reason, llama_file, vllm_file
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
@@ -296,8 +296,8 @@ def _load(path: Path, name: str) -> Any:
     return module
 
 
-def _not_published() -> Any:
-    raise Skipped("the package index has no distribution of this name")
+def _not_adapted() -> Any:
+    raise Skipped(dejavuu_reason())
 
 
 PEERS: dict[str, Callable[[], Any]] = {
@@ -311,6 +311,6 @@ PEERS: dict[str, Callable[[], Any]] = {
     f"vllm suffix{KEPT}": VllmSuffix,
     f"suffix-decoding tree{KEPT}": lambda: ArcticSuffix(tree=True, keep=True),
     f"suffix-decoding tree, wide{KEPT}": lambda: ArcticSuffix(tree=True, keep=True, factor=4.0, least=0.0),
-    "dejavuu": _not_published,
+    "dejavuu": _not_adapted,
 }
 """Factories of the peers by name."""

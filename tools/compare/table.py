@@ -11,45 +11,84 @@ from peers import GIVEN, KEPT
 from retrieve_spec.bench.machine import summary
 
 OURS = "ours: "
+SKIPPED = {"skipped": ""}
 
 
 def table(made: dict[str, Any]) -> str:
     """All tables."""
+    return "\n".join([*acceptance(made), "", *times(made)]) + "\n"
+
+
+def acceptance(made: dict[str, Any]) -> list[str]:
+    """Lines of what does not depend on the machine: tokens per pass by file, and where `auto` loses."""
     files: dict[str, Any] = made["files"]
     results = {stem: file["drafters"] for stem, file in files.items()}
-    first = next(iter(results.values()))
-    there = [name for name in first if all("skipped" not in by_name[name] for by_name in results.values())]
-    lines = [f"{summary(made['machine'])}; {', '.join(made['peers'])}", "", f"`{made['command']}`", ""]
-    lines += ["| no. | file | rows | tokens | other answers, tokens | tokenizer |", "|---|---|---|---|---|---|"]
+    there = measured(results)
+    lines = [
+        *head(made),
+        "| no. | file | rows | tokens | other answers, tokens | tokenizer |",
+        "|---|---|---|---|---|---|",
+    ]
     for number, (stem, file) in enumerate(files.items(), 1):
         facts = (str(number), stem, file["rows"], f"{file['tokens']:,}", f"{file['known_tokens']:,}", file["tokenizer"])
         lines.append(f"| {' | '.join(map(str, facts))} |")
     lines += ["", "**Tokens per pass**, the bonus token included, mean over files and by file:", ""]
-    lines.append("| drafter | mean | " + " | ".join(map(str, range(1, len(files) + 1))) + " |")
-    lines.append("|---" * (len(files) + 2) + "|")
+    lines.append("| drafter | nodes | mean | " + " | ".join(map(str, range(1, len(files) + 1))) + " |")
+    lines.append("|---" * (len(files) + 3) + "|")
     for name in there:
         rates = [by_name[name]["tokens_per_pass"] for by_name in results.values()]
-        lines.append(f"| {name} | {mean(rates):.2f} | " + " | ".join(f"{rate:.2f}" for rate in rates) + " |")
+        nodes = mean(by_name[name]["nodes_per_pass"] for by_name in results.values())
+        each = " | ".join(f"{rate:.2f}" for rate in rates)
+        lines.append(f"| {name} | {nodes:.1f} | {mean(rates):.2f} | {each} |")
+    lines += ["", "Skipped:", ""]
+    for name, reason in skipped(results).items():
+        lines.append(f"- {name}: {reason}")
     lines += ["", "**Where `auto` loses**, drafters that know the same compared:", "", *losses(results, there)]
     lines += [
         "",
         "**Where `auto` gets less out of as many nodes** (its budgets interpolated; nothing kept or given):",
         "",
     ]
-    lines += dearer(results, there)
-    lines += ["", "**Nodes per pass, and microseconds per pass** (means over files of medians; last: of 99 %):", ""]
-    lines += ["| drafter | nodes | propose | update | both | both, 99 % |", "|---|---|---|---|---|---|"]
-    for name in first:
-        rows = [by_name[name] for by_name in results.values()]
-        if name not in there:
-            reason = next(row["skipped"] for row in rows if "skipped" in row)
-            lines.append(f"| {name} | skipped: {reason} | | | | |")
-            continue
-        figures = [mean(row["nodes_per_pass"] for row in rows)]
-        figures += [mean(row[what]["p50"] for row in rows) for what in ("propose_us", "observe_us", "pass_us")]
-        figures.append(mean(row["pass_us"]["p99"] for row in rows))
-        lines.append(f"| {name} | {figures[0]:.1f} | " + " | ".join(f"{value:,.0f}" for value in figures[1:]) + " |")
-    return "\n".join(lines) + "\n"
+    return lines + dearer(results, there)
+
+
+def times(made: dict[str, Any]) -> list[str]:
+    """Lines of what drafting takes."""
+    results = {stem: file["drafters"] for stem, file in made["files"].items()}
+    rows = sum(file["rows"] for file in made["files"].values())
+    tokens = sum(file["tokens"] for file in made["files"].values())
+    lines = [
+        f"**Microseconds per pass** (means over files of medians; last: of 99 %), {rows} rows of {len(results)} files "
+        f"with {tokens:,} generated tokens:",
+        "",
+        *head(made),
+        "| drafter | nodes | propose | update | both | both, 99 % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in measured(results):
+        of_files = [by_name[name] for by_name in results.values()]
+        figures = [mean(row[what]["p50"] for row in of_files) for what in ("propose_us", "observe_us", "pass_us")]
+        figures.append(mean(row["pass_us"]["p99"] for row in of_files))
+        nodes = mean(row["nodes_per_pass"] for row in of_files)
+        lines.append(f"| {name} | {nodes:.1f} | " + " | ".join(f"{value:,.0f}" for value in figures) + " |")
+    return lines
+
+
+def head(made: dict[str, Any]) -> list[str]:
+    """Machine, versions of the peers, command."""
+    return [f"{summary(made['machine'])}; {', '.join(made['peers'])}", "", f"`{made['command']}`", ""]
+
+
+def measured(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Drafters that were run on every file."""
+    first = next(iter(results.values()))
+    return [name for name in first if all("skipped" not in by_name.get(name, SKIPPED) for by_name in results.values())]
+
+
+def skipped(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Drafters that could not be run, with the reason."""
+    rows = ((name, row) for by_name in results.values() for name, row in by_name.items())
+    return {name: row["skipped"] for name, row in rows if "skipped" in row}
 
 
 def losses(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
