@@ -7,10 +7,13 @@ has at that place. Characters know no such borders, so the beginning of a draft 
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+import numpy as np
 
 MAX_KEY = 48
 MIN_KEY = 3
@@ -48,8 +51,7 @@ class TextIndex:
     def __init__(self, texts: Sequence[str]) -> None:
         self._blob = _SEPARATOR.join(texts)
         self._ends = list(accumulate(len(text) + 1 for text in texts))
-        blob = self._blob
-        self._starts = sorted((m.start() for m in _WORD.finditer(blob)), key=lambda at: (blob[at : at + MAX_KEY], -at))
+        self._starts = sorted_word_starts(self._blob)
 
     def __len__(self) -> int:
         return len(self._blob)
@@ -106,6 +108,23 @@ class TextIndex:
                 yield Continuation(text, len(key))
             if len(seen) >= limit:
                 return
+
+
+def sorted_word_starts(text: str) -> array[int]:
+    """Positions where words begin, by the `MAX_KEY` characters that stand there; among equals the last one first.
+
+    Sorting is numpy's, which leaves other threads (the model's) running; a list of positions would take ten times the
+    memory.
+    """
+    units = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    letters = np.zeros(128, bool)
+    letters[[ord(c) for c in "_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"]] = True
+    word = letters[np.minimum(units, 127)]
+    before = np.concatenate(([False], word[:-1]))
+    starts = np.flatnonzero(word & ~before)[::-1].astype(np.int32)
+    padded = np.concatenate((units, np.zeros(MAX_KEY, np.uint32)))
+    keys = np.lib.stride_tricks.sliding_window_view(padded, MAX_KEY)[starts].view(f"U{MAX_KEY}")[:, 0]
+    return array("i", starts[np.argsort(keys, kind="stable")].tobytes())
 
 
 def _piece(text: str, begin: int) -> str:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import re
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.server.continuations import MIN_KEY, TextIndex, key_starts, scan_texts
+from retrieve_spec.server.continuations import MAX_KEY, MIN_KEY, TextIndex, key_starts, scan_texts, sorted_word_starts
 from retrieve_spec.server.memory import Memory, RecentTexts
 
 
@@ -110,3 +112,11 @@ def test_the_drafters_memory_reads_each_chunk_once(codec):
         memory.note_chunks([("a.py", "x = 1\n"), ("b.py", "y = 2\n")])
         session = memory.hints("", "", [1]).session
     assert len(session) == len(codec.encode("x = 1\n")) + len(codec.encode("y = 2\n"))
+
+
+@given(st.lists(st.text(st.sampled_from("ab_Z9 \né\U0001f600\ud800\x7f("), max_size=90), max_size=4))
+def test_word_starts_are_sorted_by_what_stands_there(texts):
+    blob = "\x00".join(texts)
+    starts = [m.start() for m in re.finditer("(?<![A-Za-z0-9_])[A-Za-z0-9_]", blob)]
+    expected = sorted(starts, key=lambda at: (blob[at : at + MAX_KEY].ljust(MAX_KEY, "\x00"), -at))
+    assert list(sorted_word_starts(blob)) == expected
