@@ -321,7 +321,8 @@ class Speculation:
                 self._batch_costs[count] = CostModel()
                 if (known := self.cost.seconds(1, MAX_NODES)) is not None:
                     for nodes in NODE_KNOTS.tolist():
-                        self._batch_costs[count].observe(nodes, 1, float(known[nodes]) - self.cost.overhead)
+                        forward = float(known[nodes]) - self.cost.overhead
+                        self._batch_costs[count].observe(nodes, 1, forward, count * self.cost.overhead)
         return self._batch_costs
 
     def _begin(self) -> int:
