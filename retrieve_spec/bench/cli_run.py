@@ -88,8 +88,9 @@ def run(**options: Any) -> None:
     Everything measured is kept when interrupted; --resume goes on. The folder gets report.html, report.md,
     summary.json, the raw results, and for Spec-Bench's questions the answer files its own scripts read.
     """
-    from retrieve_spec.bench.report import write_report
+    from retrieve_spec.bench.report import check_extra, write_report
 
+    check_extra()
     as_json = options.pop("as_json")
     folder = run_bench(command=shlex.join([CLI_NAME, *sys.argv[1:]]), **options)
     summary = write_report(folder)

@@ -13,7 +13,7 @@ from retrieve_spec.bench.prompts import SPEC_BENCH
 from retrieve_spec.bench.results import read_header, read_records
 from retrieve_spec.bench.specbench import write_answers
 from retrieve_spec.bench.stats import NOISE, summarise
-from retrieve_spec.errors import TraceError
+from retrieve_spec.errors import ConfigError, TraceError
 
 CAPTIONS = {
     "speedup": "Tokens per second over the baseline's, ratios within one run. Above 1 is faster.",
@@ -64,6 +64,23 @@ code { background: #f4f4f4; padding: .1rem .3rem; overflow-wrap: anywhere; }
 """
 
 
+def check_extra() -> None:
+    """Refuse before anything is measured where reports could not be written.
+
+    Raises
+    ------
+    ConfigError
+        The packages that only reports need are not installed.
+    """
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "matplotlib and jinja2 for the report", str(error), "Run: pip install 'retrieve-spec[bench]'"
+        ) from error
+
+
 def write_report(folder: Path) -> dict[str, Any]:
     """Write all files of the report; return the summary.
 
@@ -71,7 +88,10 @@ def write_report(folder: Path) -> dict[str, Any]:
     ------
     TraceError
         The folder holds no results.
+    ConfigError
+        See `check_extra`.
     """
+    check_extra()
     header, records = read_header(folder), read_records(folder)
     if not records:
         raise TraceError("at least one answered prompt", f"none in {folder}", "Let `bench run` finish a prompt.")

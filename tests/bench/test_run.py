@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -280,6 +281,13 @@ def test_what_a_state_policy_forgets(monkeypatch, tmp_path):
         runner.measure(Fake(), Plan(prompts, methods, runs=2, state=state), folder, lambda records: None)
         counts[state] = len(forgotten)
     assert counts == {"cold": 4, "session": 4, "shared": 2}
+
+
+def test_without_the_packages_for_reports_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.run(["bench", "run", "--out", str(tmp_path / "out")]) == 1
+    assert "pip install 'retrieve-spec[bench]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_progress_counts_prompts(capsys):
