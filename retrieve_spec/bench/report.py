@@ -1,4 +1,4 @@
-"""Turns a results folder into `summary.json`, `report.md`, one self-contained `report.html`, and answer files."""
+"""Turns a results folder into `summary.json`, `prompts.csv`, `report.md`, self-contained `report.html`, and answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from retrieve_spec.bench.machine import summary as machine_summary
 from retrieve_spec.bench.methods import OFF, parse_method
+from retrieve_spec.bench.prompt_table import write_prompt_table
 from retrieve_spec.bench.prompts import SPEC_BENCH
 from retrieve_spec.bench.results import read_header, read_records
 from retrieve_spec.bench.specbench import write_answers
@@ -97,6 +98,7 @@ def write_report(folder: Path) -> dict[str, Any]:
         raise TraceError("at least one answered prompt", f"none in {folder}", "Let `bench run` finish a prompt.")
     summary = summarise(header, records)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    write_prompt_table(folder / "prompts.csv", records)
     if SPEC_BENCH in header["prompts"]:
         write_answers(folder / "answers", header, records)
     from retrieve_spec.bench.figures import all_figures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 
@@ -71,6 +72,13 @@ def test_the_report_has_all_its_files_and_is_self_contained(folder):
     markdown = (folder / "report.md").read_text()
     assert markdown.index("Where it loses") < markdown.index("## Methods")
     assert read_header(folder)["command"] in markdown
+    lines = list(csv.DictReader((folder / "prompts.csv").open(newline="")))
+    records = read_records(folder)
+    assert [(line["prompt"], line["method"]) for line in lines] == [(r.prompt, r.method) for r in records]
+    for line, record in zip(lines, records, strict=True):
+        assert float(line["tokens_per_pass"]) == pytest.approx(record.new_tokens / record.passes, abs=1e-4)
+        assert float(line["wall_ms"]) == pytest.approx(record.seconds * 1e3, abs=1e-3)
+        assert (line["verify_ms"] == "") is (record.method in ("plain", "prompt-lookup"))
     for name in ("speedup", "tokens_per_pass", "accepted_lengths", "cost", "time"):
         assert (folder / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
