@@ -110,7 +110,7 @@ class PassConfig:
     cuda_graphs
         Replay passes on a GPU as captured graphs, one per number of rows in `graph_rows`.
     graph_rows
-        Rows of a pass are padded to the next of these.
+        Rows of a pass (the root and the drafted nodes) are padded to the next of these.
     min_parameters
         Smallest model whose pass is recorded unasked; recording takes a second or more.
     """
@@ -124,7 +124,7 @@ class PassConfig:
     graph_bytes: int = 512 << 20
     pool_bytes: int = 4 << 30
     cuda_graphs: bool = False  # off until it has run on a GPU
-    graph_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    graph_rows: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65, 129)
     min_parameters: int = 1_000_000
 
 

@@ -69,9 +69,9 @@ def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
 def read_packed(logits: torch.Tensor, top_k: int, chosen: torch.Tensor | None) -> PassLogits:
     """Copy the `top_k` largest entries of every row and the tokens `chosen` (rows,) on the device at once."""
     k = min(max(top_k, 1), logits.shape[-1])
-    values_, ids_ = torch.topk(logits.float(), k, dim=-1)
+    values_, ids_ = torch.topk(logits, k, dim=-1)
     best = logits.argmax(dim=-1, keepdim=True)  # ties go to the lowest id, which topk does not promise
-    parts = [best.int(), ids_.int(), values_.view(torch.int32)]
+    parts = [best.int(), ids_.int(), values_.float().view(torch.int32)]
     if chosen is not None:
         parts.append(chosen.int()[:, None])
     packed = torch.cat(parts, dim=-1).cpu().numpy()  # the one wait for the device in a step

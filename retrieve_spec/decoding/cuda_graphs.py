@@ -7,6 +7,7 @@ a generation (`PassPool`).
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from retrieve_spec.decoding.pass_mask import PassMask, visibility_bits
 from retrieve_spec.decoding.slab import Slab
 from retrieve_spec.decoding.static_cache import PreallocatedCache
 from retrieve_spec.decoding.tree_attention import LayerRule, attend_triton, has_triton
+
+logger = logging.getLogger(__name__)
 
 FIRST_ROWS = 2048
 """Slabs that outlive a generation are made for multiples of this, so that most texts find room."""
@@ -76,11 +79,14 @@ class PassBuffer:
         self.ids, self.positions, self.depths, self.held, bits = torch.split(self._device, sizes)
         self.words = bits.view(rows, words)
         self.rows = rows
+        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def fill(
         self, ids: NDArray[Any], depths: NDArray[Any], seen: NDArray[np.bool_], position: int, held: Sequence[int]
     ) -> None:
         """Write a pass of at most `rows` rows: ids, depths, who sees whom, the first row's position, rows held."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the device may still be reading what was written for the last pass
         real = len(ids)
         visible = np.eye(self.rows, dtype=np.bool_)
         visible[:real, :real] = seen
@@ -90,6 +96,8 @@ class PassBuffer:
         self._host_held[:] = held
         self._host_words[:] = visibility_bits(visible).ravel()
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 class BucketPass:
@@ -133,15 +141,14 @@ class BucketPass:
         all_keys.index_copy_(2, self._slots[at], keys)
         all_values.index_copy_(2, self._slots[at], values)
         _, heads, rows, width = query.shape
-        packed = query.reshape(1, keys.shape[1], heads // keys.shape[1] * rows, width)
         if self._triton and width == values.shape[-1] <= 256:
             described = (self._buffer.words, self._buffer.depths, self._buffer.held[at : at + 1])
-            out = attend_triton(packed, all_keys, all_values, _NO_MASK, rule, described=described)
-        else:
-            if (at, rule.window) not in self._masks:
-                slab = self._cache.slabs[at]
-                self._masks[at, rule.window] = visible_rows_of(slab, self._buffer, self._buffer.held[at], rule.window)
-            out = attend_all(packed, all_keys, all_values, self._masks[at, rule.window], rule)
+            return attend_triton(query, all_keys, all_values, _NO_MASK, rule, described=described)
+        if (at, rule.window) not in self._masks:
+            slab = self._cache.slabs[at]
+            self._masks[at, rule.window] = visible_rows_of(slab, self._buffer, self._buffer.held[at], rule.window)
+        packed = query.reshape(1, keys.shape[1], heads // keys.shape[1] * rows, width)
+        out = attend_all(packed, all_keys, all_values, self._masks[at, rule.window], rule)
         return out.reshape(1, heads, rows, values.shape[-1]).transpose(1, 2)
 
     def __call__(
@@ -207,6 +214,8 @@ class GraphedPasses:
         What the passes write to.
     captures
         Passes captured so far.
+    problem
+        Why a capture failed; from then on passes run without graphs.
     """
 
     def __init__(
@@ -218,11 +227,12 @@ class GraphedPasses:
         self._made: dict[int, BucketPass] = {}
         self._bytes = 0
         self.captures = 0
+        self.problem = ""
 
     def bucket(self, rows: int) -> BucketPass | None:
-        """The pass that `rows` rows are padded to, or None when there is none or its memory is spent."""
+        """The pass that `rows` rows are padded to, or None when there is none, its memory is spent or capture fails."""
         at = bisect_left(PASS.graph_rows, rows)
-        if at == len(PASS.graph_rows):
+        if at == len(PASS.graph_rows) or self.problem:
             return None
         size = PASS.graph_rows[at]
         if any(made.capacities != self.cache.capacities for made in self._made.values()):
@@ -232,7 +242,12 @@ class GraphedPasses:
         if made is not None or self._bytes > PASS.graph_bytes:
             return made
         before = _gpu_bytes(self._captured.device)
-        made = self._made[size] = BucketPass(self._captured, self.cache, size, self._capture, self._triton)
+        try:
+            made = self._made[size] = BucketPass(self._captured, self.cache, size, self._capture, self._triton)
+        except (RuntimeError, torch.OutOfMemoryError) as error:  # CUDA refuses what it cannot record
+            self.problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            logger.warning("passes run without CUDA graphs: recording %d rows failed (%s)", size, self.problem)
+            return None
         self._bytes += max(0, _gpu_bytes(self._captured.device) - before)
         self.captures += 1
         return made

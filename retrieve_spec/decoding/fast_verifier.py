@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from retrieve_spec.config import AUTO, MAX_NODES, PASS, SpeculationConfig
 from retrieve_spec.decoding.captured_pass import Attend, CapturedPass, CaptureError
 from retrieve_spec.decoding.cuda_graphs import GraphedPasses, PassPool
 from retrieve_spec.decoding.hf import HFVerifier
-from retrieve_spec.decoding.interface import input_device
+from retrieve_spec.decoding.interface import ModelInterface, input_device
 from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
 from retrieve_spec.decoding.probe import Finding, check_verifier
 from retrieve_spec.decoding.static_cache import PreallocatedCache, cache_windows, why_not_preallocated
@@ -252,16 +253,20 @@ def try_build(
         return None, str(error)
     if why := _why_not_windows(captured, cache_windows(DynamicCache(config=text_config))):
         return None, why
-    recorded = captured
-    pool = PassPool(captured) if PASS.cuda_graphs and captured.device.type == "cuda" else None
+    graphs = PASS.cuda_graphs and captured.device.type == "cuda"
+    problem = ""
+    for pool in (PassPool(captured), None) if graphs else (None,):
+        make = functools.partial(_make, model, finding.interface, captured, pool)
+        problem = check_verifier(model, finding.interface, make())
+        if not problem:
+            return make, ""
+        logger.debug("the recorded pass %s graphs is not used: %s", "without" if pool is None else "with", problem)
+    del _recorded[model]
+    return None, problem
 
-    def make() -> Verifier:
-        return StaticVerifier(model, HFVerifier(model, finding.interface), recorded, pool)
 
-    if problem := check_verifier(model, finding.interface, make()):
-        del _recorded[model]
-        return None, problem
-    return make, ""
+def _make(model: Any, interface: ModelInterface, captured: CapturedPass, pool: PassPool | None) -> Verifier:
+    return StaticVerifier(model, HFVerifier(model, interface), captured, pool)
 
 
 def _why_not_windows(captured: CapturedPass, windows: tuple[int, ...]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -76,14 +78,18 @@ class PassMask:
         """The pass behind `prefix` rows as the GPU kernel reads it: `visibility_bits`, int32 depths, (1,) prefix."""
         if self._device_words is None:
             bits, depths = visibility_bits(self.seen), self._depths.astype(np.int32)
-            self._device_words = (torch.from_numpy(bits).to(self.device), torch.from_numpy(depths).to(self.device))
+            self._device_words = (self._send(bits), self._send(depths))
         if prefix not in self._device_prefix:
-            self._device_prefix[prefix] = torch.tensor([prefix], dtype=torch.int32).to(self.device)
+            self._device_prefix[prefix] = self._send(np.array([prefix], np.int32))
         return (*self._device_words, self._device_prefix[prefix])
+
+    def _send(self, array: NDArray[Any]) -> torch.Tensor:
+        """Copy to the device without waiting for what it is doing; pageable memory is read before the call returns."""
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def seen_on_device(self) -> torch.Tensor:
         """(rows, rows) bool: who sees whom."""
-        return torch.from_numpy(self.seen).to(self.device)
+        return self._send(self.seen)
 
     def block(self) -> torch.Tensor:
         """(rows, rows) additive mask of the tree block."""

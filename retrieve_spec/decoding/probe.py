@@ -110,6 +110,7 @@ def _deviation(model: Any, interface: ModelInterface, mode: Mode, verifier: Veri
     verifier.commit(accepted)
     last = verifier.forward(np.array([after], np.int32)).logits
     verifier.commit(np.empty(0, np.int32))
+    verifier.finish()
     paths = [[a, b], [c, d, a]] if mode == "tree" else [[c, d, a, b]]
     wanted = [_separate(model, [*prompt, root, *path], len(path) + 1) for path in paths]
     expected = torch.cat([wanted[0], *[rest[1:] for rest in wanted[1:]]])

@@ -123,14 +123,14 @@ def attend(
     """
     batch, heads, rows, width = query.shape
     kv_heads = keys.shape[1]
-    packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
     backend = choose_backend(mask, rule, width, values.shape[-1])
     if rule.window and (start := mask.first_key(rule.window)):
         columns = mask.prefix + mask.rows - start
         keys, values = keys[:, :, -columns:], values[:, :, -columns:]
     if backend == "triton":
-        out = attend_triton(packed, keys, values, mask, rule)
-    elif backend == "flex":
+        return attend_triton(query, keys, values, mask, rule)
+    packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+    if backend == "flex":
         from retrieve_spec.decoding.flex_tree_attention import attend_flex, compile_flex
 
         out = attend_flex(packed, keys, values, mask, rule, compile_flex(mask.device.type)[0])
@@ -182,7 +182,7 @@ def attend_split(
 
 
 def attend_triton(
-    packed: torch.Tensor,
+    query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: PassMask,
@@ -190,26 +190,28 @@ def attend_triton(
     splits: int | None = None,
     described: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The GPU kernel over all keys: (1, kv_heads, groups · rows, d) in and out.
+    """The GPU kernel over all keys: queries (1, heads, rows, d) in, (1, rows, heads, d) out.
 
     `described` is the pass in device memory (as `PassMask.on_device` gives it) where keys reach beyond its rows.
     """
     from retrieve_spec.kernels.triton_tree_attention import num_splits, tree_attention
 
     words, depths, prefix = described or mask.on_device(keys.shape[2] - mask.rows)
+    _, heads, rows, _ = query.shape
+    kv_heads = keys.shape[1]
+    query = query if query.stride(-1) == 1 else query.contiguous()
     if splits is None:
-        processors = 1
-        if packed.device.type == "cuda":
-            processors = torch.cuda.get_device_properties(packed.device).multi_processor_count
-        splits = num_splits(packed.shape[1], packed.shape[2], keys.shape[2], processors)
-    out, lse = tree_attention(
-        packed[0].contiguous(), keys[0], values[0], words, depths, prefix,
-        rows=len(depths), scale=rule.scale, softcap=rule.softcap, window=rule.window, splits=splits,
-    )  # fmt: skip
-    if splits == 1 and rule.sinks is None:
-        return out.to(packed.dtype)
-    parts = [part[None] for part in out]
-    return merge_parts(parts, [part[None, :, :, None] for part in lse], rule).to(packed.dtype)
+        splits = num_splits(kv_heads, heads // kv_heads * rows, keys.shape[2], _processors(query.device))
+    return tree_attention(
+        query[0], keys[0], values[0], words, depths, prefix,
+        scale=rule.scale, softcap=rule.softcap, window=rule.window, sinks=rule.sinks, splits=splits,
+    )[None]  # fmt: skip
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; one elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def merge_parts(outs: list[torch.Tensor], lses: list[torch.Tensor], rule: LayerRule) -> torch.Tensor:

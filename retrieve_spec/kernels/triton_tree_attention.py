@@ -1,9 +1,9 @@
-"""Turns queries of a draft tree into attention outputs on a GPU: prefix and tree block in one launch.
+"""Turns queries of a draft tree into attention on a GPU: prefix and tree block in one launch, a merge in another.
 
 Queries that share a key head are stacked, so a key is read once per group; the tree block's mask is one bit per pair of
 rows; a long context is split over programs whose partial results are merged by log-sum-exp. Lengths are read from
-device memory, so that a captured CUDA graph can be replayed as the cache grows. With TRITON_INTERPRET=1 the kernel runs
-on the CPU.
+device memory, so that a captured CUDA graph can be replayed as the cache grows, and numbers that change from pass to
+pass are no reason to compile again. With TRITON_INTERPRET=1 the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_KEYS = 64
 MAX_SPLITS = 32
+_KEYS_PER_SPLIT = 256
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "height", "num_words", "splits"],
+    do_not_specialize_on_alignment=["words", "depths", "prefix"],
+)
 def _attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotations
-    query,  # (kv_heads, groups * rows, d)
+    query,  # (heads, rows, d), strides given; the heads of a group stand together
     keys,  # (kv_heads, capacity, d), strides given
     values,
     words,  # (rows, num_words) int32: bit j of row i: row i sees row j of the pass
@@ -31,6 +34,9 @@ def _attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotatio
     rows,
     height,  # groups * rows
     num_words,
+    splits,
+    query_head_stride,
+    query_row_stride,
     key_head_stride,
     key_row_stride,
     value_head_stride,
@@ -39,20 +45,24 @@ def _attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotatio
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)  # a long cache of many heads has more elements than 32 bits count
     split = tl.program_id(2)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     row = m % rows
-    q = tl.load(query + (head * height + m[:, None]) * D + d[None, :], (m[:, None] < height) & (d[None, :] < D), 0.0)
+    query_head = head * (height // rows) + m // rows
+    q = tl.load(
+        query + query_head[:, None] * query_head_stride + row[:, None] * query_row_stride + d[None, :],
+        (m[:, None] < height) & (d[None, :] < D),
+        0.0,
+    )
     depth = tl.load(depths + row)
     past = tl.load(prefix)
     total = past + rows
-    share = tl.cdiv(tl.cdiv(total, SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(total, splits), BLOCK_N) * BLOCK_N
     start = split * share
     stop = tl.minimum(start + share, total)
     if WINDOW > 0:  # no row sees further back than the first one
@@ -99,11 +109,57 @@ def _attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotatio
     tl.store(lse + at_out, tl.where(weight > 0.0, best + tl.log(share_of_row), float("-inf")), m < height)
 
 
+@triton.jit(do_not_specialize=["rows", "height", "splits"])
+def _merge_splits(  # type: ignore[no-untyped-def]
+    parts,  # (splits, kv_heads, groups * rows, d) float32
+    lse,  # (splits, kv_heads, groups * rows) float32
+    sinks,  # (heads,) logits of a key without a value, any float type; not read unless SINKS
+    out,  # (rows, heads, d)
+    rows,
+    height,
+    splits,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    head = tl.program_id(0)
+    m = tl.program_id(1)
+    kv_heads = tl.num_programs(0)
+    groups = height // rows
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    at = (s * kv_heads + head) * height + m
+    share = tl.load(lse + at, s < splits, float("-inf"))
+    best = tl.max(share, 0)
+    if SINKS:
+        sink = tl.load(sinks + head * groups + m // rows).to(tl.float32)
+        best = tl.maximum(best, sink)
+    weight = tl.exp(share - best)
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp(sink - best)
+    part = tl.load(parts + at[:, None] * D + d[None, :], (s[:, None] < splits) & (d[None, :] < D), 0.0)
+    merged = tl.sum(part * weight[:, None], 0) / total
+    tl.store(out + ((m % rows) * kv_heads * groups + head * groups + m // rows) * D + d, merged, d < D)
+
+
 def num_splits(kv_heads: int, height: int, capacity: int, processors: int) -> int:
     """How many programs share one context: enough to fill the GPU, none with less than a few key blocks."""
-    blocks = -(-capacity // (4 * BLOCK_KEYS))
     wanted = -(-2 * processors // max(1, kv_heads * -(-height // 64)))
-    return max(1, min(MAX_SPLITS, blocks, wanted))
+    return max(1, min(MAX_SPLITS, -(-capacity // _KEYS_PER_SPLIT), wanted))
+
+
+def launch_options(height: int, width: int, itemsize: int) -> dict[str, int]:
+    """Block sizes and pipeline depth that fit the shared memory of GPUs since 2020 (99 KiB a program).
+
+    Float32 products run without tensor cores, fully unrolled: small blocks keep their compilation short.
+    """
+    block_d = max(16, triton.next_power_of_2(width))
+    if itemsize > 2:
+        return {"BLOCK_D": block_d, "BLOCK_M": 16, "BLOCK_N": 32 if block_d <= 128 else 16, "num_stages": 2}
+    block_m = min(64, max(16, triton.next_power_of_2(height)))
+    return {"BLOCK_D": block_d, "BLOCK_M": block_m, "BLOCK_N": 64 if block_d <= 128 else 32, "num_stages": 2}
 
 
 def tree_attention(
@@ -114,18 +170,18 @@ def tree_attention(
     depths: torch.Tensor,
     prefix: torch.Tensor,
     *,
-    rows: int,
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
     splits: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every split of the context.
+) -> torch.Tensor:
+    """Attention of one pass.
 
     Parameters
     ----------
     query
-        (kv_heads, groups · rows, d), contiguous; group-major within a head.
+        (heads, rows, d), last axis contiguous; the heads that share a key head stand together.
     keys, values
         (kv_heads, capacity, d), last axis contiguous; the pass's own rows stand behind the prefix.
     words
@@ -134,27 +190,31 @@ def tree_attention(
         (rows,) int32, position of a row minus the position of the pass's first row.
     prefix
         (1,) int32, cached rows before the pass, on the device.
-    rows
-        Rows of the pass.
+    sinks
+        (heads,) logits of a key without a value that every query also attends to.
     splits
-        Programs that share one context.
+        Programs that share one context, at most `MAX_SPLITS`.
 
     Returns
     -------
-    out
-        (splits, kv_heads, groups · rows, d) float32, normalised within each split.
-    lse
-        (splits, kv_heads, groups · rows) float32, log of each split's share of the softmax denominator.
+    Tensor
+        (rows, heads, d) of the query's type.
     """
-    kv_heads, height, width = query.shape
-    out = torch.empty((splits, kv_heads, height, width), dtype=torch.float32, device=query.device)
+    heads, rows, width = query.shape
+    kv_heads = keys.shape[0]
+    height = heads // kv_heads * rows
+    parts = torch.empty((splits, kv_heads, height, width), dtype=torch.float32, device=query.device)
     lse = torch.empty((splits, kv_heads, height), dtype=torch.float32, device=query.device)
-    block_rows = min(64, max(16, triton.next_power_of_2(height)))
-    _attend_split[(kv_heads, triton.cdiv(height, block_rows), splits)](
-        query, keys, values, words, depths, prefix, out, lse,
-        scale, softcap, rows, height, words.shape[1],
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        D=width, BLOCK_D=max(16, triton.next_power_of_2(width)), BLOCK_M=block_rows, BLOCK_N=BLOCK_KEYS, SPLITS=splits,
-        WINDOW=window, CAPPED=softcap > 0.0,
+    out = torch.empty((rows, heads, width), dtype=query.dtype, device=query.device)
+    options = launch_options(height, width, query.element_size())
+    _attend_split[(kv_heads, triton.cdiv(height, options["BLOCK_M"]), splits)](
+        query, keys, values, words, depths, prefix, parts, lse,
+        scale, softcap, rows, height, words.shape[1], splits,
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        D=width, WINDOW=window, CAPPED=softcap > 0.0, **options,
     )  # fmt: skip
-    return out, lse
+    _merge_splits[(kv_heads, height)](
+        parts, lse, out if sinks is None else sinks, out, rows, height, splits,
+        D=width, BLOCK_D=options["BLOCK_D"], BLOCK_S=max(2, triton.next_power_of_2(splits)), SINKS=sinks is not None,
+    )  # fmt: skip
+    return out

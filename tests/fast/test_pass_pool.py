@@ -173,3 +173,26 @@ def test_sliding_slab_holds_a_window() -> None:
 def test_windows_are_read_from_the_cache() -> None:
     model = build("gemma3_text")
     assert cache_windows(DynamicCache(config=model.config)) == (8, 0)
+
+
+def test_a_failed_capture_leaves_passes_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    """Said once, and tried no more; the text goes on where it was."""
+    model, tried = build("llama"), []
+
+    class Refused(Capture):
+        def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+            tried.append(1)
+            if len(tried) == 2:
+                run()
+                raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+            return super().__call__(run)
+
+    expected = model.generate(ids(20), max_new_tokens=30, do_sample=False)
+    pool = use_pool(model, expected[0], "branchy", Refused())
+    with caplog.at_level("WARNING", "retrieve_spec"):
+        for _ in range(2):
+            assert torch.equal(model.generate(ids(20), max_new_tokens=30, do_sample=False), expected)
+    assert len(tried) == 2
+    assert len([record for record in caplog.records if "not permitted" in record.message]) == 1
+    assert pool._idle is not None and "not permitted" in pool._idle.problem
+    rs.restore(model)

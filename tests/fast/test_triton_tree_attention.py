@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,8 +42,12 @@ for tree, prefix, kv_heads, groups, width, rule, splits in cases:
     keys, values = keys[:, :, : prefix + rows], values[:, :, : prefix + rows]
     start = mask.first_key(rule.window) if rule.window else 0
     expected = attend_split(query, keys[:, :, start:], values[:, :, start:], mask, rule)
+    expected = expected.reshape(1, kv_heads * groups, rows, width).transpose(1, 2)
+    heads = query.reshape(1, kv_heads * groups, rows, width)
     for first in {0, start // 2, start}:  # a sliding layer's slab holds some of the rows before the window
-        got = attend_triton(query, keys[:, :, first:], values[:, :, first:], mask, rule, splits=splits)
+        by_row = first == start  # as models hand it over
+        given = heads.transpose(1, 2).contiguous().transpose(1, 2) if by_row else heads
+        got = attend_triton(given, keys[:, :, first:], values[:, :, first:], mask, rule, splits=splits)
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 print("same", len(cases))
 """
@@ -103,3 +108,45 @@ def test_kernel_agrees_with_torch() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "same 9"
+
+
+COMPILED = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from retrieve_spec.kernels import triton_tree_attention as kernels
+
+POINTERS = {"words": "*i32", "depths": "*i32", "prefix": "*i32", "out": "*fp32", "lse": "*fp32", "parts": "*fp32"}
+
+def shared_bytes(kernel, dtype, constants, architecture, **options):
+    given = POINTERS | {"scale": "fp32", "softcap": "fp32"}
+    given |= {name: "*" + dtype for name in ("query", "keys", "values", "sinks")}
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: given.get(name, "i32") for name in names} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).metadata.shared
+
+for architecture, dtype, size, width, window, capped in (
+    (90, "bf16", 2, 128, 0, False), (86, "bf16", 2, 256, 64, True), (86, "fp32", 4, 128, 64, False),
+):
+    options = kernels.launch_options(260, width, size)
+    stages = options.pop("num_stages")
+    constants = {"D": width, "WINDOW": window, "CAPPED": capped, **options}
+    held = shared_bytes(kernels._attend_split, dtype, constants, architecture, num_stages=stages)
+    assert held <= {86: 99, 90: 227}[architecture] * 1024, (dtype, width, held)
+for sinks in (False, True):
+    constants = {"D": 128, "BLOCK_D": 128, "BLOCK_S": 32, "SINKS": sinks}
+    assert shared_bytes(kernels._merge_splits, "bf16", constants, 90) <= 48 * 1024
+print("compiled")
+"""
+
+
+def test_kernels_compile_within_the_shared_memory_of_gpus(tmp_path: Path) -> None:
+    """By Triton's compiler and assembler, which need no GPU."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "compiled"
