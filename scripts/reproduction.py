@@ -231,13 +231,13 @@ PARTS: dict[str, Part] = {
     "workloads": Part(3, "unseen, edit, structured and prose, greedy: auto and presets", workloads),
     "workloads-t0.7": Part(5, "the same at T = 0.7", sampled_workloads),
     "sources": Part(4, "auto without each of its sources, on the bundled model", sources),
-    "passes": Part(2, "what a pass costs", passes),
+    "passes": Part(3, "what a pass costs", passes),
     "datastores": Part(8, "building, opening and walking a store of 100 M tokens", datastores),
     "datastores-peers": Part(2, "what others make of the same text, 1 M tokens", datastore_peers),
     "typing": Part(3, "typing in an editor", typing),
-    "sources-replay": Part(6, "auto without each of its sources, on recorded answers", sources_replay, traces=True),
-    "presets-replay": Part(4, "presets on recorded answers", replayed_presets, traces=True),
-    "peers": Part(8, "peers and presets on all recorded answers", peers, traces=True),
+    "sources-replay": Part(4, "auto without each of its sources, on recorded answers", sources_replay, traces=True),
+    "presets-replay": Part(2, "presets on recorded answers", replayed_presets, traces=True),
+    "peers": Part(7, "peers and presets on all recorded answers", peers, traces=True),
     "peers-times": Part(4, "only their times again, on a few rows of each file", peers_times, traces=True),
 }
 
