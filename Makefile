@@ -13,7 +13,7 @@ KERNEL_TESTS = $(shell grep -lE "retrieve_spec\.kernels|import naive_|from naive
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint fmt docs serve setup setup-test clean
+.PHONY: help demo test test-fast lint fmt docs serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -48,13 +48,17 @@ docs: setup-test
 	$(BIN)/python scripts/generate_docs.py
 
 ## make serve       the IDE backend with the bundled model on 127.0.0.1:8012
-serve: setup-test
+serve: setup-serve
 	$(BIN)/retrieve-spec serve $(ARGS)
 
 ## make setup       only set up .venv (PYTHON=, CONSTRAINTS= and PIP_ARGS= choose how)
 setup:
 	@$(check-python)
 	@"$(PYTHON)" scripts/bootstrap.py run --venv $(VENV) --constraints $(CONSTRAINTS) -- $(PIP_ARGS)
+
+setup-serve:
+	@$(check-python)
+	@"$(PYTHON)" scripts/bootstrap.py serve --venv $(VENV) --constraints $(CONSTRAINTS) -- $(PIP_ARGS)
 
 setup-test:
 	@$(check-python)

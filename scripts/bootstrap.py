@@ -3,6 +3,7 @@
 Knows only the standard library, because it runs before anything is installed::
 
     python3 scripts/bootstrap.py            # the package, as `make demo` needs it
+    python3 scripts/bootstrap.py serve      # with what the IDE backend needs
     python3 scripts/bootstrap.py test       # the package with every extra that the tests need
 
 The environment is current when the stamp inside it names the same interpreter, extras, constraints and pyproject.
@@ -23,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
-EXTRAS = {"run": (), "test": ("dev", "serve", "bench", "parquet")}
+EXTRAS = {"run": (), "serve": ("serve",), "test": ("dev", "serve", "bench", "parquet")}
 FREE_BYTES = 3_000_000_000  # torch and its friends unpack to about 2.5 GB
 
 NO_VENV = """\
@@ -56,7 +57,7 @@ def is_current(venv: Path, python: Path, goal: str, constraints: Path) -> bool:
     """Whether an earlier run already installed this, or a superset of it."""
     if not python.exists():
         return False
-    wanted = {fingerprint(extras, constraints) for name, extras in EXTRAS.items() if name in (goal, "test")}
+    wanted = {fingerprint(extras, constraints) for extras in EXTRAS.values() if set(EXTRAS[goal]) <= set(extras)}
     return any(
         (venv / f".installed-{name}").is_file() and (venv / f".installed-{name}").read_text() in wanted
         for name in EXTRAS
@@ -91,7 +92,7 @@ def main() -> None:
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
     args, pip_args = parser.parse_args(words[:split]), words[split + 1 :]
-    make_goal = "test" if args.goal == "test" else "demo"
+    make_goal = "demo" if args.goal == "run" else args.goal
     if sys.version_info < OLDEST_PYTHON:
         found = sys.version.split()[0]
         sys.exit(f"Python 3.11 or newer is needed, this is {found}. Try: make PYTHON=python3.12 {make_goal}")
