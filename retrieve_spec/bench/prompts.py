@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ def read_prompts(what: str, limit: int | None = None, tasks: Sequence[str] | Non
     prompts = [parse(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise TraceError("at least one prompt", f"none in {path}", "Give a file with one JSON object per line.")
+    twice = [name for name, count in Counter(prompt.name for prompt in prompts).items() if count > 1]
+    if twice:
+        raise TraceError("an id of its own for each prompt", f"{twice[0]!r} more than once in {path}", "Rename it.")
     return _of_tasks(prompts, tasks, str(path))[:limit]
 
 

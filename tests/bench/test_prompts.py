@@ -104,3 +104,10 @@ def test_the_chat_template_is_used_where_there_is_one_and_brings_its_special_tok
     assert encode(chat, Prompt("r", "t", ("raw",)), []) == ("special", "raw")
     with pytest.raises(ConfigError, match="template"):
         render(chat, TALK, [], "vicunya")
+
+
+def test_two_prompts_of_one_name_are_refused(tmp_path):
+    path = tmp_path / "twice.jsonl"
+    path.write_text('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n')
+    with pytest.raises(TraceError, match="'a' more than once"):
+        read_prompts(str(path))
