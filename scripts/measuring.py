@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
+import importlib
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +122,20 @@ def tool(program: str, *words: str) -> str:
     if process.returncode:
         sys.exit(f"{program} failed with {process.returncode}; the same command goes on when it is repaired")
     return output
+
+
+@contextlib.contextmanager
+def suffix_decoding() -> Iterator[None]:
+    """Let scripts import the suffix trees of Arctic Inference, where they can be had."""
+    sys.path.insert(0, str(ROOT / "tools" / "compare"))
+    peer_code = importlib.import_module("sources")
+    sys.path.pop(0)
+    with contextlib.suppress(peer_code.Skipped):  # then the script says that they are not there
+        os.environ["PYTHONPATH"] = str(peer_code.arctic_folder())
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONPATH", None)
 
 
 def shown(words: list[str]) -> str:

@@ -213,7 +213,9 @@ def datastores(args: argparse.Namespace) -> None:
 def datastore_peers(args: argparse.Namespace) -> None:
     """What others make of the same text, at a million tokens."""
     size = ["--tokens", "2e6", "--real", "2e6", *(["--peer-tokens", "2e5"] if args.limit else [])]
-    script(args, "datastores-peers", "scripts/bench_datastore.py", "--text", sysconfig.get_paths()["purelib"], *size)
+    words = ["--text", sysconfig.get_paths()["purelib"], *size]
+    with measuring.suffix_decoding():
+        script(args, "datastores-peers", "scripts/bench_datastore.py", *words)
 
 
 def typing(args: argparse.Namespace) -> None:
@@ -222,7 +224,7 @@ def typing(args: argparse.Namespace) -> None:
 
 
 PARTS: dict[str, Part] = {
-    "stores-build": Part(3, "the two stores that other parts draft from", stores),
+    "stores-build": Part(2, "the two stores that other parts draft from", stores),
     "reference": Part(5, "unseen files at T = 0, 0.7 and 1.0 (README)", reference),
     "builtin": Part(2, "the default workload: all five kinds, greedy", builtin),
     "stores": Part(5, "unseen files with stores of the standard library and of installed packages", with_stores),
@@ -231,8 +233,8 @@ PARTS: dict[str, Part] = {
     "workloads": Part(3, "unseen, edit, structured and prose, greedy: auto and presets", workloads),
     "workloads-t0.7": Part(5, "the same at T = 0.7", sampled_workloads),
     "sources": Part(4, "auto without each of its sources, on the bundled model", sources),
-    "passes": Part(3, "what a pass costs", passes),
-    "datastores": Part(8, "building, opening and walking a store of 100 M tokens", datastores),
+    "passes": Part(1, "what a pass costs", passes),
+    "datastores": Part(6, "building, opening and walking a store of 100 M tokens", datastores),
     "datastores-peers": Part(2, "what others make of the same text, 1 M tokens", datastore_peers),
     "typing": Part(3, "typing in an editor", typing),
     "sources-replay": Part(4, "auto without each of its sources, on recorded answers", sources_replay, traces=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
@@ -84,6 +85,7 @@ def asked(scripts, tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "TRIAL", tmp_path / "trial")
     monkeypatch.setattr(tables, "DATA", tmp_path / "data")
     monkeypatch.setattr(reproduction.os, "chdir", lambda path: None)
+    monkeypatch.setattr(measuring, "suffix_decoding", contextlib.nullcontext)  # it would be fetched and built
     commands = []
 
     def tool(program, *words):
