@@ -247,8 +247,14 @@ def _origin(made: dict[str, Any]) -> list[str]:
 def _flat(figures: Any) -> str:
     if not isinstance(figures, dict):
         return str(figures)
-    shown = ((name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in figures.items())
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown)
+    plain = {name: value for name, value in figures.items() if not isinstance(value, dict)}
+    return ", ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in plain.items())
+
+
+def _number(value: Any) -> str:
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.3g}"
 
 
 def compare() -> str:
