@@ -131,10 +131,10 @@ class CompletionHandlers:
         (done,) = await self._collect(request, [prepared], answer.delta)
         self._remember(prepared, done)
         whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
-        if isinstance(body, schemas.InfillRequest) and (body.n_cmpl or body.n or 1) > 1:
-            others = [{**whole, "index": i, "content": text} for i, text in enumerate(done.alternatives, 1)]
-            return JSONResponse([whole, *others])
-        return JSONResponse(whole)
+        if not done.alternatives:
+            return JSONResponse(whole)  # an object, not an array of one: llama.vscode prefetches from objects only
+        others = [{**whole, "index": i, "content": text} for i, text in enumerate(done.alternatives, 1)]
+        return JSONResponse([whole, *others])
 
     async def _openai(
         self,

@@ -116,6 +116,8 @@ def test_several_alternatives_are_an_array(server, codec):
     assert body[0]["content"] == "urn a + b\n"
     assert [choice["content"] for choice in body[1:]] == ["n None\n", "n b\n"]
     assert [choice["index"] for choice in body] == [0, 1, 2]
+    server.backend.beside = []
+    assert server.post("/infill", {**INFILL, "n_cmpl": 3}).json()["content"] == "urn a + b\n"
 
 
 @pytest.mark.parametrize(

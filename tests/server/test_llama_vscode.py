@@ -1,0 +1,63 @@
+"""llama.vscode's own completion code, unmodified, in Node with a stand-in for the `vscode` module."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from scripted import ScriptedBackend
+
+from retrieve_spec.server.branches import Branch
+
+PLUGIN = Path(os.environ.get("RETRIEVE_SPEC_LLAMA_VSCODE", "/nowhere"))
+DRIVER = Path(__file__).with_name("vscode_driver.cjs")
+SETTINGS = Path(__file__).parents[2] / "tools" / "editors" / "llama-vscode.json"
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (PLUGIN / "src" / "completion.ts").is_file() or not (PLUGIN / "node_modules" / "esbuild").is_dir(),
+        reason="RETRIEVE_SPEC_LLAMA_VSCODE names no checkout of llama.vscode (after `npm ci --ignore-scripts`)",
+    ),
+    pytest.mark.skipif(shutil.which("node") is None, reason="node is missing"),
+]
+
+
+def type_in(server, settings=SETTINGS):
+    """What the client showed while somebody typed; `vscode_driver.cjs` says what is typed."""
+    command = ["node", str(DRIVER), str(PLUGIN), str(settings), str(server.port)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_suggestions_prefetch_and_ring(live, codec):
+    server = live(ScriptedBackend(lambda prompt: [*codec.encode("urn alpha + beta"), 0]))
+    seen = type_in(server)
+    assert seen["shown"] == ["urn alpha + beta"]
+    assert seen["typed"] == ["rn alpha + beta"]
+    assert seen["messages"] == []
+    assert "c: " in seen["figures"]
+    tasks = [task for task, _ in server.done]
+    lines = [(task.document or "").rpartition("\n")[2] for task in tasks if not task.warm]
+    # What was typed into the suggestion cost no request; what follows an accepted suggestion was asked for ahead.
+    assert lines[:3] == ["    ret", "    return alpha + beta", "    x = compute_to"]
+    assert any(task.warm for task in tasks)
+    # The word at the cursor is continued with the text of the other file, which came with the ring.
+    asked = next(i for i, line in enumerate(lines) if line == "    x = compute_to")
+    wanted = codec.encode("tal_")
+    context = list(server.backend.hints[asked].context)
+    assert any(context[i : i + len(wanted)] == wanted for i in range(len(context)))
+
+
+def test_several_suggestions(live, codec, tmp_path):
+    backend = ScriptedBackend(lambda prompt: [*codec.encode("urn alpha + beta"), 0])
+    backend.beside = [Branch(0, tuple(codec.encode(text)), 0.5) for text in ("urn alpha\n", "urn beta\n")]
+    settings = tmp_path / "settings.json"
+    settings.write_text(
+        json.dumps({**json.loads(SETTINGS.read_text("utf-8")), "llama-vscode.max_parallel_completions": 3})
+    )
+    assert type_in(live(backend), settings)["shown"] == ["urn alpha + beta", "urn alpha", "urn beta"]
