@@ -38,4 +38,12 @@ def make(roots):
     return Service(backend, tokenizer, "tiny", ServeConfig(), workspace)
 
 
-create_server(make).start_io()
+server = create_server(make)
+
+
+@server.command("tests.accepted")
+def accepted():
+    return server.service.memory("").accepted.latest_first()
+
+
+server.start_io()

@@ -218,6 +218,17 @@ def test_deadline_ends_with_what_there_is(engine, backend):
     assert backend.passes == 2
 
 
+def test_deadline_while_the_prompt_is_read(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    sink = ask(engine, range(1000, 1400), deadline_s=0.05)
+    time.sleep(0.06)
+    backend.gate.release(100)
+    done = sink.result()
+    assert (done.deadline_hit, done.outcome, done.text) == (True, "done", "")
+    assert backend.passes <= 1
+    assert backend.prompts == []
+
+
 def test_warming_reads_the_prompt_and_gives_way(engine, backend):
     done = ask(engine, range(1000, 1050), warm=True).result()
     assert (done.outcome, done.text) == ("done", "")

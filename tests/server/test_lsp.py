@@ -73,6 +73,9 @@ class Session:
             ),
         )
 
+    async def accepted(self):
+        return await self.client.workspace_execute_command_async(lsp.ExecuteCommandParams("tests.accepted"))
+
     async def complete(self, line, character, **options):
         return await asyncio.wait_for(self.request(line, character, **options), 20)
 
@@ -102,6 +105,7 @@ def test_initialise_complete_and_accept():
             await s.client.workspace_execute_command_async(
                 lsp.ExecuteCommandParams(item.command.command, item.command.arguments)
             )
+            assert await s.accepted() == ["    é = '🎉'; return a + b"]
             several = await s.complete(1, 19, invoked=True)
             assert len(several.items) > 1
 
@@ -153,8 +157,9 @@ def test_partial_accept_and_focus_are_understood():
     async def scenario():
         async with Session("urn a + b") as s:
             (item,) = (await s.complete(1, 19)).items
-            payload = {"item": {"insertText": item.insert_text, "command": {"arguments": [URI, "x", ""]}}}
+            payload = {"item": {"insertText": item.insert_text, "command": {"arguments": [URI, "x = ret", ""]}}}
             s.client.protocol.notify("textDocument/didPartiallyAcceptCompletion", {**payload, "acceptedLength": 3})
+            assert await s.accepted() == ["x = return"]
             s.client.protocol.notify("textDocument/didShowCompletion", payload)
             s.client.protocol.notify("textDocument/didFocus", {"textDocument": {"uri": URI}})
             assert (await s.complete(1, 19)).items
