@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.blend import LENGTH_BUCKETS, length_bucket
+from retrieve_spec.kernels.weights import LENGTH_BUCKETS, length_bucket
 
 FIRST = 24
 """Compared queries before a gain is believed, that of all buckets together and then that of a bucket by itself."""

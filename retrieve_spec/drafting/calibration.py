@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError
-from retrieve_spec.kernels.blend import CELLS, NUM_SOURCES
 from retrieve_spec.kernels.expand import SCALE_BINS
+from retrieve_spec.kernels.weights import CELLS, NUM_SOURCES
 from retrieve_spec.sources import SOURCE_NAMES
 
 if TYPE_CHECKING:
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SAVE_EVERY = 16
+_DRAFT_PRIOR, _DRAFT_MEMORY = 10.0, 300.0
+"""Accepted tokens that the promise of a new drafter counts for, and after how many the oldest fade."""
+_PROMISES = (0.3, 1.3)
+"""What a promise is worth at least and at most."""
+_SIZE = CELLS * 4 + 2 * NUM_SOURCES * (SCALE_BINS + 1) * 2 + 2 * 2
 
 
 class Calibration:
@@ -39,15 +44,35 @@ class Calibration:
     scale
         (2 · NUM_SOURCES, SCALE_BINS + 1, 2) float32: hits and summed probability per log-odds bin, for greedy
         decoding and then for sampling with known noise.
+    drafts
+        (2, 2) float32: draft tokens accepted and expected, greedy and with known noise; old ones fade.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.cells: NDArray[np.float32] = np.zeros((CELLS, 4), np.float32)
         self.scale: NDArray[np.float32] = np.zeros((2 * NUM_SOURCES, SCALE_BINS + 1, 2), np.float32)
+        self.drafts: NDArray[np.float32] = np.zeros((2, 2), np.float32)
         self.path = None if path is None else Path(path)
         self._requests = 0
         if self.path is not None and self.path.exists():
             self._load(self.path)
+
+    def promise(self, noise: bool) -> float:
+        """How many tokens were accepted for each one that drafts made whole promised.
+
+        The probability of a token is calibrated where the text went, that of a path is a product over places where it
+        may never go. The difference is learned here, from drafts as a whole.
+        """
+        accepted, expected = map(float, self.drafts[int(noise)])
+        return min(max((accepted + _DRAFT_PRIOR) / (expected + _DRAFT_PRIOR), _PROMISES[0]), _PROMISES[1])
+
+    def drafted(self, expected: float, accepted: int, noise: bool) -> None:
+        """Learn what became of a draft: tokens that it promised, `promise` included, and tokens accepted."""
+        if expected <= 0.0:
+            return
+        known = self.drafts[int(noise)]
+        known += accepted, expected / self.promise(noise)
+        known *= min(_DRAFT_MEMORY / known[1], 1.0)
 
     def keep(self) -> None:
         """Count a request, and write the tables to `path` (if there is one) after the first and every 16th."""
@@ -56,12 +81,12 @@ class Calibration:
             self.save(self.path)
 
     def save(self, path: str | Path) -> None:
-        """Write both tables as one flat ``.npy``, put in place at once."""
+        """Write all tables as one flat ``.npy``, put in place at once."""
         target = Path(path)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             with open(partial, "wb") as file:
-                np.save(file, np.concatenate([self.cells.ravel(), self.scale.ravel()]))
+                np.save(file, np.concatenate([table.ravel() for table in self._tables]))
             os.replace(partial, target)
         except OSError as error:  # a full disk or a store that became read-only must not end a generation
             logger.warning("calibration is not kept: %s", error)
@@ -78,12 +103,17 @@ class Calibration:
                 flat = np.lib.format.read_array(file, allow_pickle=False)
         except Exception as error:  # a damaged head fails as anything that parses Python can
             raise _damaged(path, str(error)) from None
-        if flat.shape != (self.cells.size + self.scale.size,) or flat.dtype != np.float32:
+        if flat.shape != (_SIZE,) or flat.dtype != np.float32:
             raise _damaged(path, f"{flat.dtype} of shape {flat.shape}")
         if not np.isfinite(flat).all() or (flat < 0).any():
             raise _damaged(path, "entries that are no counts")
-        self.cells[:] = flat[: self.cells.size].reshape(self.cells.shape)
-        self.scale[:] = flat[self.cells.size :].reshape(self.scale.shape)
+        for table in self._tables:
+            table[:] = flat[: table.size].reshape(table.shape)
+            flat = flat[table.size :]
+
+    @property
+    def _tables(self) -> tuple[NDArray[np.float32], ...]:
+        return self.cells, self.scale, self.drafts
 
 
 def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibration:
@@ -103,7 +133,6 @@ def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibrat
 
 
 def _damaged(path: Path, got: str) -> StoreCorruptError:
-    size = CELLS * 4 + 2 * NUM_SOURCES * (SCALE_BINS + 1) * 2
     return StoreCorruptError(
-        f"a calibration table of {size} float32 counts", f"{got} in {path}", "Delete the file; it is learned again."
+        f"a calibration table of {_SIZE} float32 counts", f"{got} in {path}", "Delete the file; it is learned again."
     )

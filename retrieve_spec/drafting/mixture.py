@@ -15,7 +15,7 @@ from retrieve_spec.drafting.asking import Asking
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import blend, expand, learn, levels, order
+from retrieve_spec.kernels import expand, learn, levels, order, weights
 from retrieve_spec.kernels.prediction import LOOKBACK
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
@@ -56,7 +56,6 @@ class _Scratch:
     pool_p: NDArray[np.float32] = field(init=False)
     pool_ids: NDArray[np.int64] = field(init=False)
     heap: NDArray[np.int64] = field(init=False)
-    slots: NDArray[np.int64] = field(init=False)
     nodes: NDArray[np.int64] = field(init=False)
     node_p: NDArray[np.float32] = field(init=False)
 
@@ -67,7 +66,6 @@ class _Scratch:
         self.pool_p = np.empty(pool, np.float32)
         self.pool_ids = np.empty((pool, 3), np.int64)
         self.heap = np.empty(pool, np.int64)
-        self.slots = np.zeros(blend.HASH, np.int64)
         self.nodes = np.empty((MAX_NODES, 4), np.int64)
         self.node_p = np.empty(MAX_NODES, np.float32)
 
@@ -134,13 +132,13 @@ class MixtureDrafter:
         self._comparison: _Comparison | None = None
         self._pace: float | None = None
         self.top_k = self.recycling.k if self.recycling else 0
-        self._stamp = 0
         self._scratch = _Scratch(1)
         self._history: list[NDArray[np.int32]] = []
         self._fresh: list[NDArray[np.int32]] = []
         self._rest = self._misses = self._catches = self._learned = 0
         self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
         self._noise_offset = 0
+        self._trust: NDArray[np.float64] = np.empty((weights.NUM_SOURCES, 1 + weights.LENGTH_CLASSES, 2))
         self._use: NDArray[np.float64] = np.empty(0)
         self._tail: NDArray[np.int32]
         self._window: NDArray[np.int32]
@@ -259,25 +257,25 @@ class MixtureDrafter:
     def _grow(self, cost: NDArray[np.float32], limit: int, depth: int) -> int:
         """Grow the tree in scratch; how many of its nodes are worth verifying."""
         s = self._scratch
-        n, _grown, self._stamp = expand.expand(
+        n, _grown = expand.expand(
             self._table,
             self._cursors,
             self._tail,
             self._tail_len,
             self.calibration.cells,
             self.calibration.scale,
+            self._trust,
             self._noise,
             cost,
             limit,
             depth,
             self.config.min_path_probability,
+            self.calibration.promise(bool(self._noise[0])),
             s.cursors,
             s.tails,
             s.pool_p,
             s.pool_ids,
             s.heap,
-            s.slots,
-            self._stamp,
             s.nodes,
             s.node_p,
         )
@@ -365,11 +363,15 @@ class MixtureDrafter:
         self._fresh.append(np.ascontiguousarray(verified.emitted, np.int32))
         self._hidden = verified.hidden
         self._compare(verified)
+        self.calibration.drafted(verified.tree.expected_accepted, len(verified.emitted) - 1, bool(self._noise[0]))
         if self._rest > 0:
             return
-        if len(self._fresh) == 1 and self.recycling is not None and verified.top_ids is not None:
-            self._recycle(verified)
-        self._catch_up()
+        if len(self._fresh) > 1 or self.recycling is None or verified.top_ids is None or verified.top_logits is None:
+            self._catch_up()
+            return
+        tails = self._tails(verified.tree)
+        self._catch_up()  # before the table knows what the model said here: calibration must not see the answer
+        self.recycling.learn(*tails, verified.top_ids, verified.top_logits)
 
     def _catch_up(self) -> None:
         """Follow all tokens emitted since the last time with every source, and learn at each."""
@@ -381,20 +383,19 @@ class MixtureDrafter:
         roots = self._exact_cursors()
         self._noise[3] = self._tail_len + self._noise_offset
         self._wake()
-        self._stamp = learn.learn(
+        learn.learn(
             self._table,
             self._cursors,
             self._tail,
             self._tail_len,
             self.calibration.cells,
             self.calibration.scale,
+            self._trust,
             self._use,
             self._noise,
             self.config.min_path_probability,
             emitted,
             self._learn_every(),
-            self._scratch.slots,
-            self._stamp,
         )
         self._choose_sources()
         self._learned += len(emitted)
@@ -405,19 +406,17 @@ class MixtureDrafter:
         if self.prediction:
             self.prediction.follow(emitted, self._window[-LOOKBACK:])
 
-    def _recycle(self, verified: VerifiedPass) -> None:
-        assert self.recycling is not None
-        assert verified.top_ids is not None
-        assert verified.top_logits is not None
-        tree = verified.tree
+    def _tails(self, tree: DraftTree) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The newest tokens at the root and at every node, (n + 1, 3), and how many of them there are, (n + 1,)."""
         tails = np.empty((len(tree) + 1, 3), np.int32)
         lens = np.empty(len(tree) + 1, np.int32)
         order.node_tails(tree.token_ids, tree.parent, self._tail, self._tail_len, tails, lens)
-        self.recycling.learn(tails, lens, verified.top_ids, verified.top_logits)
+        return tails, lens
 
     def finish(self) -> None:
         """End the request: the session, if there is one, remembers what was generated; calibration is kept."""
         self._catch_up()
+        self._end_comparison()
         self.calibration.keep()
         if self.session is not None and self._history:
             self.session.remember(np.concatenate(self._history))
@@ -451,9 +450,9 @@ class MixtureDrafter:
         self._cursors = np.zeros((len(rows), levels.CURSOR), np.int64)
         if self._scratch.rows != len(rows):
             self._scratch = _Scratch(len(rows))
-            self._stamp = 0
         self._tail = np.zeros((1, levels.TAIL), np.int32)
         self._tail_len = 0
+        weights.begin_request(self._trust)
         self._window = np.empty(0, np.int32)
 
     def _wake(self) -> None:

@@ -8,32 +8,29 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels.blend import (
     MASS_FLOOR,
-    MAX_CANDIDATES,
-    MAX_LEVELS,
-    NUM_SOURCES,
     blend,
     collect_levels,
+    new_scratch,
 )
 from retrieve_spec.kernels.levels import (
     CURSOR,
     NUMBER,
-    READ_LIMIT,
     RESTING,
     TAIL,
     advance_row,
 )
 from retrieve_spec.kernels.sampling import noise_key, uniform
+from retrieve_spec.kernels.weights import NUM_SOURCES
 
-USE_MEMORY = 512.0
-"""Tokens over which the use of a source is averaged."""
 NEGLIGIBLE = 0.2
 """Part of the smallest useful probability below which a single share is not worth adding up."""
 RANKS = 72
 """Bins of the candidates' probabilities, for pruning."""
 SCALE_BINS = 33
 """Bins of the final probability scale over log-odds -8 … 8."""
-SCALE_MEMORY = 1000.0
 SCALE_PRIOR = 8.0
+CERTAIN = 0.9999
+"""Largest probability of a node."""
 
 
 @njit(cache=True, nogil=True)
@@ -51,7 +48,7 @@ def scaled(scale: NDArray[np.float32], source: int, p: float) -> float:
     i, f = _bin(p)
     low = (scale[source, i, 0] + SCALE_PRIOR * 1.0) / (scale[source, i, 1] + SCALE_PRIOR)
     high = (scale[source, i + 1, 0] + SCALE_PRIOR * 1.0) / (scale[source, i + 1, 1] + SCALE_PRIOR)
-    return min(p * ((1.0 - f) * low + f * high), 0.9999)
+    return min(p * ((1.0 - f) * low + f * high), CERTAIN)
 
 
 @njit(cache=True, nogil=True)
@@ -153,21 +150,21 @@ def expand(
     tail_len: int,
     cells: NDArray[np.float32],
     scale: NDArray[np.float32],
+    trust: NDArray[np.float64],
     noise: NDArray[np.int64],
     cost: NDArray[np.float32],
     max_nodes: int,
     max_depth: int,
     min_p: float,
+    promise: float,
     cursors: NDArray[np.int64],
     tails: NDArray[np.int32],
     pool_p: NDArray[np.float32],
     pool_ids: NDArray[np.int64],
     heap: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    stamp: int,
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
-) -> tuple[int, int, int]:
+) -> tuple[int, int]:
     """Take the nodes of highest path probability, as long as they pay.
 
     Parameters
@@ -176,32 +173,24 @@ def expand(
         (4,) int64: 1 if tokens are sampled with known noise (else 0), seed, row, position of the next token.
     cost
         (max_nodes + 1,) float32 seconds of a pass over n nodes, or (0,) to fill the budget.
+    promise
+        What all path probabilities are multiplied by: how much of what earlier drafts promised was accepted.
     cursors, tails
         ((max_nodes + 1) · s, CURSOR) int64 and (max_nodes + 1, TAIL) int32 scratch; the root's come first.
     pool_p, pool_ids, heap
         (c,) float32, (c, 3) int64 (token, parent, source row), (c,) int64 scratch for candidates.
-    slots, stamp
-        (HASH,) int64 scratch and a counter that only grows.
     nodes, node_p
         Output: (max_nodes, 4) int64 (token, parent, depth, source row) in best-first order, (max_nodes,) float32.
 
     Returns
     -------
-    n, grown, stamp
-        Nodes worth verifying (a prefix of those grown), nodes grown, the new stamp.
+    n, grown
+        Nodes worth verifying (a prefix of those grown), nodes grown.
     """
-    tokens = np.empty(MAX_CANDIDATES, np.int32)
-    probs = np.empty(MAX_CANDIDATES, np.float32)
-    credit = np.empty(MAX_CANDIDATES, np.int64)
-    levels = np.empty((MAX_LEVELS, 4), np.int64)
-    weights = np.empty(MAX_LEVELS, np.float32)
-    open_levels = np.empty((len(table), 2), np.int64)
-    hashes = np.empty((2, TAIL), np.uint64)
-    read_tokens = np.empty(READ_LIMIT, np.int32)
-    read_counts = np.empty(READ_LIMIT, np.int32)
-    read_p = np.empty(READ_LIMIT, np.float32)
-    share = np.empty(MAX_CANDIDATES, np.float32)
     rows = len(table)
+    scratch = new_scratch(rows)
+    tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
+    stamp = 0
     for s in range(rows):
         for j in range(CURSOR):
             cursors[s, j] = root_cursors[s, j]
@@ -216,7 +205,7 @@ def expand(
     best_n = 0
     best_rate = 1.0 / cost[0] if len(cost) > 0 else 0.0
     at = 0  # index into cursors: node + 1
-    path_p = 1.0
+    path_p = promise
     depth = 0
     while True:
         if depth < max_depth and n < max_nodes:
@@ -225,35 +214,16 @@ def expand(
             worth = max(min_p, cutoff) / path_p
             mass = MASS_FLOOR if noise[0] else max(worth, MASS_FLOOR)
             negligible = 0.0 if noise[0] else NEGLIGIBLE * worth  # known noise can make a small share the largest
-            k = collect_levels(
-                table, cursors, at * rows, tails, at, valid, cells, mass, open_levels, hashes, levels, weights
-            )
+            k = collect_levels(table, cursors, at * rows, tails, at, valid, cells, trust, mass, scratch)
             stamp += 1
-            c = blend(
-                table,
-                cursors,
-                at * rows,
-                cells,
-                levels,
-                weights,
-                k,
-                negligible,
-                slots,
-                stamp,
-                read_tokens,
-                read_counts,
-                read_p,
-                share,
-                tokens,
-                probs,
-                credit,
-            )
+            c = blend(table, cursors, at * rows, cells, k, negligible, stamp, scratch)
             if noise[0]:
                 couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + depth))
             for i in range(c):
                 if probs[i] < worth or pool >= len(pool_p):
                     continue
                 p = path_p * scaled(scale, noise[0] * NUM_SOURCES + table[credit[i], NUMBER], probs[i])
+                p = min(p, CERTAIN)
                 pool_p[pool] = p
                 pool_ids[pool, 0] = tokens[i]
                 pool_ids[pool, 1] = at - 1
@@ -294,4 +264,4 @@ def expand(
             if table[s, RESTING] == 1:
                 continue
             advance_row(table, s, cursors, (parent + 1) * rows + s, token, cursors, at * rows + s)
-    return best_n, n, stamp
+    return best_n, n

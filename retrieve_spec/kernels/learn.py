@@ -7,17 +7,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton, ngram, trie
-from retrieve_spec.kernels.blend import (
-    CELL_MEMORY,
-    MASS_FLOOR,
-    MAX_CANDIDATES,
-    MAX_LEVELS,
-    NUM_SOURCES,
-    blend,
-    collect_levels,
-    recency_weight,
-)
-from retrieve_spec.kernels.expand import SCALE_MEMORY, USE_MEMORY, _bin, couple
+from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, new_scratch
+from retrieve_spec.kernels.expand import _bin, couple
 from retrieve_spec.kernels.levels import (
     AUTOMATON,
     CURSOR,
@@ -27,7 +18,6 @@ from retrieve_spec.kernels.levels import (
     NGRAM,
     NUMBER,
     PREDICTION,
-    READ_LIMIT,
     RESTING,
     TAIL,
     advance_row,
@@ -40,6 +30,12 @@ from retrieve_spec.kernels.levels import (
 )
 from retrieve_spec.kernels.sampling import noise_key
 from retrieve_spec.kernels.views import view_f32, view_i32, view_slots, view_u32
+from retrieve_spec.kernels.weights import CELL_MEMORY, NUM_SOURCES, adapt, multiplied, odds_of, recency_weight
+
+SCALE_MEMORY = 1000.0
+"""Summed probability after which a bin of the final scale forgets as fast as it learns."""
+USE_MEMORY = 512.0
+"""Tokens over which the use of a source is averaged."""
 
 
 @njit(cache=True, nogil=True)
@@ -83,8 +79,9 @@ def learn_weights(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],
     cells: NDArray[np.float32],
-    levels: NDArray[np.int64],
-    weights: NDArray[np.float32],
+    trust: NDArray[np.float64],
+    adapted: NDArray[np.float64],
+    scratch: Scratch,
     num_levels: int,
     use: NDArray[np.float64],
     token: int,
@@ -95,6 +92,7 @@ def learn_weights(
 
     The mass that no level took explains it with a small uniform probability, so a surprise lowers every weight.
     """
+    levels, weights = scratch.levels, scratch.weights
     joint = np.empty(MAX_LEVELS, np.float64)
     by_count = np.empty(MAX_LEVELS, np.float64)
     by_recency = np.empty(MAX_LEVELS, np.float64)
@@ -126,6 +124,8 @@ def learn_weights(
         if part > 0:
             cells[cell, 2] = cells[cell, 2] * keep + r * by_recency[i] / part
             cells[cell, 3] = cells[cell, 3] * keep + r
+        now = multiplied(weights[i], odds_of(adapted, cell) / odds_of(trust, cell))
+        adapt(adapted, cell, now, r, reached)
         reached -= r
         if reached <= 1e-9:
             break
@@ -136,14 +136,13 @@ def learn_scale(
     scale: NDArray[np.float32],
     first: int,
     table: NDArray[np.int64],
-    tokens: NDArray[np.int32],
-    probs: NDArray[np.float32],
-    credit: NDArray[np.int64],
+    scratch: Scratch,
     n: int,
     min_p: float,
     token: int,
 ) -> None:
     """Compare every candidate's probability with what came."""
+    tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
     for i in range(n):
         if probs[i] < min_p:
             continue
@@ -168,14 +167,13 @@ def learn(
     tail_len: int,
     cells: NDArray[np.float32],
     scale: NDArray[np.float32],
+    trust: NDArray[np.float64],
     use: NDArray[np.float64],
     noise: NDArray[np.int64],
     min_p: float,
     emitted: NDArray[np.int32],
     every: int,
-    slots: NDArray[np.int64],
-    stamp: int,
-) -> int:
+) -> None:
     """Follow the emitted tokens with all cursors and learn at every position; cursors and tail end after the last.
 
     Parameters
@@ -183,23 +181,9 @@ def learn(
     every
         Stores are read at one position of so many, chosen by its number in the text (``tail_len`` is that of the
         first), whatever came there: nothing is favoured. At the others the rest learns without them.
-
-    Returns
-    -------
-    int
-        The new stamp.
     """
-    tokens = np.empty(MAX_CANDIDATES, np.int32)
-    probs = np.empty(MAX_CANDIDATES, np.float32)
-    credit = np.empty(MAX_CANDIDATES, np.int64)
-    levels = np.empty((MAX_LEVELS, 4), np.int64)
-    weights = np.empty(MAX_LEVELS, np.float32)
-    open_levels = np.empty((len(table), 2), np.int64)
-    hashes = np.empty((2, TAIL), np.uint64)
-    read_tokens = np.empty(READ_LIMIT, np.int32)
-    read_counts = np.empty(READ_LIMIT, np.int32)
-    read_p = np.empty(READ_LIMIT, np.float32)
-    share = np.empty(MAX_CANDIDATES, np.float32)
+    scratch = new_scratch(len(table))
+    adapted = trust.copy()
     moved = np.empty((1, CURSOR), np.int64)
     resting = table[:, RESTING].copy()
     for i in range(len(emitted)):
@@ -207,44 +191,12 @@ def learn(
         for s in range(len(table)):
             slow = table[s, KIND] == NGRAM or table[s, KIND] == EXACT
             table[s, RESTING] = 1 if slow and (tail_len + i) % every != 0 else resting[s]
-        k = collect_levels(
-            table,
-            cursors,
-            0,
-            tail,
-            0,
-            min(tail_len + i, TAIL),
-            cells,
-            MASS_FLOOR,
-            open_levels,
-            hashes,
-            levels,
-            weights,
-        )
-        stamp += 1
-        c = blend(
-            table,
-            cursors,
-            0,
-            cells,
-            levels,
-            weights,
-            k,
-            0.0,
-            slots,
-            stamp,
-            read_tokens,
-            read_counts,
-            read_p,
-            share,
-            tokens,
-            probs,
-            credit,
-        )
+        k = collect_levels(table, cursors, 0, tail, 0, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, scratch)
+        c = blend(table, cursors, 0, cells, k, 0.0, i + 1, scratch)
         if noise[0]:
-            couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + i))
-        learn_scale(scale, noise[0] * NUM_SOURCES, table, tokens, probs, credit, c, min_p, token)
-        learn_weights(table, cursors, cells, levels, weights, k, use, token)
+            couple(scratch.tokens, scratch.probs, c, noise_key(noise[1], noise[2], noise[3] + i))
+        learn_scale(scale, noise[0] * NUM_SOURCES, table, scratch, c, min_p, token)
+        learn_weights(table, cursors, cells, trust, adapted, scratch, k, use, token)
         for s in range(len(table)):
             moved[0] = cursors[s]
             advance_row(table, s, cursors, s, token, moved, 0)
@@ -253,4 +205,4 @@ def learn(
             tail[0, j] = tail[0, j - 1]
         tail[0, 0] = token
     table[:, RESTING] = resting
-    return stamp
+    trust[:] = adapted

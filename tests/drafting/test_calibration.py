@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from retrieve_spec.drafting.calibration import Calibration, calibration_for
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import StoreCorruptError
-from retrieve_spec.kernels.blend import NUM_SOURCES
+from retrieve_spec.kernels.weights import NUM_SOURCES
 from retrieve_spec.sources import SOURCE_NAMES
 
 
@@ -22,11 +22,13 @@ def learned(path=None):
     rng = np.random.default_rng(0)
     calibration.cells[:] = rng.gamma(1, 5, calibration.cells.shape)
     calibration.scale[:] = rng.gamma(1, 5, calibration.scale.shape)
+    calibration.drafts[:] = rng.gamma(1, 5, calibration.drafts.shape)
     return calibration
 
 
 def same(a, b):
-    return np.array_equal(a.cells, b.cells) and np.array_equal(a.scale, b.scale)
+    tables = ((a.cells, b.cells), (a.scale, b.scale), (a.drafts, b.drafts))
+    return all(np.array_equal(one, other) for one, other in tables)
 
 
 def test_what_was_learned_comes_back(tmp_path):
@@ -150,3 +152,24 @@ def test_a_damaged_file_beside_a_store_is_learned_anew(tmp_path, caplog):
     assert "calibration starts anew" in caplog.text
     assert not calibration.cells.any()
     assert calibration.path == path and not path.exists()
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.2])
+def test_drafts_promise_what_came(noise, share):
+    calibration = Calibration()
+    assert calibration.promise(noise) == 1.0
+    rng = np.random.default_rng(0)
+    promised = came = 0.0
+    for i in range(600):
+        true = rng.gamma(2, 3)  # what the tree's probabilities add up to
+        expected, accepted = true * calibration.promise(noise), int(rng.poisson(true * share))
+        calibration.drafted(expected, accepted, noise)
+        if i > 200:
+            promised, came = promised + expected, came + accepted
+    assert promised == pytest.approx(came, rel=0.05)
+    assert calibration.promise(not noise) == 1.0, "greedy and sampled drafts are judged apart"
+    calibration.drafted(0.0, 0, noise)  # a pass that drafted nothing says nothing
+    for _ in range(300):
+        calibration.drafted(calibration.promise(noise) * 5.0, 0, noise)
+    assert calibration.promise(noise) == pytest.approx(0.3), "it never gives up drafting for good"

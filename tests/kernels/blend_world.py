@@ -11,7 +11,7 @@ from naive_automaton import BOUNDARY, NaiveText
 from naive_recycling import NaiveTable
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.kernels import blend, expand, learn, levels, order
+from retrieve_spec.kernels import expand, learn, levels, order, weights
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
@@ -29,31 +29,31 @@ class World:
     tail: np.ndarray
     alive: list[Any]
 
-    def grow(self, cells, scale, max_nodes, max_depth, min_p=0.0, cost=(), noise=NO_NOISE):
+    def grow(self, cells, scale, max_nodes, max_depth, min_p=0.0, cost=(), noise=NO_NOISE, trust=None):
         """(nodes as the naive twin gives them, nodes worth verifying, the kernel's cursors)."""
         rows = len(self.table)
         cursors = np.zeros(((MAX_NODES + 1) * rows, levels.CURSOR), np.int64)
         nodes, node_p = np.empty((MAX_NODES, 4), np.int64), np.empty(MAX_NODES, np.float32)
         pool = 64 * MAX_NODES
-        best, n, _ = expand.expand(
+        best, n = expand.expand(
             self.table,
             self.cursors.copy(),
             self.tail.copy(),
             len(self.text),
             cells,
             scale,
+            (trust or naive.Trust()).table(),
             np.array(noise, np.int64),
             np.asarray(cost, np.float32),
             max_nodes,
             max_depth,
             min_p,
+            1.0,
             cursors,
             np.zeros((MAX_NODES + 1, levels.TAIL), np.int32),
             np.empty(pool, np.float32),
             np.empty((pool, 3), np.int64),
             np.empty(pool, np.int64),
-            np.zeros(blend.HASH, np.int64),
-            0,
             nodes,
             node_p,
         )
@@ -61,7 +61,8 @@ class World:
         return grown, int(best), cursors
 
     def learn(self, cells, scale, use, emitted, min_p=0.0, noise=NO_NOISE, every=1):
-        tail = self.tail.copy()
+        """(the tail behind the tokens, the request's factors)"""
+        tail, trust = self.tail.copy(), naive.Trust().table()
         learn.learn(
             self.table,
             self.cursors.copy(),
@@ -69,15 +70,14 @@ class World:
             len(self.text),
             cells,
             scale,
+            trust,
             use,
             np.array(noise, np.int64),
             min_p,
             np.array(emitted, np.int32),
             every,
-            np.zeros(blend.HASH, np.int64),
-            0,
         )
-        return tail
+        return tail, trust
 
 
 def newest_first(text):
@@ -135,11 +135,11 @@ def make_world(rng, alphabet, stores=(), documents=()):
 
 def learned(rng, strength=5.0):
     """Tables that have learned something."""
-    cells = np.zeros((blend.CELLS, 4), np.float32)
-    reached, hit = rng.gamma(1, strength, (2, blend.CELLS)), rng.random((2, blend.CELLS))
+    cells = np.zeros((weights.CELLS, 4), np.float32)
+    reached, hit = rng.gamma(1, strength, (2, weights.CELLS)), rng.random((2, weights.CELLS))
     cells[:, 1], cells[:, 3] = reached
     cells[:, 0], cells[:, 2] = hit * reached
-    summed = rng.gamma(1, strength, (2 * blend.NUM_SOURCES, expand.SCALE_BINS + 1))
+    summed = rng.gamma(1, strength, (2 * weights.NUM_SOURCES, expand.SCALE_BINS + 1))
     scale = np.stack([summed * rng.uniform(0.5, 1.2, summed.shape), summed], axis=-1).astype(np.float32)
     return cells, scale
 
@@ -148,3 +148,13 @@ def fresh(rng):
     """Tables that have seen next to nothing (a little, so that no weight is a round number)."""
     cells, scale = learned(rng, 0.01)
     return cells, np.zeros_like(scale)
+
+
+def changed_trust(rng):
+    """A request that has moved some of the weights."""
+    trust = naive.Trust()
+    for number in range(weights.NUM_SOURCES):
+        for length in (0, 6, 30):
+            for name in trust.names(number, length):
+                trust.factor[name], trust.variance[name] = rng.normal(0, 1), rng.random()
+    return trust

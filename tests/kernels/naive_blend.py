@@ -6,9 +6,12 @@ match first.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 from collections import Counter
+
+import numpy as np
 
 NEGLIGIBLE = 0.2
 PRIOR_WEIGHT, CELL_MEMORY, SCALE_PRIOR, SCALE_MEMORY, USE_MEMORY = 6.0, 400.0, 8.0, 1000.0, 512.0
@@ -30,13 +33,43 @@ def prior(number, length, total, distinct):
     if number == 3:
         return 0.75 if length >= 2 else 0.6
     if number == 2:
-        return 1 - 0.6 / (1 + length)
+        return 0.9 - 0.5 / (1 + length)
     if number > 3:
         a = 3.0 if number == 6 and length < 6 else 1.0
     else:
         first = 6.0 if number == 0 else 4.0
         a = {0: 20.0, 1: first, 2: 2.5, 3: 1.5, 4: 1.0}.get(length) or max(0.15, 3.5 / length)
     return total / (total + a * distinct)
+
+
+class Trust:
+    """The request's factors on the odds of the weights, one per source, one per source and length class."""
+
+    def __init__(self):
+        self.factor = Counter()  # logarithms
+        self.variance = {}
+
+    def names(self, number, length):
+        return (number,), (number, bisect.bisect_right([4, 12], length))
+
+    def weight(self, number, length, weight):
+        log_odds = math.log(weight / (1 - weight)) + sum(self.factor[name] for name in self.names(number, length))
+        return 1 / (1 + math.exp(-log_odds))
+
+    def adapt(self, number, length, weight, explained, reached):
+        for name in self.names(number, length):
+            precision = 1 / self.variance.get(name, 1.0) + weight * (1 - weight) * reached
+            self.variance[name] = 1 / precision
+            moved = self.factor[name] + (explained - weight * reached) / precision
+            self.factor[name] = min(max(moved, -math.log(500)), math.log(500))
+
+    def table(self):
+        out = np.empty((8, 4, 2))
+        out[..., 0], out[..., 1] = 1, 1
+        for name in self.variance:
+            at = (name[0], 0) if len(name) == 1 else (name[0], 1 + name[1])
+            out[at] = math.exp(self.factor[name]), self.variance[name]
+        return out
 
 
 class Automaton:
@@ -136,8 +169,8 @@ def next_tokens(documents, context):
     return [document[end] for document, end in places(documents, context) if end < len(document)]
 
 
-def merged(sources, text, cells, floor):
-    """[(row, weight, cell, recency, shares, recent)]: longest match first, earlier rows first on a tie."""
+def merged(sources, text, cells, trust, floor):
+    """[(row, weight, cell, recency, shares, recent, (number, length, learned weight))], longest match first."""
     levels = [(row, *level) for row, source in enumerate(sources) for level in source.levels(text)]
     levels.sort(key=lambda level: (-level[1], level[0]))
     out, mass = [], 1.0
@@ -149,10 +182,11 @@ def merged(sources, text, cells, floor):
         weight = (cells[cell][0] + PRIOR_WEIGHT * prior(number, length, total, distinct)) / (
             cells[cell][1] + PRIOR_WEIGHT
         )
+        learned, weight = weight, trust.weight(number, length, weight)
         recency = 0.0
         if recent is not None:
             recency = (cells[cell][2] + 0.15 * PRIOR_WEIGHT) / (cells[cell][3] + PRIOR_WEIGHT)
-        out.append((row, weight, cell, recency, shares, recent))
+        out.append((row, weight, cell, recency, shares, recent, (number, length, learned)))
         mass *= 1 - weight
     return out
 
@@ -160,7 +194,7 @@ def merged(sources, text, cells, floor):
 def distribution(levels, negligible=0.0):
     """{token: (probability, row that gave most)}; shares below `negligible` are not added up."""
     mass, parts = 1.0, {}
-    for row, weight, _cell, recency, shares, recent in levels:
+    for row, weight, _cell, recency, shares, recent, *_ in levels:
         for token, share in shares:
             p = mass * weight * ((1 - recency) * share + (recency if token == recent else 0.0))
             if p >= negligible:
@@ -190,17 +224,18 @@ def scaled(scale, number, p):
     return min(p * ratio, 0.9999)
 
 
-def expand(sources, text, cells, scale, max_nodes, max_depth, min_p=0.0, cost=None, noise=None):
+def expand(sources, text, cells, scale, max_nodes, max_depth, min_p=0.0, cost=None, noise=None, trust=None):
     """[(token, parent, depth, row, path probability)], best first, and how many of them to verify."""
     nodes, heap, order = [], [], 0
+    trust = trust or Trust()
 
     def offer(at, path, path_p):
         nonlocal order
         worth = min_p / path_p
         if noise is None:
-            given = distribution(merged(sources, text + path, cells, max(worth, 0.01)), NEGLIGIBLE * worth)
+            given = distribution(merged(sources, text + path, cells, trust, max(worth, 0.01)), NEGLIGIBLE * worth)
         else:
-            given = distribution(merged(sources, text + path, cells, 0.01))
+            given = distribution(merged(sources, text + path, cells, trust, 0.01))
             given = couple(given, noise(len(path)))
         for token, (p, row) in given.items():
             if p >= worth:
@@ -232,10 +267,10 @@ def depth_first(nodes):
     return list(below(-1))
 
 
-def learn_weights(cells, use, levels, token):
-    """Credit every level, and every source, with its part of the token's probability (modifies `cells` and `use`)."""
+def learn_weights(cells, trust, use, levels, token):
+    """Credit every level, and every source, with its part of the token's probability (modifies all but the levels)."""
     mass, given, parts = 1.0, [], []
-    for _row, weight, _cell, recency, shares, recent in levels:
+    for _row, weight, _cell, recency, shares, recent, *_ in levels:
         count_part = (1 - recency) * dict(shares).get(token, 0.0)
         recent_part = recency if recent is not None and token == recent else 0.0
         given.append(mass * weight * (count_part + recent_part))
@@ -244,7 +279,7 @@ def learn_weights(cells, use, levels, token):
     total = sum(given) + mass * 1e-4
     reached = 1.0
     use *= 1 - 1 / USE_MEMORY
-    for (row, _weight, cell, *_), joint, part in zip(levels, given, parts, strict=True):
+    for (row, _weight, cell, *_, (number, length, learned)), joint, part in zip(levels, given, parts, strict=True):
         r = joint / total
         use[row] += r / USE_MEMORY
         keep = 1 - reached / CELL_MEMORY if cells[cell][1] >= CELL_MEMORY else 1.0
@@ -254,6 +289,7 @@ def learn_weights(cells, use, levels, token):
         if part is not None:
             cells[cell][2] = old[2] * keep + r * part
             cells[cell][3] = old[3] * keep + r
+        trust.adapt(number, length, trust.weight(number, length, learned), r, reached)
         reached -= r
         if reached <= 1e-9:
             break

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.kernels import blend, expand, levels, sampling
+from retrieve_spec.kernels import expand, levels, sampling, weights
 
 
 def number_tokenizer(size):
@@ -60,9 +60,10 @@ def test_every_path_has_the_blended_probability(world, seed):
     rng = np.random.default_rng(seed)
     w = world(rng)
     cells, scale = blend_world.learned(rng) if seed % 2 else blend_world.fresh(rng)
-    nodes, n, _ = w.grow(cells, scale, 256, 2)
+    trust = blend_world.changed_trust(rng) if seed % 3 else naive.Trust()
+    nodes, n, _ = w.grow(cells, scale, 256, 2, trust=trust)
     assert n == len(nodes)
-    expected = paths(naive.expand(w.sources, w.text, cells, scale, 10**9, 2)[0])
+    expected = paths(naive.expand(w.sources, w.text, cells, scale, 10**9, 2, trust=trust)[0])
     found = paths(nodes)
     if len(expected) < 256:  # nothing was pruned
         assert found.keys() == expected.keys()
@@ -110,12 +111,12 @@ def test_known_noise_decides_between_the_candidates(world, seed):
     assert plain != nodes
     use = np.zeros(len(w.table))
     expected_cells, expected_scale = cells.astype(np.float64), scale.astype(np.float64)
-    emitted = rng.integers(0, 4, 4).tolist()
+    emitted, trust = rng.integers(0, 4, 4).tolist(), naive.Trust()
     for i, token in enumerate(emitted):
-        levels = naive.merged(w.sources, w.text + emitted[:i], expected_cells, 0.01)
+        levels = naive.merged(w.sources, w.text + emitted[:i], expected_cells, naive.Trust(), 0.01)
         coupled = naive.couple(naive.distribution(levels), noise(i))
         naive.learn_scale(expected_scale, w.sources, coupled, 0.002, token, first=8)
-        naive.learn_weights(expected_cells, use.copy(), levels, token)
+        naive.learn_weights(expected_cells, trust, use.copy(), levels, token)
     w.learn(cells, scale, use, emitted, 0.002, given)
     np.testing.assert_allclose(cells, expected_cells, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(scale, expected_scale, rtol=1e-3, atol=1e-3)
@@ -163,20 +164,21 @@ def test_learning_is_expectation_maximisation(world, seed, every):
     expected_cells, expected_scale = cells.astype(np.float64), scale.astype(np.float64)
     use = rng.random(len(w.table))
     expected_use = use.copy()
-    emitted = rng.integers(0, 4, 5).tolist()
+    emitted, expected_trust = rng.integers(0, 4, 5).tolist(), naive.Trust()
     for i, token in enumerate(emitted):
         read = (len(w.text) + i) % every == 0
         sources = [s if read or s.number not in (4, 5) else naive.Silent(s.number) for s in w.sources]
-        merged = naive.merged(sources, w.text + emitted[:i], expected_cells, 0.01)
+        merged = naive.merged(sources, w.text + emitted[:i], expected_cells, naive.Trust(), 0.01)
         naive.learn_scale(expected_scale, sources, naive.distribution(merged), 0.002, token)
         before = expected_use.copy()
-        naive.learn_weights(expected_cells, expected_use, merged, token)
+        naive.learn_weights(expected_cells, expected_trust, expected_use, merged, token)
         silent = [isinstance(s, naive.Silent) for s in sources]
         expected_use[silent] = before[silent]
-    tail = w.learn(cells, scale, use, emitted, 0.002, every=every)
+    tail, trust = w.learn(cells, scale, use, emitted, 0.002, every=every)
     np.testing.assert_allclose(cells, expected_cells, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(scale, expected_scale, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(use, expected_use, rtol=1e-5)
+    np.testing.assert_allclose(trust, expected_trust.table(), rtol=1e-4)
     assert (tail == blend_world.newest_first(w.text + emitted)).all()
 
 
@@ -220,12 +222,26 @@ def test_nothing_below_the_cutoff_is_among_the_best(probabilities, max_nodes):
 
 @given(st.integers(0, 7), st.integers(0, 100), st.integers(0, 200), st.integers(0, 20))
 def test_cells(number, length, total, distinct):
-    assert blend.cell_of(number, length, total, distinct) == naive.cell_of(number, length, total, distinct)
-    assert 0 <= blend.cell_of(number, length, total, distinct) < blend.CELLS
+    assert weights.cell_of(number, length, total, distinct) == naive.cell_of(number, length, total, distinct)
+    assert 0 <= weights.cell_of(number, length, total, distinct) < weights.CELLS
     if total and distinct:
-        assert blend.prior_weight(number, length, total, distinct) == pytest.approx(
+        assert weights.prior_weight(number, length, total, distinct) == pytest.approx(
             naive.prior(number, length, total, distinct)
         )
+
+
+@given(st.integers(0, 7), st.integers(0, 60), st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), max_size=30))
+def test_a_request_moves_the_odds_of_a_source(number, length, came):
+    trust = naive.Trust().table()
+    cell = weights.cell_of(number, length, 1, 1)
+    expected = naive.Trust()
+    for weight, explained in came:
+        now = weights.multiplied(weight, weights.odds_of(trust, cell))
+        assert now == pytest.approx(expected.weight(number, length, weight), rel=1e-6)
+        weights.adapt(trust, cell, now, float(explained), 1.0)
+        expected.adapt(number, length, now, float(explained), 1.0)
+    np.testing.assert_allclose(trust, expected.table(), rtol=1e-6)
+    assert (np.delete(trust, number, 0) == 1).all()
 
 
 @given(st.floats(0, 1), st.integers(0, 15), st.integers(0, 3))
