@@ -109,6 +109,8 @@ class PassConfig:
         Largest key-value cache that is kept, with its graphs, for the next generation.
     cuda_graphs
         Replay passes on a GPU as captured graphs, one per number of rows in `graph_rows`.
+    fused_rows
+        On a GPU, run normalisation, rotary embeddings and gates of 16-bit models in one launch each.
     graph_rows
         Rows of a pass (the root and the drafted nodes) are padded to the next of these.
     min_parameters
@@ -124,6 +126,7 @@ class PassConfig:
     graph_bytes: int = 512 << 20
     pool_bytes: int = 4 << 30
     cuda_graphs: bool = False  # off until it has run on a GPU
+    fused_rows: bool = True
     graph_rows: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65, 129)
     min_parameters: int = 1_000_000
 

@@ -2,15 +2,16 @@
 
     python scripts/gpu_check.py [--sizes 8b 1b] [--context 512 4096] [--trace FILE] [--out FILE] [--seconds 460]
 
-Every section runs in a process of its own with a time limit, so that a crash, a hang or a poisoned CUDA context costs
-that section's remaining figures and nothing else; figures are kept as they come.
+Every section runs in a process of its own with its share of the time, so that a crash, a hang or a poisoned CUDA
+context costs that section's remaining figures and nothing else; figures are kept as they come. A section begins nothing
+when its share is over, and what it leaves goes to those behind it.
 
 kernels
     Read bandwidth; every attention backend against plain torch, and its time; the tokens chosen on the device against
     the host's; a recorded pass with and without CUDA graphs against the model.
 conformance
-    Tiny random models in float32 and bfloat16, drafted against plain `generate`; every difference is listed with
-    the gap between the two most probable tokens.
+    Tiny random models in float32 and bfloat16, drafted against plain `generate`, alone and in a batch; every difference
+    is listed with the gap between the two most probable tokens.
 model SIZE
     T(n, L) of a random-weight Llama-shaped model in bfloat16: a plain one-token pass, the static pass without and with
     CUDA graphs, next to the floor (weight bytes / measured read bandwidth). Then plain `generate`, prompt lookup and
@@ -26,6 +27,7 @@ the text. `--dry-run` runs all of it with tiny models on a CPU; its figures then
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -36,15 +38,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-CAPS = {"kernels": 100, "conformance": 130, "model 8b": 170, "model 1b": 110, "compiled 8b": 130, "compiled 1b": 80}
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # runs from a checkout without being installed
+MODULES = {"kernels": "gpu_kernels", "conformance": "gpu_conformance", "model": "gpu_models", "compiled": "gpu_models"}
+SHARES = {"kernels": 70, "conformance": 120, "model 8b": 150, "compiled 8b": 70, "model 1b": 70, "compiled 1b": 40}
+"""Shares of the time, by section; one that ends early leaves the rest to those behind it."""
+ENOUGH = 15.0
+"""Seconds below which a section is not begun."""
 MARK = "@@ "
 BARS = {"one_token_over_floor": 1.25, "wide_over_one_token": 1.3, "outside_ms": 0.3}
 
 
-def run_section(name: str, options: argparse.Namespace, limit: float, keep: Callable[[str, Any], None]) -> str:
+def run_section(name: str, limit: float, keep: Callable[[str, Any], None]) -> str:
     """Run a section in a process of its own, keep its figures as they come, and say what went wrong."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--section", name]
+    command = [sys.executable, __file__, *sys.argv[1:], "--section", name, "--seconds", str(0.9 * limit)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     timer = threading.Timer(limit, child.kill)
     errors: list[str] = []
@@ -66,8 +73,13 @@ def run_section(name: str, options: argparse.Namespace, limit: float, keep: Call
         child.kill()
     reader.join(5)
     if late and code:
-        return f"stopped after {limit:.0f} s"
-    return "" if code == 0 else f"exit {code}: {' | '.join(''.join(errors).strip().splitlines()[-4:])[-600:]}"
+        return f"stopped after {limit:.0f} s: {last_lines(errors)}"
+    return "" if code == 0 else f"exit {code}: {last_lines(errors)}"
+
+
+def last_lines(errors: list[str]) -> str:
+    """The end of what a process wrote to its error stream."""
+    return " | ".join("".join(errors).strip().splitlines()[-4:])[-600:]
 
 
 def emit(name: str, value: Any) -> None:
@@ -75,26 +87,51 @@ def emit(name: str, value: Any) -> None:
     print(MARK + json.dumps([name, value]), flush=True)
 
 
-def attempt(name: str, run: Callable[[], Any]) -> Any:
-    """A figure, or the error in its place; what comes after goes on."""
-    try:
-        value = run()
-    except Exception as error:
-        traceback.print_exc()
-        value = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-    emit(name, value)
-    return value
+def attempts(seconds: float) -> Callable[[str, Callable[[], Any]], Any]:
+    """What runs a section's parts: each gives a figure, or the error in its place, until the time is over."""
+    end = time.monotonic() + seconds
+
+    def attempt(name: str, run: Callable[[], Any]) -> Any:
+        try:
+            if time.monotonic() > end:
+                raise TimeoutError("no time left")
+            value = run()
+        except Exception as error:
+            traceback.print_exc()
+            value = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+        emit(name, value)
+        return value
+
+    return attempt
 
 
 def section(name: str, options: argparse.Namespace) -> None:
     """What the child process does."""
-    import gpu_sections as sections
+    attempt = attempts(options.seconds)
     import torch
+    from gpu_setting import Setting
 
-    setting = sections.Setting(options)
+    setting = Setting(options)
+    kind, _, size = name.partition(" ")
+    run = getattr(importlib.import_module(MODULES[kind]), kind)
     with torch.no_grad():
-        kind, _, size = name.partition(" ")
-        getattr(sections, kind)(setting, attempt, *([size] if size else []))
+        run(setting, attempt, *([size] if size else []))
+
+
+def facts() -> dict[str, Any]:
+    """Where this runs; what cannot be found out is worth no figure."""
+    try:
+        from retrieve_spec.bench.machine import machine_facts
+
+        return machine_facts()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def order(options: argparse.Namespace) -> list[str]:
+    """Sections in order of importance."""
+    models = [f"{kind} {size}" for size in options.sizes for kind in ("model", "compiled")]
+    return options.only or ["kernels", "conformance", *models]
 
 
 def summary(result: dict[str, Any]) -> list[str]:
@@ -164,36 +201,32 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16, 32, 64, 128, 255])
     parser.add_argument("--trace", help="JSON lines of recorded answers")
     parser.add_argument("--out", type=Path, help="also write the JSON object here, after every figure")
-    parser.add_argument("--seconds", type=float, default=460.0, help="time for everything")
+    parser.add_argument("--seconds", type=float, help="time for everything; 460 on a GPU")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--only", nargs="+", help="sections to run")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.dry_run:
         options.device, options.sizes, options.context, options.nodes = "cpu", ["tiny"], [64], [0, 4, 64]
+    options.seconds = options.seconds or (3600.0 if options.dry_run else 460.0)
     if options.section:
         section(options.section, options)
         return
-    from retrieve_spec.bench.machine import machine_facts
-
     began = time.monotonic()
-    result: dict[str, Any] = {"device": options.device, "dry_run": options.dry_run, "machine": machine_facts()}
+    result: dict[str, Any] = {"device": options.device, "dry_run": options.dry_run, "machine": facts()}
     result |= {"problems": {}, "seconds": {}}
 
     def save() -> None:
         if options.out is not None:
             options.out.write_text(json.dumps(result), encoding="utf-8")
 
-    names = [
-        "kernels",
-        "conformance",
-        *(f"model {s}" for s in options.sizes),
-        *(f"compiled {s}" for s in options.sizes),
-    ]
+    names = order(options)
     try:
-        for name in options.only or names:
+        for i, name in enumerate(names):
             left = options.seconds - (time.monotonic() - began)
-            if left < 20:
+            shares = [SHARES.get(other, 60) for other in names[i:]]
+            limit = left * shares[0] / sum(shares)
+            if limit < ENOUGH:
                 result["problems"][name] = "no time left"
                 continue
             figures = result[name] = {}
@@ -204,7 +237,7 @@ def main() -> None:
                 save()
 
             started = time.monotonic()
-            if problem := run_section(name, options, min(left, CAPS.get(name, 300)), keep):
+            if problem := run_section(name, limit, keep):
                 result["problems"][name] = problem
                 print(f"[{name}] {problem}", flush=True)
             result["seconds"][name] = round(time.monotonic() - started, 1)

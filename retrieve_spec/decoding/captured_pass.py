@@ -172,6 +172,8 @@ class CapturedPass:
         Its attention layers.
     layer
         The layer whose hidden states are handed out.
+    fused
+        Run what a 16-bit model does to rows with GPU kernels (`retrieve_spec.kernels.triton_rows`).
 
     Attributes
     ----------
@@ -188,7 +190,7 @@ class CapturedPass:
         When its forward cannot be recorded.
     """
 
-    def __init__(self, model: Any, num_layers: int, layer: Layer = "last") -> None:
+    def __init__(self, model: Any, num_layers: int, layer: Layer = "last", fused: bool = False) -> None:
         if why := _why_not_recordable(model):
             raise CaptureError(why)
         recording = _Recording(model, num_layers, layer)
@@ -196,7 +198,7 @@ class CapturedPass:
         self.device = input_device(model)
         with attention_implementation(model, RECORDER), torch.no_grad(), _quiet():
             program = self._export(recording)
-        self._code, self._weights = graph_passes.compile_program(program, recording)
+        self._code, self._weights = graph_passes.compile_program(program, recording, fused)
         self.reads_prompts = graph_passes.packed_share(self._code) > _MOSTLY
         self._stamps = self._read_stamps(model)
         self.rules = recording.log.live_rules()

@@ -21,7 +21,7 @@ from retrieve_spec.decoding.interface import ModelInterface, input_device
 from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
 from retrieve_spec.decoding.probe import Finding, check_verifier
 from retrieve_spec.decoding.static_cache import PreallocatedCache, cache_windows, why_not_preallocated
-from retrieve_spec.decoding.tree_attention import attend
+from retrieve_spec.decoding.tree_attention import attend, has_triton
 from retrieve_spec.decoding.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
@@ -246,23 +246,41 @@ def try_build(
     if why := _why_not_static(model, finding, config) or why_not_preallocated(text_config):
         return None, why
     try:
-        captured = _recorded.get(model)
-        if captured is None or captured.layer != layer or not captured.is_current(model):
-            captured = _recorded[model] = CapturedPass(model, len(DynamicCache(config=text_config).layers), layer)
+        for fused in (True, False):
+            make, why = _try_recording(model, finding.interface, layer, fused and _fuses(model))
+            if make is not None or not (fused and _fuses(model)):
+                break
+            logger.info("the pass is recorded again without GPU kernels for rows: %s", why)
     except CaptureError as error:
         return None, str(error)
-    if why := _why_not_windows(captured, cache_windows(DynamicCache(config=text_config))):
+    return make, why
+
+
+def _fuses(model: Any) -> bool:
+    """Whether GPU kernels stand in for what the model does to rows."""
+    return PASS.fused_rows and input_device(model).type == "cuda" and model.dtype.itemsize == 2 and has_triton()
+
+
+def _try_recording(
+    model: Any, interface: ModelInterface, layer: Layer, fused: bool
+) -> tuple[Callable[[], Verifier] | None, str]:
+    """What makes verifiers over a recording, with CUDA graphs where they agree with the model; or why not."""
+    windows = cache_windows(DynamicCache(config=model.config.get_text_config(decoder=True)))
+    captured = _recorded.get(model)
+    if captured is None or captured.layer != layer or not captured.is_current(model):
+        captured = _recorded[model] = CapturedPass(model, len(windows), layer, fused)
+    if why := _why_not_windows(captured, windows):
         return None, why
     graphs = PASS.cuda_graphs and captured.device.type == "cuda"
-    problem = ""
+    why = ""
     for pool in (PassPool(captured), None) if graphs else (None,):
-        make = functools.partial(_make, model, finding.interface, captured, pool)
-        problem = check_verifier(model, finding.interface, make())
-        if not problem:
+        make = functools.partial(_make, model, interface, captured, pool)
+        why = check_verifier(model, interface, make())
+        if not why:
             return make, ""
-        logger.debug("the recorded pass %s graphs is not used: %s", "without" if pool is None else "with", problem)
+        logger.debug("the recorded pass %s graphs is not used: %s", "without" if pool is None else "with", why)
     del _recorded[model]
-    return None, problem
+    return None, why
 
 
 def _make(model: Any, interface: ModelInterface, captured: CapturedPass, pool: PassPool | None) -> Verifier:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from retrieve_spec.decoding.graph_rewrites import (
     Inputs,
     Node,
+    fuse_half,
     fuse_rms_norm,
     fuse_rotary,
     is_call,
@@ -56,9 +57,9 @@ ROW_BY_ROW = {aten.div.Tensor, aten.mul.Tensor, aten.tanh.default, aten.to.dtype
 
 
 def compile_program(
-    program: torch.export.ExportedProgram, owner: torch.nn.Module
+    program: torch.export.ExportedProgram, owner: torch.nn.Module, fused: bool = False
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """Rewrite a program and compile it.
+    """Rewrite a program and compile it; `fused`: with GPU kernels for what a 16-bit model does to rows.
 
     Returns
     -------
@@ -77,6 +78,8 @@ def compile_program(
         fuse_rms_norm(graph, inputs)
         fuse_rotary(graph, inputs)
         lay_out_weights(graph, inputs)
+    elif fused:
+        fuse_half(graph)
     _open_attention(graph)
     _open_rows(graph)
     for node in nodes_of(graph):

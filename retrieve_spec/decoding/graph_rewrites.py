@@ -1,6 +1,7 @@
-"""Turns float32 graphs into ones with fewer and faster calls: normalisation, rotary embeddings, weight layouts.
+"""Turns graphs into ones with fewer and faster calls: normalisation, rotary embeddings, gates, weight layouts.
 
-These rewrites change how floats are rounded; `graph_passes` applies them to float32 graphs only.
+Rewrites for float32 graphs change how floats are rounded; those for 16-bit graphs (`fuse_half`) keep where the model
+rounds to 16 bits.
 """
 
 from __future__ import annotations
@@ -92,17 +93,10 @@ def _match_rms_norm(node: Node) -> tuple[Node, Node, float] | None:
         if not (is_call(normed, aten.mul.Tensor) and isinstance(weight, fx.Node) and value(weight).ndim == 1):
             continue
         x, factor = normed.args
-        if not (is_call(factor, aten.rsqrt.default) and is_call(factor.args[0], aten.add.Tensor)):
+        if not is_call(factor, aten.rsqrt.default):
             continue
-        mean, eps = factor.args[0].args
-        if not (is_call(mean, aten.mean.dim) and isinstance(eps, float) and list(mean.args[1]) == [-1]):
-            continue
-        square = mean.args[0]
-        if (
-            is_call(square, aten.pow.Tensor_Scalar)
-            and square.args == (x, 2)
-            and value(x).shape[-1] == value(weight).shape[0]
-        ):
+        eps = _mean_square(factor, x)
+        if eps is not None and value(x).shape[-1] == value(weight).shape[0]:
             return x, weight, eps
     return None
 
@@ -152,6 +146,77 @@ def _is_part(node: Any, x: Node, start: int, stop: int) -> bool:
     if not (is_call(node, aten.slice.Tensor) and node.args[0] is x and _last_axis(node.args[1:], node)):
         return False
     return bool(node.args[2] == start and min(node.args[3], value(x).shape[-1]) == stop and len(node.args) == 4)
+
+
+def fuse_half(graph: fx.Graph) -> None:
+    """Let a 16-bit graph run normalisation, rotary embeddings and gates in one launch each on a GPU."""
+    from retrieve_spec.kernels import triton_rows
+
+    for node in nodes_of(graph):
+        call: tuple[Any, tuple[Any, ...]] | None = None
+        if (norm := _match_half_norm(node)) is not None:
+            call = (triton_rows.rms_norm, norm)
+        elif (rotary := _match_rotary(node)) is not None and _is_half_by_heads(*rotary[:3]):
+            call = (triton_rows.rotate, rotary[:3])
+        elif (gate := _match_gate(node)) is not None:
+            call = (triton_rows.gate, gate)
+        if call is not None:
+            with graph.inserting_before(node):
+                _replace(node, graph.call_function(*call))
+    graph.eliminate_dead_code()
+
+
+def _is_half_by_heads(x: Node, cos: Node, sin: Node) -> bool:
+    """Whether 16-bit x is (1, heads, rows, d), and cosine and sine are the same for all heads."""
+    if value(x).ndim != 4 or any(value(a).ndim != 4 or value(a).shape[1] != 1 for a in (cos, sin)):
+        return False
+    return bool(value(x).dtype == value(cos).dtype == value(sin).dtype and value(x).dtype.itemsize == 2)
+
+
+def _match_half_norm(node: Node) -> tuple[Node, Node, float] | None:
+    """(x, weight, eps) when a node is weight · half(x · rsqrt(mean(x²) + eps)), the middle computed in float32."""
+    if not is_call(node, aten.mul.Tensor) or value(node).dtype.itemsize != 2:
+        return None
+    for weight, half in (node.args, node.args[::-1]):
+        if not (isinstance(weight, fx.Node) and value(weight).ndim == 1 and _is_cast(half)):
+            continue
+        normed = half.args[0]
+        if not (is_call(normed, aten.mul.Tensor) and is_call(normed.args[1], aten.rsqrt.default)):
+            continue
+        wide, eps = normed.args[0], _mean_square(normed.args[1], normed.args[0])
+        if eps is not None and _is_cast(wide) and value(wide).dtype == torch.float32:
+            x = wide.args[0]
+            same = value(x).dtype == value(node).dtype == value(weight).dtype and value(x).shape == value(node).shape
+            if same and value(x).shape[-1] == value(weight).shape[0]:
+                return x, weight, eps
+    return None
+
+
+def _mean_square(factor: Node, x: Node) -> float | None:
+    """Eps when a node is rsqrt(mean(x²) + eps) over the last axis."""
+    if not is_call(factor.args[0], aten.add.Tensor):
+        return None
+    mean, eps = factor.args[0].args
+    if not (is_call(mean, aten.mean.dim) and isinstance(eps, float) and list(mean.args[1]) == [-1]):
+        return None
+    square = mean.args[0]
+    return eps if is_call(square, aten.pow.Tensor_Scalar) and square.args == (x, 2) else None
+
+
+def _is_cast(node: Any) -> bool:
+    return is_call(node, aten.to.dtype) or is_call(node, aten._to_copy.default)
+
+
+def _match_gate(node: Node) -> tuple[Node, Node] | None:
+    """(gate, up) when a node is silu(gate) · up of one shape and type."""
+    if not is_call(node, aten.mul.Tensor) or value(node).dtype.itemsize != 2:
+        return None
+    for opened, up in (node.args, node.args[::-1]):
+        if is_call(opened, aten.silu.default) and isinstance(up, fx.Node) and len(opened.users) == 1:
+            gate = opened.args[0]
+            if value(gate).shape == value(up).shape and value(gate).dtype == value(up).dtype == value(node).dtype:
+                return gate, up
+    return None
 
 
 def lay_out_weights(graph: fx.Graph, inputs: Inputs) -> None:

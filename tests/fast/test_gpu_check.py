@@ -39,7 +39,9 @@ def test_a_dry_run_has_every_figure(tmp_path: Path) -> None:
     assert errors(result) == []
     assert result["kernels"]["device acceptance"]["different"] == 0
     for name, found in result["conformance"].items():
-        for kind in ("own forward", "static", "graphs"):
+        if name == "drafting kernels s":
+            continue
+        for kind in ("own forward", "static", "graphs", "batch"):
             assert found[kind]["same"] or "bfloat16" in name
             assert found[kind]["same"] or "gap" in found[kind]
     figures = result["model tiny"]
@@ -55,3 +57,29 @@ def test_a_section_that_fails_is_named(tmp_path: Path) -> None:
     """A section that cannot run leaves a line; the run ends well."""
     result = run(tmp_path / "out.json", "--only", "model nowhere", "--trace", "/nowhere")
     assert "KeyError" in result["problems"]["model nowhere"]
+
+
+def test_no_section_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    result = run(tmp_path / "out.json", "--seconds", "12")
+    assert set(result["problems"].values()) == {"no time left"}
+    assert set(result["problems"]) == {"kernels", "conformance", "model tiny", "compiled tiny"}
+
+
+def test_parts_behind_the_end_of_the_time_are_not_begun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A figure, an error in place of one, and nothing more when time is over: every part has a line."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import gpu_check
+
+    now = [0.0]
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[0])
+    attempt = gpu_check.attempts(10.0)
+    attempt("one", lambda: 1)
+    attempt("two", lambda: 1 // 0)
+    now[0] = 11.0
+    attempt("three", lambda: pytest.fail("begun"))
+    lines = [json.loads(line[len(gpu_check.MARK) :]) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in lines] == ["one", "two", "three"]
+    assert lines[0][1] == 1
+    assert "ZeroDivisionError" in lines[1][1]["error"] and "no time left" in lines[2][1]["error"]

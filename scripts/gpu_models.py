@@ -1,0 +1,250 @@
+"""Sections `model` and `compiled` of `gpu_check.py`: what passes cost and how fast recorded answers are decoded."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_setting import NOTHING, Attempt, Setting, build, draft
+from transformers import DynamicCache
+
+import retrieve_spec as rs
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.decoding import fast_verifier
+from retrieve_spec.decoding.cost import CostModel
+from retrieve_spec.decoding.costprobe import measure_passes
+from retrieve_spec.decoding.interface import read_interface
+from retrieve_spec.decoding.probe import probe
+from retrieve_spec.decoding.verifier import Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.drafting.tree import DraftTree
+
+ROOT = np.array([5], np.int32)
+SURE = 1e4
+
+
+def model(setting: Setting, attempt: Attempt, size: str) -> None:
+    """Cost curves and decoding of one size."""
+    target = build(size, max(setting.context), setting.device, torch.bfloat16)
+    attempt("weight_bytes", lambda: sum(p.nbytes for p in target.parameters()))
+    makers: dict[str, Callable[[], Verifier]] = {}
+
+    def record() -> dict[str, Any]:
+        began = time.perf_counter()
+        finding = probe(target, read_interface(target))
+        make, why = fast_verifier.try_build(target, finding, SpeculationConfig(static_pass="always"))
+        if make is not None:
+            makers["static"] = make
+        return {"why_not": why, "recording_s": round(time.perf_counter() - began, 1)}
+
+    def graphs() -> str:
+        makers["static graphs"] = setting.graph_maker(target)
+        return "agree"
+
+    attempt("static pass", record)
+    if "static" in makers:
+        attempt("graphs", graphs)
+    curves(setting, attempt, target, makers, setting.context[-1])
+    answers = list(recorded_answers(setting, target.config.vocab_size))
+    kinds = list(reversed(makers))
+    attempt("decode generate", lambda: baseline(setting, target, answers))
+    for kind in kinds[:1]:
+        attempt(f"decode ours ({kind})", lambda kind=kind: ours(setting, target, makers[kind], answers))
+    attempt("decode prompt lookup", lambda: baseline(setting, target, answers, prompt_lookup_num_tokens=10))
+    for context in reversed(setting.context[:-1]):
+        curves(setting, attempt, target, makers, context)
+    for kind in kinds[1:]:
+        attempt(f"decode ours ({kind})", lambda kind=kind: ours(setting, target, makers[kind], answers))
+    attempt("gpu_gb", lambda: round(torch.cuda.max_memory_allocated() / 2**30, 1) if setting.on_gpu else 0.0)
+
+
+def curves(setting: Setting, attempt: Attempt, target: Any, makers: Any, context: int) -> None:
+    """A plain pass, and passes of every kind by number of nodes, the fastest kind first."""
+    attempt(f"curve {context} plain", lambda: {"0": plain_pass(setting, target, context)})
+    for kind in reversed(makers):
+        attempt(f"curve {context} {kind}", lambda kind=kind: curve(setting, target, makers[kind], context))
+
+
+def compiled(setting: Setting, attempt: Attempt, size: str) -> None:
+    """`generate` with a static compiled cache, which compiles first."""
+    target = build(size, max(setting.context), setting.device, torch.bfloat16)
+    answers = list(recorded_answers(setting, target.config.vocab_size))[:1]
+    attempt("decode static compiled cache", lambda: baseline(setting, target, answers, cache_implementation="static"))
+
+
+def started(setting: Setting, make: Callable[[], Verifier], target: Any, context: int) -> Verifier:
+    """A verifier that has read a prompt."""
+    prompt = torch.as_tensor((np.arange(context) * 7919 + 13) % 500, device=setting.device)[None]
+    positions = torch.arange(context, device=setting.device)[None]
+    verifier = make()
+    kwargs = {"past_key_values": DynamicCache(config=target.config), "position_ids": positions}
+    verifier.start(VerifierInputs(prompt, kwargs, max_length=context + 512))
+    verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
+    verifier.commit(NOTHING)
+    return verifier
+
+
+def curve(setting: Setting, target: Any, make: Callable[[], Verifier], context: int) -> dict[str, float]:
+    """Milliseconds of a pass by number of drafted nodes; the text grows by the root with every pass."""
+    verifier = started(setting, make, target, context)
+    times = {}
+
+    def run(tree: DraftTree) -> None:
+        verifier.forward(ROOT, tree if len(tree) else None)
+        verifier.commit(NOTHING)
+
+    for nodes in setting.nodes:
+        tree = draft(nodes)
+        times[str(nodes)] = setting.median_ms(lambda tree=tree: run(tree))
+    verifier.finish()
+    gc.collect()
+    return times
+
+
+def plain_pass(setting: Setting, target: Any, context: int) -> float:
+    """Milliseconds of a one-token pass with the arguments plain `generate` gives it."""
+    cache = DynamicCache(config=target.config)
+    prompt = torch.as_tensor((np.arange(context) * 7919 + 13) % 500, device=setting.device)[None]
+    target(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def run() -> None:
+        length = cache.get_seq_length()
+        mask = torch.ones((1, length + 1), dtype=torch.long, device=setting.device)
+        positions = torch.tensor([[length]], device=setting.device)
+        target(
+            prompt[:, :1], past_key_values=cache, use_cache=True, attention_mask=mask, position_ids=positions,
+            logits_to_keep=1,
+        )  # fmt: skip
+
+    return setting.median_ms(run)
+
+
+class TraceDriven:
+    """A verifier whose target is made to say the recorded text, after all its work is done."""
+
+    def __init__(self, inner: Verifier, trace: torch.Tensor) -> None:
+        self._inner, self._trace, self._past = inner, trace, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def start(self, inputs: VerifierInputs) -> None:
+        """Begin at the prompt."""
+        self._past = 0
+        self._inner.start(inputs)
+
+    def forward(self, root_ids: Any, tree: Any = None, *, keep: int = 1, want_hidden: Any = None) -> VerifierOutput:
+        """Run the pass, then make the recorded token of every row's position the most probable one."""
+        out = self._inner.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
+        self._roots = len(root_ids)
+        last = self._past + self._roots
+        after = np.arange(last - keep + 1, last + 1)
+        if tree is not None and len(tree):
+            after = np.concatenate([after, last + tree.depth])
+        at = torch.from_numpy(after).clamp(max=len(self._trace) - 1).to(out.logits.device, non_blocking=True)
+        with torch.inference_mode():
+            return VerifierOutput(out.logits.scatter(1, self._trace[at][:, None], SURE), out.hidden)
+
+    def commit(self, path: Any) -> None:
+        """Go on behind the accepted nodes."""
+        self._past += self._roots + len(path)
+        self._inner.commit(path)
+
+
+def told(trace: torch.Tensor) -> Callable[..., Any]:
+    """A logits processor that makes the recorded token the most probable one."""
+
+    def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        at = min(input_ids.shape[1], len(trace) - 1)
+        return scores.index_fill(1, trace[at : at + 1], SURE)
+
+    return process
+
+
+def traces_of(setting: Setting, answers: list[tuple[list[int], list[int]]]) -> Iterator[tuple[Any, Any, int]]:
+    """(trace on the device, prompt, number of new tokens) of every answer."""
+    for prompt, output in answers:
+        trace = torch.tensor(prompt + output, device=setting.device)
+        yield trace, trace[None, : len(prompt)], len(output)
+
+
+def baseline(setting: Setting, target: Any, answers: Any, **extra: Any) -> dict[str, Any]:
+    """Tokens per second of the model's own `generate`."""
+    tokens, seconds, same = 0, 0.0, True
+    for trace, prompt, count in traces_of(setting, answers):
+        options = {"do_sample": False, "pad_token_id": 0, "logits_processor": [told(trace)], **extra}
+        if not tokens:
+            target.generate(prompt, max_new_tokens=min(16, count), **options)  # sets up, and compiles if it does
+        setting.wait()
+        began = time.perf_counter()
+        out = target.generate(prompt, max_new_tokens=count, min_new_tokens=count, **options)
+        setting.wait()
+        seconds += time.perf_counter() - began
+        tokens += count
+        same &= bool(torch.equal(out[0, : len(trace)], trace))
+    return {"tokens_per_s": round(tokens / seconds, 2), "ms_per_token": round(seconds / tokens * 1e3, 3), "same": same}
+
+
+def ours(setting: Setting, target: Any, make: Callable[[], Verifier], answers: Any) -> dict[str, Any]:
+    """Tokens per second of an accelerated model, and where the time goes."""
+    rs.accelerate(target, static_pass="always")
+    target.speculation._make_verifier, target.speculation.cost = make, CostModel()
+    measure_passes(target, target.speculation)  # of this kind of pass
+    spent = dict.fromkeys(("draft_ms", "verify_ms", "commit_ms", "learn_ms"), 0.0)
+    tokens = passes = nodes = 0
+    seconds, same = 0.0, True
+    try:
+        for turn in ("warm", "timed"):
+            tokens = passes = nodes = 0
+            seconds = 0.0
+            spent = dict.fromkeys(spent, 0.0)
+            for trace, prompt, count in traces_of(setting, answers if turn == "timed" else answers[:1]):
+                target.speculation._make_verifier = lambda trace=trace: TraceDriven(make(), trace)
+                setting.wait()
+                began = time.perf_counter()
+                out = target.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0)
+                setting.wait()
+                seconds += time.perf_counter() - began
+                last = target.speculation.last
+                tokens, passes, nodes = tokens + count, passes + last.passes, nodes + last.nodes
+                spent = {name: value + getattr(last, name) for name, value in spent.items()}
+                same &= bool(torch.equal(out[0, : len(trace)], trace))
+            target.speculation.forget()
+    finally:
+        rs.restore(target)
+    per_pass = {name: round(value / passes, 4) for name, value in spent.items()}
+    outside = round(sum(per_pass.values()) - per_pass["verify_ms"], 4)
+    rate = {"tokens_per_s": round(tokens / seconds, 2), "tokens_per_pass": round(tokens / passes, 3)}
+    return {**rate, "nodes_per_pass": round(nodes / passes, 1), "outside_ms": outside, "same": same, **per_pass}
+
+
+def recorded_answers(setting: Setting, vocab: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, output) token ids; without a trace, pieces of the library's source, one behind a long prompt."""
+    from tokenizers import Tokenizer
+
+    package = Path(rs.__file__).parent
+    tokenizer = Tokenizer.from_file(str(package / "reference" / "tokenizer.json"))
+
+    def read(text: Any) -> list[int]:
+        ids = text if isinstance(text, list) else tokenizer.encode(text).ids
+        return [int(token) % vocab for token in ids]
+
+    if setting.trace is not None:
+        for line in Path(setting.trace).read_text(encoding="utf-8").splitlines()[: 1 if setting.dry else 4]:
+            record = json.loads(line)
+            yield read(record["prompt"])[-max(setting.context) :], read(record["output"])[: setting.new_tokens]
+        return
+    names = ("decoding/hf.py", "decoding/loop.py", "decoding/speculation.py")
+    pieces = [read((package / name).read_text(encoding="utf-8")) for name in names]
+    whole = [token for piece in pieces for token in piece]
+    new, longest = setting.new_tokens, max(setting.context)
+    for ids, start in ((whole, min(longest - 256, len(whole) - new)), *((piece, 512) for piece in pieces)):
+        start = max(min(start, len(ids) - new, 40 if setting.dry else start), 1)
+        yield ids[:start], ids[start : start + new]
+        if setting.dry:
+            return

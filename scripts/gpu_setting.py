@@ -1,0 +1,106 @@
+"""What the sections of `gpu_check.py` share: where they run, models of random weights, trees, timing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from retrieve_spec.decoding import fast_verifier
+from retrieve_spec.decoding.captured_pass import CapturedPass
+from retrieve_spec.decoding.cuda_graphs import PassPool
+from retrieve_spec.decoding.hf import HFVerifier
+from retrieve_spec.decoding.interface import read_interface
+from retrieve_spec.decoding.probe import check_verifier
+from retrieve_spec.decoding.verifier import Verifier
+from retrieve_spec.drafting.tree import DraftTree
+
+Attempt = Callable[[str, Callable[[], Any]], Any]
+SHAPES = {
+    "tiny": (64, 128, 2, 4, 2, 512),
+    "1b": (2048, 8192, 16, 32, 8, 128_256),
+    "8b": (4096, 14_336, 32, 32, 8, 128_256),
+}
+NOTHING = np.empty(0, np.int32)
+
+
+class Setting:
+    """Where sections run and how much they do."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.device: str = options.device
+        self.dry: bool = options.dry_run
+        self.context: list[int] = sorted(options.context)
+        self.nodes: list[int] = options.nodes
+        self.trace: str | None = options.trace
+        self.repeats = 2 if self.dry else 15
+        self.new_tokens = 24 if self.dry else 160
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is a device to wait for."""
+        return self.device.startswith("cuda")
+
+    def wait(self) -> None:
+        """Let the device finish."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def median_ms(self, run: Callable[[], Any], warm_up: int = 3) -> float:
+        """Median milliseconds of a call."""
+        times = []
+        for repeat in range(self.repeats + warm_up):
+            self.wait()
+            began = time.perf_counter()
+            run()
+            self.wait()
+            if repeat >= warm_up:
+                times.append((time.perf_counter() - began) * 1e3)
+        return round(statistics.median(times), 4)
+
+    def pool(self, captured: CapturedPass) -> PassPool:
+        """Graphs; on a CPU a plain call stands in for each."""
+        return PassPool(captured) if self.on_gpu else PassPool(captured, lambda run: (run(), run)[1], triton=False)
+
+    def graph_maker(self, model: Any) -> Callable[[], Verifier]:
+        """What makes verifiers that replay graphs; raises when their passes are not the model's."""
+        captured = fast_verifier._recorded[model]
+        pool, interface = self.pool(captured), read_interface(model)
+
+        def make() -> Verifier:
+            return fast_verifier.StaticVerifier(model, HFVerifier(model, interface), captured, pool)
+
+        if problem := check_verifier(model, interface, make()):
+            raise RuntimeError(problem)
+        return make
+
+
+def build(size: str, context: int, device: str, dtype: torch.dtype) -> Any:
+    """A random-weight Llama of a size, made on the device."""
+    hidden, inner, layers, heads, kv_heads, vocab = SHAPES[size]
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=context + 2048,
+        eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def draft(nodes: int) -> DraftTree:
+    """A tree of exactly `nodes` nodes: a main branch of half of them and short side branches."""
+    main = list(range(20, 20 + (nodes + 1) // 2))
+    return DraftTree.from_paths([main, *[[500 - i] for i in range(nodes - len(main))]] if nodes else [])
