@@ -16,6 +16,7 @@ _CONTEXTS = 16
 _RATE = 0.2
 _OUTLIER = 2.5
 _REBUILD = 8  # passes between two rebuilds of a curve
+_HALF_LIFE = 512.0  # passes after which a width that was not tried is half believed
 
 
 class CostModel:
@@ -25,11 +26,17 @@ class CostModel:
     its two neighbouring knots; one that is far above its cell counts as that many times the cell at most, so that a
     hiccup of the machine does not switch drafting off. Contexts never seen borrow from the nearest one seen, and a new
     cell begins at what the curve said there: widths that are rarely tried must not rest on one slow pass.
+
+    What is not tried is not measured either, and a width that was measured while the machine was busy would never be
+    tried again. So a cell that gets no sample while others of its context do is believed less and less: half of what it
+    costs beyond a plain pass, and half of its weight against the next sample, after 512 passes. That tries a width that
+    does not pay about once in a thousand passes.
     """
 
     def __init__(self) -> None:
         self._seconds = np.full((_CONTEXTS, len(NODE_KNOTS)), np.nan)
         self._weight = np.zeros((_CONTEXTS, len(NODE_KNOTS)))
+        self._age = np.zeros((_CONTEXTS, len(NODE_KNOTS)))  # passes at the context since the cell's last sample
         self._overhead = 0.0
         self._passes = 0
         self._pending: list[tuple[int, int, float, float]] = []
@@ -64,6 +71,7 @@ class CostModel:
         for nodes, context, forward_s, overhead_s in self._pending:
             row = _bucket(context)
             curve = self._curves.get(row)
+            self._age[row] += 1.0
             right = min(bisect.bisect_left(_KNOTS, nodes), len(_KNOTS) - 1)
             left = right if _KNOTS[right] == nodes else right - 1
             for knot in {left, right}:
@@ -84,7 +92,8 @@ class CostModel:
 
     def _update(self, row: int, knot: int, sample: float, share: float, prior: float | None) -> None:
         """Move a cell towards a sample; what the curve said there (`prior`) counts for one sample of a new cell."""
-        old, weight = self._seconds[row, knot], self._weight[row, knot]
+        old, weight = self._seconds[row, knot], self._weight[row, knot] * 0.5 ** (self._age[row, knot] / _HALF_LIFE)
+        self._age[row, knot] = 0.0
         if weight == 0.0 and prior is None:
             self._seconds[row, knot] = sample
             self._weight[row, knot] = share
@@ -101,13 +110,20 @@ class CostModel:
         """(MAX_NODES + 1,) seconds of the forward pass alone at one context bucket."""
         seen = [r for r in range(_CONTEXTS) if self._weight[r].any()]
         nearest = min(seen, key=lambda r: abs(r - row))
-        knots = self._seconds[row].copy()
         if nearest != row or self._weight[row].sum() < 1.0:
-            return _interpolate(self._seconds[nearest])
+            return _interpolate(self._believed(nearest))
+        knots = self._believed(row)
         other = min((r for r in seen if r != row), key=lambda r: abs(r - row), default=None)
         if other is not None:
-            knots = _fill(knots, _interpolate(self._seconds[other]))
+            knots = _fill(knots, _interpolate(self._believed(other)))
         return _interpolate(knots)
+
+    def _believed(self, row: int) -> NDArray[np.float64]:
+        """Seconds per knot at one context bucket: the longer a width was not tried, the nearer to a plain pass."""
+        knots = self._seconds[row]
+        plain = knots[0] if self._weight[row, 0] else np.nanmin(knots)
+        beyond = np.maximum(knots - plain, 0.0) * (1.0 - 0.5 ** (self._age[row] / _HALF_LIFE))
+        return np.asarray(knots - beyond)
 
 
 def _bucket(context: int) -> int:

@@ -94,3 +94,39 @@ def test_one_slow_pass_of_a_new_width_changes_little() -> None:
         cost.observe(0, 500, linear(0, 500))
         cost.observe(16, 500, linear(16, 500))
     assert cost.seconds(500, 64)[0] == pytest.approx(linear(0, 500), rel=0.1)
+
+
+@pytest.mark.parametrize("slow", [2.0, 10.0])
+def test_widths_measured_on_a_busy_machine_are_tried_again(slow: float) -> None:
+    """A policy that takes what pays best by the curve recovers from a probe beside other load."""
+    cost = CostModel()
+    for width in (0, 4, 16, 64):
+        for _ in range(5):
+            cost.observe(width, 500, linear(width, 500) * (slow if width else 1.0))
+    gain = 1 + 2 * (1 - 0.8 ** np.arange(65))  # tokens per pass by nodes: drafting pays
+    chosen = []
+    for _ in range(3000):
+        chosen.append(int(np.argmax(gain / cost.seconds(500, 64))))
+        cost.observe(chosen[-1], 500, linear(chosen[-1], 500))
+    best = int(np.argmax(gain / np.array([linear(n, 500) for n in range(65)])))
+    assert abs(np.mean(chosen[-500:]) - best) < 4
+    assert chosen[0] < best / 2, "it began with a wrong curve"
+
+
+def test_widths_that_do_not_pay_are_hardly_tried() -> None:
+    cost = fed()
+    gain = np.append(1.0, np.full(64, 1.01))
+    chosen = []
+    for _ in range(6000):
+        chosen.append(int(np.argmax(gain / cost.seconds(500, 64))))
+        cost.observe(chosen[-1], 500, linear(chosen[-1], 500))
+    lost = np.mean([linear(n, 500) for n in chosen]) / linear(0, 500) - 1
+    assert 0 < lost < 0.01
+
+
+def test_a_context_that_was_left_is_as_it_was() -> None:
+    cost = fed((500,))
+    before = cost.seconds(500, 64).copy()
+    for _ in range(5000):
+        cost.observe(0, 60_000, linear(0, 60_000))
+    np.testing.assert_allclose(cost.seconds(500, 64), before)
