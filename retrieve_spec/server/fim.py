@@ -251,7 +251,7 @@ class FimAssembler:
         prefix_text = stable_tail(parts.prefix, self.window * 3 // 4 * _CHARS_PER_TOKEN)
         suffix_text = _head(parts.suffix, self.window // 4 * _CHARS_PER_TOKEN)
         line = prefix_text.rfind("\n") + 1  # encoded apart, as llama.cpp does: the text above stays as it was
-        above = self.codec.encode_cached(prefix_text[:line])
+        above = self.codec.encode_cached(prefix_text[:line], grows=True)
         prefix = self._capped([*above, *self.codec.encode(prefix_text[line:])], self.window * 3 // 4)
         suffix = self.codec.encode_cached(suffix_text)[: self.window // 4]
         room = max(0, self.n_ctx - self.window - 2 * max(n_predict, 16) - 16)

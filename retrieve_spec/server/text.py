@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ _CONTROL = re.compile(r"^[▁\s]*[<\[].*[>\]]$", re.DOTALL)
 """What an added token that steers a model looks like; runs of blanks, which some vocabularies add, do not."""
 _SENTINEL = "\n"
 _CACHED_CHARS = 2_000_000
+_BORDER = re.compile(r"\n(?=[A-Za-z])|\n +(?= [A-Za-z])")
+"""Behind this every tokenizer begins a new word, whatever follows: a line's first word, with one blank before it."""
+_BEGINNINGS = 8
 
 
 class TextCodec:
@@ -46,6 +50,7 @@ class TextCodec:
         self._guard = self._sentinel_ids()
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
         self._cached_chars = 0
+        self._beginnings: deque[tuple[str, int, list[int]]] = deque(maxlen=_BEGINNINGS)
 
     def _sentinel_ids(self) -> list[int]:
         """Ids to strip where the tokenizer puts a blank before a text, so that a segment starts as written."""
@@ -61,19 +66,37 @@ class TextCodec:
         ids = self._plain.encode(_SENTINEL + text, add_special_tokens=False).ids
         return list(ids[len(self._guard) :])
 
-    def encode_cached(self, text: str) -> list[int]:
-        """`encode`, remembering recent texts (chunks of other files come with every request)."""
+    def encode_cached(self, text: str, *, grows: bool = False) -> list[int]:
+        """`encode`, remembering recent texts (chunks of other files come with every request).
+
+        Of a text that ``grows`` at its end, only what was added since a recent one is read.
+        """
         known = self._cache.get(text)
         if known is not None:
             self._cache.move_to_end(text)
             return known
-        ids = self.encode(text)
+        ids = self._encode_grown(text) if grows else self.encode(text)
         self._cache[text] = ids
         self._cached_chars += len(text)
         while self._cached_chars > _CACHED_CHARS and len(self._cache) > 1:
             dropped, _ = self._cache.popitem(last=False)
             self._cached_chars -= len(dropped)
         return ids
+
+    def _encode_grown(self, text: str) -> list[int]:
+        """`encode`, going on from the longest known beginning of the text."""
+        known = (begun for begun in self._beginnings if text.startswith(begun[0]))
+        _, cut, before = max(known, key=lambda begun: begun[1], default=("", 0, []))
+        lead = _SENTINEL if self._guard else ""
+        encoding = self._plain.encode(lead + text[cut:], add_special_tokens=False)
+        ids = encoding.ids[len(self._guard) :]
+        border = max((m.end() for m in _BORDER.finditer(text, cut)), default=0)
+        starts = [start + cut - len(lead) for start, _ in encoding.offsets[len(self._guard) :]]
+        at = bisect_left(starts, border)
+        if border and starts[at : at + 1] == [border]:
+            # Two more characters must be the same, so that the border is one in the longer text, too.
+            self._beginnings.append((text[: border + 2], border, [*before, *ids[:at]]))
+        return [*before, *ids]
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw prompt, control tokens spelled in it included (the OpenAI dialects need that)."""
