@@ -27,8 +27,11 @@ the text. `--dry-run` runs all of it with tiny models on a CPU; its figures then
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -52,27 +55,34 @@ BARS = {"one_token_over_floor": 1.25, "wide_over_one_token": 1.3, "outside_ms": 
 def run_section(name: str, limit: float, keep: Callable[[str, Any], None]) -> str:
     """Run a section in a process of its own, keep its figures as they come, and say what went wrong."""
     command = [sys.executable, __file__, *sys.argv[1:], "--section", name, "--seconds", str(0.9 * limit)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    timer = threading.Timer(limit, child.kill)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    child = subprocess.Popen(command, start_new_session=True, **pipes)
     errors: list[str] = []
-    assert child.stdout is not None and child.stderr is not None
-    stderr = child.stderr
-    reader = threading.Thread(target=lambda: errors.append(stderr.read()), daemon=True)
-    timer.start()
-    reader.start()
-    try:
-        for line in child.stdout:
+
+    def read(stream: Any) -> None:
+        for line in stream:
             if line.startswith(MARK):
                 keep(*json.loads(line[len(MARK) :]))
             else:
                 print(line, end="", flush=True)
-        code = child.wait()
+
+    readers = [
+        threading.Thread(target=read, args=(child.stdout,), daemon=True),
+        threading.Thread(target=lambda: errors.extend(child.stderr or ()), daemon=True),
+    ]
+    for reader in readers:
+        reader.start()
+    code: int | None = None
+    try:
+        code = child.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        pass
     finally:
-        late = not timer.is_alive()
-        timer.cancel()
-        child.kill()
-    reader.join(5)
-    if late and code:
+        with contextlib.suppress(ProcessLookupError):  # compilers' workers go with it: they hold its pipes
+            os.killpg(child.pid, signal.SIGKILL)
+        for reader in readers:
+            reader.join(5)
+    if code is None:
         return f"stopped after {limit:.0f} s: {last_lines(errors)}"
     return "" if code == 0 else f"exit {code}: {last_lines(errors)}"
 

@@ -22,7 +22,7 @@ from retrieve_spec.decoding.captured_pass import CapturedPass
 from retrieve_spec.decoding.pass_mask import PassMask, visibility_bits
 from retrieve_spec.decoding.slab import Slab
 from retrieve_spec.decoding.static_cache import PreallocatedCache
-from retrieve_spec.decoding.tree_attention import LayerRule, attend_triton, has_triton
+from retrieve_spec.decoding.tree_attention import LayerRule, attend_triton, why_not_triton
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class GraphedPasses:
     ) -> None:
         self.cache = cache
         self._captured, self._capture = captured, capture
-        self._triton = has_triton() and captured.device.type == "cuda" if triton is None else triton
+        self._triton = not why_not_triton(captured.device.type) if triton is None else triton
         self._made: dict[int, BucketPass] = {}
         self._bytes = 0
         self.captures = 0
@@ -244,7 +244,7 @@ class GraphedPasses:
         before = _gpu_bytes(self._captured.device)
         try:
             made = self._made[size] = BucketPass(self._captured, self.cache, size, self._capture, self._triton)
-        except (RuntimeError, torch.OutOfMemoryError) as error:  # CUDA refuses what it cannot record
+        except Exception as error:  # CUDA refuses what it cannot record, Triton what it cannot compile
             self.problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             logger.warning("passes run without CUDA graphs: recording %d rows failed (%s)", size, self.problem)
             return None

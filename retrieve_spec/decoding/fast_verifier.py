@@ -21,7 +21,7 @@ from retrieve_spec.decoding.interface import ModelInterface, input_device
 from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
 from retrieve_spec.decoding.probe import Finding, check_verifier
 from retrieve_spec.decoding.static_cache import PreallocatedCache, cache_windows, why_not_preallocated
-from retrieve_spec.decoding.tree_attention import attend, has_triton
+from retrieve_spec.decoding.tree_attention import attend, why_not_triton
 from retrieve_spec.decoding.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
@@ -258,7 +258,7 @@ def try_build(
 
 def _fuses(model: Any) -> bool:
     """Whether GPU kernels stand in for what the model does to rows."""
-    return PASS.fused_rows and input_device(model).type == "cuda" and model.dtype.itemsize == 2 and has_triton()
+    return PASS.fused_rows and model.dtype.itemsize == 2 and not why_not_triton(input_device(model).type)
 
 
 def _try_recording(

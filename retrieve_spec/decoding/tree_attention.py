@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional
 
 from retrieve_spec.config import AUTO, PASS
-from retrieve_spec.decoding.pass_mask import PassMask
+from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def choose_backend(mask: PassMask, rule: LayerRule, width: int, value_width: int
         if not why:
             return PASS.attention
         _say_once(f"attention {PASS.attention!r} is not used: {why}")
-    if mask.device.type == "cuda" and has_triton() and width == value_width <= 256:
+    if mask.device.type == "cuda" and width == value_width <= 256 and not why_not_triton("cuda"):
         return "triton"
     if rule.softcap or rule.sinks is not None or mask.device.type != "cpu" or not (mask.fits or rule.window):
         return "split"
@@ -75,11 +75,9 @@ def why_not_backend(backend: Backend, device: str, rule: LayerRule, plain_heads:
     `plain_heads`: keys and values of one width, 256 at most.
     """
     if backend == "triton":
-        if not has_triton():
-            return "triton is not installed"
-        if device != "cuda":
-            return f"the kernel runs on a GPU, the model on {device}"
-        return "" if plain_heads else "keys and values differ in width, or are wider than 256"
+        return why_not_triton(device) or (
+            "" if plain_heads else "keys and values differ in width, or are wider than 256"
+        )
     if backend == "masked" and (rule.softcap or rule.sinks is not None):
         return "the layer caps its scores or has sinks"
     if backend == "flex":
@@ -96,8 +94,26 @@ def _say_once(message: str) -> None:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether the GPU kernel can be compiled."""
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def why_not_triton(device: str) -> str:
+    """Why the GPU kernel cannot be used on a kind of device, tried once on a small input; empty when it can."""
+    if not has_triton():
+        return "triton is not installed"
+    if device != "cuda":
+        return f"the kernel runs on a GPU, the model on {device}"
+    mask = PassMask(1, torch.float16, torch.device(device))
+    mask.set(1, visible_rows(1, None), row_depths(1, None))
+    try:
+        states = torch.ones((1, 1, 2, 16), dtype=torch.float16, device=device)
+        wrong = float((attend_triton(states[:, :, 1:], states, states, mask, LayerRule(1.0)) - 1.0).abs().max())
+    except Exception as error:  # whatever the compiler raises: other backends compute the same
+        lines = str(error).strip().splitlines()
+        return f"triton does not compile here ({type(error).__name__}: {lines[0][:160] if lines else ''})"
+    return "" if wrong < 1e-2 else f"triton computes something else here (off by {wrong:.2g})"
 
 
 def attend(

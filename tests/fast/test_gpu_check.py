@@ -83,3 +83,20 @@ def test_parts_behind_the_end_of_the_time_are_not_begun(
     assert [name for name, _ in lines] == ["one", "two", "three"]
     assert lines[0][1] == 1
     assert "ZeroDivisionError" in lines[1][1]["error"] and "no time left" in lines[2][1]["error"]
+
+
+def test_a_section_that_hangs_is_stopped_with_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it found before is kept; a worker that holds its pipes does not hold up the sections behind it."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import gpu_check
+
+    worker = "import time; time.sleep(60)"
+    script = f"import subprocess, sys, time; print({gpu_check.MARK!r} + '[1, 2]', flush=True)\n"
+    script += f"subprocess.Popen([sys.executable, '-c', {worker!r}]); time.sleep(60)"
+    started = gpu_check.subprocess.Popen
+    monkeypatch.setattr(
+        gpu_check.subprocess, "Popen", lambda command, **rest: started([sys.executable, "-c", script], **rest)
+    )
+    kept: list[Any] = []
+    assert gpu_check.run_section("kernels", 3.0, lambda *figure: kept.append(figure)).startswith("stopped after 3 s")
+    assert kept == [(1, 2)]

@@ -121,6 +121,28 @@ def test_a_backend_that_cannot_serve_says_why(
     assert f"attention {backend!r} is not used: {reason}" in caplog.text
 
 
+def test_a_gpu_on_which_triton_fails_gets_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here because there is no GPU; tried once, not at every layer."""
+    calls: list[str] = []
+
+    def failing(*_: Any, **__: Any) -> Any:
+        calls.append("tried")
+        raise RuntimeError("no such instruction\nmore")
+
+    monkeypatch.setattr(tree_attention, "has_triton", lambda: True)
+    monkeypatch.setattr(tree_attention, "attend_triton", failing)
+    monkeypatch.setattr(tree_attention, "PassMask", lambda *_: PassMask(1, torch.float16, CPU))
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1, 1, 2, 16))
+    tree_attention.why_not_triton.cache_clear()
+    mask = PassMask(2, torch.float16, CPU)
+    mask.device = torch.device("cuda")
+    for _ in range(3):
+        assert choose_backend(mask, RULES[0], 16, 16) == "split"
+    assert len(calls) == 1
+    assert tree_attention.why_not_triton("cuda") == "triton does not compile here (RuntimeError: no such instruction)"
+    tree_attention.why_not_triton.cache_clear()
+
+
 def test_mask_buffer_is_right_after_any_sequence_of_passes() -> None:
     """The buffer is reused as prefixes and trees change; its prefix columns stay visible."""
     mask = PassMask(2, torch.float32, CPU)
