@@ -9,10 +9,28 @@ from retrieve_spec.sources.automaton import BOUNDARY, SuffixAutomaton
 
 FOLLOWED = 64
 """How much of a prompt's end is matched against the session."""
+LONGEST_LOOP = 64
+"""Tokens of the longest loop that is noticed."""
+
+
+def loop_start(token_ids: NDArray[np.int32]) -> int:
+    """Where a text (n,) begins to say for the third time in a row what it then says to its end; n when it does not.
+
+    Loops of up to 64 tokens are found, the shortest period first.
+    """
+    n = len(token_ids)
+    for period in range(1, min(LONGEST_LOOP, n // 3) + 1):
+        different = np.flatnonzero(token_ids[period:] != token_ids[:-period])
+        begins = int(different[-1]) + 1 if len(different) else 0  # of the part that repeats with this period
+        if n - begins >= 3 * period:
+            return begins + 2 * period
+    return n
 
 
 class SessionMemory:
     """Bounded memory of what was generated before.
+
+    Of a text that ends in a loop the loop is remembered once: a hundred repetitions are no hundred observations.
 
     New texts go to the young automaton; when it holds half the bound it becomes the old one and the old one is
     forgotten. Nothing is ever rebuilt, so remembering costs the same at any size.
@@ -39,13 +57,13 @@ class SessionMemory:
     def remember(self, token_ids: NDArray[np.int32]) -> None:
         """Add one generated text, (n,) int32."""
         half = self.max_tokens // 2
-        if len(self.automata[1]) + len(token_ids) > half and len(self.automata[1]):
+        text = token_ids[: loop_start(token_ids)]
+        if len(self.automata[1]) + len(text) > half and len(self.automata[1]):
             self.automata = [self.automata[1], SuffixAutomaton(1024)]
             self._texts = [self._texts[1], []]
-        kept = np.array(token_ids[max(len(token_ids) - half, 0) :], np.int32)
+        kept = np.array(text[max(len(text) - half, 0) :], np.int32)
         self._texts[1].append(kept)
-        text = np.append(kept, np.int32(BOUNDARY))
-        self.automata[1].extend(text)
+        self.automata[1].extend(np.append(kept, np.int32(BOUNDARY)))
 
     def cursors_after(self, token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
         """(2, 2) int64 (state, matched length) per automaton after a text that is followed, not remembered."""

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from retrieve_spec.sources.session import SessionMemory
+from retrieve_spec.sources.session import LONGEST_LOOP, SessionMemory, loop_start
 
 
 def known(session, text):
@@ -49,3 +51,28 @@ def test_of_a_text_longer_than_the_memory_the_end_is_kept():
     session.remember(np.arange(100, dtype=np.int32))
     assert known(session, list(range(60, 100))) == 20
     assert known(session, [50]) == 0
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(0, 30)
+)
+def test_where_a_loop_begins(before, period, length):
+    text = before + [period[i % len(period)] for i in range(length)]
+    n = len(text)
+    expected = n
+    for p in range(1, n // 3 + 1):
+        begins = [b for b in range(n - 3 * p + 1) if all(text[i] == text[i + p] for i in range(b, n - p))]
+        if begins:
+            expected = begins[0] + 2 * p
+            break
+    assert loop_start(np.array(text, np.int32)) == expected
+
+
+def test_a_loop_is_remembered_once():
+    beginning, loop = np.arange(100, 120, dtype=np.int32), np.arange(5, dtype=np.int32)
+    session = SessionMemory(1000)
+    session.remember(np.concatenate([beginning, np.tile(loop, 40), loop[:3]]))
+    assert len(session) == 20 + 2 * 5
+    session.remember(np.concatenate([beginning, np.tile(loop, 2)]))
+    assert len(session) == 60, "twice is no loop"
+    assert loop_start(np.arange(LONGEST_LOOP * 3 + 3, dtype=np.int32) % (LONGEST_LOOP + 1)) == LONGEST_LOOP * 3 + 3
