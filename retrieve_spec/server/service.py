@@ -9,7 +9,8 @@ from typing import Any
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.engine import Engine
-from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts, find_format, missing_tokens
+from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
+from retrieve_spec.server.fim_formats import find_format, missing_tokens
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Task
 from retrieve_spec.server.memory import Memory

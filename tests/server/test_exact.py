@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import retrieve_spec.server.fim as sample
+import retrieve_spec.server.lsp as sample
+from retrieve_spec.server.fim import stable_tail
 from retrieve_spec.server.schemas import InfillRequest
 from retrieve_spec.server.service import Caller
 
@@ -80,7 +81,7 @@ def test_typing_on_reuses_the_prefix(reference_live):
     shares = []
     for typed in range(12):
         answer = reference_live.post("/infill", body(CUTS[2] + typed, n_predict=8)).json()
-        prefix = len(service.codec.encode(sample.stable_tail(SOURCE[: CUTS[2] + typed], 768 * 3)))
+        prefix = len(service.codec.encode(stable_tail(SOURCE[: CUTS[2] + typed], 768 * 3)))
         if typed:
             shares.append(answer["timings"]["cache_n"] / prefix)
     assert min(shares) >= 0.9
