@@ -57,6 +57,7 @@ def create_app(
         route("/completion", h.completion, "POST"),
         route("/completions", h.completion, "POST"),
         route("/v1/completions", h.completions, "POST"),
+        route("/v1/fim/completions", h.fim, "POST"),
         route("/v1/chat/completions", h.chat, "POST"),
         route("/chat/completions", h.chat, "POST"),
         route("/v1/events", h.events, "POST"),

@@ -24,6 +24,7 @@ from retrieve_spec.server.stream import Stream
 _NO_PINGS = 1 << 20
 _CHAT_TOKENS = 512
 _OPENAI_TOKENS = 16
+_FIM_TOKENS = 128
 _CLIENT_CLOSED = 499
 _SUGGESTIONS = 256
 
@@ -75,6 +76,16 @@ class CompletionHandlers:
         prepared = [self._one(prompt, body, who, wanted) for prompt in prompts]
         return await self._openai(request, body, prepared)
 
+    async def fim(self, request: Request) -> Response:
+        """`POST /v1/fim/completions`: Mistral's dialect, `prompt` and `suffix` in, a chat's answer out."""
+        body = await self._reader.read(request, schemas.OpenAICompletionRequest)
+        if not isinstance(body.prompt, str):
+            raise Refusal(400, '"prompt" must be a string')
+        wanted = _first(body.max_tokens, body.n_predict, _FIM_TOKENS)
+        parts = FimParts(body.prompt, body.suffix or "")
+        prepared = self.service.fill(parts, body, caller(request, body), wanted)
+        return await self._openai(request, body, [prepared], chat=True)
+
     def _one(self, prompt: Any, body: schemas.OpenAICompletionRequest, who: Caller, wanted: int) -> Prepared:
         if body.suffix and isinstance(prompt, str):
             return self.service.fill(FimParts(prompt, body.suffix), body, who, wanted)
@@ -88,7 +99,7 @@ class CompletionHandlers:
         wanted = _first(body.max_completion_tokens, body.max_tokens, body.n_predict, _CHAT_TOKENS)
         who = caller(request, body)
         prepared = self.service.raw(ids, body, who if who.explicit else Caller(who.scope), wanted)
-        return await self._openai(request, body, [prepared])
+        return await self._openai(request, body, [prepared], chat=True)
 
     async def _tabby(self, request: Request, body: schemas.TabbyRequest) -> Response:
         prepared = self.service.tabby(body, caller(request, body))
@@ -141,10 +152,12 @@ class CompletionHandlers:
         request: Request,
         body: schemas.OpenAICompletionRequest | schemas.ChatRequest,
         prepared: Sequence[Prepared],
+        *,
+        chat: bool = False,
     ) -> Response:
         answer = wire.OpenAIAnswer(
             self.service.name,
-            chat=isinstance(body, schemas.ChatRequest),
+            chat=chat,
             predicted=prepared[0].predicted_tokens,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
         )

@@ -19,6 +19,11 @@ _POSTS: dict[str, tuple[str, tuple[type[BaseModel], ...], tuple[int, ...]]] = {
         (schemas.OpenAICompletionRequest, schemas.TabbyRequest),
         (501,),
     ),
+    "/v1/fim/completions": (
+        "Text between a prompt and a suffix, answered like a chat (Mistral's dialect).",
+        (schemas.OpenAICompletionRequest,),
+        (501,),
+    ),
     "/v1/chat/completions": ("Chat completions, with predicted outputs.", (schemas.ChatRequest,), ()),
     "/v1/events": ("What became of a Tabby suggestion.", (schemas.TabbyEvent,), ()),
     "/tokenize": ("Text as token ids.", (schemas.TokenizeRequest,), ()),
@@ -32,7 +37,7 @@ _GETS = {
     "/props": "Context length and defaults.",
     "/v1beta/server_setting": "Settings for Tabby's clients.",
 }
-_WORKING = ("/infill", "/completion", "/v1/completions", "/v1/chat/completions")
+_WORKING = ("/infill", "/completion", "/v1/completions", "/v1/fim/completions", "/v1/chat/completions")
 
 
 @lru_cache(maxsize=1)
