@@ -18,6 +18,12 @@ from retrieve_spec.config import MAX_NODES
 @click.option(
     "--nodes", type=click.IntRange(1, MAX_NODES), default=60, show_default=True, metavar="N", help="Nodes per pass."
 )
+@click.option(
+    "--node-cost",
+    type=click.FloatRange(min=0.0),
+    metavar="C",
+    help="A node adds C of a pass without drafts: auto sizes its drafts by it, and the speed-up is reported.",
+)
 @click.option("--store", "stores", multiple=True, metavar="DIR", help="A datastore to draft from; can be repeated.")
 @click.option("--session", is_flag=True, help="Remember the answers of earlier rows and draft from them.")
 @click.option(
@@ -49,6 +55,7 @@ def replay(**options: Any) -> None:
             options["tokenizer"],
             draft=options["draft"],
             nodes=options["nodes"],
+            node_cost=options["node_cost"],
             stores=options["stores"],
             session=options["session"],
             without=options["without"],
@@ -65,6 +72,8 @@ def replay(**options: Any) -> None:
         f"{result['tokens_per_pass']:.3f} tokens per pass (expected {result['expected_tokens_per_pass']:.3f}) over "
         f"{result['tokens']:,} tokens, {result['nodes_per_pass']:.1f} nodes per pass"
     )
+    if "speedup" in result:
+        click.echo(f"{result['speedup']:.2f} times as fast as one token per pass, by what nodes cost")
     click.echo(
         f"propose {result['propose_us']['p50']:.0f} µs p50, {result['propose_us']['p99']:.0f} µs p99; "
         f"observe {result['observe_us']['p50']:.0f} µs p50, {result['observe_us']['p99']:.0f} µs p99"

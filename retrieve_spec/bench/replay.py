@@ -126,11 +126,15 @@ class Replay:
         Anything that fulfils the `Drafter` door and can `feed`.
     nodes
         Draft nodes per pass at most.
+    node_cost
+        What a node adds to a pass, as a share of a pass without drafts; drafts are sized by it. None fills the nodes.
     """
 
-    def __init__(self, drafter: FeedingDrafter, nodes: int = 60) -> None:
+    def __init__(self, drafter: FeedingDrafter, nodes: int = 60, node_cost: float | None = None) -> None:
         self.drafter = drafter
         self.nodes = nodes
+        self.node_cost = node_cost
+        self._cost = None if node_cost is None else (1.0 + node_cost * np.arange(nodes + 1)).astype(np.float32)
         self.by_task: dict[str, Tally] = defaultdict(Tally)
         self.propose_us: list[float] = []
         self.observe_us: list[float] = []
@@ -155,7 +159,7 @@ class Replay:
         at = 0
         while at < len(output):
             began = time.perf_counter()
-            tree = self.drafter.propose(Budget(self.nodes, len(output) - at))
+            tree = self.drafter.propose(Budget(self.nodes, len(output) - at, self._cost))
             proposed = time.perf_counter()
             path = walk(tree, output[at:])
             emitted = output[at : at + len(path) + 1]
@@ -178,7 +182,9 @@ class Replay:
         for tally in self.by_task.values():
             total.add(tally)
         passes = max(total.passes, 1)
+        took = passes + (self.node_cost or 0.0) * total.nodes
         return {
+            **({} if self.node_cost is None else {"speedup": total.tokens / took}),
             "tokens_per_pass": total.tokens / passes,
             "nodes_per_pass": total.nodes / passes,
             "passes": total.passes,
@@ -226,6 +232,7 @@ def replay_trace(
     *,
     draft: str = "auto",
     nodes: int = 60,
+    node_cost: float | None = None,
     stores: Sequence[str | Path] = (),
     session: bool = False,
     without: Sequence[str] = (),
@@ -241,7 +248,9 @@ def replay_trace(
     tokenizer
         The tokenizer of the model that will answer: a ``tokenizer.json``, a model folder, a hub id or an object.
     draft, nodes
-        Preset and nodes per pass.
+        Preset and nodes per pass at most.
+    node_cost
+        What a node adds to a pass, as a share of a pass without drafts: `auto` then sizes its drafts by it.
     stores
         Folders of datastores to draft from.
     session
@@ -257,7 +266,8 @@ def replay_trace(
     -------
     dict
         `tokens_per_pass`, `nodes_per_pass`, `passes`, `tokens`, `propose_us` and `observe_us` (p50, p99),
-        `expected_tokens_per_pass`, `by_task`, `accepted_by_source`.
+        `expected_tokens_per_pass`, `by_task`, `accepted_by_source`; with `node_cost` also `speedup`: tokens in the time
+        of a pass without drafts, drafting itself not counted.
 
     Raises
     ------
@@ -276,4 +286,4 @@ def replay_trace(
         raise ConfigError(
             "a preset that can be fed text it did not draft", repr(draft), "Replay `auto` or another preset."
         )
-    return Replay(drafter, nodes).run(read_trace(path, encoder, limit), progress)
+    return Replay(drafter, nodes, node_cost).run(read_trace(path, encoder, limit), progress)

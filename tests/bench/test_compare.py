@@ -112,7 +112,7 @@ def test_drafters_that_get_more_out_of_as_few_nodes_are_listed(tools):
 def test_auto_sizes_its_trees_by_what_a_node_costs(tools):
     _, peers, *_ = tools
     row = TraceRow("", ids(*range(40)), [(ids(*range(20), *range(100, 140), *range(20)), True)])
-    cheap, dear = (Replay(peers.Priced(peers.ours("auto"), price), 60).run([row]) for price in (0.01, 0.5))
+    cheap, dear = (Replay(peers.ours("auto"), 60, price).run([row]) for price in (0.01, 0.5))
     assert dear["nodes_per_pass"] < cheap["nodes_per_pass"]
 
 

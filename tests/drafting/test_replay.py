@@ -196,6 +196,16 @@ def test_the_same_replay_gives_the_same_figures(answers):
     assert one["nodes_per_pass"] <= 60 and replay_trace(path, tokenizer, nodes=3)["nodes_per_pass"] <= 3
 
 
+def test_what_a_node_costs_sizes_drafts(answers):
+    path, tokenizer = answers
+    free, cheap, dear = (replay_trace(path, tokenizer, session=True, node_cost=cost) for cost in (0.0, 0.02, 0.5))
+    assert free["tokens_per_pass"] >= cheap["tokens_per_pass"] >= dear["tokens_per_pass"]
+    assert free["nodes_per_pass"] > cheap["nodes_per_pass"] > dear["nodes_per_pass"]
+    assert free["speedup"] == free["tokens_per_pass"]
+    assert cheap["speedup"] == pytest.approx(cheap["tokens"] / (cheap["passes"] * (1 + 0.02 * cheap["nodes_per_pass"])))
+    assert "speedup" not in replay_trace(path, tokenizer)
+
+
 def test_stores_are_drafted_from(answers, make_store, tmp_path):
     path, tokenizer = answers
     store = make_store([list(range(90, 150))])

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peers import GIVEN, KEPT, PEERS, ArcticSuffix, Priced, ours
+from peers import GIVEN, KEPT, PEERS, ArcticSuffix, ours
 from sources import ARCTIC, LLAMA, VLLM, Skipped
 from table import table
 from tokenizers import Tokenizer
@@ -35,7 +35,7 @@ from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.errors import MissingSourceError
 
 FEW_NODES = (8, 16)  # as many as the wider peers draft
-PRICES = (0.02, 0.1, 0.2)  # of a node, as a share of a pass: auto sizes its own trees
+PRICES = {f", a node at {price:.0%}": price for price in (0.02, 0.1, 0.2)}  # of a pass: auto sizes its own trees
 NEED_STORE = ("rest", "hierarchy")
 READ_STORE = ("auto", "sam", "adaptive-trigram", *NEED_STORE)
 WARM_UP_TOKENS = 32
@@ -68,7 +68,7 @@ def drafters(only: list[str], workload: Workload, store: Any) -> dict[str, Facto
     for few in FEW_NODES:
         found[f"ours: auto, {few} nodes"] = found["ours: auto"]
     for price in PRICES:
-        found[f"ours: auto, a node at {price:.0%}"] = lambda price=price: Priced(ours("auto"), price)
+        found[f"ours: auto{price}"] = found["ours: auto"]
     for preset in ("suffix", "auto"):
         found[f"ours: {preset}{KEPT}"] = lambda preset=preset: ours(preset, session=True)
     found[f"suffix-decoding tree, wide{GIVEN}"] = lambda: ArcticSuffix(
@@ -80,12 +80,12 @@ def drafters(only: list[str], workload: Workload, store: Any) -> dict[str, Facto
     return {name: make for name, make in found.items() if not only or any(part in name for part in only)}
 
 
-def measure(make: Factory, rows: list[TraceRow], nodes: int) -> dict[str, Any]:
+def measure(make: Factory, rows: list[TraceRow], nodes: int, price: float | None = None) -> dict[str, Any]:
     """Replay rows through one drafter; kernels are compiled on the beginning of the first."""
     first = TraceRow(rows[0].task, rows[0].prompt, [(rows[0].segments[0][0][:WARM_UP_TOKENS], True)])
     try:
-        Replay(make(), nodes).run([first])
-        return Replay(make(), nodes).run(rows)
+        Replay(make(), nodes, price).run([first])
+        return Replay(make(), nodes, price).run(rows)
     except (Skipped, MissingSourceError) as reason:
         return {"skipped": str(reason)}
 
@@ -100,7 +100,8 @@ def measure_file(path: Path, args: argparse.Namespace, tokenizer: str, bar: Any)
         for name, make in drafters(args.only, workload, store).items():
             bar.set_postfix_str(f"{path.stem}: {name}")
             few = next((n for n in FEW_NODES if name.endswith(f", {n} nodes")), args.nodes)
-            results[name] = measure(make, workload.rows, few)
+            price = next((PRICES[end] for end in PRICES if name.endswith(end)), None)
+            results[name] = measure(make, workload.rows, few, price)
             bar.update()
         return {
             "rows": len(workload.rows),

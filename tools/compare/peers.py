@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from sources import VLLM_NGRAM, VLLM_SUFFIX, Skipped, arctic_folder, dejavuu_reason, llama_file, vllm_file
 
-from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 
@@ -227,29 +226,6 @@ def ours(preset: str, session: bool = False, datastores: Sequence[Any] = ()) -> 
     if drafter.top_k > 0 and preset != "auto":
         raise Skipped("it learns from the model's logits, which a replay does not have")
     return drafter
-
-
-class Priced:
-    """One of ours, told what a node costs, so that it sizes its own trees.
-
-    Parameters
-    ----------
-    drafter
-        It.
-    share
-        Cost of a node as a share of a pass without drafts.
-    """
-
-    def __init__(self, drafter: Any, share: float) -> None:
-        self.drafter = drafter
-        self.cost = (1.0 + share * np.arange(MAX_NODES + 1)).astype(np.float32)
-
-    def propose(self, budget: Budget) -> DraftTree:
-        """Draft as many nodes as pay."""
-        return self.drafter.propose(Budget(budget.max_nodes, budget.max_depth, self.cost[: budget.max_nodes + 1]))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.drafter, name)
 
 
 def chain(token_ids: Ids) -> DraftTree:
