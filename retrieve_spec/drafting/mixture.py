@@ -15,7 +15,7 @@ from retrieve_spec.drafting.asking import Asking
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import expand, learn, levels, order, weights
+from retrieve_spec.kernels import blend, expand, learn, levels, order, weights
 from retrieve_spec.kernels.prediction import LOOKBACK
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
@@ -56,6 +56,7 @@ class _Scratch:
     pool_p: NDArray[np.float32] = field(init=False)
     pool_ids: NDArray[np.int64] = field(init=False)
     heap: NDArray[np.int64] = field(init=False)
+    memory: NDArray[np.int64] = field(init=False)
     nodes: NDArray[np.int64] = field(init=False)
     node_p: NDArray[np.float32] = field(init=False)
 
@@ -66,6 +67,7 @@ class _Scratch:
         self.pool_p = np.empty(pool, np.float32)
         self.pool_ids = np.empty((pool, 3), np.int64)
         self.heap = np.empty(pool, np.int64)
+        self.memory = blend.scratch_memory(self.rows)
         self.nodes = np.empty((MAX_NODES, 4), np.int64)
         self.node_p = np.empty(MAX_NODES, np.float32)
 
@@ -276,6 +278,7 @@ class MixtureDrafter:
             s.pool_p,
             s.pool_ids,
             s.heap,
+            s.memory,
             s.nodes,
             s.node_p,
         )
@@ -396,6 +399,7 @@ class MixtureDrafter:
             self.config.min_path_probability,
             emitted,
             self._learn_every(),
+            self._scratch.memory,
         )
         self._choose_sources()
         self._learned += len(emitted)

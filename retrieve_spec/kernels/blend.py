@@ -15,20 +15,25 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.levels import (
+    CLOSED,
     NUMBER,
     READ_LIMIT,
     TAIL,
     context_hashes,
     evidence,
+    look_up,
     next_level,
     open_row,
     read_level,
 )
+from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
 from retrieve_spec.kernels.weights import cell_of, level_weight, multiplied, odds_of, prior_weight, recency_weight
 
 MAX_LEVELS = 24
 MAX_CANDIDATES = 160
 HASH = 512
+_LEVELS, _CANDIDATES = 5 * MAX_LEVELS, 3 * MAX_CANDIDATES
+"""Words of scratch for levels (4 integers and a weight each) and for candidates (3 words each)."""
 MASS_FLOOR = 0.01
 """Mass below which learning stops reading levels."""
 
@@ -62,22 +67,34 @@ class Scratch(NamedTuple):
     share: NDArray[np.float32]
 
 
+def scratch_memory(rows: int) -> NDArray[np.int64]:
+    """Memory for the scratch of a table of so many sources."""
+    return np.zeros(_LEVELS + _CANDIDATES + HASH + 2 * rows + 2 * TAIL + 2 * READ_LIMIT, np.int64)
+
+
 @njit(cache=True, nogil=True)
-def new_scratch(rows: int) -> Scratch:
-    """Scratch for a table of so many sources."""
+def open_scratch(memory: NDArray[np.int64], rows: int) -> Scratch:
+    """Lay the arrays of a scratch over its memory, which the caller holds."""
+    memory[:] = 0
+    levels = np.int64(memory.ctypes.data)
+    candidates = levels + 8 * _LEVELS
+    slots = candidates + 8 * _CANDIDATES
+    open_levels = slots + 8 * HASH
+    hashes = open_levels + 16 * rows
+    read = hashes + 16 * TAIL
     return Scratch(
-        np.empty((MAX_LEVELS, 4), np.int64),
-        np.empty(MAX_LEVELS, np.float32),
-        np.empty(MAX_CANDIDATES, np.int32),
-        np.empty(MAX_CANDIDATES, np.float32),
-        np.empty(MAX_CANDIDATES, np.int64),
-        np.zeros(HASH, np.int64),
-        np.empty((rows, 2), np.int64),
-        np.empty((2, TAIL), np.uint64),
-        np.empty(READ_LIMIT, np.int32),
-        np.empty(READ_LIMIT, np.int32),
-        np.empty(READ_LIMIT, np.float32),
-        np.empty(MAX_CANDIDATES, np.float32),
+        view_i64_rows(levels, MAX_LEVELS, 4),
+        view_f32(levels + 32 * MAX_LEVELS, MAX_LEVELS),
+        view_i32(candidates, MAX_CANDIDATES),
+        view_f32(candidates + 4 * MAX_CANDIDATES, MAX_CANDIDATES),
+        view_i64(candidates + 8 * MAX_CANDIDATES, MAX_CANDIDATES),
+        view_i64(slots, HASH),
+        view_i64_rows(open_levels, rows, 2),
+        view_u64_rows(hashes, 2, TAIL),
+        view_i32(read, READ_LIMIT),
+        view_i32(read + 4 * READ_LIMIT, READ_LIMIT),
+        view_f32(read + 8 * READ_LIMIT, READ_LIMIT),
+        view_f32(candidates + 16 * MAX_CANDIDATES, MAX_CANDIDATES),
     )
 
 
@@ -132,6 +149,9 @@ def collect_levels(
         if best < 0:
             break
         handle = open_levels[best, 0]
+        if handle == CLOSED:
+            open_levels[best, 0], open_levels[best, 1] = look_up(table, best, hashes, length)
+            continue
         total, distinct = evidence(table, best, cursors, base + best, handle)
         source = table[best, NUMBER]
         cell = cell_of(source, length, total, distinct)

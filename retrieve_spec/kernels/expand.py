@@ -10,7 +10,7 @@ from retrieve_spec.kernels.blend import (
     MASS_FLOOR,
     blend,
     collect_levels,
-    new_scratch,
+    open_scratch,
 )
 from retrieve_spec.kernels.levels import (
     CURSOR,
@@ -20,6 +20,7 @@ from retrieve_spec.kernels.levels import (
     advance_row,
 )
 from retrieve_spec.kernels.sampling import noise_key, uniform
+from retrieve_spec.kernels.views import borrowed
 from retrieve_spec.kernels.weights import NUM_SOURCES
 
 NEGLIGIBLE = 0.2
@@ -162,6 +163,7 @@ def expand(
     pool_p: NDArray[np.float32],
     pool_ids: NDArray[np.int64],
     heap: NDArray[np.int64],
+    memory: NDArray[np.int64],
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
 ) -> tuple[int, int]:
@@ -179,6 +181,8 @@ def expand(
         ((max_nodes + 1) · s, CURSOR) int64 and (max_nodes + 1, TAIL) int32 scratch; the root's come first.
     pool_p, pool_ids, heap
         (c,) float32, (c, 3) int64 (token, parent, source row), (c,) int64 scratch for candidates.
+    memory
+        `blend.scratch_memory` of the table's rows.
     nodes, node_p
         Output: (max_nodes, 4) int64 (token, parent, depth, source row) in best-first order, (max_nodes,) float32.
 
@@ -188,7 +192,10 @@ def expand(
         Nodes worth verifying (a prefix of those grown), nodes grown.
     """
     rows = len(table)
-    scratch = new_scratch(rows)
+    table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
+    cells, scale, trust = borrowed(cells), borrowed(scale), borrowed(trust)
+    pool_p, pool_ids, heap = borrowed(pool_p), borrowed(pool_ids), borrowed(heap)
+    scratch = open_scratch(memory, rows)
     tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
     stamp = 0
     for s in range(rows):

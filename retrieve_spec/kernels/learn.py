@@ -7,7 +7,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton, ngram, trie
-from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, new_scratch
+from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, open_scratch
 from retrieve_spec.kernels.expand import _bin, couple
 from retrieve_spec.kernels.levels import (
     AUTOMATON,
@@ -29,7 +29,7 @@ from retrieve_spec.kernels.levels import (
     states_of,
 )
 from retrieve_spec.kernels.sampling import noise_key
-from retrieve_spec.kernels.views import view_f32, view_i32, view_slots, view_u32
+from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_slots, view_u32
 from retrieve_spec.kernels.weights import CELL_MEMORY, NUM_SOURCES, adapt, multiplied, odds_of, recency_weight
 
 SCALE_MEMORY = 1000.0
@@ -173,6 +173,7 @@ def learn(
     min_p: float,
     emitted: NDArray[np.int32],
     every: int,
+    memory: NDArray[np.int64],
 ) -> None:
     """Follow the emitted tokens with all cursors and learn at every position; cursors and tail end after the last.
 
@@ -181,10 +182,15 @@ def learn(
     every
         Stores are read at one position of so many, chosen by its number in the text (``tail_len`` is that of the
         first), whatever came there: nothing is favoured. At the others the rest learns without them.
+    memory
+        `blend.scratch_memory` of the table's rows.
     """
-    scratch = new_scratch(len(table))
-    adapted = trust.copy()
+    scratch = open_scratch(memory, len(table))
+    moving = trust.copy()
+    adapted = borrowed(moving)
     moved = np.empty((1, CURSOR), np.int64)
+    table, cursors, cells = borrowed(table), borrowed(cursors), borrowed(cells)
+    scale, trust, use = borrowed(scale), borrowed(trust), borrowed(use)
     resting = table[:, RESTING].copy()
     for i in range(len(emitted)):
         token = emitted[i]
@@ -205,4 +211,4 @@ def learn(
             tail[0, j] = tail[0, j - 1]
         tail[0, 0] = token
     table[:, RESTING] = resting
-    trust[:] = adapted
+    trust[:] = moving

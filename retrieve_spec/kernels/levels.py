@@ -17,6 +17,7 @@ from retrieve_spec.kernels import automaton, ngram, recycling, trie
 from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_find, ngram_hash
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
 from retrieve_spec.kernels.views import (
+    prefetch,
     view_f32,
     view_i32,
     view_i64,
@@ -37,6 +38,8 @@ CURSOR = 4
 """Integers per cursor."""
 TAIL = 8
 """How many of the newest tokens every node knows."""
+CLOSED = -2
+"""Handle of a level that was not looked up yet."""
 READ_LIMIT = 32
 """Continuations read per level, most recent or most frequent first."""
 
@@ -94,7 +97,11 @@ def dense_length(similarity: NDArray[np.float32], spans: NDArray[np.int32], lo: 
 def open_row(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, hashes: NDArray[np.uint64], tail_len: int
 ) -> tuple[int, int]:
-    """(handle, match length) of a source's longest level; length -1 when it has none."""
+    """(handle, match length) of a source's longest level; length -1 when it has none.
+
+    An n-gram table is not looked into yet (each look misses every cache): the handle is `CLOSED`, the length the
+    longest it can be.
+    """
     if table[s, RESTING] == 1:
         return np.int64(0), np.int64(-1)
     if table[s, KIND] == AUTOMATON:
@@ -103,7 +110,8 @@ def open_row(
         inside = cursors[c, 1] >= 0 and cursors[c, 0] < table[s, 3]
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
     if table[s, KIND] == NGRAM:
-        return _ngram_level(table, s, hashes, min(tail_len, table[s, 10]))
+        longest = np.int64(min(tail_len, table[s, 10]))
+        return CLOSED, longest if longest > 0 else np.int64(-1)
     if table[s, KIND] == EXACT:
         found = cursors[c, 2] >= table[s, 10] and cursors[c, 0] < cursors[c, 1]
         return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
@@ -133,6 +141,14 @@ def _ngram_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], o
             return np.int64(slot), np.int64(order)
         order -= 1
     return np.int64(0), np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def look_up(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
+    """Open the longest level of an n-gram table, of at most ``order`` tokens."""
+    for i in range(order):  # all slots at once: they lie far apart, and one after the other each would be waited for
+        prefetch(table[s, 2] + ngram.SLOT_BYTES * ngram.home(hashes[0, i], table[s, 3]))
+    return _ngram_level(table, s, hashes, order)
 
 
 @njit(cache=True, nogil=True)
@@ -227,6 +243,9 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
         return seen, np.int64(distinct)
     if table[s, KIND] == NGRAM:
         slots = view_slots(table[s, 2], table[s, 3])
+        first = np.int64(slots[handle, ngram.START])
+        prefetch(table[s, 7] + table[s, 11] * first)  # the level is read later, if at all
+        prefetch(table[s, 8] + 4 * first)
         return np.int64(slots[handle, ngram.TOTAL]), ngram.ngram_distinct(slots, handle)
     if table[s, KIND] == EXACT:
         return cursors[c, 1] - cursors[c, 0], np.int64(

@@ -24,6 +24,7 @@ MAX_ORDER = 5
 KEY, TOTAL, START, EXTENT = 0, 1, 2, 3
 SLOT = 4
 """Integers per slot."""
+SLOT_BYTES = 16
 _HALF = 0xFFFF
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
@@ -62,7 +63,7 @@ def ngram_hash(h, token):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _home(h, capacity):  # type: ignore[no-untyped-def]
+def home(h, capacity):  # type: ignore[no-untyped-def]
     """Slot at which the search for a hash begins."""
     return np.int64(((np.uint64(h) >> _32) * np.uint64(capacity)) >> _32)
 
@@ -81,7 +82,7 @@ def ngram_find(slots, h):  # type: ignore[no-untyped-def]
     """
     capacity = len(slots)
     fingerprint = np.uint32(max(np.uint64(h) & _LOW, _ONE))
-    slot = _home(h, capacity)
+    slot = home(h, capacity)
     while slots[slot, KEY] != 0:
         if slots[slot, KEY] == fingerprint:
             return slot
@@ -184,7 +185,7 @@ def insert_contexts(  # type: ignore[no-untyped-def]
             for j in range(order - 1, -1, -1):
                 h = ngram_hash(h, to_global[tokens[at + j]])
             if ngram_find(slots, h) < 0:
-                slot = _home(h, len(slots))
+                slot = home(h, len(slots))
                 while slots[slot, KEY] != 0:
                     slot = slot + 1 if slot + 1 < len(slots) else 0
                 slots[slot, KEY] = np.uint32(max(h & _LOW, _ONE))

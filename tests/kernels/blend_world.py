@@ -11,7 +11,7 @@ from naive_automaton import BOUNDARY, NaiveText
 from naive_recycling import NaiveTable
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.kernels import expand, learn, levels, order, weights
+from retrieve_spec.kernels import blend, expand, learn, levels, order, weights
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
@@ -54,6 +54,7 @@ class World:
             np.empty(pool, np.float32),
             np.empty((pool, 3), np.int64),
             np.empty(pool, np.int64),
+            blend.scratch_memory(rows),
             nodes,
             node_p,
         )
@@ -76,6 +77,7 @@ class World:
             min_p,
             np.array(emitted, np.int32),
             every,
+            blend.scratch_memory(len(self.table)),
         )
         return tail, trust
 

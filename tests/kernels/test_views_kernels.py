@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from numba import njit
@@ -42,3 +44,30 @@ def test_rows_are_in_place():
     array = np.zeros((3, 4), np.int32)
     write(array.ctypes.data, 3, 4)
     assert array[1, 2] == 9 and array.sum() == 9
+
+
+@njit
+def write_through(array):
+    views.prefetch(array.ctypes.data)
+    views.borrowed(array)[1, 0] = 7
+    return views.borrowed(array).sum()
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, np.uint16])
+def test_a_borrowed_array_is_the_array_and_no_reference(dtype):
+    array = np.arange(6).reshape(3, 2).astype(dtype)
+    before = sys.getrefcount(array)
+    assert write_through(array) == 15 - 2 + 7
+    assert array[1, 0] == 7
+    assert sys.getrefcount(array) == before
+
+
+@njit
+def rows_of(address, rows, width):
+    return views.view_i64_rows(address, rows, width).copy(), views.view_u64_rows(address, rows, width).copy()
+
+
+def test_rows_of_words():
+    array = np.arange(6).reshape(3, 2)
+    for seen in rows_of(array.ctypes.data, 3, 2):
+        assert seen.tolist() == array.tolist()
