@@ -45,13 +45,14 @@ class Calibration:
         (2 · NUM_SOURCES, SCALE_BINS + 1, 2) float32: hits and summed probability per log-odds bin, for greedy
         decoding and then for sampling with known noise.
     drafts
-        (2, 2) float32: draft tokens accepted and expected, greedy and with known noise; old ones fade.
+        Draft tokens accepted and expected, greedy and with known noise; old ones fade. Plain numbers: two are changed
+        per pass, and arrays would take longer.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.cells: NDArray[np.float32] = np.zeros((CELLS, 4), np.float32)
         self.scale: NDArray[np.float32] = np.zeros((2 * NUM_SOURCES, SCALE_BINS + 1, 2), np.float32)
-        self.drafts: NDArray[np.float32] = np.zeros((2, 2), np.float32)
+        self.drafts = [[0.0, 0.0], [0.0, 0.0]]
         self.path = None if path is None else Path(path)
         self._requests = 0
         if self.path is not None and self.path.exists():
@@ -63,16 +64,18 @@ class Calibration:
         The probability of a token is calibrated where the text went, that of a path is a product over places where it
         may never go. The difference is learned here, from drafts as a whole.
         """
-        accepted, expected = map(float, self.drafts[int(noise)])
+        accepted, expected = self.drafts[noise]
         return min(max((accepted + _DRAFT_PRIOR) / (expected + _DRAFT_PRIOR), _PROMISES[0]), _PROMISES[1])
 
     def drafted(self, expected: float, accepted: int, noise: bool) -> None:
         """Learn what became of a draft: tokens that it promised, `promise` included, and tokens accepted."""
         if expected <= 0.0:
             return
-        known = self.drafts[int(noise)]
-        known += accepted, expected / self.promise(noise)
-        known *= min(_DRAFT_MEMORY / known[1], 1.0)
+        known = self.drafts[noise]
+        total = known[1] + expected / self.promise(noise)
+        fade = min(_DRAFT_MEMORY / total, 1.0)
+        known[0] = (known[0] + accepted) * fade
+        known[1] = total * fade
 
     def keep(self) -> None:
         """Count a request, and write the tables to `path` (if there is one) after the first and every 16th."""
@@ -86,7 +89,10 @@ class Calibration:
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             with open(partial, "wb") as file:
-                np.save(file, np.concatenate([table.ravel() for table in self._tables]))
+                np.save(
+                    file,
+                    np.concatenate([self.cells.ravel(), self.scale.ravel(), np.ravel(self.drafts)], dtype=np.float32),
+                )
             os.replace(partial, target)
         except OSError as error:  # a full disk or a store that became read-only must not end a generation
             logger.warning("calibration is not kept: %s", error)
@@ -107,13 +113,10 @@ class Calibration:
             raise _damaged(path, f"{flat.dtype} of shape {flat.shape}")
         if not np.isfinite(flat).all() or (flat < 0).any():
             raise _damaged(path, "entries that are no counts")
-        for table in self._tables:
-            table[:] = flat[: table.size].reshape(table.shape)
-            flat = flat[table.size :]
-
-    @property
-    def _tables(self) -> tuple[NDArray[np.float32], ...]:
-        return self.cells, self.scale, self.drafts
+        cells, scale, drafts = np.split(flat, [self.cells.size, self.cells.size + self.scale.size])
+        self.cells[:] = cells.reshape(self.cells.shape)
+        self.scale[:] = scale.reshape(self.scale.shape)
+        self.drafts = drafts.reshape(2, 2).tolist()
 
 
 def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibration:

@@ -133,11 +133,13 @@ class MixtureDrafter:
         self._hidden: NDArray[np.float32] | None = None
         self._comparison: _Comparison | None = None
         self._pace: float | None = None
+        self._proposed = 0, 0.0
         self.top_k = self.recycling.k if self.recycling else 0
         self._scratch = _Scratch(1)
         self._history: list[NDArray[np.int32]] = []
         self._fresh: list[NDArray[np.int32]] = []
         self._rest = self._misses = self._catches = self._learned = 0
+        self._rests = False
         self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
         self._noise_offset = 0
         self._trust: NDArray[np.float64] = np.empty((weights.NUM_SOURCES, 1 + weights.LENGTH_CLASSES, 2))
@@ -203,6 +205,8 @@ class MixtureDrafter:
 
     def _follow_stores(self, token_ids: NDArray[np.int32], roots: NDArray[np.int64]) -> None:
         """Move the stores' longest-match cursors from where they were before the tokens to after them."""
+        if not len(roots) and self.prediction is None:
+            return
         self._window = np.concatenate([self._window, token_ids])[-order.MATCH - len(token_ids) :]
         for i in range(len(roots)):
             order.follow_exact(self._table, self._exact_row + i, roots, i, self._window, len(token_ids))
@@ -250,10 +254,12 @@ class MixtureDrafter:
         if self.dense is not None:
             self._ask(cost, limit, depth)
         n = self._grow(cost, limit, depth)
+        expected = float(s.node_p[:n].sum())
         if budget.cost is not None:
             self._misses = 0 if n else self._misses + 1
             self._rest = min(self._misses // 2, _LONGEST_REST)
-            self._pace = float(budget.cost[n]) / (1.0 + float(s.node_p[:n].sum()))
+            self._pace = float(budget.cost[n]) / (1.0 + expected)
+        self._proposed = n, expected
         return self._tree(n)
 
     def _grow(self, cost: NDArray[np.float32], limit: int, depth: int) -> int:
@@ -366,7 +372,10 @@ class MixtureDrafter:
         self._fresh.append(np.ascontiguousarray(verified.emitted, np.int32))
         self._hidden = verified.hidden
         self._compare(verified)
-        self.calibration.drafted(verified.tree.expected_accepted, len(verified.emitted) - 1, bool(self._noise[0]))
+        if len(verified.tree):
+            whole = len(verified.tree) == self._proposed[0]  # a verifier of chains takes one branch
+            expected = self._proposed[1] if whole else verified.tree.expected_accepted
+            self.calibration.drafted(expected, len(verified.emitted) - 1, bool(self._noise[0]))
         if self._rest > 0:
             return
         if len(self._fresh) > 1 or self.recycling is None or verified.top_ids is None or verified.top_logits is None:
@@ -462,6 +471,8 @@ class MixtureDrafter:
     def _wake(self) -> None:
         """Let learning see every source, but stores that rest only now and then: looking into them is what costs."""
         self._catches += 1
+        if not self._rests:
+            return
         resting = self._table[:, levels.RESTING]
         if self._catches % _LOOK_IN == 0:
             resting[:] = 0
@@ -475,13 +486,19 @@ class MixtureDrafter:
         return 1 if self._learned < _FIRST_TOKENS else _LATER_EVERY
 
     def _choose_sources(self) -> None:
-        """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them."""
+        """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them.
+
+        While none rests, looking now and then is enough.
+        """
+        if not self._rests and self._catches % _LOOK_IN:
+            return
         resting = self._table[:, levels.RESTING]
         resting[self._use < np.where(self._slow, _SLOW_REST_BELOW, _REST_BELOW)] = 1
         resting[self._use >= np.where(self._slow, _SLOW_WAKE_AT, _WAKE_AT)] = 0
         resting[: self._context_row + 1] = 0
         if self.dense is not None:
             resting[self._dense_row] = 0  # it is asked when that pays, and has nothing to say until then
+        self._rests = bool(resting.any())
 
     def _sync(self) -> None:
         """Bring table and cursors up to date with sources that changed under them."""

@@ -43,3 +43,37 @@ def anchor(text: NDArray[np.int32], recent: NDArray[np.int32], near: int) -> tup
         if length > best_len or closer:
             best, best_len = i + 1, length
     return best, best_len
+
+
+@njit(cache=True, nogil=True)
+def follow(
+    text: NDArray[np.int32], cursors: NDArray[np.int64], emitted: NDArray[np.int32], recent: NDArray[np.int32]
+) -> None:
+    """Move the cursors (3, 4) of an expected text over emitted tokens; see `sources.prediction.Prediction`.
+
+    Parameters
+    ----------
+    recent
+        (m,) int32 newest tokens of the text so far, the emitted ones included, oldest first.
+    """
+    for token in emitted:
+        hit = -1
+        for c in range(2, -1, -1):
+            if cursors[c, 1] >= 0 and cursors[c, 0] < len(text) and text[cursors[c, 0]] == token:
+                hit = c
+        if hit >= 0:
+            cursors[0, 0], cursors[0, 1] = cursors[hit, 0] + 1, cursors[hit, 1] + 1
+            cursors[1, 1] = -1
+            cursors[2, 1] = -1
+        else:
+            if cursors[0, 1] > 0:
+                cursors[1, 0], cursors[1, 1] = cursors[0, 0] + 1, 0
+                cursors[2, 0], cursors[2, 1] = cursors[0, 0], 0
+            cursors[0, 1] = -1
+    if cursors[0, 1] <= 0 and len(emitted) > 0:
+        position, matched = anchor(text, recent, cursors[0, 0])
+        if matched > 0:  # otherwise the place last known stays the one to look near
+            cursors[0, 0], cursors[0, 1] = position, matched
+            for c in range(1, 3):
+                if cursors[c, 0] == position:
+                    cursors[c, 1] = -1

@@ -35,31 +35,7 @@ class Prediction:
         recent
             (m,) int32 newest tokens of the text so far, the emitted ones included, oldest first.
         """
-        main = self.cursors[0]
-        position, n = int(main[0]), len(emitted)
-        if main[1] >= 0 and np.array_equal(self.text[position : position + n], emitted):
-            main[0], main[1] = position + n, main[1] + n
-            self.cursors[1:, 1] = -1
-            return
-        for token in emitted:
-            self._step(int(token))
-        if main[1] <= 0 and n:
-            position, matched = kernels.anchor(self.text, recent, int(main[0]))
-            if matched:  # otherwise the place last known stays the one to look near
-                main[:2] = position, matched
-                self.cursors[1:, 1] = np.where(self.cursors[1:, 0] == position, -1, self.cursors[1:, 1])
-
-    def _step(self, token: int) -> None:
-        hits = [c for c in self.cursors if c[1] >= 0 and c[0] < len(self.text) and self.text[c[0]] == token]
-        if not hits:
-            if self.cursors[0, 1] > 0:
-                self.cursors[1, :2] = self.cursors[0, 0] + 1, 0
-                self.cursors[2, :2] = self.cursors[0, 0], 0
-            self.cursors[0, 1] = -1
-            return
-        position, matched = int(hits[0][0]) + 1, int(hits[0][1]) + 1
-        self.cursors[1:, 1] = -1
-        self.cursors[0, :2] = position, matched
+        kernels.follow(self.text, self.cursors, emitted, recent)
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Descriptor for the mixture's source table (the same for each cursor)."""
