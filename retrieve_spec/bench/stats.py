@@ -118,7 +118,8 @@ def _identity(records: Sequence[Record], method: str, sampled: bool) -> dict[str
 def speeds(records: Sequence[Record], method: str, base: str) -> dict[str, Any]:
     """Speed and acceptance of one method over some records.
 
-    `speedup` is the median over prompts; `speedup_pooled` all tokens by all seconds, over the same of the baseline;
+    `speedup` is the median over prompts; `speedup_pooled` all tokens by all seconds (of several runs of a prompt its
+    median), over the same of the baseline;
     `speedup_means` the ratio of mean speeds, ids counted on both sides; `speedup_spec_bench` the same as Spec-Bench
     defines it, where the baseline's tokens are its texts tokenised again, less one for each turn. Of several runs the
     last two are the mean, as in its `get_mean_speedup`.
@@ -185,7 +186,12 @@ def _summed(records: Sequence[Record]) -> dict[str, int]:
 
 
 def _pooled(records: Sequence[Record]) -> float:
-    return _quotient(sum(r.new_tokens for r in records), sum(r.seconds for r in records))
+    """Tokens per second over all prompts; of several runs of a prompt the median one, which a hiccup does not move."""
+    runs: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        runs[record.prompt].append(record)
+    tokens = sum(np.median([r.new_tokens for r in same]) for same in runs.values())
+    return _quotient(float(tokens), float(sum(np.median([r.seconds for r in same]) for same in runs.values())))
 
 
 def _of_means(mine: Sequence[Record], theirs: Sequence[Record], their_speed: Callable[[Record], float]) -> float:

@@ -67,6 +67,14 @@ def test_summary_of_known_figures(records):
     assert [(e["prompt"], e["ratio"], e["looping"]) for e in summary["losing"]] == [("c", 0.5, True)]
 
 
+def test_one_slow_run_does_not_move_the_pooled_speed():
+    made = [record(run, name, "plain", 100, 1.0) for run in (1, 2, 3) for name in "ab"]
+    made += [
+        record(run, name, "auto", 100, 9.0 if (run, name) == (2, "a") else 0.5) for run in (1, 2, 3) for name in "ab"
+    ]
+    assert stats.summarise({"methods": ["plain", "auto"], "runs": 3}, made)["methods"]["auto"]["speedup_pooled"] == 2.0
+
+
 def test_answers_slower_than_the_loop_without_drafts_are_listed():
     made = [record(1, "a", "plain", 100, 3.0), record(1, "a", "off", 100, 1.0), record(1, "a", "auto", 100, 2.0)]
     made += [record(1, "b", "plain", 100, 3.0), record(1, "b", "off", 100, 1.0), record(1, "b", "auto", 100, 1.02)]
