@@ -109,6 +109,12 @@ def test_drafters_that_get_more_out_of_as_few_nodes_are_listed(tools):
     assert "- fat" not in text
 
 
+def test_budgets_taken_in_turns(tools):
+    from table import envelope  # found where the tools are
+
+    assert envelope([(0, 1), (10, 3), (8, 2), (60, 4), (2, 2)]) == [(0, 1), (2, 2), (10, 3), (60, 4)]
+
+
 def test_auto_sizes_its_trees_by_what_a_node_costs(tools):
     _, peers, *_ = tools
     row = TraceRow("", ids(*range(40)), [(ids(*range(20), *range(100, 140), *range(20)), True)])

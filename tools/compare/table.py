@@ -46,7 +46,7 @@ def acceptance(made: dict[str, Any]) -> list[str]:
     lines += ["", "**Where `auto` loses**, drafters that know the same compared:", "", *losses(results, there)]
     lines += [
         "",
-        "**Where `auto` gets less out of as many nodes** (its budgets interpolated; nothing kept or given):",
+        "**Where `auto` gets less out of as many nodes** (its budgets taken in turns; nothing kept or given):",
         "",
     ]
     return lines + dearer(results, there)
@@ -106,7 +106,7 @@ def losses(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
 
 
 def dearer(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
-    """Drafters that on some files get more tokens out of as many nodes as `auto`, whose budgets are interpolated."""
+    """Drafters that on some files get more tokens out of as many nodes as `auto`, its budgets taken in turns."""
     autos = [name for name in there if name.startswith(f"{OURS}auto") and not knowledge(name)]
     lines = []
     for name in there:
@@ -114,8 +114,8 @@ def dearer(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
             continue
         files = []
         for number, by_name in enumerate(results.values(), 1):
-            points = sorted((by_name[n]["nodes_per_pass"], by_name[n]["tokens_per_pass"]) for n in autos)
-            nodes, rates = zip((0.0, 1.0), *points, strict=True)
+            points = [(by_name[n]["nodes_per_pass"], by_name[n]["tokens_per_pass"]) for n in autos]
+            nodes, rates = zip(*envelope([(0.0, 1.0), *points]), strict=True)
             rival = by_name[name]
             mine = float(np.interp(rival["nodes_per_pass"], nodes, rates))
             if mine < rival["tokens_per_pass"]:
@@ -123,6 +123,20 @@ def dearer(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
         if files:
             lines.append(f"- {name}: {', '.join(files)}")
     return lines or ["- nowhere"]
+
+
+def envelope(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Upper envelope: the rates that budgets taken in turns reach; one that others taken in turns pass is left out."""
+    upper: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        while upper and upper[-1][0] == x and upper[-1][1] <= y:
+            upper.pop()
+        while len(upper) > 1 and (upper[-1][1] - upper[-2][1]) * (x - upper[-2][0]) <= (y - upper[-2][1]) * (
+            upper[-1][0] - upper[-2][0]
+        ):
+            upper.pop()
+        upper.append((x, y))
+    return upper
 
 
 def knowledge(name: str) -> str:
