@@ -48,7 +48,7 @@ class Scratch(NamedTuple):
     tokens, probs, credit
         (MAX_CANDIDATES,) int32 candidates, float32 their probabilities, int64 the row that gave the largest share.
     slots
-        (HASH,) int64 token → candidate; entries carry the node's stamp, so that nothing is ever cleared.
+        (HASH,) int64 token → candidate; entries carry the node's stamp, so that nothing is cleared between nodes.
     open_levels, hashes, read_tokens, read_counts, read_p, share
         (s, 2) int64, (2, TAIL) uint64, (READ_LIMIT,) int32, int32, float32, (MAX_CANDIDATES,) float32.
     """
