@@ -19,6 +19,7 @@ from retrieve_spec.datastore.change import ChangeReport
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.decoding.choosers import make_chooser
 from retrieve_spec.decoding.cost import NODE_KNOTS, CostModel
+from retrieve_spec.decoding.drafters import Drafters
 from retrieve_spec.decoding.fast_verifier import StaticVerifier
 from retrieve_spec.decoding.loop import Decoding, Limits
 from retrieve_spec.decoding.probe import Finding
@@ -34,8 +35,6 @@ from retrieve_spec.sources.session_store import load_session, save_session
 
 logger = logging.getLogger(__name__)
 
-OFF = "off"
-
 
 class Speculation:
     """State of an accelerated model, found at `model.speculation`.
@@ -48,8 +47,6 @@ class Speculation:
         How drafts are verified ("tree", "chain" or "plain") and why not better.
     cost
         Measured seconds per pass.
-    datastores
-        Open stores that are drafted from.
     last
         Report of the last generation, None before the first.
     model_key
@@ -68,6 +65,7 @@ class Speculation:
         tokenizer: Any = None,
         datastores: Sequence[Any] = (),
         drafter: Drafter | None = None,
+        model_key: str = "model",
     ) -> None:
         self.config = config
         self.interface = finding.interface
@@ -75,14 +73,11 @@ class Speculation:
         self.tokenizer = tokenizer
         self.cost = CostModel()
         self.last: GenerationReport | None = None
-        self.model_key = "model"
+        self.model_key = model_key
         self.prepare_seconds = 0.0
         self.check_stores: Callable[[Sequence[Any]], None] = lambda stores: None
         self._make_verifier = make_verifier
-        self.datastores = list(datastores)
-        self._given = drafter
-        self._drafters: dict[str, Drafter] = {}
-        self._more_drafters: dict[str, list[Drafter]] = {}  # of the second and later rows of a batch
+        self._drafters = Drafters(config, datastores, drafter, model_key)
         self._batch_costs: dict[int, CostModel] = {}
         self._lock = threading.RLock()
         self._generation = 0
@@ -95,6 +90,11 @@ class Speculation:
         """Pickle as nothing: a saved model is not accelerated."""
         return type(None), ()
 
+    @property
+    def datastores(self) -> list[Any]:
+        """Open stores that are drafted from."""
+        return self._drafters.datastores
+
     def drafter(self, draft: str | None = None) -> Drafter | None:
         """Drafter for a call: the one given to `accelerate`, a preset's, or None when drafting is off.
 
@@ -105,21 +105,7 @@ class Speculation:
         MissingSourceError
             The preset needs a source that was not given.
         """
-        name = self.config.draft if draft is None else draft
-        if name == OFF:
-            return None
-        if self._given is not None and name in (AUTO, self.config.draft):
-            return self._given
-        if name not in self._drafters:
-            from retrieve_spec.drafting.calibration import calibration_for
-            from retrieve_spec.drafting.presets import build_drafter
-
-            self._drafters[name] = build_drafter(
-                self.config.with_options(draft=name),
-                datastores=self.datastores,
-                calibration=calibration_for(self.datastores, self.model_key),
-            )
-        return self._drafters[name]
+        return self._drafters.of(draft)
 
     def prepare(self) -> None:
         """Make the configured drafter ready (kernels compiled or loaded); the time is added to `prepare_seconds`."""
@@ -133,18 +119,7 @@ class Speculation:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
         with self._lock:
             self.check_stores(datastores)
-            self.datastores = list(datastores)
-            self._more_drafters.clear()
-            drafters, self._drafters = self._drafters, {}
-            for name, old in drafters.items():
-                from retrieve_spec.drafting.presets import build_drafter
-
-                self._drafters[name] = build_drafter(
-                    self.config.with_options(draft=name),
-                    datastores=self.datastores,
-                    session=getattr(old, "session", None),
-                    calibration=getattr(old, "calibration", None),
-                )
+            self._drafters.use(datastores)
 
     def session(self) -> SessionMemory:
         """Memory of earlier generations that the configured drafter drafts from.
@@ -176,8 +151,7 @@ class Speculation:
     def forget(self) -> None:
         """Drop what was learned from earlier generations (texts, calibration); measured costs stay."""
         with self._lock:
-            self._drafters.clear()
-            self._more_drafters.clear()
+            self._drafters.forget()
 
     def delegated(self, reason: str) -> None:
         """Record a call that the original `generate` decodes; the first time for each reason, say so in the log."""
@@ -283,7 +257,7 @@ class Speculation:
     def max_rows(self) -> int:
         """Rows of a batch that can be decoded together."""
         if (
-            self._given is not None
+            self._drafters.given is not None
             or self.interface.rope_switch
             or not isinstance(self._make_verifier(), StaticVerifier)
         ):
@@ -296,23 +270,7 @@ class Speculation:
 
     def row_drafters(self, draft: str | None, rows: int) -> list[Drafter] | list[None]:
         """A drafter for every row of a batch, with one session and one calibration (Nones when drafting is off)."""
-        first = self.drafter(draft)
-        if first is None:
-            return [None] * rows
-        name = self.config.draft if draft is None else draft
-        more = self._more_drafters.setdefault(name, [])
-        while len(more) < rows - 1:
-            from retrieve_spec.drafting.presets import build_drafter
-
-            more.append(
-                build_drafter(
-                    self.config.with_options(draft=name),
-                    datastores=self.datastores,
-                    session=getattr(first, "session", None),
-                    calibration=getattr(first, "calibration", None),
-                )
-            )
-        return [first, *more[: rows - 1]]
+        return self._drafters.of_rows(draft, rows)
 
     def batch_costs(self, rows: int) -> dict[int, CostModel]:
         """By number of rows, up to `rows`, the cost of passes over so many; what is not measured yet is as for one."""

@@ -62,7 +62,7 @@ def test_the_recorded_pass_says_what_generate_says(family: Family, caplog: pytes
                 assert model.speculation.last.tokens_per_pass > 1
                 assert_same_cache(ours.past_key_values, plain.past_key_values)
             options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
-            model.speculation._given.answer = plain.sequences[0].tolist()
+            model.speculation.drafter().answer = plain.sequences[0].tolist()
             drafted = model.generate(**inputs, **options)
             assert torch.equal(model.generate(**inputs, **options, draft="off"), drafted)
             rs.restore(model)
