@@ -1,19 +1,17 @@
 """Measures dense indexes: recall@10 against exact search, time of a query on one core, bytes per vector, thinning.
 
-    OMP_NUM_THREADS=1 python scripts/bench_dense.py STORE --queries FOLDER --vectors 1e6 [--index ivf-pq] [--cache DIR]
+    python scripts/bench_dense.py STORE --queries FOLDER --vectors 4e5 [--index ivf-pq hnsw] [--thinning] [--cache DIR]
 
 STORE is any store that keeps its text; hidden states of its tokens are computed (or read from `--cache`, where they
 are left), reduced as a build does, and indexed. Queries are hidden states of the Python files below FOLDER, which
 should not be in the store. Recall is averaged over them; a query includes standardising and projecting the hidden
-state, and asks for 50 neighbours. The last line is one JSON object.
+state, asks for 50 neighbours and has one thread. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -21,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from retrieve_spec.bench.machine import machine_facts
 from retrieve_spec.datastore.dense import continuation
 from retrieve_spec.datastore.dense_faiss import ASKED, build_index, choose_kind, nearest, open_index
 from retrieve_spec.datastore.dense_keys import HiddenStates, choose_windows, fit_transform, run_windows, windows_of
@@ -119,7 +117,7 @@ def measure(kind: str, keys: np.ndarray, exact: np.ndarray, states: np.ndarray, 
     """Build an index and query it."""
     import faiss
 
-    chosen = choose_kind(kind, len(keys))
+    chosen, threads = choose_kind(kind, len(keys)), faiss.omp_get_max_threads()
     started = time.perf_counter()
     index = build_index(keys, chosen)
     built = time.perf_counter() - started
@@ -128,6 +126,7 @@ def measure(kind: str, keys: np.ndarray, exact: np.ndarray, states: np.ndarray, 
     index = open_index(content)
     _, found = nearest(index, transform(states), ASKED)
     hits = [len(set(a[:10]) & set(b[:10])) / 10 for a, b in zip(exact, found, strict=True)]
+    faiss.omp_set_num_threads(1)
     times = []
     for state in states:
         started = time.perf_counter()
@@ -138,6 +137,7 @@ def measure(kind: str, keys: np.ndarray, exact: np.ndarray, states: np.ndarray, 
         started = time.perf_counter()
         nearest(index, transform(states[at : at + 4]), ASKED)
         batch.append((time.perf_counter() - started) / 4)
+    faiss.omp_set_num_threads(threads)
     return {
         "index": chosen,
         "recall_at_10": round(float(np.mean(hits)), 4),
@@ -161,16 +161,17 @@ def main() -> None:
     parser.add_argument("--dims", type=int, default=64)
     parser.add_argument("--index", nargs="+", default=["auto"])
     parser.add_argument("--cache", type=Path)
-    parser.add_argument("--thinning", action="store_true", help="compare keys kept by --thin, instead of indexes")
+    parser.add_argument("--thinning", action="store_true", help="also compare keys kept by --thin with others")
     arguments = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     import faiss
 
     store = open_datastore(arguments.store)
     model, _ = load_model(arguments.model, dtype=arguments.dtype)
     encoder = HiddenStates(model, "last")
     with tempfile.TemporaryDirectory() as temporary:
-        hidden, positions = text_states(store, encoder, int(arguments.vectors), arguments.cache or Path(temporary))
+        began, cached = time.perf_counter(), arguments.cache or Path(temporary)
+        hidden, positions = text_states(store, encoder, int(arguments.vectors), cached)
+        seconds = time.perf_counter() - began
         chosen = np.sort(np.random.default_rng(0).choice(len(hidden), min(SAMPLE, len(hidden)), replace=False))
         transform, kept = fit_transform(iter([hidden[chosen].astype(np.float32)]), encoder.size, arguments.dims)
         blocks = [transform(hidden[at : at + SAMPLE].astype(np.float32)) for at in range(0, len(hidden), SAMPLE)]
@@ -179,19 +180,17 @@ def main() -> None:
     flat = faiss.IndexFlatIP(arguments.dims)
     flat.add(keys)
     _, exact = flat.search(transform(states), 10)
-    if arguments.thinning:
-        results = thinning(store, keys, positions, transform(states), texts)
-    else:
-        results = [measure(kind, keys, exact, states, transform) for kind in arguments.index]
+    kept_keys = thinning(store, keys, positions, transform(states), texts) if arguments.thinning else []
     report = {
         "vectors": len(keys),
         "dims": arguments.dims,
         "variance_kept": round(kept, 4),
         "queries": len(states),
-        "threads": faiss.omp_get_max_threads(),
-        "load": os.getloadavg()[0],
-        "machine": platform.processor() or platform.machine(),
-        "results": results,
+        "hidden_size": encoder.size,
+        "states_per_second": None if arguments.cache else round(len(keys) / seconds, 1),
+        "machine": machine_facts(),
+        "indexes": [measure(kind, keys, exact, states, transform) for kind in arguments.index],
+        "thinning": kept_keys,
     }
     print(json.dumps(report))
 

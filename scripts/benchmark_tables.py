@@ -1,16 +1,16 @@
-"""Turn the measurements in docs/data into the tables and the picture of README.md and docs/benchmarks.md."""
+"""Turns measured speed-ups and replays in docs/data into the tables and the picture of README.md and docs/."""
 
 from __future__ import annotations
 
 import importlib
-import json
+import statistics
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import textwrap
+from collections.abc import Callable
+from functools import partial
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "docs" / "data"
+from published import ROOT, facts, markdown_table, measured, missing, origin
+
 PICTURE = ROOT / "docs" / "speedup.png"
 TEMPERATURES = {"t0": "greedy", "t0.7": "T = 0.7, top-p 0.95", "t1.0": "T = 1.0"}
 REFERENCE_RUNS = {f"reference-{name}": label for name, label in TEMPERATURES.items()}
@@ -39,25 +39,6 @@ LEFT_OUT = {
     "sources-edit": "edits with a prediction, greedy",
 }
 SHOWN = ("Where it loses", "Where drafting does not pay", "Methods", "Tasks", "Divergences")
-
-
-def measured(name: str) -> dict[str, Any] | None:
-    """What `scripts/reproduce` wrote, if it did."""
-    path = DATA / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def facts(machine: dict[str, Any]) -> str:
-    """Machine, versions, commit and date in one line."""
-    from retrieve_spec.bench.machine import summary
-
-    return summary(machine)
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table."""
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def speedup() -> str:
@@ -130,14 +111,14 @@ def runs_of(part: str) -> str:
                 if section["rows"]:
                     lines += markdown_table(section["head"], section["rows"])
         lines.append("")
-    return "\n".join(lines) or _missing(part)
+    return "\n".join(lines) or missing(part)
 
 
 def replayed_sources() -> str:
     """What each source adds on recorded answers."""
     made = measured("sources-replay")
     if made is None:
-        return _missing("sources-replay")
+        return missing("sources-replay")
     rows = []
     for name, figures in made["rows"].items():
         nodes, _, left_out = name.partition(" ")
@@ -148,7 +129,7 @@ def replayed_sources() -> str:
         what = " and ".join(left_out.split()) or "nothing"
         rows.append([nodes, what, f"{rate:.3f}", loss, f"{figures['nodes_per_pass']:.1f}", accepted])
     head = ["nodes", "left out", "tokens/pass", "", "nodes/pass", "accepted by source"]
-    intro = [*_origin(made), f"The store: answers of `{made['store']}`.", ""]
+    intro = [*origin(made), f"The store: answers of `{made['store']}`.", ""]
     return "\n".join([*intro, *markdown_table(head, rows), ""])
 
 
@@ -156,7 +137,7 @@ def replayed_presets() -> str:
     """Presets on recorded answers."""
     made = measured("presets-replay")
     if made is None:
-        return _missing("presets-replay")
+        return missing("presets-replay")
     rows = [
         [
             f"`{name}`",
@@ -166,9 +147,7 @@ def replayed_presets() -> str:
         ]
         for name, f in made["rows"].items()
     ]
-    return "\n".join(
-        [*_origin(made), *markdown_table(["draft", "tokens/pass", "nodes/pass", "µs p50 / p99"], rows), ""]
-    )
+    return "\n".join([*origin(made), *markdown_table(["draft", "tokens/pass", "nodes/pass", "µs p50 / p99"], rows), ""])
 
 
 def left_out() -> str:
@@ -191,77 +170,14 @@ def left_out() -> str:
                 rows[-1] += [_ratio(figures["speedup"]), f"{speed:+.1%}" if without else ""]
         head = ["left out", "tokens/pass", "change", "nodes/pass", f"speed over {run['baseline']} (95 %)"]
         lines += [*markdown_table([*head, "change, pooled"], rows), ""]
-    return "\n".join(lines) or _missing("sources")
-
-
-def passes() -> str:
-    """What a pass costs, one line per kind."""
-    made = measured("passes")
-    if made is None:
-        return _missing("passes")
-    contexts = sorted({entry["context"] for entry in made["passes"]})
-    cells = {(entry["pass"], entry["context"]): f"{entry['ms']:.2f} ({entry['ratio']:.2f})" for entry in made["passes"]}
-    kinds = dict.fromkeys(entry["pass"] for entry in made["passes"])
-    rows = [[kind, *(cells.get((kind, context), "") for context in contexts)] for kind in kinds]
-    head = ["pass and nodes", *(f"{context:,} tokens before" for context in contexts)]
-    return "\n".join([*_origin(made), *markdown_table(head, rows), ""])
-
-
-def datastores() -> str:
-    """Building, opening and walking a store, and what others make of the same text."""
-    lines = []
-    for name in ("datastores", "datastores-peers"):
-        made = measured(name)
-        if made is not None:
-            kinds = [kind for kind in made if kind not in ("benchmark", "machine", "command", "peak_memory_gb")]
-            pairs = {kind: made[kind] for kind in kinds if kind != "peers"} if "peers" not in made else made["peers"]
-            rows = [[kind.replace("_", " "), _flat(figures)] for kind, figures in pairs.items()]
-            lines += [*_origin(made), *markdown_table(["what", "figures"], rows), ""]
-    return "\n".join(lines) or _missing("datastores datastores-peers")
-
-
-def typing() -> str:
-    """Typing in an editor: with drafting, without, and without the kept keys and values."""
-    made = measured("typing")
-    if made is None:
-        return _missing("typing")
-    rows = []
-    for name, figures in made.items():
-        if isinstance(figures, dict) and "latency_ms" in figures:
-            latency, outside = figures["latency_ms"], figures["outside_model_ms"]
-            seen = [f"{figures['visible_characters'][after]:,.0f}" for after in ("150", "250", "500")]
-            times = [f"{t['p50']:,.1f} / {t['p95']:,.1f}" for t in (latency, outside)]
-            rows.append([name, str(figures["requests"]), *times, *seen])
-    head = ["", "requests", "latency, ms p50 / p95", "outside the model"]
-    head += [f"characters at {after} ms" for after in (150, 250, 500)]
-    return "\n".join([*_origin(made), *markdown_table(head, rows), ""])
-
-
-def _origin(made: dict[str, Any]) -> list[str]:
-    """Machine and command; results from before these were kept have neither."""
-    machine, command = made.get("machine"), made.get("command")
-    known = [facts(machine)] if isinstance(machine, dict) and "packages" in machine else []
-    return [*known, *([""] if known else []), *([f"`{command}`", ""] if command else [])]
-
-
-def _flat(figures: Any) -> str:
-    if not isinstance(figures, dict):
-        return str(figures)
-    plain = {name: value for name, value in figures.items() if not isinstance(value, dict)}
-    return ", ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in plain.items())
-
-
-def _number(value: Any) -> str:
-    if not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.3g}"
+    return "\n".join(lines) or missing("sources")
 
 
 def compare() -> str:
     """The comparison with peers on recorded answers; times from the part that measures only them, where it was run."""
     made = measured("compare")
     if made is None:
-        return _missing("peers")
+        return missing("peers")
     tools = str(ROOT / "tools" / "compare")
     sys.path.insert(0, tools)
     try:
@@ -271,5 +187,33 @@ def compare() -> str:
     return "\n".join([*table.acceptance(made), "", *table.times(measured("compare-times") or made), ""])
 
 
-def _missing(part: str) -> str:
-    return f"Not measured yet: `scripts/reproduce {part}`.\n"
+def expectation() -> str:
+    """How far the tokens that `auto` expected of its drafts and those it got agree, over all replays."""
+    made = measured("compare")
+    if made is None:
+        return missing("peers")
+    full = ("ours: auto", "ours: auto, answers kept", "ours: auto, other answers given")
+    apart = sorted(
+        abs(figures["expected_tokens_per_pass"] / figures["tokens_per_pass"] - 1)
+        for file in made["files"].values()
+        for name, figures in file["drafters"].items()
+        if name in full
+    )
+    text = (
+        f"Over {len(made['files'])} recorded files, with nothing kept, answers kept and other answers given, expected "
+        f"and realised tokens per pass differ by {statistics.median(apart):.1%} (median) and at most {apart[-1]:.1%} "
+        "([the replays](benchmarks.md#results-peers-on-recorded-answers) say where and how)."
+    )
+    return textwrap.fill(text, 118) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {name: partial(runs_of, name) for name in RUNS}
+TABLES |= {
+    "speedup": speedup,
+    "sources-replay": replayed_sources,
+    "presets-replay": replayed_presets,
+    "compare": compare,
+    "expectation": expectation,
+    "sources": left_out,
+}
+"""What can stand between the marks of a page."""

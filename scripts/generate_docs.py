@@ -19,16 +19,16 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import benchmark_tables
 import click
+import cost_tables
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/cli.md", "docs/configuration.md", "docs/benchmarks.md")
-PART = re.compile(r"<!-- generated:(?P<name>[\w-]+) -->\n.*?<!-- /generated -->", re.DOTALL)
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PART = re.compile(r"<!-- generated:(?P<name>[\w.-]+) -->\n.*?<!-- /generated -->", re.DOTALL)
 ENVIRONMENT = {
     "RETRIEVE_SPEC_CACHE": "Folder for what can be made again; by default `$XDG_CACHE_HOME/retrieve-spec` or "
     "`~/.cache/retrieve-spec`.",
@@ -144,17 +144,7 @@ def _modules(folder: Path) -> list[Path]:
 
 
 PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment, "tree": tree}
-PARTS |= {name: partial(benchmark_tables.runs_of, name) for name in benchmark_tables.RUNS}
-PARTS |= {
-    "speedup": benchmark_tables.speedup,
-    "sources-replay": benchmark_tables.replayed_sources,
-    "presets-replay": benchmark_tables.replayed_presets,
-    "compare": benchmark_tables.compare,
-    "sources": benchmark_tables.left_out,
-    "passes": benchmark_tables.passes,
-    "datastores": benchmark_tables.datastores,
-    "typing": benchmark_tables.typing,
-}
+PARTS |= benchmark_tables.TABLES | cost_tables.TABLES
 
 
 def render(text: str) -> str:

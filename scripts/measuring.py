@@ -74,6 +74,37 @@ def replays(args: argparse.Namespace, name: str, facts: dict[str, Any], commands
     write(args, name, {**made, "command": shown(["retrieve-spec", *next(iter(commands.values()))])})
 
 
+STORES = {"stdlib": "python-stdlib", "packages": "installed-packages"}
+FORKS = ("httpx2", "httpcore2")
+"""Packages with much of the text of a held-out one."""
+
+
+def stores(args: argparse.Namespace) -> list[Path]:
+    """The two stores, built if they are not there; what the model is prompted with is not in them."""
+    from retrieve_spec.bench.workloads import holdout
+
+    paths = []
+    for name, recipe in STORES.items():
+        path = OUT / "stores" / (name if not args.limit else f"{name}-trial")
+        words = ["--recipe", f"datastores/{recipe}.toml", "--tokenizer", "reference"]
+        if name == "packages":
+            for package in sorted({*holdout(), *FORKS}):
+                words += ["--exclude", f"{package}/**", "--exclude", f"{package}.py"]
+        if args.limit:
+            words += ["--max-tokens", "200000"]
+        build(path, words)
+        paths.append(path)
+    return paths
+
+
+def build(path: Path, words: list[str]) -> None:
+    """A store, unless it is there; goes on where a build was interrupted."""
+    if not (path / "manifest.json").exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        resume = ["--resume"] if path.exists() else []
+        tool("retrieve-spec", "build", str(path), *words, *resume)
+
+
 def work(args: argparse.Namespace) -> Path:
     """Where results are kept until they are whole; a trial's are apart."""
     return TRIAL if args.limit else OUT

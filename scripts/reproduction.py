@@ -7,19 +7,16 @@ import json
 import os
 import random
 import sys
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cost_parts
 import measuring
-from measuring import NotPossible, bench, native, replays, script, the_trace
+from measuring import NotPossible, bench, native, replays, the_trace
 
 SAMPLED = {"t0": [], "t0.7": ["--temperature", "0.7", "--top-p", "0.95"], "t1.0": ["--temperature", "1.0"]}
-FORKS = ("httpx2", "httpcore2")
-"""Packages with much of the text of a held-out one."""
-STORES = {"stdlib": "python-stdlib", "packages": "installed-packages"}
 PRESETS = "suffix,sam,anpd,ours/prompt-lookup,token-recycling,sam+recycling,stand,logitspec,lookahead,adaptive-trigram"
 LEADING = "suffix,sam,anpd,sam+recycling"
 SPEC_BENCH = "specbench_vicuna7b_greedy.jsonl"
@@ -59,24 +56,8 @@ def reference(args: argparse.Namespace) -> None:
 
 
 def stores(args: argparse.Namespace) -> list[str]:
-    """Paths of the two stores, built if they are not there; what the model is prompted with is not in them."""
-    from retrieve_spec.bench.workloads import holdout
-
-    paths = []
-    for name, recipe in STORES.items():
-        path = measuring.OUT / "stores" / (name if not args.limit else f"{name}-trial")
-        words = ["--recipe", f"datastores/{recipe}.toml", "--tokenizer", "reference"]
-        if name == "packages":
-            for package in sorted({*holdout(), *FORKS}):
-                words += ["--exclude", f"{package}/**", "--exclude", f"{package}.py"]
-        if args.limit:
-            words += ["--max-tokens", "200000"]
-        if not (path / "manifest.json").exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            resume = ["--resume"] if path.exists() else []
-            measuring.tool("retrieve-spec", "build", str(path), *words, *resume)
-        paths += ["--store", str(path)]
-    return paths
+    """Options that draft from the two stores."""
+    return [word for path in measuring.stores(args) for word in ("--store", str(path))]
 
 
 def with_stores(args: argparse.Namespace) -> None:
@@ -148,11 +129,7 @@ def sources(args: argparse.Namespace) -> None:
 def sources_replay(args: argparse.Namespace) -> None:
     """What each source adds to auto on recorded answers of Vicuna-7B, with a store of other answers."""
     trace, tokenizer = the_trace(args, SPEC_BENCH), native(args, SPEC_BENCH)
-    store = measuring.OUT / "stores" / "other-answers"
-    if not (store / "manifest.json").exists():
-        words = ["--recipe", "datastores/model-outputs.toml", "--tokenizer", tokenizer]
-        resume = ["--resume"] if store.exists() else []
-        measuring.tool("retrieve-spec", "build", str(store), str(the_trace(args, OTHER_ANSWERS)), *words, *resume)
+    store = other_answers(args, tokenizer)
     words = ["bench", "replay", str(trace), "--tokenizer", tokenizer, "--session", "--store", str(store), *few(args)]
     commands = {}
     for nodes in (16, 60):
@@ -160,6 +137,14 @@ def sources_replay(args: argparse.Namespace) -> None:
             without = [word for name in left_out.split() for word in ("--without", name)]
             commands[f"{nodes} {left_out}".strip()] = [*words, "--nodes", str(nodes), *without]
     replays(args, "sources-replay", {"store": OTHER_ANSWERS}, commands)
+
+
+def other_answers(args: argparse.Namespace, tokenizer: str) -> Path:
+    """A store of other models' answers."""
+    store = measuring.OUT / "stores" / "other-answers"
+    words = ["--recipe", "datastores/model-outputs.toml", "--tokenizer", tokenizer]
+    measuring.build(store, [str(the_trace(args, OTHER_ANSWERS)), *words])
+    return store
 
 
 def replayed_presets(args: argparse.Namespace) -> None:
@@ -170,7 +155,10 @@ def replayed_presets(args: argparse.Namespace) -> None:
     for draft in ("auto", "prompt-lookup", "anpd", "sam", "suffix", "adaptive-trigram"):
         for session in ([], ["--session"]) if draft in ("auto", "suffix") else ([],):
             commands[" ".join([draft, *session])] = [*words, "--draft", draft, *session]
-    replays(args, "presets-replay", {"trace": SPEC_BENCH}, commands)
+    store = ["--store", str(other_answers(args, tokenizer))]
+    for draft in ("auto", "sam", "adaptive-trigram", "hierarchy", "rest"):
+        commands[f"{draft} --store"] = [*words, "--draft", draft, *store]
+    replays(args, "presets-replay", {"trace": SPEC_BENCH, "store": OTHER_ANSWERS}, commands)
 
 
 def few(args: argparse.Namespace) -> list[str]:
@@ -199,31 +187,6 @@ def peers_times(args: argparse.Namespace) -> None:
     peers(args, "compare-times", ("--limit", str(TIMED_ROWS), "--tokens", str(TIMED_TOKENS)))
 
 
-def passes(args: argparse.Namespace) -> None:
-    """What a pass costs."""
-    script(args, "passes", "scripts/bench_pass.py", *(["--repeats", "2"] if args.limit else []))
-
-
-def datastores(args: argparse.Namespace) -> None:
-    """Stores of all installed packages, continued to 100 M tokens."""
-    size = ["--tokens", "1e6", "--real", "1e6"] if args.limit else []
-    text = sysconfig.get_paths()["purelib"]
-    script(args, "datastores", "scripts/bench_datastore.py", "--text", text, *size, "--peer-tokens", "0")
-
-
-def datastore_peers(args: argparse.Namespace) -> None:
-    """What others make of the same text, at a million tokens."""
-    size = ["--tokens", "2e6", "--real", "2e6", *(["--peer-tokens", "2e5"] if args.limit else [])]
-    words = ["--text", sysconfig.get_paths()["purelib"], *size]
-    with measuring.suffix_decoding():
-        script(args, "datastores-peers", "scripts/bench_datastore.py", *words)
-
-
-def typing(args: argparse.Namespace) -> None:
-    """Typing in an editor."""
-    script(args, "typing", "scripts/bench_typing.py", *(["--sessions", "1", "--keys", "3"] if args.limit else []))
-
-
 PARTS: dict[str, Part] = {
     "stores-build": Part(2, "the two stores that other parts draft from", stores),
     "reference": Part(5, "unseen files at T = 0, 0.7 and 1.0 (README)", reference),
@@ -234,10 +197,13 @@ PARTS: dict[str, Part] = {
     "workloads": Part(4, "unseen, edit, structured and prose, greedy: auto and presets", workloads),
     "workloads-t0.7": Part(5, "the same at T = 0.7", sampled_workloads),
     "sources": Part(4, "auto without each of its sources, on the bundled model", sources),
-    "passes": Part(1, "what a pass costs", passes),
-    "datastores": Part(6, "building, opening and walking a store of 100 M tokens", datastores),
-    "datastores-peers": Part(2, "what others make of the same text, 1 M tokens", datastore_peers),
-    "typing": Part(3, "typing in an editor", typing),
+    "passes": Part(1, "what a pass costs", cost_parts.passes),
+    "datastores": Part(6, "building, opening and walking a store of 100 M tokens", cost_parts.datastores),
+    "datastores-segments": Part(5, "one cursor through ten segments of 100 M tokens", cost_parts.datastore_segments),
+    "datastores-peers": Part(2, "what others make of the same text, 1 M tokens", cost_parts.datastore_peers),
+    "dense": Part(6, "kinds of dense indexes, and thinning", cost_parts.dense),
+    "dense-drafting": Part(7, "drafting with neighbours of the hidden state, and without", cost_parts.dense_drafting),
+    "typing": Part(4, "typing in an editor, and the server's own time", cost_parts.typing),
     "sources-replay": Part(4, "auto without each of its sources, on recorded answers", sources_replay, traces=True),
     "presets-replay": Part(2, "presets on recorded answers", replayed_presets, traces=True),
     "peers": Part(7, "peers and presets on all recorded answers", peers, traces=True),

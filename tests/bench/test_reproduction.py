@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 def scripts():
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        yield tuple(importlib.import_module(name) for name in ("reproduction", "benchmark_tables", "measuring"))
+        names = ("reproduction", "benchmark_tables", "measuring", "published", "cost_tables")
+        yield tuple(importlib.import_module(name) for name in names)
     finally:
         sys.path.remove(str(ROOT / "scripts"))
 
@@ -57,33 +58,89 @@ MACHINE = {
     "processor": "x", "cores": 2, "torch_threads": 1, "packages": {"torch": "1", "transformers": "1"}, "python": "3",
     "commit": "c", "date": "d", "load": 0.1, "others": 0.9,
 }  # fmt: skip
+STEP = {"p50_us": 1.0, "p90_us": 2.0, "p99_us": 3.0, "mean_match": 4.0, "steps_that_fell_off": 0.5}
+OPEN = {"first_ms": 3.0, "median_ms": 1.0}
+INDEX = {
+    "index": "hnsw", "recall_at_10": 0.9, "query_ms": {"p50": 1.0, "p99": 2.0}, "key_bytes": None,
+    "bytes_per_vector": 53.2, "build_s": 1.0,
+}  # fmt: skip
+DRAFTED = {
+    "tokens_per_pass": 2.0, "nodes_per_pass": 8.0, "accepted": 5, "accepted_dense": 1, "queries_per_pass": 0.5,
+    "draft_us_per_pass": 100.0, "tokens_per_second": 200.0,
+}  # fmt: skip
+TYPED = {
+    "requests": 5, "latency_ms": {"p50": 1.0, "p95": 2.0}, "outside_model_ms": {"p50": 0.5, "p95": 0.6},
+    "visible_characters": {"150": 7.0, "250": 8.0},
+}  # fmt: skip
 SCRIPTS = {
-    "scripts/bench_pass.py": {"passes": [{"context": 256, "pass": "plain", "ms": 2.0, "ratio": 1.0}]},
-    "scripts/bench_datastore.py": {"benchmark": "datastore", "machine": {}, "open": {"ms": 3.0}},
+    "scripts/bench_pass.py": {"passes": [{"context": 256, "pass": "plain", "ms": 2.0, "ratio": 1.0},
+                                         {"context": 256, "pass": "static 4", "ms": 1.5, "ratio": 0.75},
+                                         {"context": 256, "pass": "ordinary 4", "ms": 2.5, "ratio": 1.25}]},
+    "scripts/bench_datastore.py": {
+        "corpus": {"tokens": 10**8, "real_tokens": 10**6}, "reading": {"tokens_per_second": 3e5}, "open": OPEN,
+        "suffix_array": {"tokens_per_second": 2e6}, "step": STEP, "peak_memory_gb": 2.0,
+        "store": {"tokens_per_second": 2e6, "exact_bytes_per_token": 6.1, "ngram_share_of_exact": 0.24},
+        "many_segments": {"segments": 2, "tokens": 20, "bytes": 10**9, "open": OPEN, "step": {"1": STEP, "2": STEP}},
+        "peers": {"suffix_array": {"bytes_per_token": 6.2, "tokens_per_second": 2e6, **STEP},
+                  "suffix_decoding": {"skipped": "ImportError: none"}},
+    },
+    "scripts/bench_dense.py": {
+        "vectors": 1000, "dims": 64, "variance_kept": 0.6, "queries": 10, "hidden_size": 384, "indexes": [INDEX],
+        "states_per_second": 3400.0, "thinning": [{"keys": "none", "share": 0.0, "with_exact": 0.5}],
+    },
+    "scripts/bench_dense_drafting.py": {
+        "figures": {"all": {"dresd": DRAFTED}}, "query_us": {"dresd": {"p50": 400.0}},
+        "store": {"tokens": 9, "vectors": 8}, "auto_speed_with_over_without_dense": {"median": 0.99, "pairs": 3},
+        "replay": {"dense_tokens_per_place": 0.7, "exact_tokens_per_place": 0.5, "places": 6},
+    },
     "scripts/bench_typing.py": {
-        "drafting": {
-            "requests": 5, "latency_ms": {"p50": 1.0, "p95": 2.0}, "outside_model_ms": {"p50": 0.5, "p95": 0.6},
-            "visible_characters": {"150": 7.0, "250": 8.0, "500": 9.0},
-        }
+        "drafting": TYPED, "typed_with_real_gaps": {"drafting": {"answered": 3, "replaced": 1}},
+        "looping_requests": 4, "visible_ratio": {"250": 2.5}, "visible_ratio_without_loops": {"250": None},
+        "setup": {"files": ["a.py"], "package": "uvicorn"},
+        "overhead_ms": {"uvicorn": {**{part: {"p50": 1.0, "p95": 2.0} for part in
+                                       ("read", "prompt", "drafts", "answer", "total")},
+                                    "workspace": {"files": 3, "characters": 10**6}}},
     },
     "tools/compare/compare.py": {
         "machine": MACHINE, "peers": ["p==1"], "command": "compare", "files": {
             "f": {"rows": 1, "tokens": 2, "known_tokens": 3, "tokenizer": "t",
-                  "drafters": {"ours: auto": {"tokens_per_pass": 2.0, "nodes_per_pass": 4.0, **TIMES}}}
+                  "drafters": {"ours: auto": {"tokens_per_pass": 2.0, "nodes_per_pass": 4.0,
+                                              "expected_tokens_per_pass": 1.9, **TIMES}}}
         },
     },
 }  # fmt: skip
 """Last lines of the scripts that parts run."""
 
 
+PARTIAL = ("thinning", "expectation", "speedup")
+"""Blocks beside another one that has their command."""
+
+
+def read_by_tables(scripts, monkeypatch):
+    """Names of the data files that tables ask for."""
+    _, tables, _, published, costs = scripts
+    names = set()
+    whole = published.measured
+
+    def noted(name):
+        names.add(name)
+        return whole(name)
+
+    for module in (tables, costs):
+        monkeypatch.setattr(module, "measured", noted)
+    for table in {**tables.TABLES, **costs.TABLES}.values():
+        table()
+    return names
+
+
 @pytest.fixture
 def asked(scripts, tmp_path, monkeypatch):
     """Commands that parts would run, checked against the program's options; nothing is measured."""
-    reproduction, tables, measuring = scripts
+    reproduction, _, measuring, published, _ = scripts
     monkeypatch.setattr(measuring, "OUT", tmp_path / "out")
     monkeypatch.setattr(measuring, "DATA", tmp_path / "data")
     monkeypatch.setattr(measuring, "TRIAL", tmp_path / "trial")
-    monkeypatch.setattr(tables, "DATA", tmp_path / "data")
+    monkeypatch.setattr(published, "DATA", tmp_path / "data")
     monkeypatch.setattr(reproduction.os, "chdir", lambda path: None)
     monkeypatch.setattr(measuring, "suffix_decoding", contextlib.nullcontext)  # it would be fetched and built
     commands = []
@@ -150,13 +207,26 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "| `suffix --session` |" in tables.replayed_presets()
     assert "| recycling | 2.00 | +0.0% |" in tables.left_out()
     assert "| ngram and exact |" in tables.left_out()
-    assert "| plain | 2.00 (1.00) |" in tables.passes()
-    assert "| open | ms 3 |" in tables.datastores()
-    assert "| drafting | 5 | 1.0 / 2.0 |" in tables.typing()
+    assert "| `rest --store` |" in tables.replayed_presets()
+    assert "5.0% (median)" in tables.expectation()
+    costs = scripts[4]
+    assert "| 256 tokens, the model's own forward | 2.0 ms | 1.25 |" in costs.passes()
+    assert "| exact index | 6.10 bytes per token |" in costs.datastores()
+    assert "| 2 | 1.00 ms | 1.0 / 2.0 µs | 0.5 µs |" in costs.datastore_segments()
+    assert "| suffix array | 6.20 | 2.00 M tokens/s |" in costs.datastore_peers()
+    assert "SuffixDecoding: skipped (ImportError: none)" in costs.datastore_peers()
+    assert "| hnsw | 0.900 | 1.00 / 2.00 ms | 53 | 1 s |" in costs.dense()
+    assert "| none | 0% |  | 0.50 |" in costs.thinning()
+    assert "| dresd | 2.000 | 8.0 |" in costs.dense_drafting()
+    assert "| answer, p50 / p95 | 1.00 / 2.00 ms |" in costs.typing()
+    assert "| uvicorn: 3 files, 1.00 M characters | 1.00 / 2.00 |" in costs.typing_overhead()
     assert "| ours: auto | 4.0 | 2.00 |" in tables.compare()
     assert "busy (other processes took 0.90 cores" in tables.compare()
-    for made in (tables.passes(), tables.datastores(), tables.typing(), tables.replayed_presets()):
-        assert "`python scripts/" in made or "`retrieve-spec bench replay" in made
+    for name, table in {**tables.TABLES, **costs.TABLES}.items():
+        assert "Not measured" not in table(), name
+        commands = ("`python scripts/", "`retrieve-spec bench", "`a command`", "`compare`")
+        assert name in PARTIAL or any(command in table() for command in commands), name
+    assert {path.stem for path in (tmp_path / "data").glob("*.json")} == read_by_tables(scripts, monkeypatch)
     assert "cost_curves" not in json.loads((tmp_path / "data" / "reference-t0.json").read_text())["header"]
     replays = [command for command in asked if command[1:3] == ["bench", "replay"]]
     assert all(any(word.endswith("v.json") for word in command) for command in replays)
@@ -193,7 +263,8 @@ def test_an_interrupted_part_goes_on_unless_the_code_changed(
 
 
 def test_replays_that_are_done_are_kept(scripts, asked, monkeypatch, tmp_path):
-    (tmp_path / scripts[0].SPEC_BENCH).write_text("")
+    for name in (scripts[0].SPEC_BENCH, scripts[0].OTHER_ANSWERS):
+        (tmp_path / name).write_text("")
     given = ["presets-replay", "--traces", str(tmp_path), "--tokenizer", str(tmp_path / "t.json")]
     whole = scripts[2].tool
 
@@ -208,8 +279,8 @@ def test_replays_that_are_done_are_kept(scripts, asked, monkeypatch, tmp_path):
     monkeypatch.setattr(scripts[2], "tool", whole)
     asked.clear()
     run(scripts, monkeypatch, *given)
-    assert sum(command[1:3] == ["bench", "replay"] for command in asked) == 8 - 3
-    assert len(json.loads((tmp_path / "data" / "presets-replay.json").read_text())["rows"]) == 8
+    assert sum(command[1:3] == ["bench", "replay"] for command in asked) == 13 - 2  # and a store was built
+    assert len(json.loads((tmp_path / "data" / "presets-replay.json").read_text())["rows"]) == 13
 
 
 def test_code_is_the_same_when_only_documents_differ(scripts):

@@ -1,0 +1,67 @@
+"""Turns the parts of `scripts/reproduce` that measure costs, not speed-ups, into runs of the benchmark scripts."""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+
+import measuring
+from measuring import script
+
+WORKSPACES = ("uvicorn", "sympy")
+"""Packages in which the server's own time is measured: a small and a large one."""
+PACKAGES = sysconfig.get_paths()["purelib"]
+KEYS = 400_000
+"""Of the dense indexes that are compared."""
+DENSE_TOKENS = 500_000
+"""Of the store that is drafted from, each with a key."""
+
+
+def passes(args: argparse.Namespace) -> None:
+    """What a pass costs."""
+    script(args, "passes", "scripts/bench_pass.py", *(["--repeats", "2"] if args.limit else []))
+
+
+def datastores(args: argparse.Namespace) -> None:
+    """A store of all installed packages, continued to 100 M tokens."""
+    size = ["--tokens", "1e6", "--real", "1e6"] if args.limit else ["--tokens", "100e6", "--real", "40e6"]
+    words = ["--text", PACKAGES, *size, "--peer-tokens", "0"]
+    script(args, "datastores", "scripts/bench_datastore.py", *words)
+
+
+def datastore_segments(args: argparse.Namespace) -> None:
+    """The same ten times over, in ten segments."""
+    size = ["--tokens", "1e6", "--real", "1e6"] if args.limit else ["--tokens", "100e6", "--real", "12e6"]
+    words = ["--text", PACKAGES, *size, "--peer-tokens", "0", "--segments", "10"]
+    script(args, "datastores-segments", "scripts/bench_datastore.py", *words)
+
+
+def datastore_peers(args: argparse.Namespace) -> None:
+    """What others make of the same text, at a million tokens."""
+    size = ["--tokens", "2e6", "--real", "2e6", "--peer-tokens", "2e5" if args.limit else "1e6"]
+    with measuring.suffix_decoding():
+        script(args, "datastores-peers", "scripts/bench_datastore.py", "--text", PACKAGES, *size)
+
+
+def dense(args: argparse.Namespace) -> None:
+    """Dense indexes of hidden states of the standard library."""
+    store, _ = measuring.stores(args)
+    size = ["--vectors", str(4000 if args.limit else KEYS)]
+    queries = ["--queries", f"{PACKAGES}/networkx"]  # held out of the model's training, and not in the store
+    words = [str(store), *queries, *size, "--index", "ivf-pq", "hnsw", "--thinning"]
+    script(args, "dense", "scripts/bench_dense.py", *words)
+
+
+def dense_drafting(args: argparse.Namespace) -> None:
+    """Drafting with neighbours of the hidden state."""
+    store = measuring.OUT / "stores" / ("dense" if not args.limit else "dense-trial")
+    size = ["--store-tokens", str(20_000 if args.limit else DENSE_TOKENS)]
+    few = ["--prompts", "1", "--tokens", "16"] if args.limit else []
+    script(args, "dense-drafting", "scripts/bench_dense_drafting.py", "--store", str(store), *size, *few)
+
+
+def typing(args: argparse.Namespace) -> None:
+    """Typing in an editor, and the server's own time per request."""
+    script(args, "typing", "scripts/bench_typing.py", *(["--sessions", "1", "--keys", "3"] if args.limit else []))
+    spaces = WORKSPACES[:1] if args.limit else WORKSPACES
+    script(args, "typing-overhead", "scripts/bench_typing.py", "--overhead", *spaces)

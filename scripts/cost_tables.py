@@ -1,0 +1,215 @@
+"""Turns measurements of parts (passes, stores, dense indexes, typing) in docs/data into the tables of their pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from published import markdown_table, measured, millions, missing, origin, two
+
+
+def passes() -> str:
+    """What a pass costs beside plain's, one line for each kind and context."""
+    made = measured("passes")
+    if made is None:
+        return missing("passes")
+    ratios = {(entry["pass"], entry["context"]): entry["ratio"] for entry in made["passes"]}
+    plain = {entry["context"]: entry["ms"] for entry in made["passes"] if entry["pass"] == "plain"}
+    widths = sorted({int(kind.split()[1]) for kind, _ in ratios if kind != "plain"})
+    rows = []
+    for context, milliseconds in plain.items():
+        for kind in ("static", "ordinary"):
+            own = "" if kind == "static" else ", the model's own forward"
+            cells = [f"{ratios[f'{kind} {width}', context]:.2f}" for width in widths]
+            rows.append([f"{context:,} tokens{own}", f"{milliseconds:.1f} ms", *cells])
+    head = ["context", "plain's pass", *(f"{width} nodes" for width in widths)]
+    return "\n".join([*origin(made), *markdown_table(head, rows), ""])
+
+
+def datastores() -> str:
+    """Building, opening and walking one large store."""
+    made = measured("datastores")
+    if made is None:
+        return missing("datastores")
+    corpus, store, step = made["corpus"], made["store"], made["step"]
+    rows = [
+        ["tokens, real ones among them", f"{millions(corpus['tokens'])}, {millions(corpus['real_tokens'])}"],
+        ["reading and encoding, all cores", f"{millions(made['reading']['tokens_per_second'])} tokens/s"],
+        ["suffix sorting, one core", f"{millions(made['suffix_array']['tokens_per_second'])} tokens/s"],
+        ["whole index: sorting, n-grams, checksums, writing", f"{millions(store['tokens_per_second'])} tokens/s"],
+        ["memory while building, this corpus included", f"{made['peak_memory_gb']:.1f} GB"],
+        ["exact index", f"{store['exact_bytes_per_token']:.2f} bytes per token"],
+        ["n-gram table", f"{store['ngram_share_of_exact']:.2f} of the exact index"],
+        ["open", f"{two(made['open']['first_ms'])} ms the first time, {two(made['open']['median_ms'])} ms after"],
+        ["cursor step with next-token counts", f"{two(step['p50_us'])} µs median, {two(step['p99_us'])} µs p99"],
+        ["steps that fall off the match", f"{step['steps_that_fell_off']:.0%}"],
+        ["mean match", f"{step['mean_match']:.1f} tokens"],
+    ]
+    return "\n".join([*origin(made), *markdown_table(["", ""], rows), ""])
+
+
+def datastore_segments() -> str:
+    """Steps of one cursor through more and more segments."""
+    made = measured("datastores-segments")
+    if made is None:
+        return missing("datastores-segments")
+    many = made["many_segments"]
+    opened = f"{two(made['open']['median_ms'])} ms", f"{two(many['open']['median_ms'])} ms"
+    rows = []
+    for number, step in many["step"].items():
+        each = f"{step['p50_us'] / int(number):.1f} µs"
+        opening = opened[0] if number == "1" else opened[1] if int(number) == many["segments"] else ""
+        rows.append([number, opening, f"{step['p50_us']:.1f} / {step['p90_us']:.1f} µs", each])
+    size = f"{many['segments']} segments, {millions(many['tokens'])} tokens, {many['bytes'] / 1e9:.1f} GB in all:"
+    head = ["segments", "open", "step, median / p90", "per segment"]
+    return "\n".join([*origin(made), size, "", *markdown_table(head, rows), ""])
+
+
+PEERS = {
+    "suffix_array": "suffix array",
+    "static_automaton": "static automaton",
+    "suffix_decoding": "SuffixDecoding",
+    "plain_automaton": "Python automaton",
+}
+
+
+def datastore_peers() -> str:
+    """What others make of the same text."""
+    made = measured("datastores-peers")
+    if made is None:
+        return missing("datastores-peers")
+    rows, skipped = [], []
+    for name, figures in made["peers"].items():
+        if "skipped" in figures:
+            skipped.append(f"{PEERS[name]}: skipped ({figures['skipped']})")
+            continue
+        rate, step = millions(figures["tokens_per_second"]), f"{figures['p50_us']:.1f} / {figures['p99_us']:.1f} µs"
+        rows.append([PEERS[name], f"{two(figures['bytes_per_token'])}", f"{rate} tokens/s", step])
+    head = ["", "bytes per token", "built", "step, median / p99"]
+    return "\n".join([*origin(made), *markdown_table(head, rows), "", *skipped])
+
+
+def dense() -> str:
+    """Kinds of dense indexes."""
+    made = measured("dense")
+    if made is None:
+        return missing("dense")
+    rows = []
+    for figures in made["indexes"]:
+        codes = f", {figures['key_bytes']} of them codes" if figures["key_bytes"] else ""
+        times = f"{figures['query_ms']['p50']:.2f} / {figures['query_ms']['p99']:.2f} ms"
+        row = [figures["index"], f"{figures['recall_at_10']:.3f}", times, f"{figures['bytes_per_vector']:.0f}{codes}"]
+        rows.append([*row, f"{figures['build_s']:.0f} s"])
+    head = ["index", "recall@10", "query on one core, median / p99", "bytes per key", "built"]
+    text = (
+        f"{made['vectors']:,} keys of {made['dims']} dims, which keep {made['variance_kept']:.2f} of the variance of "
+        f"the {made['hidden_size']}; {made['queries']:,} queries, 50 neighbours asked for."
+    )
+    if made["states_per_second"]:
+        text += f" The model made {made['states_per_second']:,.0f} hidden states per second."
+    return "\n".join([*origin(made), text, "", *markdown_table(head, rows), ""])
+
+
+def thinning() -> str:
+    """What keys are worth that `--thin` would keep."""
+    made = measured("dense")
+    if made is None:
+        return missing("dense")
+    names = {"none": "none", "all": "all", "thinned": "thinned", "random": "as many at random"}
+    rows = []
+    for figures in made["thinning"]:
+        alone = f"{figures['alone']:.2f}" if "alone" in figures else ""
+        rows.append([names[figures["keys"]], f"{figures['share']:.0%}", alone, f"{figures['with_exact']:.2f}"])
+    return "\n".join(markdown_table(["keys", "kept", "dense alone", "better of dense and exact matches"], rows))
+
+
+def dense_drafting() -> str:
+    """Drafting with neighbours of the hidden state, and without."""
+    made = measured("dense-drafting")
+    if made is None:
+        return missing("dense-drafting")
+    rows = []
+    for name, f in made["figures"]["all"].items():
+        row = [name, f"{f['tokens_per_pass']:.3f}", f"{f['nodes_per_pass']:.1f}", f"{f['accepted']:,}"]
+        row += [f"{f['accepted_dense']:,}", f"{f['queries_per_pass']:.2f}", f"{f['draft_us_per_pass']:,.0f}"]
+        rows.append([*row, f"{f['tokens_per_second']:.0f}"])
+    head = ["draft", "tokens/pass", "nodes/pass", "accepted", "by dense", "queries/pass", "µs to draft", "tokens/s"]
+    store, speed, replay = made["store"], made["auto_speed_with_over_without_dense"], made["replay"]
+    query = made["query_us"].get("dresd")
+    text = (
+        f"A store of {store['tokens']:,} tokens with {store['vectors']:,} keys; `auto` with neighbours runs at "
+        f"{speed['median']:.3f} times its speed without (median over {speed['pairs']} prompts)."
+    )
+    text += f" A query takes {query['p50']:,.0f} µs (median)." if query else ""
+    text += (
+        f" Over the prompts as people wrote them, the best of ten neighbours is right for "
+        f"{replay['dense_tokens_per_place']:.2f} tokens per place, the best of ten exact matches for "
+        f"{replay['exact_tokens_per_place']:.2f} ({replay['places']:,} places)."
+    )
+    return "\n".join([*origin(made), text, "", *markdown_table(head, rows), ""])
+
+
+def typing() -> str:
+    """Typing in an editor: with drafting, without, and without the kept keys and values."""
+    made = measured("typing")
+    if made is None:
+        return missing("typing")
+    variants = {name: f for name, f in made.items() if isinstance(f, dict) and "latency_ms" in f}
+    real = made["typed_with_real_gaps"]
+    marks = list(next(iter(variants.values()))["visible_characters"])
+    lines = {
+        "requests": [str(f["requests"]) for f in variants.values()],
+        "answer, p50 / p95": [_milliseconds(f["latency_ms"]) for f in variants.values()],
+        f"characters visible at {' / '.join(marks)} ms": [
+            " / ".join(f"{f['visible_characters'][mark]:.0f}" for mark in marks) for f in variants.values()
+        ],
+        "answered of those typed with real gaps": [
+            f"{real[name]['answered']} of {sum(real[name].values())}" for name in variants
+        ],
+        "time outside the model, p50 / p95": [_milliseconds(f["outside_model_ms"]) for f in variants.values()],
+    }
+    rows = [[what, *cells] for what, cells in lines.items()]
+    requests = next(iter(variants.values()))["requests"]
+    straight = requests - made["looping_requests"]
+    text = (
+        f"{len(made['setup']['files'])} files of {made['setup']['package']}. At 250 ms that is "
+        f"{_times(made['visible_ratio']['250'])} as many characters as without drafts, "
+        f"{_times(made['visible_ratio_without_loops']['250'])} in the {straight} of {requests} requests whose text "
+        "does not loop (most of what so small a model writes does)."
+    )
+    return "\n".join([*origin(made), *markdown_table(["", *variants], rows), "", text, ""])
+
+
+def _milliseconds(times: dict[str, float]) -> str:
+    return f"{two(times['p50'])} / {two(times['p95'])} ms"
+
+
+def _times(ratio: float | None) -> str:
+    return "no" if ratio is None else f"{ratio:.2f} times"
+
+
+def typing_overhead() -> str:
+    """The server's own time per request, by size of the workspace."""
+    made = measured("typing-overhead")
+    if made is None:
+        return missing("typing")
+    rows = []
+    for package, figures in made["overhead_ms"].items():
+        space = figures["workspace"]
+        size = f"{package}: {space['files']} files, {millions(space['characters'])} characters"
+        parts: list[Any] = [figures[part] for part in ("read", "prompt", "drafts", "answer", "total")]
+        rows.append([size, *(f"{two(part['p50'])} / {two(part['p95'])}" for part in parts)])
+    head = ["workspace", "reading", "prompt", "what to draft from", "answer", "all"]
+    return "\n".join([*origin(made), *markdown_table(head, rows), ""])
+
+
+TABLES = {
+    "passes": passes,
+    "datastores": datastores,
+    "datastores-segments": datastore_segments,
+    "datastores-peers": datastore_peers,
+    "dense": dense,
+    "thinning": thinning,
+    "dense-drafting": dense_drafting,
+    "typing": typing,
+    "typing-overhead": typing_overhead,
+}
