@@ -96,7 +96,7 @@ def draw_speedup() -> None:
 
 def runs_of(part: str) -> str:
     """Every measured run of a part, as its report's tables; where it loses comes first."""
-    from retrieve_spec.bench.report import sections
+    from retrieve_spec.bench.report_sections import sections
 
     lines = []
     for name, title in RUNS[part].items():

@@ -14,6 +14,8 @@ from retrieve_spec.errors import ConfigError, TraceError
 BUILTIN = "builtin"
 BUILTIN_PER_TASK = 6
 SPEC_BENCH = "spec-bench:"
+OTHER = "other"
+"""Task of prompts whose line names none."""
 TEMPLATES = ("auto", "vicuna", "none")
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 VICUNA_SYSTEM = (
@@ -77,7 +79,7 @@ def _prompt(line: str, number: int, path: Path) -> Prompt:
         raise _wrong(number, path, "'prompt' (a string) or 'turns' (a list of strings)")
     return Prompt(
         name=str(row.get("id", number)),
-        task=str(row.get("task", "all")),
+        task=str(row.get("task", OTHER)),
         turns=tuple(turns),
         prediction=row.get("prediction"),
         raw="turns" not in row,

@@ -59,3 +59,9 @@ def test_few_methods_stand_side_by_side():
 def test_of_many_methods_only_auto_is_held_to_its_expectation():
     (axes,) = figures.calibration(*results(MANY)).axes
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"auto", "auto~context", "as expected"}
+
+
+def test_the_highest_point_is_inside_the_figure():
+    (axes,) = figures.tokens_per_pass(*results(FEW)).axes
+    highest = max(y for line in axes.get_lines() for y in line.get_ydata())
+    assert axes.get_ylim()[1] > highest

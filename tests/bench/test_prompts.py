@@ -64,6 +64,7 @@ def test_lines_with_prompts_and_turns(tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     first, second = read_prompts(str(tmp_path / "p.jsonl"))
     assert (first.name, first.task, first.turns, first.prediction, first.raw) == ("1", "t", ("a",), "p", True)
+    assert second.task == "other"
     assert (second.name, second.turns, second.raw) == ("q", ("x", "y"), False)
     assert len(read_prompts(str(tmp_path / "p.jsonl"), 1)) == 1
 
