@@ -75,8 +75,10 @@ def _of_tasks(prompts: list[Prompt], tasks: Sequence[str] | None, what: str) -> 
 def _prompt(line: str, number: int, path: Path) -> Prompt:
     row = _object(line, number, path)
     turns = row.get("turns", [row["prompt"]] if "prompt" in row else None)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+    if not _are_turns(turns):
         raise _wrong(number, path, "'prompt' (a string) or 'turns' (a list of strings)")
+    if not isinstance(row.get("prediction"), str | None):
+        raise _wrong(number, path, "'prediction' (a string)")
     return Prompt(
         name=str(row.get("id", number)),
         task=str(row.get("task", OTHER)),
@@ -88,9 +90,13 @@ def _prompt(line: str, number: int, path: Path) -> Prompt:
 
 def _question(line: str, number: int, path: Path) -> Prompt:
     row = _object(line, number, path)
-    if not {"question_id", "category", "turns"} <= set(row):
-        raise _wrong(number, path, "'question_id', 'category' and 'turns'")
+    if not {"question_id", "category", "turns"} <= set(row) or not _are_turns(row["turns"]):
+        raise _wrong(number, path, "'question_id', 'category' and 'turns' (a list of strings)")
     return Prompt(str(row["question_id"]), str(row["category"]), tuple(row["turns"]), raw=False)
+
+
+def _are_turns(turns: Any) -> bool:
+    return isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) and turn for turn in turns)
 
 
 def _object(line: str, number: int, path: Path) -> dict[str, Any]:

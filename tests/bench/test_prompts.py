@@ -82,13 +82,22 @@ def test_only_some_tasks():
         read_prompts("builtin", 2, ["poetry"])
 
 
-@pytest.mark.parametrize("text", ["", "no json", "[1]", '{"text": 1}', '{"turns": []}', '{"prompt": ""}'])
+@pytest.mark.parametrize(
+    "text", ["", "no json", "[1]", '{"text": 1}', '{"turns": []}', '{"prompt": ""}', '{"prompt": "a", "prediction": 7}']
+)
 def test_other_files_are_refused_with_the_line(tmp_path, text):
     (tmp_path / "p.jsonl").write_text(text)
     with pytest.raises(TraceError, match=r"p\.jsonl"):
         read_prompts(str(tmp_path / "p.jsonl"))
     with pytest.raises(TraceError):
         read_prompts(str(tmp_path / "absent.jsonl"))
+
+
+@pytest.mark.parametrize("more", [{}, {"turns": []}, {"turns": "one"}, {"turns": [1]}])
+def test_questions_without_turns_are_refused(tmp_path, more):
+    (tmp_path / "question.jsonl").write_text(json.dumps({"question_id": 1, "category": "qa", **more}))
+    with pytest.raises(TraceError, match="line 1"):
+        read_prompts(f"spec-bench:{tmp_path / 'question.jsonl'}")
 
 
 def test_the_vicuna_template_is_the_one_spec_bench_hard_codes():
