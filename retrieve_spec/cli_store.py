@@ -1,4 +1,4 @@
-"""Turns the datastore commands into one call of a library function each, and its result into text or JSON."""
+"""Turns the commands that change a datastore into one library call each, and the report into text or JSON."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from retrieve_spec.errors import BuildError
+from retrieve_spec.cli_store_read import JSON, QUIET, STORE
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.change import ChangeReport
-    from retrieve_spec.datastore.manifest import Manifest
     from retrieve_spec.datastore.sources import Source
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -22,11 +21,8 @@ _LISTED = 20
 _TEXT_INDEXES = ("both", "exact", "ngram")
 _DENSE_INDEXES = ("auto", "flat", "ivf-pq", "hnsw")
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else.")
-_QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bars.")
 _RESUME = click.option("--resume", is_flag=True, help="Continue an interrupted run with the options it began with.")
 _WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Threads; all CPUs by default.")
-_STORE = click.argument("store", type=click.Path(path_type=Path))
 
 
 def _source_options(command: _F) -> _F:
@@ -63,7 +59,7 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 
 
 @click.command(short_help="Build a datastore from files, folders or a recipe.")
-@_STORE
+@STORE
 @_source_options
 @click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'.")
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="A TOML file that names the sources.")
@@ -88,8 +84,8 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 @click.option("--thin", is_flag=True, help="No dense keys where the longest match elsewhere predicts the next token.")
 @_WORKERS
 @_RESUME
-@_QUIET
-@_JSON
+@QUIET
+@JSON
 def build(
     store: Path,
     tokenizer: str | None,
@@ -151,12 +147,12 @@ def build(
 
 
 @click.command(short_help="Add documents to a datastore.")
-@_STORE
+@STORE
 @_source_options
 @_WORKERS
 @_RESUME
-@_QUIET
-@_JSON
+@QUIET
+@JSON
 def add(
     store: Path,
     resume: bool,
@@ -177,11 +173,11 @@ def add(
 
 
 @click.command(short_help="Remove documents from a datastore.")
-@_STORE
+@STORE
 @click.argument("documents", nargs=-1, metavar="[DOCUMENT]...")
 @click.option("--where", default="", metavar="SQL", help="Condition over the catalogue's documents table.")
-@_QUIET
-@_JSON
+@QUIET
+@JSON
 def remove(store: Path, documents: tuple[str, ...], where: str, quiet: bool, as_json: bool) -> None:
     """Remove documents, by path or glob, or those for which an SQL condition holds; nothing is drafted from them."""
     from retrieve_spec.datastore.edit import remove_documents
@@ -195,8 +191,8 @@ def remove(store: Path, documents: tuple[str, ...], where: str, quiet: bool, as_
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("stores", nargs=-1, type=click.Path(path_type=Path), metavar="STORE...")
 @_RESUME
-@_QUIET
-@_JSON
+@QUIET
+@JSON
 def merge(out: Path, stores: tuple[Path, ...], resume: bool, quiet: bool, as_json: bool) -> None:
     """Join STOREs that were built with one tokenizer into the new datastore OUT."""
     from retrieve_spec.datastore.edit import merge_datastores
@@ -207,10 +203,10 @@ def merge(out: Path, stores: tuple[Path, ...], resume: bool, quiet: bool, as_jso
 
 
 @click.command(short_help="Rewrite a datastore without removed documents.")
-@_STORE
+@STORE
 @_RESUME
-@_QUIET
-@_JSON
+@QUIET
+@JSON
 def compact(store: Path, resume: bool, quiet: bool, as_json: bool) -> None:
     """Rewrite a datastore into as few segments as possible, without the text of removed documents."""
     from retrieve_spec.datastore.edit import compact_datastore
@@ -219,12 +215,12 @@ def compact(store: Path, resume: bool, quiet: bool, as_json: bool) -> None:
 
 
 @click.command(short_help="Rewrite a datastore for another tokenizer.")
-@_STORE
+@STORE
 @click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'.")
 @_WORKERS
 @_RESUME
-@_QUIET
-@_JSON
+@QUIET
+@JSON
 def retokenize(
     store: Path, tokenizer: str | None, workers: int | None, resume: bool, quiet: bool, as_json: bool
 ) -> None:
@@ -235,103 +231,6 @@ def retokenize(
         raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
     report = retokenize_datastore(store, tokenizer, workers=workers, resume=resume, progress=not quiet)
     _print_report(report, store, as_json)
-
-
-@click.command(short_help="Show what a datastore holds.")
-@_STORE
-@_JSON
-def info(store: Path, as_json: bool) -> None:
-    """Show what a datastore holds; reads its manifest only."""
-    from retrieve_spec.datastore.manifest import read_manifest
-
-    manifest = read_manifest(store)
-    if as_json:
-        click.echo(json.dumps(manifest.to_json()))
-        return
-    per_token = manifest.bytes / max(manifest.tokens, 1)
-    rows = [
-        ("documents", f"{manifest.documents:,}"),
-        ("tokens", f"{manifest.tokens:,}"),
-        ("size", f"{manifest.bytes / 1e6:,.1f} MB ({per_token:.2f} bytes per token)"),
-        ("segments", f"{len(manifest.segments)}"),
-        ("tokenizer", manifest.fingerprint[7:19]),
-        ("content", manifest.content[:12]),
-        *_dense_rows(manifest),
-        *((event["verb"], f"{event['at']}  {event['documents']:,} documents") for event in manifest.history),
-    ]
-    click.echo(f"{store}")
-    for name, value in rows:
-        click.echo(f"  {name:<10} {value}")
-
-
-@click.command(short_help="Check every byte of a datastore.")
-@_STORE
-@_QUIET
-@_JSON
-def verify(store: Path, quiet: bool, as_json: bool) -> None:
-    """Check checksums and structure, and compare sampled queries with a scan of the text."""
-    from retrieve_spec.datastore.verify import verify_datastore
-
-    checked = verify_datastore(store, progress=not quiet)
-    if as_json:
-        click.echo(json.dumps({"store": str(store), "sound": True, **checked}))
-    else:
-        click.echo(f"{store} is sound: {checked['files']} files, {checked['tokens']:,} tokens.")
-
-
-@click.command(short_help="Find where a text stands in a datastore.")
-@_STORE
-@click.argument("text")
-@click.option("--limit", type=click.IntRange(min=1), default=10, show_default=True, metavar="N")
-@click.option("--dense", is_flag=True, help="Find the places most like the end of TEXT to the model instead.")
-@click.option("--model", metavar="MODEL", help="With --dense: where the model is; by default where the build had it.")
-@_JSON
-def search(store: Path, text: str, limit: int, dense: bool, model: str | None, as_json: bool) -> None:
-    """Find the longest end of TEXT that occurs, what followed it, and in which documents."""
-    if dense:
-        _search_dense(store, text, limit, model, as_json)
-        return
-    from retrieve_spec.datastore.search import search_datastore
-    from retrieve_spec.datastore.store import open_datastore
-
-    opened = open_datastore(store)
-    if opened.segments and not any(len(segment.tokens) for segment in opened.segments):
-        raise BuildError("a store that keeps its text", f"{store}, which keeps n-grams only", "Search another store.")
-    result = search_datastore(opened, text, limit=limit)
-    if as_json:
-        click.echo(json.dumps(asdict(result)))
-        return
-    click.echo(f"{result.matched} of {result.tokens} tokens match, {result.count:,} times: {result.text!r}")
-    for token, count in result.continuations:
-        click.echo(f"  {count:>12,.0f}  {token!r}")
-    for place in result.occurrences:
-        document = place.document
-        licence = f" ({document.licence})" if document.licence else ""
-        click.echo(f"  {document.path}{licence} @ {place.position - document.start}: {place.continuation!r}")
-
-
-def _search_dense(store: Path, text: str, limit: int, model: str | None, as_json: bool) -> None:
-    from retrieve_spec.datastore.dense_search import search_dense
-    from retrieve_spec.datastore.store import open_datastore
-
-    found = search_dense(open_datastore(store), text, model=model, limit=limit)
-    if as_json:
-        click.echo(json.dumps({"neighbours": [asdict(neighbour) for neighbour in found]}))
-        return
-    for place in found:
-        licence = f" ({place.document.licence})" if place.document.licence else ""
-        at = place.position - place.document.start
-        click.echo(f"  {place.similarity:.3f}  {place.continuation!r}  {place.document.path}{licence} @ {at}")
-
-
-def _dense_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    if manifest.dense is None:
-        return []
-    record = manifest.dense
-    files = [file for entry in manifest.segments for name, file in entry.files.items() if name.startswith("dense_")]
-    size = sum(file.bytes for file in files)
-    model = f"{record.model} ({record.fingerprint[7:19]})"
-    return [("dense", f"{model}, layer {record.layer}, {record.dims} dims, {size / 1e6:,.1f} MB")]
 
 
 def _print_report(report: ChangeReport, store: Path, as_json: bool) -> None:

@@ -40,7 +40,8 @@ from retrieve_spec.datastore.sort import suffix_array
 from retrieve_spec.datastore.sources import Source, list_files
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.kernels.static_automaton import automaton_extend, automaton_successors
-from retrieve_spec.kernels.suffix_array import sa_extend, sa_successors
+from retrieve_spec.kernels.suffix_array import sa_successors
+from retrieve_spec.kernels.suffix_search import sa_extend
 
 READS = 64
 STEPS = 10_000

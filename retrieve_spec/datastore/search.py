@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from retrieve_spec.datastore.catalog import Document
 from retrieve_spec.datastore.segment import Segment
 from retrieve_spec.datastore.store import Datastore
-from retrieve_spec.kernels.suffix_array import sa_longest, sa_successors
+from retrieve_spec.kernels.suffix_array import sa_successors
+from retrieve_spec.kernels.suffix_search import sa_longest
 
 MAX_READS = 1024
 

@@ -17,7 +17,7 @@ from retrieve_spec.datastore.manifest import DenseRecord, SegmentEntry
 from retrieve_spec.datastore.ngrams import NgramTable, build_ngrams
 from retrieve_spec.datastore.sort import suffix_array
 from retrieve_spec.kernels.ngram import SLOT
-from retrieve_spec.kernels.suffix_array import sa_top_table
+from retrieve_spec.kernels.suffix_search import sa_top_table
 
 SUFFIX = ".bin"
 

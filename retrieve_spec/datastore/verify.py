@@ -23,7 +23,7 @@ from retrieve_spec.datastore.segment import Segment
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.ngram import EXTENT, KEY, START, ngram_hash
-from retrieve_spec.kernels.suffix_array import sa_search, sa_top_table
+from retrieve_spec.kernels.suffix_search import sa_search, sa_top_table
 
 _ATTEMPTS = 5
 QUERIES = 32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,3 +71,30 @@ class Asking:
         b = length_bucket(match_len)
         self._seen[b] += 1
         self._gain[b] += (gain - self._gain[b]) / min(self._seen[b], MEMORY)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """A query whose gain is measured: the present pass's tree without it, (n, 2), and what it added so far."""
+
+    match_len: int
+    without: NDArray[np.int64] | None = None
+    gain: int = 0
+
+    def hold_against(self, emitted: NDArray[np.int32]) -> None:
+        """Add what a pass accepted, (a + 1,) tokens with the bonus token, beyond the tree without the query."""
+        if self.without is not None:
+            self.gain += len(emitted) - 1 - _accepted(self.without, emitted)
+            self.without = None
+
+
+def _accepted(nodes: NDArray[np.int64], emitted: NDArray[np.int32]) -> int:
+    """How many of the tokens that came a tree (n, 2) of tokens and parents holds as a path from the root."""
+    children = {(parent, token): i for i, (token, parent) in enumerate(nodes.tolist())}
+    at = -1
+    for depth, token in enumerate(emitted.tolist()):
+        child = children.get((at, token))
+        if child is None:
+            return depth
+        at = child
+    return len(emitted)

@@ -68,9 +68,7 @@ class Calibration:
         return min(max((accepted + _DRAFT_PRIOR) / (expected + _DRAFT_PRIOR), _PROMISES[0]), _PROMISES[1])
 
     def drafted(self, expected: float, accepted: int, noise: bool) -> None:
-        """Learn what became of a draft: tokens that it promised, `promise` included, and tokens accepted."""
-        if expected <= 0.0:
-            return
+        """Learn what became of a draft: tokens it promised (more than 0, `promise` included) and tokens accepted."""
         known = self.drafts[noise]
         total = known[1] + expected / self.promise(noise)
         fade = min(_DRAFT_MEMORY / total, 1.0)

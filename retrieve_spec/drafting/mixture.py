@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -11,89 +10,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.asking import Asking
+from retrieve_spec.drafting.asking import Asking, Comparison
 from retrieve_spec.drafting.calibration import Calibration
-from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.open_sources import OpenSources
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import blend, expand, learn, levels, order, weights
+from retrieve_spec.kernels import expand, learn, order
 from retrieve_spec.kernels.prediction import LOOKBACK
-from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.dense import DenseIndexes, DenseSource
-from retrieve_spec.sources.prediction import HYPOTHESES, Prediction
-from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.kernels.source_table import TAIL
+from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.session import SessionMemory
-from retrieve_spec.sources.stores import StoreRows
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
-CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE = (
-    SOURCE_NAMES.index(name) for name in ("context", "session", "prediction", "recycling", "ngram", "exact", "dense")
-)
-_REST_BELOW, _WAKE_AT = 0.002, 0.004
-"""Shares of the emitted tokens that a source explained, below which it rests and above which it is asked again."""
-_SLOW_REST_BELOW, _SLOW_WAKE_AT = 0.01, 0.02
-"""The same for stores, which are read from memory that no cache holds."""
 _NO_COST = np.empty(0, np.float32)
 _NO_ORIGIN = np.empty(0, np.int64)
-_NO_HASHES = np.empty((2, 0), np.uint64)
-_LOOK_IN = 8
-"""Stores that rest are learned about in one of so many passes."""
-_FIRST_TOKENS, _LATER_EVERY = 2000, 4
-"""Learning reads stores at all of the first tokens, then at one of so many."""
 _LONGEST_REST = 8
 """Passes that are not drafted for at most, after drafting has not paid again and again."""
 
 
-@dataclass(slots=True)
-class _Scratch:
-    """Arrays of the expansion kernel, reused from pass to pass."""
-
-    rows: int
-    cursors: NDArray[np.int64] = field(init=False)
-    tails: NDArray[np.int32] = field(init=False)
-    pool_p: NDArray[np.float32] = field(init=False)
-    pool_ids: NDArray[np.int64] = field(init=False)
-    heap: NDArray[np.int64] = field(init=False)
-    memory: NDArray[np.int64] = field(init=False)
-    nodes: NDArray[np.int64] = field(init=False)
-    node_p: NDArray[np.float32] = field(init=False)
-
-    def __post_init__(self) -> None:
-        pool = 64 * MAX_NODES
-        self.cursors = np.zeros(((MAX_NODES + 1) * self.rows, levels.CURSOR), np.int64)
-        self.tails = np.zeros((MAX_NODES + 1, levels.TAIL), np.int32)
-        self.pool_p = np.empty(pool, np.float32)
-        self.pool_ids = np.empty((pool, 3), np.int64)
-        self.heap = np.empty(pool, np.int64)
-        self.memory = blend.scratch_memory(self.rows)
-        self.nodes = np.empty((MAX_NODES, 4), np.int64)
-        self.node_p = np.empty(MAX_NODES, np.float32)
-
-
-@dataclass(slots=True)
-class _Comparison:
-    """A query whose gain is measured: the tree of the present pass without it, and what it added so far."""
-
-    match_len: int
-    without: NDArray[np.int64] | None = None
-    gain: int = 0
-
-
-def _accepted(nodes: NDArray[np.int64], emitted: NDArray[np.int32]) -> int:
-    """How many of the tokens that came a tree (n, 2) of tokens and parents holds as a path from the root."""
-    children = {(parent, token): i for i, (token, parent) in enumerate(nodes.tolist())}
-    at = -1
-    for depth, token in enumerate(emitted.tolist()):
-        child = children.get((at, token))
-        if child is None:
-            return depth
-        at = child
-    return len(emitted)
-
-
-class MixtureDrafter:
+class MixtureDrafter(OpenSources):
     """Drafts from every open source at once, most probable nodes first, and learns from every verified token.
 
     Parameters
@@ -121,32 +58,18 @@ class MixtureDrafter:
     ) -> None:
         self.config = config or SpeculationConfig()
         self.calibration = calibration or Calibration()
-        self.context = SuffixAutomaton(4096)
-        self.session = session
-        self.stores = StoreRows.of(list(datastores), NGRAM, EXACT)
-        self.recycling = RecyclingTable() if recycling else None
-        self.prediction: Prediction | None = None
-        indexes = DenseIndexes(datastores if self.config.dense == AUTO else ())
-        self.wants_hidden: Layer | None = indexes.layer
-        self.dense = None if indexes.layer is None else DenseSource(indexes)
+        super().__init__(session, datastores, recycling, dense=self.config.dense == AUTO)
+        self.top_k = self.recycling.k if self.recycling else 0
         self._asking = Asking()
         self._hidden: NDArray[np.float32] | None = None
-        self._comparison: _Comparison | None = None
+        self._comparison: Comparison | None = None
         self._pace: float | None = None
         self._proposed = 0, 0.0
-        self.top_k = self.recycling.k if self.recycling else 0
-        self._scratch = _Scratch(1)
         self._history: list[NDArray[np.int32]] = []
         self._fresh: list[NDArray[np.int32]] = []
-        self._rest = self._misses = self._catches = self._learned = 0
-        self._rests = False
+        self._rest = self._misses = 0
         self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
         self._noise_offset = 0
-        self._trust: NDArray[np.float64] = np.empty((weights.NUM_SOURCES, 1 + weights.LENGTH_CLASSES, 2))
-        self._use: NDArray[np.float64] = np.empty(0)
-        self._tail: NDArray[np.int32]
-        self._window: NDArray[np.int32]
-        self._open()
 
     def prepare(self) -> None:
         """Compile the kernels, or load them from Numba's cache, before the first token depends on it."""
@@ -179,7 +102,7 @@ class MixtureDrafter:
         self._hidden = None
         self._comparison = None
         self._open()
-        newest = prompt[::-1][: levels.TAIL]
+        newest = prompt[::-1][:TAIL]
         self._tail[0, : len(newest)] = newest
         self._tail_len = len(prompt)
         self._place_session(prompt)
@@ -199,26 +122,9 @@ class MixtureDrafter:
             roots[:] = 0
         self._follow_stores(ids[-order.MATCH :], roots)
         self._tail = np.roll(self._tail, len(ids), axis=1)
-        newest = ids[::-1][: levels.TAIL]
+        newest = ids[::-1][:TAIL]
         self._tail[0, : len(newest)] = newest
         self._tail_len += len(ids)
-
-    def _follow_stores(self, token_ids: NDArray[np.int32], roots: NDArray[np.int64]) -> None:
-        """Move the stores' longest-match cursors from where they were before the tokens to after them."""
-        if not len(roots) and self.prediction is None:
-            return
-        self._window = np.concatenate([self._window, token_ids])[-order.MATCH - len(token_ids) :]
-        for i in range(len(roots)):
-            order.follow_exact(self._table, self._exact_row + i, roots, i, self._window, len(token_ids))
-        self._cursors[self._exact_row : self._exact_row + len(roots)] = roots
-
-    def _exact_cursors(self) -> NDArray[np.int64]:
-        return self._cursors[self._exact_row : self._exact_row + len(self.stores.exact)].copy()
-
-    def _place_session(self, token_ids: NDArray[np.int32]) -> None:
-        if self.session is not None:
-            cursors = self.session.cursors_after(token_ids)
-            self._cursors[self._session_row : self._session_row + len(cursors), :2] = cursors
 
     def observe_prompt(
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
@@ -304,25 +210,13 @@ class MixtureDrafter:
             self.dense.ask(self._hidden, int(self._tail[0, 0]))
             cursor[:] = self.dense.root()
             if self._asking.asked(match_len, perf_counter() - began):
-                self._comparison = _Comparison(match_len)
+                self._comparison = Comparison(match_len)
         if self._comparison is not None:
             found = cursor.copy()
             cursor[:] = 0
             n = self._grow(cost, limit, depth)
             self._comparison.without = self._scratch.nodes[:n, :2].copy()
             cursor[:] = found
-
-    def _longest_match(self) -> int:
-        """Longest match of the text with anything but neighbours."""
-        rows = range(self._exact_row + len(self.stores.exact))
-        return max(int(levels.open_row(self._table, s, self._cursors, s, _NO_HASHES, 0)[1]) for s in rows)
-
-    def _compare(self, verified: VerifiedPass) -> None:
-        """Add what a pass accepted beyond the tree without neighbours."""
-        if self._comparison is not None and self._comparison.without is not None:
-            without = _accepted(self._comparison.without, verified.emitted)
-            self._comparison.gain += len(verified.emitted) - 1 - without
-            self._comparison.without = None
 
     def _end_comparison(self) -> None:
         if self._comparison is not None:
@@ -371,7 +265,8 @@ class MixtureDrafter:
         """Learn from the pass and take the emitted tokens into the text so far (later, while drafting rests)."""
         self._fresh.append(np.ascontiguousarray(verified.emitted, np.int32))
         self._hidden = verified.hidden
-        self._compare(verified)
+        if self._comparison is not None:
+            self._comparison.hold_against(verified.emitted)
         if len(verified.tree):
             whole = len(verified.tree) == self._proposed[0]  # a verifier of chains takes one branch
             expected = self._proposed[1] if whole else verified.tree.expected_accepted
@@ -434,77 +329,3 @@ class MixtureDrafter:
         if self.session is not None and self._history:
             self.session.remember(np.concatenate(self._history))
         self._history = []
-
-    def _open(self) -> None:
-        """Build the source table for this request; earlier rows win ties in match length."""
-        rows: list[NDArray[np.int64]] = []
-        self._prediction_row = 0
-        if self.prediction:
-            rows += [self.prediction.row(PREDICTION)] * HYPOTHESES
-        self._context_row = len(rows)
-        self._context_moved = self.context.moved
-        rows.append(self.context.row(CONTEXT))
-        self._session_row = len(rows)
-        if self.session is not None:
-            rows += self.session.rows(SESSION)
-        self._exact_row = len(rows)
-        rows += self.stores.exact
-        self._dense_row = len(rows)
-        if self.dense is not None:
-            rows.append(self.dense.row(DENSE))
-        if self.recycling:
-            rows.append(self.recycling.row(RECYCLING))
-        rows += self.stores.ngram
-        self._table = np.array(rows, np.int64).reshape(len(rows), levels.ROW)
-        if len(self._use) != len(rows):
-            self._use = np.full(len(rows), _SLOW_WAKE_AT)
-        self._numbers = self._table[:, levels.NUMBER].astype(np.uint8)
-        self._slow = (self._numbers == NGRAM) | (self._numbers == EXACT)
-        self._cursors = np.zeros((len(rows), levels.CURSOR), np.int64)
-        if self._scratch.rows != len(rows):
-            self._scratch = _Scratch(len(rows))
-        self._tail = np.zeros((1, levels.TAIL), np.int32)
-        self._tail_len = 0
-        weights.begin_request(self._trust)
-        self._window = np.empty(0, np.int32)
-
-    def _wake(self) -> None:
-        """Let learning see every source, but stores that rest only now and then: looking into them is what costs."""
-        self._catches += 1
-        if not self._rests:
-            return
-        resting = self._table[:, levels.RESTING]
-        if self._catches % _LOOK_IN == 0:
-            resting[:] = 0
-        else:
-            resting[~self._slow] = 0
-
-    def _learn_every(self) -> int:
-        """At one token of how many learning reads stores: they are slow, and in time there is less to be learned."""
-        if not self.stores.stores:
-            return 1
-        return 1 if self._learned < _FIRST_TOKENS else _LATER_EVERY
-
-    def _choose_sources(self) -> None:
-        """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them.
-
-        While none rests, looking now and then is enough.
-        """
-        if not self._rests and self._catches % _LOOK_IN:
-            return
-        resting = self._table[:, levels.RESTING]
-        resting[self._use < np.where(self._slow, _SLOW_REST_BELOW, _REST_BELOW)] = 1
-        resting[self._use >= np.where(self._slow, _SLOW_WAKE_AT, _WAKE_AT)] = 0
-        resting[: self._context_row + 1] = 0
-        if self.dense is not None:
-            resting[self._dense_row] = 0  # it is asked when that pays, and has nothing to say until then
-        self._rests = bool(resting.any())
-
-    def _sync(self) -> None:
-        """Bring table and cursors up to date with sources that changed under them."""
-        if self._context_moved != self.context.moved:
-            self._table[self._context_row] = self.context.row(CONTEXT)
-            self._context_moved = self.context.moved
-        self._cursors[self._context_row, :2] = self.context.root()
-        if self.prediction:
-            self._cursors[:HYPOTHESES] = self.prediction.cursors

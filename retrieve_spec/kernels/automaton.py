@@ -1,4 +1,6 @@
-"""Numba kernels of the incremental suffix automaton: token ids in, rows of states and edges out.
+"""Numba kernels that read a suffix automaton: states and tokens in, states, successors and counts out.
+
+`kernels/automaton_growth.py` appends to it.
 
 State row, (5,) int32: suffix link, length, then three fields whose meaning depends on the third. ``TOKEN >= 0``: the
 only successor, followed by its target state and count (most states). ``TOKEN = -1``: no successor. ``TOKEN <= -2``:
@@ -19,6 +21,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+
+from retrieve_spec.kernels.views import borrowed
 
 LINK, LENGTH, TOKEN, TARGET, COUNT = range(5)
 E_OWNER, E_TOKEN, E_TARGET, E_COUNT, E_NEXT, E_PREV = range(6)
@@ -65,214 +69,9 @@ def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _insert_slot(edges: I32, slots: I32, e: int) -> None:
-    mask = len(slots) - 1
-    i = slot_of(edges[e, E_OWNER], edges[e, E_TOKEN], mask)
-    while slots[i] >= 0:
-        i = (i + 1) & mask
-    slots[i] = e
-
-
-@njit(cache=True, nogil=True)
-def rehash(edges: I32, slots: I32, num_edges: int) -> None:
-    """Fill an empty table with all edges."""
-    for e in range(num_edges):
-        _insert_slot(edges, slots, e)
-
-
-@njit(cache=True, nogil=True)
-def _list_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, target: int, count: int) -> None:
-    """Put a successor at the front of the state's list."""
-    e = meta[M_EDGES]
-    meta[M_EDGES] += 1
-    head = states[state, TARGET]
-    edges[e, E_OWNER] = state
-    edges[e, E_TOKEN] = token
-    edges[e, E_TARGET] = target
-    edges[e, E_COUNT] = count
-    edges[e, E_NEXT] = head
-    edges[e, E_PREV] = -1
-    if head >= 0:
-        edges[head, E_PREV] = e
-    states[state, TARGET] = e
-    _insert_slot(edges, slots, e)
-
-
-@njit(cache=True, nogil=True)
-def _add_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, target: int) -> None:
-    """Give ``state`` a successor it does not have yet; it becomes the most recent one."""
-    first = states[state, TOKEN]
-    if first == -1:
-        states[state, TOKEN] = token
-        states[state, TARGET] = target
-        states[state, COUNT] = 1
-        return
-    if first >= 0:
-        only = states[state, TARGET]
-        states[state, TARGET] = -1
-        states[state, TOKEN] = -1
-        _list_edge(states, edges, slots, meta, state, first, only, states[state, COUNT])
-    states[state, TOKEN] = min(states[state, TOKEN] - 1, -2)
-    states[state, COUNT] += 1
-    _list_edge(states, edges, slots, meta, state, token, target, 1)
-
-
-@njit(cache=True, nogil=True)
-def _touch(states: I32, edges: I32, slots: I32, state: int, token: int) -> None:
-    """Count an existing successor once more and make it the most recent one."""
-    states[state, COUNT] += 1
-    if states[state, TOKEN] >= 0:
-        return
-    e = find_edge(edges, slots, state, token)
-    edges[e, E_COUNT] += 1
-    prev = edges[e, E_PREV]
-    if prev < 0:
-        return
-    nxt = edges[e, E_NEXT]
-    edges[prev, E_NEXT] = nxt
-    if nxt >= 0:
-        edges[nxt, E_PREV] = prev
-    head = states[state, TARGET]
-    edges[head, E_PREV] = e
-    edges[e, E_NEXT] = head
-    edges[e, E_PREV] = -1
-    states[state, TARGET] = e
-
-
-@njit(cache=True, nogil=True)
-def _redirect(states: I32, edges: I32, slots: I32, state: int, token: int, target: int) -> None:
-    if states[state, TOKEN] == token:
-        states[state, TARGET] = target
-    else:
-        edges[find_edge(edges, slots, state, token), E_TARGET] = target
-
-
-@njit(cache=True, nogil=True)
-def _new_state(states: I32, meta: I64, length: int, link: int) -> int:
-    s = meta[M_STATES]
-    meta[M_STATES] += 1
-    states[s, LINK] = link
-    states[s, LENGTH] = length
-    states[s, TOKEN] = -1
-    states[s, TARGET] = -1
-    states[s, COUNT] = 0
-    return s
-
-
-@njit(cache=True, nogil=True)
-def reset(states: I32, slots: I32, meta: I64) -> None:
-    """Empty automaton: the root alone."""
-    slots[:] = -1
-    meta[:] = 0
-    _new_state(states, meta, 0, -1)
-
-
-@njit(cache=True, nogil=True)
-def _clone(states: I32, edges: I32, slots: I32, meta: I64, p: int, token: int, q: int) -> int:
-    """Split the strings of ``q`` that also end at the newest token into a state of their own."""
-    c = _new_state(states, meta, states[p, LENGTH] + 1, states[q, LINK])
-    states[c, TOKEN] = states[q, TOKEN]
-    states[c, COUNT] = states[q, COUNT]
-    if states[q, TOKEN] >= -1:
-        states[c, TARGET] = states[q, TARGET]
-    else:
-        e = states[q, TARGET]
-        last = e
-        while e >= 0:
-            last = e
-            e = edges[e, E_NEXT]
-        while last >= 0:  # oldest first, so that the copy ends in the same order
-            _list_edge(states, edges, slots, meta, c, edges[last, E_TOKEN], edges[last, E_TARGET], edges[last, E_COUNT])
-            last = edges[last, E_PREV]
-    states[q, LINK] = c
-    while p >= 0 and step(states, edges, slots, p, token) == q:
-        _redirect(states, edges, slots, p, token, c)
-        p = states[p, LINK]
-    return c
-
-
-@njit(cache=True, nogil=True)
-def _room(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> bool:
-    """Whether appending ``token`` fits; nothing is changed."""
-    if meta[M_STATES] + 2 > len(states):
-        return False
-    need = np.int64(0)
-    p = np.int32(meta[M_LAST])
-    q = np.int32(-1)
-    while p >= 0:
-        q = step(states, edges, slots, p, token)
-        if q >= 0:
-            break
-        need += 2
-        p = states[p, LINK]
-    if q >= 0:
-        need += max(0, -states[q, TOKEN])
-    after = meta[M_EDGES] + need
-    return after <= len(edges) and 4 * after <= 3 * len(slots)
-
-
-@njit(cache=True, nogil=True)
-def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
-    """Extend the text by one token: standard online construction, then counts along the bounded suffix chain."""
-    last = np.int32(meta[M_LAST])
-    upd = np.int32(meta[M_UPD])
-    upd_len = meta[M_UPD_LEN]
-    while upd > 0 and states[states[upd, LINK], LENGTH] >= upd_len:
-        upd = states[upd, LINK]
-    # From the counted suffix upwards, count the successors that exist already.
-    p = upd
-    while p >= 0:
-        if step(states, edges, slots, p, token) >= 0:
-            _touch(states, edges, slots, p, token)
-        p = states[p, LINK]
-    q = step(states, edges, slots, last, token)
-    if q >= 0:
-        # Only after a boundary: the text so far has been here before.
-        if states[q, LENGTH] != states[last, LENGTH] + 1:
-            q = _clone(states, edges, slots, meta, last, token, q)
-        meta[M_LAST] = q
-    else:
-        cur = _new_state(states, meta, states[last, LENGTH] + 1, 0)
-        p = last
-        while p >= 0 and step(states, edges, slots, p, token) < 0:
-            _add_edge(states, edges, slots, meta, p, token, cur)
-            p = states[p, LINK]
-        if p >= 0:
-            q = step(states, edges, slots, p, token)
-            if states[q, LENGTH] != states[p, LENGTH] + 1:
-                q = _clone(states, edges, slots, meta, p, token, q)
-            states[cur, LINK] = q
-        meta[M_LAST] = cur
-    upd = step(states, edges, slots, upd, token)
-    meta[M_UPD] = upd
-    meta[M_UPD_LEN] = min(upd_len + 1, COUNTED)
-    meta[M_TOKENS] += 1
-
-
-@njit(cache=True, nogil=True)
-def boundary(meta: I64) -> None:
-    """Start a new document: no context reaches back over this point."""
-    meta[M_LAST] = 0
-    meta[M_UPD] = 0
-    meta[M_UPD_LEN] = 0
-
-
-@njit(cache=True, nogil=True)
-def extend(states: I32, edges: I32, slots: I32, meta: I64, token_ids: I32) -> int:
-    """Append tokens until done or out of room; returns how many were appended. A negative id is a boundary."""
-    for i in range(len(token_ids)):
-        if token_ids[i] < 0:
-            boundary(meta)
-            continue
-        if not _room(states, edges, slots, meta, token_ids[i]):
-            return i
-        _append(states, edges, slots, meta, token_ids[i])
-    return len(token_ids)
-
-
-@njit(cache=True, nogil=True)
 def advance(states: I32, edges: I32, slots: I32, state: int, matched: int, token: int) -> tuple[int, int]:
     """Follow ``token`` from the longest suffix that knows it: new (state, matched length)."""
+    states, edges, slots = borrowed(states), borrowed(edges), borrowed(slots)
     s = np.int64(state)
     length = np.int64(matched)
     while s >= 0:

@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels.levels import (
     CLOSED,
-    NUMBER,
-    READ_LIMIT,
-    TAIL,
     context_hashes,
     evidence,
     look_up,
@@ -26,6 +23,7 @@ from retrieve_spec.kernels.levels import (
     open_row,
     read_level,
 )
+from retrieve_spec.kernels.source_table import NUMBER, READ_LIMIT, TAIL
 from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
 from retrieve_spec.kernels.weights import cell_of, level_weight, multiplied, odds_of, prior_weight, recency_weight
 
@@ -74,21 +72,22 @@ def scratch_memory(rows: int) -> NDArray[np.int64]:
 
 @njit(cache=True, nogil=True)
 def open_scratch(memory: NDArray[np.int64], rows: int) -> Scratch:
-    """Lay the arrays of a scratch over its memory, which the caller holds."""
-    memory[:] = 0
+    """Lay the arrays of a scratch over its memory, which the caller holds; only the stamps of `slots` are cleared."""
     levels = np.int64(memory.ctypes.data)
     candidates = levels + 8 * _LEVELS
     slots = candidates + 8 * _CANDIDATES
     open_levels = slots + 8 * HASH
     hashes = open_levels + 16 * rows
     read = hashes + 16 * TAIL
+    stamps = view_i64(slots, HASH)
+    stamps[:] = 0
     return Scratch(
         view_i64_rows(levels, MAX_LEVELS, 4),
         view_f32(levels + 32 * MAX_LEVELS, MAX_LEVELS),
         view_i32(candidates, MAX_CANDIDATES),
         view_f32(candidates + 4 * MAX_CANDIDATES, MAX_CANDIDATES),
         view_i64(candidates + 8 * MAX_CANDIDATES, MAX_CANDIDATES),
-        view_i64(slots, HASH),
+        stamps,
         view_i64_rows(open_levels, rows, 2),
         view_u64_rows(hashes, 2, TAIL),
         view_i32(read, READ_LIMIT),

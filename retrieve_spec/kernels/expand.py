@@ -6,20 +6,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.blend import (
-    MASS_FLOOR,
-    blend,
-    collect_levels,
-    open_scratch,
-)
-from retrieve_spec.kernels.levels import (
-    CURSOR,
-    NUMBER,
-    RESTING,
-    TAIL,
-    advance_row,
-)
+from retrieve_spec.kernels.blend import MASS_FLOOR, blend, collect_levels, open_scratch
+from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
+from retrieve_spec.kernels.source_table import CURSOR, NUMBER, RESTING, TAIL
 from retrieve_spec.kernels.views import borrowed
 from retrieve_spec.kernels.weights import NUM_SOURCES
 

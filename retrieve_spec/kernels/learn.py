@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels import automaton, ngram, trie
 from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, open_scratch
 from retrieve_spec.kernels.expand import _bin, couple
-from retrieve_spec.kernels.levels import (
+from retrieve_spec.kernels.levels import advance_row
+from retrieve_spec.kernels.sampling import noise_key
+from retrieve_spec.kernels.source_table import (
     AUTOMATON,
     CURSOR,
     DENSE,
@@ -20,7 +22,6 @@ from retrieve_spec.kernels.levels import (
     PREDICTION,
     RESTING,
     TAIL,
-    advance_row,
     edges_of,
     exact_narrow,
     ngram_token,
@@ -28,7 +29,6 @@ from retrieve_spec.kernels.levels import (
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.sampling import noise_key
 from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_slots, view_u32
 from retrieve_spec.kernels.weights import CELL_MEMORY, NUM_SOURCES, adapt, multiplied, odds_of, recency_weight
 

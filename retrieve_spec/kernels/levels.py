@@ -1,13 +1,10 @@
-"""Numba kernels that read one source through its row of integers: levels, what follows, cursors.
+"""Numba kernels that ask one source: its levels at a cursor, what follows in each, and the cursor after a token.
 
-Source table: one int64 row per source, `KIND`, `NUMBER` (index into `SOURCE_NAMES`) and addresses of its arrays.
-Cursors: (rows, `CURSOR`) int64 per node. Indices are passed instead of slices, which would cost more than the work done
-with them.
+Every kernel tells the kinds of sources apart by the row (`kernels/source_table.py`). Indices are passed instead of
+slices, which would cost more than the work done with them.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 from numba import njit
@@ -15,51 +12,29 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton, ngram, recycling, trie
 from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_find, ngram_hash
-from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
-from retrieve_spec.kernels.views import (
-    prefetch,
-    view_f32,
-    view_i32,
-    view_i64,
-    view_rows,
-    view_slots,
-    view_u16,
-    view_u32,
-    view_u64,
+from retrieve_spec.kernels.source_table import (
+    AUTOMATON,
+    DENSE,
+    EXACT,
+    KIND,
+    NGRAM,
+    PREDICTION,
+    READ_LIMIT,
+    RECYCLING,
+    RESTING,
+    edges_of,
+    exact_distinct,
+    exact_narrow,
+    exact_successors,
+    ngram_token,
+    slots_of,
+    spans_of,
+    states_of,
 )
+from retrieve_spec.kernels.views import prefetch, view_f32, view_i32, view_i64, view_slots, view_u32, view_u64
 
-KIND, NUMBER = 0, 1
-AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE = 0, 1, 2, 3, 4, 5
-ROW = 17
-"""Integers per source row."""
-RESTING = 16
-"""Field of a source row that is 1 while the source is not asked, because it has explained next to nothing lately."""
-CURSOR = 4
-"""Integers per cursor."""
-TAIL = 8
-"""How many of the newest tokens every node knows."""
 CLOSED = -2
 """Handle of a level that was not looked up yet."""
-READ_LIMIT = 32
-"""Continuations read per level, most recent or most frequent first."""
-
-
-@njit(cache=True, nogil=True)
-def states_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """State rows of an automaton source."""
-    return view_rows(table[s, 2], table[s, 3], 5)
-
-
-@njit(cache=True, nogil=True)
-def edges_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """Edge rows of an automaton source."""
-    return view_rows(table[s, 4], table[s, 5], 6)
-
-
-@njit(cache=True, nogil=True)
-def slots_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """Edge hash table of an automaton source."""
-    return view_i32(table[s, 6], table[s, 7])
 
 
 @njit(cache=True, nogil=True)
@@ -69,28 +44,6 @@ def _first_useful(states: NDArray[np.int32], state: int, length: int) -> tuple[i
         state = np.int64(states[state, automaton.LINK])
         length = np.int64(states[state, automaton.LENGTH])
     return (state, length) if states[state, automaton.TOKEN] != -1 else (np.int64(0), np.int64(-1))
-
-
-@njit(cache=True, nogil=True)
-def spans_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """Rows of a trie of retrieved spans."""
-    return view_rows(table[s, 2], table[s, 3], table[s, 4])
-
-
-@njit(cache=True, nogil=True)
-def dense_length(similarity: NDArray[np.float32], spans: NDArray[np.int32], lo: int, hi: int, depth: int) -> int:
-    """What stands for the match length at a node of a trie of spans: similarity, and tokens followed since.
-
-    Each halving of the distance 1 - similarity counts as one token, up to seven. -1 where no span goes on.
-    """
-    best = -2.0
-    for i in range(lo, hi):
-        if depth < spans.shape[1] and spans[i, depth] != trie.END:
-            best = max(best, float(similarity[i]))
-    if best < -1:
-        return np.int64(-1)
-    near = int(-math.log2(max(1.0 - best, 0.0078125)))
-    return np.int64(max(near, 0) + depth - 1)
 
 
 @njit(cache=True, nogil=True)
@@ -152,66 +105,6 @@ def look_up(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order:
 
 
 @njit(cache=True, nogil=True)
-def ngram_token(table: NDArray[np.int64], s: int, i: int) -> int:
-    """Token of one stored continuation of an n-gram table."""
-    if table[s, 11] == 2:
-        return np.int64(view_u16(table[s, 7], table[s, 9])[i])
-    return np.int64(view_u32(table[s, 7], table[s, 9])[i])
-
-
-@njit(cache=True, nogil=True)
-def exact_narrow(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int, token: int) -> tuple[int, int]:
-    """Suffix array interval of a store's segment after one more token of the model's vocabulary."""
-    local = view_i32(table[s, 7], table[s, 8])[token] if 0 <= token < table[s, 8] else np.int32(0)
-    sa = view_u32(table[s, 5], table[s, 6])
-    if table[s, 4] == 2:
-        a, b = sa_narrow(view_u16(table[s, 2], table[s, 3]), sa, lo, hi, depth, np.int64(local))
-    else:
-        a, b = sa_narrow(view_u32(table[s, 2], table[s, 3]), sa, lo, hi, depth, np.int64(local))
-    return np.int64(a), np.int64(b)
-
-
-@njit(cache=True, nogil=True)
-def exact_successors(
-    table: NDArray[np.int64],
-    s: int,
-    lo: int,
-    hi: int,
-    depth: int,
-    out_tokens: NDArray[np.int32],
-    out_counts: NDArray[np.int32],
-) -> int:
-    """Next tokens of an interval, as ids of the model's vocabulary, with counts; returns how many."""
-    sa = view_u32(table[s, 5], table[s, 6])
-    if table[s, 4] == 2:
-        n, _ = sa_successors(view_u16(table[s, 2], table[s, 3]), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
-    else:
-        n, _ = sa_successors(view_u32(table[s, 2], table[s, 3]), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
-    to_global = view_u32(table[s, 9], table[s, 11])
-    known = 0
-    for i in range(n):
-        if out_tokens[i] < len(to_global):  # a damaged store can hold other ids
-            out_tokens[known] = to_global[out_tokens[i]]
-            out_counts[known] = out_counts[i]
-            known += 1
-    return np.int64(known)
-
-
-@njit(cache=True, nogil=True)
-def _exact_distinct(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int) -> int:
-    """1 when all suffixes of a sorted interval go on alike, else a guess from its size (a read would cost more)."""
-    sa = view_u32(table[s, 5], table[s, 6])
-    first, last = np.int64(sa[lo]) + depth, np.int64(sa[hi - 1]) + depth
-    if table[s, 4] == 2:
-        tokens = view_u16(table[s, 2], table[s, 3])
-        same = tokens[first] == tokens[last]
-    else:
-        wide = view_u32(table[s, 2], table[s, 3])
-        same = wide[first] == wide[last]
-    return 1 if same else min(hi - lo, 2 + (hi - lo) // 8)
-
-
-@njit(cache=True, nogil=True)
 def next_level(
     table: NDArray[np.int64], s: int, handle: int, length: int, hashes: NDArray[np.uint64]
 ) -> tuple[int, int]:
@@ -249,7 +142,7 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
         return np.int64(slots[handle, ngram.TOTAL]), ngram.ngram_distinct(slots, handle)
     if table[s, KIND] == EXACT:
         return cursors[c, 1] - cursors[c, 0], np.int64(
-            _exact_distinct(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2])
+            exact_distinct(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2])
         )
     if table[s, KIND] == DENSE:
         count, distinct = trie.open_rows(spans_of(table, s), cursors[c, 0], cursors[c, 1], cursors[c, 2])
@@ -351,4 +244,4 @@ def advance_row(
         spans = spans_of(table, s)
         a, b = trie.narrow(spans, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
         out[o, 0], out[o, 1], out[o, 2] = np.int64(a), np.int64(b), cursors[c, 2] + 1
-        out[o, 3] = dense_length(view_f32(table[s, 5], table[s, 3]), spans, np.int64(a), np.int64(b), out[o, 2])
+        out[o, 3] = trie.dense_length(view_f32(table[s, 5], table[s, 3]), spans, np.int64(a), np.int64(b), out[o, 2])

@@ -6,8 +6,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.levels import DENSE, KIND
-from retrieve_spec.kernels.suffix_array import sa_follow
+from retrieve_spec.kernels.source_table import DENSE, KIND
+from retrieve_spec.kernels.suffix_search import sa_follow
 from retrieve_spec.kernels.views import view_i32, view_i64, view_u16, view_u32, view_u64
 
 ORIGIN_BITS = 40

@@ -18,11 +18,12 @@ from retrieve_spec.kernels.automaton import (
     TARGET,
     TOKEN,
 )
+from retrieve_spec.kernels.views import borrowed
 
 F_STATE, F_TOKEN, F_PARENT, F_DEPTH, F_COUNT = range(5)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _push(
     front: NDArray[np.int64],
     front_p: NDArray[np.float64],
@@ -178,6 +179,7 @@ def speculate(
     tuple
         Number of nodes and score.
     """
+    states, edges = borrowed(states), borrowed(edges)
     chain = np.empty(tree_depth, np.int64)
     longest = min(matched, tree_depth - 1)
     s = np.int64(state)

@@ -11,6 +11,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.views import borrowed
+
 WAYS = 4
 ORDERS = 3
 
@@ -150,6 +152,7 @@ def learn_rows(
     clock: int,
 ) -> None:
     """`learn` for the contexts and top tokens of all visited nodes."""
+    keys, info, tokens, probs = borrowed(keys), borrowed(info), borrowed(tokens), borrowed(probs)
     p = np.empty(ids.shape[1], np.float32)
     for i in range(len(ids)):
         softmax(logits[i, : ids.shape[1]], p)

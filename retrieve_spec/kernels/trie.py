@@ -6,6 +6,7 @@ float32 and a weight (k,) float32.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -182,3 +183,19 @@ def share(spans: NDArray[np.int32], weight: NDArray[np.float32], lo: int, hi: in
             total += weight[i]
             part += weight[i] if spans[i, depth] == token else 0.0
     return part / total if total > 0 else 0.0
+
+
+@njit(cache=True, nogil=True)
+def dense_length(similarity: NDArray[np.float32], spans: NDArray[np.int32], lo: int, hi: int, depth: int) -> int:
+    """What stands for the match length at a node of a trie of spans: similarity, and tokens followed since.
+
+    Each halving of the distance 1 - similarity counts as one token, up to seven. -1 where no span goes on.
+    """
+    best = -2.0
+    for i in range(lo, hi):
+        if depth < spans.shape[1] and spans[i, depth] != END:
+            best = max(best, float(similarity[i]))
+    if best < -1:
+        return np.int64(-1)
+    near = int(-math.log2(max(1.0 - best, 0.0078125)))
+    return np.int64(max(near, 0) + depth - 1)

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton as kernels
-from retrieve_spec.kernels.levels import ROW
+from retrieve_spec.kernels import automaton_growth as growth
+from retrieve_spec.kernels.source_table import ROW
 
 BOUNDARY = -1
 """In place of a token id: no context reaches back over this point."""
@@ -39,7 +40,7 @@ class SuffixAutomaton:
         self.edges: NDArray[np.int32] = np.empty((self._capacity, 6), np.int32)
         self.slots: NDArray[np.int32] = np.empty(_power_of_two(self._capacity * 4 // 3 + 1), np.int32)
         self.meta: NDArray[np.int64] = np.zeros(6, np.int64)
-        kernels.reset(self.states, self.slots, self.meta)
+        growth.reset(self.states, self.slots, self.meta)
 
     def __len__(self) -> int:
         return int(self.meta[kernels.M_TOKENS])
@@ -52,7 +53,7 @@ class SuffixAutomaton:
 
     def reset(self) -> None:
         """Forget everything."""
-        kernels.reset(self.states, self.slots, self.meta)
+        growth.reset(self.states, self.slots, self.meta)
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
         """Append tokens; `BOUNDARY` in their place ends a document.
@@ -62,11 +63,11 @@ class SuffixAutomaton:
         token_ids
             (n,) int32.
         """
-        done = kernels.extend(self.states, self.edges, self.slots, self.meta, token_ids)
+        done = growth.extend(self.states, self.edges, self.slots, self.meta, token_ids)
         while done < len(token_ids):
             self._grow()
             token_ids = token_ids[done:]
-            done = kernels.extend(self.states, self.edges, self.slots, self.meta, token_ids)
+            done = growth.extend(self.states, self.edges, self.slots, self.meta, token_ids)
 
     def _grow(self) -> None:
         """Half as much room again for the array that is full; the hash table always has room for all edges."""
@@ -79,7 +80,7 @@ class SuffixAutomaton:
         size = _power_of_two(len(self.edges) * 4 // 3 + 1)
         if size > len(self.slots):
             self.slots = np.full(size, -1, np.int32)
-            kernels.rehash(self.edges, self.slots, num_edges)
+            growth.rehash(self.edges, self.slots, num_edges)
 
     def root(self) -> tuple[int, int]:
         """(state, matched length) of the text so far."""

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.store import Datastore
-from retrieve_spec.kernels.suffix_array import sa_extend, sa_successors
+from retrieve_spec.kernels.suffix_array import sa_successors
+from retrieve_spec.kernels.suffix_search import sa_extend
 
 LONGEST = 64
 """Longest match that is looked for when a match falls off."""

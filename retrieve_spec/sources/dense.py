@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.datastore.dense import DenseIndex, continuation
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.kernels import levels, trie
+from retrieve_spec.kernels import source_table, trie
 from retrieve_spec.kernels.order import ORIGIN_BITS
 from retrieve_spec.sources.stores import address
 
@@ -157,13 +157,13 @@ class DenseSource:
     def root(self) -> NDArray[np.int64]:
         """Cursor behind the token that was asked for: (lo, hi, depth, match length)."""
         cursor = np.array([0, self.count, 1, -1], np.int64)
-        cursor[3] = levels.dense_length(self.similarity, self.spans, 0, self.count, 1)
+        cursor[3] = trie.dense_length(self.similarity, self.spans, 0, self.count, 1)
         return cursor
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Descriptor for the mixture's source table."""
-        row = np.zeros(levels.ROW, np.int64)
-        row[0], row[1] = levels.DENSE, number
+        row = np.zeros(source_table.ROW, np.int64)
+        row[0], row[1] = source_table.DENSE, number
         row[2], row[3], row[4] = address(self.spans), *self.spans.shape
         row[5], row[6], row[7] = address(self.similarity), address(self.weight), address(self.origins)
         return row

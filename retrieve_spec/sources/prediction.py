@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import prediction as kernels
-from retrieve_spec.kernels.levels import ROW
+from retrieve_spec.kernels.source_table import ROW
 
 HYPOTHESES = 3
 """Places in the text that are followed at once: found again, one token replaced, tokens inserted."""

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling as kernels
-from retrieve_spec.kernels.levels import ROW
+from retrieve_spec.kernels.source_table import ROW
 
 
 class RecyclingTable:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import levels
+from retrieve_spec.kernels import source_table
 from retrieve_spec.kernels.ngram import MAX_ORDER
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def address(array: NDArray[Any]) -> int:
 
 
 def _ngram_row(table: NgramTable, number: int) -> NDArray[np.int64]:
-    row = np.zeros(levels.ROW, np.int64)
-    row[0], row[1] = levels.NGRAM, number
+    row = np.zeros(source_table.ROW, np.int64)
+    row[0], row[1] = source_table.NGRAM, number
     row[2], row[3] = address(table.slots), len(table.slots)
     row[7], row[8], row[9] = address(table.succ_tokens), address(table.succ_counts), len(table.succ_tokens)
     row[10], row[11] = MAX_ORDER, table.succ_tokens.dtype.itemsize
@@ -63,8 +63,8 @@ def _ngram_row(table: NgramTable, number: int) -> NDArray[np.int64]:
 
 
 def _exact_row(segment: Segment, number: int, min_depth: int) -> NDArray[np.int64]:
-    row = np.zeros(levels.ROW, np.int64)
-    row[0], row[1] = levels.EXACT, number
+    row = np.zeros(source_table.ROW, np.int64)
+    row[0], row[1] = source_table.EXACT, number
     row[2], row[3], row[4] = address(segment.tokens), len(segment.tokens), segment.tokens.dtype.itemsize
     row[5], row[6] = address(segment.suffix_array), len(segment.suffix_array)
     row[7], row[8] = address(segment.to_local), len(segment.to_local)

@@ -169,7 +169,6 @@ def test_drafts_promise_what_came(noise, share):
             promised, came = promised + expected, came + accepted
     assert promised == pytest.approx(came, rel=0.05)
     assert calibration.promise(not noise) == 1.0, "greedy and sampled drafts are judged apart"
-    calibration.drafted(0.0, 0, noise)  # a pass that drafted nothing says nothing
     for _ in range(300):
         calibration.drafted(calibration.promise(noise) * 5.0, 0, noise)
     assert calibration.promise(noise) == pytest.approx(0.3), "it never gives up drafting for good"

@@ -10,8 +10,8 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import levels
 from retrieve_spec.kernels.sampling import gumbel_argmax, noise_key, uniform
+from retrieve_spec.kernels.source_table import TAIL
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.session import SessionMemory
 
@@ -233,7 +233,7 @@ def test_fed_text_is_context(run):
     r.generate(range(102, 150))
     assert np.sum(r.accepted[before:]) > 35
     tail = drafter._tail[0].tolist()
-    assert tail == list(range(149, 149 - levels.TAIL, -1))
+    assert tail == list(range(149, 149 - TAIL, -1))
     assert drafter.context.root()[1] == 6 + 103 + 48
 
 

@@ -11,7 +11,7 @@ from naive_automaton import BOUNDARY, NaiveText
 from naive_recycling import NaiveTable
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.kernels import blend, expand, learn, levels, order, weights
+from retrieve_spec.kernels import blend, expand, learn, order, source_table, weights
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
@@ -32,7 +32,7 @@ class World:
     def grow(self, cells, scale, max_nodes, max_depth, min_p=0.0, cost=(), noise=NO_NOISE, trust=None):
         """(nodes as the naive twin gives them, nodes worth verifying, the kernel's cursors)."""
         rows = len(self.table)
-        cursors = np.zeros(((MAX_NODES + 1) * rows, levels.CURSOR), np.int64)
+        cursors = np.zeros(((MAX_NODES + 1) * rows, source_table.CURSOR), np.int64)
         nodes, node_p = np.empty((MAX_NODES, 4), np.int64), np.empty(MAX_NODES, np.float32)
         pool = 64 * MAX_NODES
         best, n = expand.expand(
@@ -50,7 +50,7 @@ class World:
             min_p,
             1.0,
             cursors,
-            np.zeros((MAX_NODES + 1, levels.TAIL), np.int32),
+            np.zeros((MAX_NODES + 1, source_table.TAIL), np.int32),
             np.empty(pool, np.float32),
             np.empty((pool, 3), np.int64),
             np.empty(pool, np.int64),
@@ -83,8 +83,8 @@ class World:
 
 
 def newest_first(text):
-    tail = np.zeros((1, levels.TAIL), np.int32)
-    newest = text[::-1][: levels.TAIL]
+    tail = np.zeros((1, source_table.TAIL), np.int32)
+    newest = text[::-1][: source_table.TAIL]
     tail[0, : len(newest)] = newest
     return tail
 
@@ -121,7 +121,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
         *[naive.Ngram(documents) for _ in opened.ngram],
     ]
     table = np.array(rows, np.int64)
-    cursors = np.zeros((len(rows), levels.CURSOR), np.int64)
+    cursors = np.zeros((len(rows), source_table.CURSOR), np.int64)
     cursors[0, :2] = position, matched
     cursors[1, :2] = context.root()
     state = matched = 0

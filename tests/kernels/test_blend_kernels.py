@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.kernels import expand, levels, sampling, weights
+from retrieve_spec.kernels import expand, sampling, source_table, weights
 
 
 def number_tokenizer(size):
@@ -187,7 +187,7 @@ def test_a_source_that_rests_is_neither_asked_nor_judged(world):
     w = world(rng)
     cells, scale = blend_world.fresh(rng)
     use = np.full(len(w.table), 0.5)
-    w.table[3, levels.RESTING] = 1
+    w.table[3, source_table.RESTING] = 1
     w.learn(cells, scale, use, rng.integers(0, 4, 5).tolist())
     assert use[3] == 0.5
     assert (np.delete(use, 3) != 0.5).all()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieve_spec.kernels import levels, trie
+from retrieve_spec.kernels import levels, source_table, trie
 from retrieve_spec.kernels.learn import _share_of
 
 WIDTH = 5
@@ -32,8 +32,8 @@ def table_of(found):
 
 
 def row_of(spans, similarity, weight):
-    row = np.zeros((1, levels.ROW), np.int64)
-    row[0, 0], row[0, 1] = levels.DENSE, 6
+    row = np.zeros((1, source_table.ROW), np.int64)
+    row[0, 0], row[0, 1] = source_table.DENSE, 6
     row[0, 2], row[0, 3], row[0, 4] = spans.ctypes.data, *spans.shape
     row[0, 5], row[0, 6] = similarity.ctypes.data, weight.ctypes.data
     return row
@@ -59,10 +59,10 @@ def test_nodes_are_what_the_spans_say(found, path):
     """Every node on a path: what follows, how often, with which share; off the trie there is nothing."""
     spans, similarity, weight, _ = table_of(found)
     table = row_of(spans, similarity, weight)
-    cursors = np.zeros((1, levels.CURSOR), np.int64)
-    cursors[0] = 0, len(found), 0, levels.dense_length(similarity, spans, 0, len(found), 0)
+    cursors = np.zeros((1, source_table.CURSOR), np.int64)
+    cursors[0] = 0, len(found), 0, trie.dense_length(similarity, spans, 0, len(found), 0)
     top = max(s for _, s in found)
-    hashes = np.zeros((2, levels.TAIL), np.uint64)
+    hashes = np.zeros((2, source_table.TAIL), np.uint64)
     for depth in range(len(path) + 1):
         through = [(span, s) for span, s in found if span[:depth] == path[:depth] and len(span) >= depth]
         on = [(span[depth], s) for span, s in through if len(span) > depth]
@@ -76,8 +76,8 @@ def test_nodes_are_what_the_spans_say(found, path):
             assert (count, distinct) == (len(on), len({t for t, _ in on}))
             weights = {t: sum(np.exp((s - top) / 0.1) for u, s in on if u == t) for t, _ in on}
             total = sum(weights.values())
-            tokens, counts = np.empty(levels.READ_LIMIT, np.int32), np.empty(levels.READ_LIMIT, np.int32)
-            p = np.empty(levels.READ_LIMIT, np.float32)
+            tokens, counts = np.empty(source_table.READ_LIMIT, np.int32), np.empty(source_table.READ_LIMIT, np.int32)
+            p = np.empty(source_table.READ_LIMIT, np.float32)
             n = levels.read_level(table, 0, cursors, 0, handle, count, 0.0, tokens, counts, p)
             assert tokens[:n].tolist() == sorted(weights)
             if total > 1e-30:  # single precision holds no smaller weights

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from retrieve_spec.drafting.published.base import EXACT, FULL, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.errors import MissingSourceError
-from retrieve_spec.kernels.suffix_array import SEPARATOR, sa_longest, sa_narrow, sa_successors
+from retrieve_spec.kernels.suffix_array import SEPARATOR, sa_narrow, sa_successors
+from retrieve_spec.kernels.suffix_search import sa_longest
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:

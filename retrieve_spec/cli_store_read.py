@@ -1,0 +1,116 @@
+"""Turns the commands that look into a datastore into one library call each, and the result into text or JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from retrieve_spec.errors import BuildError
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.manifest import Manifest
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else.")
+QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bars.")
+STORE = click.argument("store", type=click.Path(path_type=Path))
+
+
+@click.command(short_help="Show what a datastore holds.")
+@STORE
+@JSON
+def info(store: Path, as_json: bool) -> None:
+    """Show what a datastore holds; reads its manifest only."""
+    from retrieve_spec.datastore.manifest import read_manifest
+
+    manifest = read_manifest(store)
+    if as_json:
+        click.echo(json.dumps(manifest.to_json()))
+        return
+    per_token = manifest.bytes / max(manifest.tokens, 1)
+    rows = [
+        ("documents", f"{manifest.documents:,}"),
+        ("tokens", f"{manifest.tokens:,}"),
+        ("size", f"{manifest.bytes / 1e6:,.1f} MB ({per_token:.2f} bytes per token)"),
+        ("segments", f"{len(manifest.segments)}"),
+        ("tokenizer", manifest.fingerprint[7:19]),
+        ("content", manifest.content[:12]),
+        *_dense_rows(manifest),
+        *((event["verb"], f"{event['at']}  {event['documents']:,} documents") for event in manifest.history),
+    ]
+    click.echo(f"{store}")
+    for name, value in rows:
+        click.echo(f"  {name:<10} {value}")
+
+
+@click.command(short_help="Check every byte of a datastore.")
+@STORE
+@QUIET
+@JSON
+def verify(store: Path, quiet: bool, as_json: bool) -> None:
+    """Check checksums and structure, and compare sampled queries with a scan of the text."""
+    from retrieve_spec.datastore.verify import verify_datastore
+
+    checked = verify_datastore(store, progress=not quiet)
+    if as_json:
+        click.echo(json.dumps({"store": str(store), "sound": True, **checked}))
+    else:
+        click.echo(f"{store} is sound: {checked['files']} files, {checked['tokens']:,} tokens.")
+
+
+@click.command(short_help="Find where a text stands in a datastore.")
+@STORE
+@click.argument("text")
+@click.option("--limit", type=click.IntRange(min=1), default=10, show_default=True, metavar="N")
+@click.option("--dense", is_flag=True, help="Find the places most like the end of TEXT to the model instead.")
+@click.option("--model", metavar="MODEL", help="With --dense: where the model is; by default where the build had it.")
+@JSON
+def search(store: Path, text: str, limit: int, dense: bool, model: str | None, as_json: bool) -> None:
+    """Find the longest end of TEXT that occurs, what followed it, and in which documents."""
+    if dense:
+        _search_dense(store, text, limit, model, as_json)
+        return
+    from retrieve_spec.datastore.search import search_datastore
+    from retrieve_spec.datastore.store import open_datastore
+
+    opened = open_datastore(store)
+    if opened.segments and not any(len(segment.tokens) for segment in opened.segments):
+        raise BuildError("a store that keeps its text", f"{store}, which keeps n-grams only", "Search another store.")
+    result = search_datastore(opened, text, limit=limit)
+    if as_json:
+        click.echo(json.dumps(asdict(result)))
+        return
+    click.echo(f"{result.matched} of {result.tokens} tokens match, {result.count:,} times: {result.text!r}")
+    for token, count in result.continuations:
+        click.echo(f"  {count:>12,.0f}  {token!r}")
+    for place in result.occurrences:
+        document = place.document
+        licence = f" ({document.licence})" if document.licence else ""
+        click.echo(f"  {document.path}{licence} @ {place.position - document.start}: {place.continuation!r}")
+
+
+def _search_dense(store: Path, text: str, limit: int, model: str | None, as_json: bool) -> None:
+    from retrieve_spec.datastore.dense_search import search_dense
+    from retrieve_spec.datastore.store import open_datastore
+
+    found = search_dense(open_datastore(store), text, model=model, limit=limit)
+    if as_json:
+        click.echo(json.dumps({"neighbours": [asdict(neighbour) for neighbour in found]}))
+        return
+    for place in found:
+        licence = f" ({place.document.licence})" if place.document.licence else ""
+        at = place.position - place.document.start
+        click.echo(f"  {place.similarity:.3f}  {place.continuation!r}  {place.document.path}{licence} @ {at}")
+
+
+def _dense_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    if manifest.dense is None:
+        return []
+    record = manifest.dense
+    files = [file for entry in manifest.segments for name, file in entry.files.items() if name.startswith("dense_")]
+    size = sum(file.bytes for file in files)
+    model = f"{record.model} ({record.fingerprint[7:19]})"
+    return [("dense", f"{model}, layer {record.layer}, {record.dims} dims, {size / 1e6:,.1f} MB")]
