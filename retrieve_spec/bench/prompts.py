@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from retrieve_spec.bench.workloads import Prompt, builtin
 from retrieve_spec.errors import ConfigError, TraceError
@@ -95,7 +95,7 @@ def _question(line: str, number: int, path: Path) -> Prompt:
     return Prompt(str(row["question_id"]), str(row["category"]), tuple(row["turns"]), raw=False)
 
 
-def _are_turns(turns: Any) -> bool:
+def _are_turns(turns: Any) -> TypeGuard[list[str]]:
     return isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) and turn for turn in turns)
 
 
