@@ -25,7 +25,7 @@ from retrieve_spec.decoding.costprobe import measure_passes
 from retrieve_spec.decoding.drafters import OFF
 from retrieve_spec.decoding.fast_verifier import try_build
 from retrieve_spec.decoding.hf import HFVerifier
-from retrieve_spec.decoding.interface import read_interface
+from retrieve_spec.decoding.interface import attention_of, read_interface
 from retrieve_spec.decoding.plain import StepVerifier
 from retrieve_spec.decoding.probe import Finding, probe
 from retrieve_spec.decoding.speculation import Speculation
@@ -109,6 +109,8 @@ def accelerate(
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
     original = model.__dict__.get("generate")
+    if getattr(original, "__func__", None) is generate:  # of an accelerated model this is a copy of
+        original = model.__dict__.get(BEFORE)
     model.__dict__[BEFORE] = original
     model.__dict__["generate"] = types.MethodType(generate, model)
     if finding.mode != "tree":
@@ -195,14 +197,22 @@ def _verifier_factory(
     model: Any, finding: Finding, config: SpeculationConfig, layer: Layer
 ) -> tuple[Callable[[], Verifier], str]:
     """What makes a generation's verifier, and why it is not the static one."""
+    attention = attention_of(model)
+    findings = {attention: finding}
+    static, why = try_build(model, finding, config, layer)
 
     def make() -> Verifier:
-        if finding.mode == "plain":
-            return StepVerifier(model, finding.reason)
-        return HFVerifier(model, finding.interface, finding.mode, finding.reason)
+        now = attention_of(model)
+        if static is not None and now == attention:
+            return static()
+        if now not in findings:  # switched since: other masks
+            findings[now] = _find_mode(model)
+        found = findings[now]
+        if found.mode == "plain":
+            return StepVerifier(model, found.reason)
+        return HFVerifier(model, found.interface, found.mode, found.reason)
 
-    static, why = try_build(model, finding, config, layer)
-    return static or make, why
+    return make, why
 
 
 def _check_tokenizer(model: Any, tokenizer: Any) -> None:

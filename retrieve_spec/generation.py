@@ -110,7 +110,7 @@ def _stream(
 ) -> Iterator[Piece]:
     speculation = _speculation_of(model)
     decoder = TextDecoder(tokenizer, skip_special_tokens) if tokenizer is not None else None
-    prepared = prepare(model, _original(model), speculation.interface, arguments)
+    prepared = _prepare(model, arguments)
     if isinstance(prepared, str):
         speculation.delegated(prepared)
         runs: Any = iter([_delegate_row(model, arguments)])
@@ -151,11 +151,12 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if own["draft"] is not None:
             speculation.drafter(own["draft"])
         tokenizer = arguments.get("tokenizer") or speculation.tokenizer
-        prepared = prepare(self, _original(self), speculation.interface, arguments, speculation.max_rows)
+        prepared = _prepare(self, arguments, speculation.max_rows)
         if isinstance(prepared, Prepared) and len(prepared.inputs.input_ids) > 1:
             rows = len(prepared.inputs.input_ids)
             own["predictions"] = _row_predictions(own.pop("prediction"), tokenizer, rows)
-            output = generate_batch(speculation, prepared, arguments, **own)
+            with speculation.deciding():
+                output = generate_batch(speculation, prepared, arguments, **own)
             if isinstance(output, torch.Tensor):
                 return output
             prepared = output
@@ -173,8 +174,16 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             keep_scores=wants_dict and bool(config.output_scores),
             keep_raw=wants_dict and bool(config.output_logits),
         )
-        _feed(running, prepared, arguments.get("streamer"))
+        with speculation.deciding():
+            _feed(running, prepared, arguments.get("streamer"))
         return _result(running, prepared, wants_dict)
+
+
+def _prepare(model: Any, arguments: dict[str, Any], max_rows: int = 1) -> Prepared | str:
+    """Prepare a call, or say why the original `generate` decodes it."""
+    if model.speculation.is_deciding:
+        return "it is asked for in the middle of another generation"
+    return prepare(model, _original(model), model.speculation.interface, arguments, max_rows)
 
 
 def _feed(running: Running, prepared: Prepared, streamer: Any) -> None:
@@ -192,8 +201,8 @@ def _feed(running: Running, prepared: Prepared, streamer: Any) -> None:
 def _result(running: Running, prepared: Prepared, wants_dict: bool) -> Any:
     """Put the output together as `generate` returns it."""
     ids = prepared.inputs.input_ids
-    new_ids = torch.from_numpy(running.decoding.text.new_ids.copy())[None].to(device=ids.device, dtype=ids.dtype)
-    sequences = torch.cat([ids, new_ids], dim=-1)
+    new_ids = torch.from_numpy(running.decoding.text.new_ids.copy())[None].to(ids.device)
+    sequences = torch.cat([ids, new_ids], dim=-1)  # narrower prompts become int64, as in plain decoding
     if not wants_dict:
         return sequences
     scores, raw = running.chooser.scores, running.chooser.raw

@@ -258,12 +258,14 @@ def walk(
     chooser: Chooser,
     text: RowText,
     stop: Callable[[RowText, int, tuple[Any, ...] | None], bool],
+    path: list[int] | None = None,
 ) -> Walk:
     """Follow the target's own choices down a tree, appending each to `text` (modified in place).
 
-    `first_row` is the row of `logits` that follows the root; row `first_row + 1 + i` follows node i.
+    `first_row` is the row of `logits` that follows the root; row `first_row + 1 + i` follows node i. Accepted nodes
+    are appended to `path`, which tells how far the walk got when a processor or a criterion raises.
     """
-    path: list[int] = []
+    path = [] if path is None else path
     emitted: list[int] = []
     at = ROOT
     while True:

@@ -80,9 +80,9 @@ def read_interface(model: Any) -> ModelInterface:
     config = model.config.get_text_config(decoder=True)
     parameters = inspect.signature(model.forward).parameters
     masks, mode, reason = _read_masks(config)
-    mask_form = _MASK_FORMS.get(getattr(config, "_attn_implementation", None) or "eager", "none")
+    mask_form = _MASK_FORMS.get(attention_of(model), "none")
     if mode == "tree" and mask_form == "none":
-        mode, reason = "chain", f"{config._attn_implementation} takes no tree masks"
+        mode, reason = "chain", f"{attention_of(model)} takes no tree masks"
     if mode == "tree" and "position_ids" not in parameters:
         mode, reason = "chain", "the model derives positions itself"
     if getattr(model, "_is_stateful", False):
@@ -100,6 +100,12 @@ def read_interface(model: Any) -> ModelInterface:
         rope_rescans=rescans,
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
     )
+
+
+def attention_of(model: Any) -> str:
+    """Name of the attention implementation that a model uses now."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "_attn_implementation", None) or "eager"
 
 
 def _read_masks(config: Any) -> tuple[dict[str, LayerView], Mode, str]:

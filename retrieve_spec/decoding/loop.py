@@ -132,8 +132,7 @@ class Decoding:
         with torch.no_grad():
             output = self._verifier.forward(prompt, keep=keep, want_hidden=self.wants_hidden)
         logits = self.read(output, _NO_DRAFT, keep - 1)
-        verified = walk(_NO_DRAFT, logits, keep - 1, self._chooser, self.text, self._stopper)
-        self._verifier.commit(verified.path)
+        verified = self.accept(_NO_DRAFT, logits, keep - 1)
         if self._drafter is not None:
             if learns:
                 self._drafter.observe_prompt(prompt[-keep:], logits.top_ids, logits.top_logits)
@@ -186,11 +185,13 @@ class Decoding:
         top_k = self._drafter.top_k if self._drafter is not None else 1
         return self._chooser.read(output.logits, first_row, tree, self.text, top_k)
 
-    def accept(self, tree: DraftTree, logits: PassLogits) -> Walk:
-        """Follow the target's choices down the tree and keep what it walked."""
-        verified = walk(tree, logits, 0, self._chooser, self.text, self._stopper)
-        self._verifier.commit(verified.path)
-        return verified
+    def accept(self, tree: DraftTree, logits: PassLogits, first_row: int = 0) -> Walk:
+        """Follow the target's choices down the tree and keep what it walked, even if something raises."""
+        path: list[int] = []
+        try:
+            return walk(tree, logits, first_row, self._chooser, self.text, self._stopper, path)
+        finally:
+            self._verifier.commit(np.array(path, np.int32))
 
     def learn(self, tree: DraftTree, verified: Walk, logits: PassLogits, output: VerifierOutput) -> None:
         """Tell the drafter what the pass showed."""

@@ -63,6 +63,8 @@ class StepVerifier:
         outputs, self._outputs = self._outputs, None
         for name in ("past_key_values", "cache_params"):
             cache = getattr(outputs, name, None)
+            if cache is None:  # some models keep their state to themselves; `generate` hands back what it made
+                cache = self._kwargs.get(name)
             if cache is not None:
                 return cache
         return None

@@ -81,6 +81,7 @@ class Speculation:
         self._batch_costs: dict[int, CostModel] = {}
         self._lock = threading.RLock()
         self._generation = 0
+        self._decider = 0  # the thread that decodes
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -163,6 +164,21 @@ class Speculation:
         if message not in self._said:
             self._said.add(message)
             logger.info(message)
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Decode; what is called meanwhile sees `is_deciding` and records no gradients."""
+        with self._lock, torch.no_grad():
+            before, self._decider = self._decider, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._decider = before
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether this thread decodes already: drafter and passes then serve no other generation."""
+        return self._decider == threading.get_ident()
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -290,7 +306,7 @@ class Speculation:
 
     def _step(self, generation: int, passes: Iterator[NDArray[np.int32]]) -> NDArray[np.int32] | None:
         """One pass of a running generation, None at its end."""
-        with self._lock:
+        with self.deciding():
             if generation != self._generation:
                 raise SupersededError(
                     "one generation of a model at a time",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from retrieve_spec.decoding.text import RowText
@@ -40,5 +41,5 @@ class Stopper:
         if self._others:
             input_ids = text.tensor()
             for criterion in self._others:  # all are asked, as in plain decoding: some count their calls
-                stop = bool(criterion(input_ids, scores).all()) or stop
+                stop = bool(torch.as_tensor(criterion(input_ids, scores)).all()) or stop
         return stop
