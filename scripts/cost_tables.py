@@ -170,21 +170,18 @@ def typing() -> str:
     rows = [[what, *cells] for what, cells in lines.items()]
     requests = next(iter(variants.values()))["requests"]
     straight = requests - made["looping_requests"]
-    text = (
-        f"{len(made['setup']['files'])} files of {made['setup']['package']}. At 250 ms that is "
-        f"{_times(made['visible_ratio']['250'])} as many characters as without drafts, "
-        f"{_times(made['visible_ratio_without_loops']['250'])} in the {straight} of {requests} requests whose text "
-        "does not loop (most of what so small a model writes does)."
-    )
+    seen, apart = made["visible_ratio"]["250"], made["visible_ratio_without_loops"]["250"]
+    text = f"Typed in {', '.join(made['setup']['files'])} of {made['setup']['package']}."
+    if seen and apart:
+        text += (
+            f" At 250 ms that is {seen:.2f} times as many characters as without drafts, {apart:.2f} times in the "
+            f"{straight} of {requests} requests whose text does not loop (most of what so small a model writes does)."
+        )
     return "\n".join([*origin(made), *markdown_table(["", *variants], rows), "", text, ""])
 
 
 def _milliseconds(times: dict[str, float]) -> str:
     return f"{two(times['p50'])} / {two(times['p95'])} ms"
-
-
-def _times(ratio: float | None) -> str:
-    return "no" if ratio is None else f"{ratio:.2f} times"
 
 
 def typing_overhead() -> str:

@@ -161,12 +161,13 @@ def suffix_decoding() -> Iterator[None]:
     sys.path.insert(0, str(ROOT / "tools" / "compare"))
     peer_code = importlib.import_module("sources")
     sys.path.pop(0)
+    before = os.environ.get("PYTHONPATH", "")
     with contextlib.suppress(peer_code.Skipped):  # then the script says that they are not there
-        os.environ["PYTHONPATH"] = str(peer_code.arctic_folder())
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(peer_code.arctic_folder())]))
     try:
         yield
     finally:
-        os.environ.pop("PYTHONPATH", None)
+        os.environ["PYTHONPATH"] = before
 
 
 def shown(words: list[str]) -> str:

@@ -14,6 +14,8 @@ from retrieve_spec.bench.pass_figures import accepted_lengths, calibration, cost
 from retrieve_spec.bench.results import Record
 
 INTERVAL: dict[str, Any] = {"ecolor": "#444444", "capsize": 2}
+CROWDED = 16
+"""Bars whose values no longer fit beside each other."""
 PARTS = ("prefill", "draft", "verify", "commit", "learn", "other")
 
 
@@ -67,7 +69,8 @@ def _speedups(summary: Summary, methods: list[str], values: dict[str, list[dict[
         bars = axes.bar(
             at, [v["value"] for v in mine], width * 0.92, label=name, color=of_method[name], yerr=errors, **INTERVAL
         )
-        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
+        crowded = len(values) * len(methods) > CROWDED
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7, rotation=90 if crowded else 0)
     axes.axhline(1, color="#444444", linewidth=1)
     axes.set_xticks(np.arange(len(values)), list(values))
     axes.grid(axis="x", visible=False)

@@ -219,6 +219,7 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "| none | 0% |  | 0.50 |" in costs.thinning()
     assert "| dresd | 2.000 | 8.0 |" in costs.dense_drafting()
     assert "| answer, p50 / p95 | 1.00 / 2.00 ms |" in costs.typing()
+    assert "2.50 times as many" not in costs.typing()  # all loop
     assert "| uvicorn: 3 files, 1.00 M characters | 1.00 / 2.00 |" in costs.typing_overhead()
     assert "| ours: auto | 4.0 | 2.00 |" in tables.compare()
     assert "busy (other processes took 0.90 cores" in tables.compare()
@@ -231,6 +232,11 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     replays = [command for command in asked if command[1:3] == ["bench", "replay"]]
     assert all(any(word.endswith("v.json") for word in command) for command in replays)
     assert not any(str(Path.cwd()) in path.read_text() for path in (tmp_path / "data").glob("*.json"))
+
+
+@pytest.mark.parametrize("name", ["pass", "datastore", "dense", "dense_drafting", "typing", "step"])
+def test_scripts_that_parts_run_find_what_they_import(scripts, name):
+    assert callable(importlib.import_module(f"bench_{name}").main)
 
 
 def test_a_trial_leaves_published_figures_alone(scripts, asked, monkeypatch, tmp_path):
