@@ -39,6 +39,10 @@ class PromptError(RetrieveSpecError, ValueError):
     """The prompt is empty, or leaves no room for a new token."""
 
 
+class DistributionError(RetrieveSpecError, RuntimeError):
+    """Scores to sample from are NaN, infinite or all -inf: the model overflowed, or processors left no token."""
+
+
 class SupersededError(RetrieveSpecError, RuntimeError):
     """A stream was continued after another generation of the same model had begun."""
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.drafting.tree import ROOT, DraftTree
+from retrieve_spec.errors import DistributionError
 from retrieve_spec.kernels.sampling import gumbel_argmax, gumbel_argmax_row, truncate_row
 from retrieve_spec.kernels.topk import BLOCK, row_topk
 from retrieve_spec.kernels.treemask import find_child
@@ -31,7 +32,8 @@ class PassLogits:
     logits
         (rows, vocab), on the model's device, any float dtype.
     top_ids, top_logits
-        (rows, k) int32 and float32, most probable first, k >= 1; column 0 is the argmax.
+        (rows, k) int32 and float32, most probable first, k >= 1; column 0 is the argmax (the
+        first NaN where there is one).
     chosen
         (rows,) int32 tokens that were chosen on the device, -1 where the host chooses; None when the host chooses all.
     """
@@ -63,7 +65,33 @@ def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
     blocks = rows if full * BLOCK == host.shape[1] else rows[:, : full * BLOCK]
     maxima = blocks.view(len(host), full, BLOCK).amax(-1).numpy() if full else host[:, :0]
     row_topk(host, maxima, ids, values)
+    if np.isnan(maxima.max(initial=-np.inf)) or np.isnan(host[:, full * BLOCK :].max(initial=-np.inf)):
+        _put_nan_first(host, ids)
     return PassLogits(logits, ids, values, host)
+
+
+def _put_nan_first(host: NDArray[np.float32], ids: NDArray[np.int32]) -> None:
+    """Let the first NaN of a row be its argmax, as in torch: a model that overflowed decodes as it does plainly."""
+    for r in np.flatnonzero(np.isnan(host).any(axis=1)):
+        nan = int(np.isnan(host[r]).argmax())
+        ids[r] = np.concatenate([[nan], ids[r][ids[r] != nan]])[: ids.shape[1]]
+
+
+def check_drawable(scores: NDArray[np.float32]) -> None:
+    """Refuse (vocab,) scores that are no distribution, as torch's sampling does.
+
+    Raises
+    ------
+    DistributionError
+        One is NaN or infinite, or all are -inf.
+    """
+    highest = scores.max()  # NaN if one is
+    if not np.isfinite(highest):
+        raise DistributionError(
+            "scores to sample from",
+            f"{highest} as the highest of them",
+            "Load the model in bfloat16 or float32, or check the logits processors.",
+        )
 
 
 def read_packed(logits: torch.Tensor, top_k: int, chosen: torch.Tensor | None) -> PassLogits:
@@ -184,6 +212,7 @@ class SamplingChooser(HostReading):
         """Return a sample."""
         key = (self._seed, self._row, text.length)
         values = logits.row(row)
+        check_drawable(values)
         w = self.warpers
         if w.penalty != 1.0:
             values = penalise(values, text, w.penalty)
@@ -224,6 +253,7 @@ class ProcessorChooser(HostReading):
         if self._seed is None:
             return int(torch.argmax(scores, dim=-1))
         host = np.ascontiguousarray(scores[0].detach().float().cpu().numpy())
+        check_drawable(host)
         return int(gumbel_argmax_row(host, 1.0, self._seed, self._row, text.length))
 
     def noise_at(self, text: RowText) -> tuple[int, int, int] | None:

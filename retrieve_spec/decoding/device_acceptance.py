@@ -105,7 +105,7 @@ def _truncate(
     scaled = (values / heat).double()
     top = scaled[:, :1]
     keep = torch.ones_like(values, dtype=torch.bool)
-    sure = torch.ones(len(values), dtype=torch.bool, device=scores.device)
+    sure = torch.isfinite(values[:, 0])  # else the host says what is wrong
     last = values[:, -1]  # tokens not among the candidates are at most this
     if top_k:
         floor = values[:, top_k - 1 : top_k]

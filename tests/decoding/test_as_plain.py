@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from scripted_drafter import ScriptedDrafter
 from transformers import DynamicCache
 
 import retrieve_spec as rs
+from retrieve_spec.decoding.acceptance import Warpers
+from retrieve_spec.decoding.device_acceptance import sample_rows
+from retrieve_spec.errors import DistributionError
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
@@ -167,3 +171,50 @@ def test_another_attention_implementation_may_be_chosen_later(
         tiny.set_attn_implementation(name)
         assert torch.equal(tiny.generate(prompt, **GREEDY), expected)
         assert tiny.speculation.last.tokens_per_pass > 1
+
+
+def broken(model: Any, value: float, rows: slice) -> Any:
+    """A copy whose logits are `value`, or NaN, for some tokens."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight[rows] = value
+    return model
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("rows", [slice(5, 6), slice(190, 199), slice(None)], ids=["one", "tail", "all"])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_decoding_of_a_model_that_overflows(
+    tiny: Any, prompt: torch.Tensor, value: float, rows: slice, penalty: float
+) -> None:
+    model = broken(tiny, value, rows)
+    same_accelerated(model, lambda: model.generate(prompt, repetition_penalty=penalty, **GREEDY))
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_k": 5}, {"top_p": 0.9}, {"typical_p": 0.9}], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_sampling_from_no_distribution_is_an_error(
+    tiny: Any, prompt: torch.Tensor, value: float, rules: dict[str, Any]
+) -> None:
+    def leave_none(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -math.inf)
+
+    model = broken(tiny, value, slice(5, 6))
+    options = {"do_sample": True, "max_new_tokens": 8, "top_k": 0} | rules
+    own: dict[str, Any] = {"logits_processor": [leave_none]}
+    for given in ({}, own):
+        with pytest.raises(RuntimeError):
+            model.generate(prompt, **given, **options)
+    accelerate(model, prompt)
+    for given in ({}, own):
+        with pytest.raises(DistributionError, match="scores to sample from"):
+            model.generate(prompt, **given, **options)
+
+
+@pytest.mark.parametrize("rules", [Warpers(), Warpers(top_k=5), Warpers(top_p=0.9), Warpers(min_p=0.1)], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_device_leaves_rows_without_a_distribution_to_the_host(value: float, rules: Warpers) -> None:
+    scores = 5 * torch.randn(3, 3000, generator=torch.Generator().manual_seed(0))
+    scores[1, 2999] = value
+    drawn = sample_rows(scores, torch.tensor([3, 4, 5]), rules)
+    assert (drawn >= 0).tolist() == [True, False, True]
