@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 an error the message explains, 2 wrong usage, 130 interrup
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -67,6 +68,15 @@ class LazyGroup(click.Group):
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command), f"{module.__name__}.{cmd_name} is not a command"
         return with_help(command)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; where there is none, say which one may have been meant."""
+        close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+        if close and args[0] != close[0] and args[0] not in self.list_commands(ctx):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands from the table, importing none of them."""

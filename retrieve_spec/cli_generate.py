@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from retrieve_spec.cli_common import COUNT, SEED, TEXT, FiniteRange, explained_wait, quiet_loading
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.errors import PromptError
 
@@ -69,25 +70,27 @@ class Run:
 @click.option(
     "--model", default="reference", show_default=True, metavar="reference|PATH|HUB_ID", help="The model to run."
 )
-@click.option("--prompt", metavar="TEXT", help="The text to continue.")
+@click.option("--prompt", type=TEXT, metavar="TEXT", help="The text to continue.")
 @click.option(
     "--prompt-file",
     type=click.File("rb"),
     metavar="F",
     help="A UTF-8 file with the text to continue, '-' for standard input (the default without --prompt).",
 )
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N")
+@click.option("--max-new-tokens", type=COUNT, default=256, show_default=True, metavar="N")
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=0.0,
     show_default=True,
     metavar="T",
     help="0 always takes the most probable token.",
 )
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
-@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, metavar="K", help="0 for no limit.")
-@click.option("--seed", type=int, default=0, show_default=True, metavar="S", help="Same seed, same text.")
+@click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
+@click.option(
+    "--top-k", type=click.IntRange(0, 1_000_000), default=0, show_default=True, metavar="K", help="0 for no limit."
+)
+@click.option("--seed", type=SEED, default=0, show_default=True, metavar="S", help="Same seed, same text.")
 @click.option("--draft", default=AUTO, show_default=True, metavar="auto|off|PRESET", help="Where drafts come from.")
 @click.option(
     "--nodes", callback=parse_nodes, default=AUTO, show_default=True, metavar="auto|N", help="Draft nodes per pass."
@@ -113,10 +116,11 @@ def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, co
     import retrieve_spec as rs
     from retrieve_spec.datastore.store import open_datastore
 
-    lm, tokenizer = _load(model, options)
-    request = _request(lm, tokenizer, text, options)
-    datastores = [open_datastore(path, tokenizer=tokenizer) for path in options["stores"]]
-    rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
+    with explained_wait():
+        lm, tokenizer = _load(model, options)
+        request = _request(lm, tokenizer, text, options)
+        datastores = [open_datastore(path, tokenizer=tokenizer) for path in options["stores"]]
+        rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
     if compare:
         _run(lm, tokenizer, request, max_new_tokens=WARM_UP_TOKENS)
     run = _run(lm, tokenizer, request, echo=not as_json)
@@ -184,12 +188,9 @@ def _check(config: SpeculationConfig, stores: Sequence[str]) -> None:
 
 
 def _load(model: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers.utils import logging
-
     from retrieve_spec.reference_model import load_model
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    quiet_loading()
     return load_model(model, dtype=options["dtype"], device=options["device"])
 
 

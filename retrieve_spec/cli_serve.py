@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from retrieve_spec.cli_common import quiet_loading
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 
@@ -42,7 +43,16 @@ _store = click.option(
 
 
 def _need_extra() -> None:
-    for package in ("starlette", "uvicorn", "pydantic", "sse_starlette", "prometheus_client", "pygls", "watchfiles"):
+    for package in (
+        "starlette",
+        "uvicorn",
+        "pydantic",
+        "sse_starlette",
+        "prometheus_client",
+        "pygls",
+        "watchfiles",
+        "pathspec",
+    ):
         if find_spec(package) is None:
             raise ServeError(
                 "the packages of the server", f"no {package}", "Install them with: pip install 'retrieve-spec[serve]'"
@@ -88,6 +98,7 @@ def serve(
 
     logging.basicConfig(level=logging.ERROR if quiet else logging.INFO, format="%(levelname)s: %(message)s")
     config = replace(_DEFAULTS, host=host, port=port, origins=origins, slots=slots)
+    quiet_loading()
     if not quiet:
         click.echo(f"Loading {model}; then serving on http://{host}:{port} (Ctrl-C ends it).", err=True)
     run(model, config, workspaces=workspaces, stores=stores, key_file=key_file, dtype=dtype, device=device)
@@ -107,6 +118,7 @@ def lsp(model: str, workspaces: tuple[Path, ...], stores: tuple[Path, ...], dtyp
     _need_extra()
     from retrieve_spec.server.lsp import serve_stdio
 
+    quiet_loading()
     logging.basicConfig(level=logging.WARNING)  # standard error; standard output belongs to the protocol
     serve_stdio(model, _DEFAULTS, workspaces=workspaces, stores=stores, dtype=dtype, device=device)
 
@@ -115,6 +127,7 @@ def lsp(model: str, workspaces: tuple[Path, ...], stores: tuple[Path, ...], dtyp
 @click.argument("workspaces", nargs=-1, required=True, type=click.Path(path_type=Path))
 def forget(workspaces: tuple[Path, ...]) -> None:
     """Delete what is kept on disk about the workspace of these folders (as given to --workspace together)."""
+    _need_extra()
     from retrieve_spec.server.workspace import forget_workspace
 
     click.echo("Forgotten." if forget_workspace(workspaces) else "Nothing was kept about it.")

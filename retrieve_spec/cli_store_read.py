@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from retrieve_spec.cli_common import TEXT
 from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def verify(store: Path, quiet: bool, as_json: bool) -> None:
 
 @click.command(short_help="Find where a text stands in a datastore.")
 @STORE
-@click.argument("text")
+@click.argument("text", type=TEXT)
 @click.option("--limit", type=click.IntRange(min=1), default=10, show_default=True, metavar="N")
 @click.option("--dense", is_flag=True, help="Find the places most like the end of TEXT to the model instead.")
 @click.option("--model", metavar="MODEL", help="With --dense: where the model is; by default where the build had it.")

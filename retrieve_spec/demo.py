@@ -250,6 +250,7 @@ def main(files: int, max_new_tokens: int, store: bool, as_json: bool) -> None:
     say("Loading the bundled model (12.6 M parameters, trained on Python) …")
     model, tokenizer = load_model()
     found = stdlib_store(tokenizer, say, not as_json) if store else None
+    say("Getting ready: measuring passes; the first run compiles the kernels too, which takes minutes …")
     start = time.perf_counter()
     runners = runners_of(model, tokenizer, [found] if found else [])
     prompts = choose(files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,8 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
         raise ModelNotFoundError(
             f"a model folder at {name!r}", got, "Give a folder, a hub id such as 'owner/name', or 'reference'."
         )
+    if "/" not in name and difflib.get_close_matches(name.lower(), [REFERENCE], cutoff=0.8):
+        raise ModelNotFoundError("the name of a model", repr(name), f"Did you mean {REFERENCE!r}?")
     return name, {}
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from retrieve_spec.cli_common import COUNT, SEED, FiniteRange
+
 CLI_NAME = "retrieve-spec"
 
 
@@ -48,10 +50,10 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     show_default=True,
     help="What ours remember: nothing, the turns of one conversation, or all prompts of a run.",
 )
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=160, show_default=True, metavar="N")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, metavar="T")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
-@click.option("--seed", type=int, default=0, show_default=True, metavar="S")
+@click.option("--max-new-tokens", type=COUNT, default=160, show_default=True, metavar="N")
+@click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, metavar="T")
+@click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
+@click.option("--seed", type=SEED, default=0, show_default=True, metavar="S")
 @click.option("--runs", type=click.IntRange(min=1), default=1, show_default=True, metavar="R", help="Repetitions.")
 @click.option(
     "--limit", type=click.IntRange(min=1), metavar="N", help="First N prompts; of the built-in ones N a kind."

@@ -48,6 +48,8 @@ def read_prompts(what: str, limit: int | None = None, tasks: Sequence[str] | Non
     path = Path(what.removeprefix(SPEC_BENCH)).expanduser()
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise TraceError("a file of prompts in UTF-8", f"other bytes in {path}", "Convert the file.") from error
     except OSError as error:
         raise TraceError(
             "a file of prompts", f"{path}: {error.strerror}", "Give FILE.jsonl, spec-bench:PATH or builtin."

@@ -286,4 +286,7 @@ def replay_trace(
         raise ConfigError(
             "a preset that can be fed text it did not draft", repr(draft), "Replay `auto` or another preset."
         )
-    return Replay(drafter, nodes, node_cost).run(read_trace(path, encoder, limit), progress)
+    result = Replay(drafter, nodes, node_cost).run(read_trace(path, encoder, limit), progress)
+    if not result["passes"]:
+        raise TraceError("at least one recorded answer", f"none in {path}", "Give a trace that holds some.")
+    return result

@@ -113,7 +113,13 @@ def _describe(index: int, source: Source, relative: str, location: Path, root: P
             skip = "outside the source"
     except (OSError, RuntimeError):
         skip = "unreadable"
-    return SourceFile(index, source.prefix + relative, str(location), size, kind, compression, skip, source.licence)
+    path = readable(source.prefix + relative)
+    return SourceFile(index, path, str(location), size, kind, compression, skip, source.licence)
+
+
+def readable(path: str) -> str:
+    r"""A path as text that can be written down: bytes that are not UTF-8 as ``\xff``."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _walk(root: Path, prefix: str = "") -> Iterator[str]:
