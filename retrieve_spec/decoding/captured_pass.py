@@ -222,6 +222,10 @@ class CapturedPass:
         finally:
             _log.reset(token)
 
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
+        """Make its GPU the current one, to which kernels and graphs go; nothing on a CPU."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
     def is_current(self, model: Any) -> bool:
         """Whether the model still is what was recorded: same weights, unchanged in place, no hooks, no training."""
         return not _why_not_recordable(model) and self._stamps == self._read_stamps(model)

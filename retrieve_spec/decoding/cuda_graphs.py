@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -36,23 +37,31 @@ Capture = Callable[[Callable[[], None]], Replay]
 class CudaGraphCapture:
     """Records a call on a side stream, after a warm-up, and returns what repeats it.
 
-    All graphs share one memory pool: a graph's outputs are read before any graph is replayed again.
+    All graphs share one memory pool: a graph's outputs are read before any graph is replayed again. They share the
+    stream, too, as cuBLAS keeps a workspace for each.
     """
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: Any = None
+        self._pool: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
         """Record one call of `run`."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if not self._graphs:  # torch refuses a pool whose graphs are all gone
+            self._pool = torch.cuda.graph_pool_handle()
+        stream, graph = self._stream, torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # a capture that fails leaves its stream the current one
             for _ in range(2):
                 run()
+            # "thread_local": what other threads do on a GPU meanwhile is none of this graph's business
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                run()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run()
+        self._graphs.add(graph)
         return graph.replay
 
 
@@ -71,8 +80,9 @@ class PassBuffer:
         words = -(-rows // 32)
         sizes = [rows, rows, rows, slabs, rows * words]
         pinned = device.type == "cuda"
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
-        self._device = self._host.to(device)
+        with torch.inference_mode(False):  # the buffer may outlive the mode it was made in
+            self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+            self._device = self._host.to(device)
         self._host_ids, self._host_positions, self._host_depths, self._host_held, self._host_words = np.split(
             self._host.numpy(), np.cumsum(sizes)[:-1]
         )
@@ -284,4 +294,8 @@ class PassPool:
 
 
 def _gpu_bytes(device: Any) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    """Memory that torch holds on a GPU, without the blocks it keeps for later."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)

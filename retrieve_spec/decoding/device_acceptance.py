@@ -51,6 +51,11 @@ def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     return (_logical_shift(x, 11).double() + 0.5) * (1.0 / 9007199254740992.0)
 
 
+def _number(value: float, device: torch.device) -> torch.Tensor:
+    """() float32, filled on the device: `torch.tensor` would copy it there and wait for what runs."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
 def sample_rows(scores: torch.Tensor, keys: torch.Tensor, warpers: Warpers) -> torch.Tensor:
     """Draw one token per row (Gumbel-max with counted noise).
 
@@ -68,7 +73,7 @@ def sample_rows(scores: torch.Tensor, keys: torch.Tensor, warpers: Warpers) -> t
     Tensor
         (rows,) int64; -1 where the host must decide.
     """
-    heat = torch.tensor(warpers.temperature, dtype=torch.float32, device=scores.device)  # a number would be inverted
+    heat = _number(warpers.temperature, scores.device)  # a GPU multiplies by the inverse of a number
     vocab = scores.shape[1]
     if 0 < warpers.top_k < vocab or warpers.top_p < 1.0 or warpers.min_p > 0.0:
         ids, scaled, sure = _truncate(scores, heat, warpers)
@@ -177,13 +182,15 @@ class DeviceChooser:
         vocab, device = scores.shape[1], scores.device
         if self._seen is None:
             self._seen = torch.zeros(vocab + 1, dtype=torch.bool, device=device)  # the last one: ids without a logit
-        self._seen[torch.from_numpy(np.minimum(text.ids[self._marked :], vocab)).to(device)] = True
+        written = torch.from_numpy(np.minimum(text.ids[self._marked :], vocab))
+        self._seen.index_fill_(0, written.to(device, non_blocking=True), True)
         self._marked = text.length
-        paths = torch.from_numpy(np.minimum(path_tokens(tree, int(text.last_ids[0])), vocab)).to(device)
+        paths = torch.from_numpy(np.minimum(path_tokens(tree, int(text.last_ids[0])), vocab))
+        paths = paths.to(device, non_blocking=True)
         seen = self._seen.repeat(len(scores), 1).scatter_(1, paths, True)[:, :vocab]
         factor: torch.Tensor | float = self._warpers.penalty
-        if isinstance(self.host, SamplingChooser):  # divided by as on the host; a GPU multiplies by a number's inverse
-            factor = torch.tensor(factor, dtype=torch.float32, device=device)
+        if isinstance(self.host, SamplingChooser):  # divided by as on the host
+            factor = _number(self._warpers.penalty, device)
         return torch.where(seen, torch.where(scores < 0, scores * factor, scores / factor), scores)
 
 

@@ -110,9 +110,10 @@ class StaticVerifier:
             self.static_reason = self.static_reason or f"hidden states of layer {want_hidden} are not recorded"
         if self.static_reason or (self._unread > 0 and not self._reads(roots, keep)):
             return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
-        if self._unread > 0:
-            root_ids = self._read(root_ids, max(CHUNK, keep))
-        return self._pass(root_ids, tree, keep, want_hidden)
+        with self.captured.on_device():
+            if self._unread > 0:
+                root_ids = self._read(root_ids, max(CHUNK, keep))
+            return self._pass(root_ids, tree, keep, want_hidden)
 
     def _reads(self, roots: int, keep: int) -> bool:
         """Whether the captured pass reads this part of the prompt; what it has begun it goes on with."""

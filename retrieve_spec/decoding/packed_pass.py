@@ -52,5 +52,6 @@ def forward_together(
 
     ids = np.concatenate([ids for ids, _ in laid])
     positions = np.concatenate([depths + v.position for v, (_, depths) in zip(verifiers, laid, strict=True)])
-    logits, hidden = run_rows(verifiers[0].captured, ids, positions, attend)
+    with verifiers[0].captured.on_device():
+        logits, hidden = run_rows(verifiers[0].captured, ids, positions, attend)
     return [VerifierOutput(logits[span], None if want_hidden is None else hidden[span]) for span in spans]

@@ -129,5 +129,5 @@ class PassMask:
             near[:, self.prefix - start :] &= self.seen
             mask = torch.zeros(near.shape, dtype=self.dtype)
             mask.masked_fill_(torch.from_numpy(~near), float("-inf"))
-            self._windows[window] = mask.repeat(self.groups, 1).to(self.device)[None, None]
+            self._windows[window] = mask.repeat(self.groups, 1).to(self.device, non_blocking=True)[None, None]
         return self._windows[window]

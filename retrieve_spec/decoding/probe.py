@@ -106,7 +106,7 @@ def _deviation(model: Any, interface: ModelInterface, mode: Mode, verifier: Veri
         raise RuntimeError(verifier.reason)
     verifier.forward(prompt.astype(np.int32))
     verifier.commit(np.empty(0, np.int32))
-    rows = verifier.forward(np.array([root], np.int32), tree).logits
+    rows = verifier.forward(np.array([root], np.int32), tree).logits.clone()  # the next pass may write over them
     verifier.commit(accepted)
     last = verifier.forward(np.array([after], np.int32)).logits
     verifier.commit(np.empty(0, np.int32))

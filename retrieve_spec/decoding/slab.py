@@ -58,7 +58,7 @@ class Slab:
         before, self.capacity = self.capacity, max(2 * self.capacity, -(-needed // block) * block)
         if not self.tensors:
             return False
-        grown = tuple(tensor.new_empty((*tensor.shape[:2], self.capacity, tensor.shape[3])) for tensor in self.tensors)
+        grown = tuple(_empty(tensor, (*tensor.shape[:2], self.capacity, tensor.shape[3])) for tensor in self.tensors)
         for old, new in zip(self.tensors, grown, strict=True):
             new[:, :, :before] = old
         self.tensors = grown
@@ -74,7 +74,7 @@ class Slab:
         """
         given = (key_states, value_states)
         if not self.tensors:
-            self.tensors = tuple(s.new_empty((self._layers, s.shape[1], self.capacity, s.shape[3])) for s in given)
+            self.tensors = tuple(_empty(s, (self._layers, s.shape[1], self.capacity, s.shape[3])) for s in given)
             return True
         for slab, states in zip(self.tensors, given, strict=True):
             if states.shape[0] != 1 or states.shape[1] != slab.shape[1] or states.shape[3] != slab.shape[3]:
@@ -87,7 +87,13 @@ class Slab:
 
     def move(self, sources: NDArray[np.int64], target: int) -> None:
         """Copy the rows `sources` of the text to rows `target …`, in all layers at once."""
-        index = torch.from_numpy(sources - self.offset)
+        index = torch.from_numpy(sources - self.offset).to(self.tensors[0].device, non_blocking=True)
         for tensor in self.tensors:
-            rows = tensor.index_select(2, index.to(tensor.device, non_blocking=True))
+            rows = tensor.index_select(2, index)
             tensor.narrow(2, target - self.offset, len(sources)).copy_(rows)
+
+
+def _empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor that can be written to in any mode; those made in inference mode cannot be outside of it."""
+    with torch.inference_mode(False):
+        return like.new_empty(shape)

@@ -50,7 +50,7 @@ class VerifierInputs:
 
 @dataclass(slots=True)
 class VerifierOutput:
-    """What one pass computed.
+    """What one pass computed, valid until the next one: it may write over these tensors.
 
     Attributes
     ----------

@@ -115,6 +115,17 @@ def test_growth_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rs.restore(model)
 
 
+def test_slabs_made_in_inference_mode_serve_outside_of_it() -> None:
+    """The next generation writes to the slabs and the buffers of the one before, whatever modes they run in."""
+    model, capture = build("llama"), Capture()
+    expected = model.generate(ids(20), max_new_tokens=24, do_sample=False)
+    use_pool(model, expected[0], "branchy", capture)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(ids(20), max_new_tokens=24, do_sample=False), expected)
+    assert torch.equal(model.generate(ids(20), max_new_tokens=24, do_sample=False), expected)
+    rs.restore(model)
+
+
 def test_a_cache_that_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "PASS", PassConfig(pool_bytes=1))
     model, capture = build("llama"), Capture()

@@ -1,0 +1,310 @@
+"""Passes, acceptance and batches on a pretended GPU: nothing is mixed, captures read nothing, a step waits once."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pretend_cuda import CudaError, CudaTensor, PretendCuda, move_recording, triton_stand_in
+from scripted_drafter import ScriptedDrafter
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import retrieve_spec as rs
+import retrieve_spec.kernels
+from retrieve_spec.config import PassConfig
+from retrieve_spec.decoding import cuda_graphs, fast_verifier, graph_rewrites, tree_attention
+from retrieve_spec.decoding.captured_pass import CapturedPass
+from retrieve_spec.decoding.cuda_graphs import CudaGraphCapture, PassBuffer, PassPool
+from retrieve_spec.decoding.fast_verifier import StaticVerifier
+from retrieve_spec.decoding.hf import HFVerifier
+from retrieve_spec.decoding.interface import read_interface
+
+VOCAB = 199
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": SLIDING,
+    "gemma2": {"sliding_window": 8},  # soft-capping
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **SLIDING},  # sinks
+}
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendCuda]:
+    tree_attention.why_not_triton.cache_clear()
+    tree_attention._processors.cache_clear()
+    with PretendCuda() as pretended:
+        yield pretended
+    tree_attention.why_not_triton.cache_clear()
+    tree_attention._processors.cache_clear()
+
+
+@pytest.fixture
+def with_triton(gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = triton_stand_in(gpu)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(retrieve_spec.kernels, "triton_tree_attention", module, raising=False)
+    monkeypatch.setattr(tree_attention, "has_triton", lambda: True)
+
+
+def ids(length: int = 30) -> torch.Tensor:
+    return torch.tensor([[3 + (i * 37 + 11) % (VOCAB - 3) for i in range(length)]])
+
+
+class Placed:
+    """A model on the pretended GPU whose verifiers share a recording, and the counts at the begin of every pass."""
+
+    def __init__(self, gpu: PretendCuda, family: str = "llama", index: int = 0) -> None:
+        attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+        config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family]))
+        torch.manual_seed(0)
+        self.host = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        self.host.generation_config.pad_token_id = 0
+        self.gpu, self.device = gpu, torch.device("cuda", index)
+        self.begins: list[tuple[Counter[str], Counter[str]]] = []
+        captured = CapturedPass(self.host, 2)
+        self.model = copy.deepcopy(self.host).to(self.device)
+        move_recording(captured, self.model, index)
+        self.captured = captured
+
+    def accelerate(self, answer: Any, script: str = "branchy", graphs: bool = True) -> PassPool:
+        model, interface, captured = self.model, read_interface(self.model), self.captured
+        rs.accelerate(model, drafter=ScriptedDrafter(answer, script, vocab=VOCAB), nodes=24, static_pass="off")
+        pool, placed = PassPool(captured), self
+
+        class Counted(StaticVerifier):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                placed.begins.append((Counter(placed.gpu.waits), Counter(placed.gpu.uploads)))
+                return super().forward(*args, **kwargs)
+
+        model.speculation._make_verifier = lambda: Counted(
+            model, HFVerifier(model, interface), captured, pool if graphs else None
+        )
+        return pool
+
+    def generate(self, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+        self.begins.clear()
+        out = self.model.generate(prompt.to(self.device), **options)
+        assert isinstance(out, CudaTensor) and out.device == self.device
+        return out.host
+
+    def steps(self) -> list[tuple[Counter[str], Counter[str]]]:
+        """What every step but the prompt's and the last one counted: waits and uploads."""
+        pairs = zip(self.begins[1:-1], self.begins[2:], strict=True)
+        return [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
+
+
+@pytest.fixture(autouse=True)
+def plain_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings as a GPU has them: no weights packed for a CPU."""
+    monkeypatch.setattr(graph_rewrites, "PASS", PassConfig(layout_bytes=0))
+
+
+@pytest.mark.parametrize(
+    ("family", "graphs"),
+    [
+        ("llama", True),
+        ("llama", False),
+        ("gemma3_text", True),
+        ("gemma3_text", False),
+        ("gpt_oss", True),
+        ("gemma2", True),
+    ],
+)
+def test_steps_wait_once(gpu: PretendCuda, family: str, graphs: bool) -> None:
+    """Torch's attention: the tokens of plain `generate`; a step copies in without waiting and waits for the tokens."""
+    check_steps(Placed(gpu, family), graphs)
+
+
+@pytest.mark.parametrize(
+    ("family", "graphs", "index"),
+    [
+        ("llama", True, 0),
+        ("llama", False, 1),
+        ("gemma3_text", True, 1),
+        ("gemma3_text", False, 0),
+        ("gpt_oss", False, 0),
+    ],
+)
+def test_steps_wait_once_with_a_kernel(
+    gpu: PretendCuda, with_triton: None, family: str, graphs: bool, index: int
+) -> None:
+    """The same with a stand-in for the Triton kernel; on the second GPU, too, while the first one is the current."""
+    check_steps(Placed(gpu, family, index), graphs)
+
+
+def check_steps(placed: Placed, graphs: bool) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    expected = placed.host.generate(ids(), **options)
+    pool = placed.accelerate(expected[0], graphs=graphs)
+    for _ in range(2):  # the second time everything is captured
+        assert torch.equal(placed.generate(ids(), **options), expected)
+        assert placed.model.speculation.last.tokens_per_pass > 1.5
+    steps = placed.steps()
+    assert len(steps) > 8
+    for waits, uploads in steps:
+        assert waits == {"copy to the host": 1}
+        assert not uploads["blocking"]
+        if graphs:  # besides the pass, the rows that a commit moves in each kind of slab
+            assert uploads["pinned"] == 1 and uploads["pageable"] <= 2
+    if graphs:
+        assert pool._idle is not None and not pool._idle.problem and pool._idle.captures > 2
+    rs.restore(placed.model)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": True, "temperature": 0.9},
+        {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2},
+        {"do_sample": True, "min_p": 0.05},
+    ],
+)
+def test_tokens_chosen_on_the_device_come_in_one_copy(gpu: PretendCuda, rules: dict[str, Any]) -> None:
+    placed = Placed(gpu)
+    options = {"max_new_tokens": 40, **rules, **({"seed": 3} if rules["do_sample"] else {})}
+    rs.accelerate(placed.host, draft="off", static_pass="off")
+    expected = placed.host.generate(ids(), **options)
+    placed.accelerate(expected[0])
+    for _ in range(2):
+        assert torch.equal(placed.generate(ids(), **options), expected)
+    asked = [waits["copy to the host"] - 1 for waits, _ in placed.steps()]
+    assert sum(asked) <= 2, "rows that the host decides are rare"
+    for waits, uploads in placed.steps():
+        assert set(waits) == {"copy to the host"}
+        assert not uploads["blocking"]
+
+
+def test_rows_of_a_batch(gpu: PretendCuda, with_triton: None) -> None:
+    """Left-padded rows in one pass, on the second GPU."""
+    placed = Placed(gpu, index=1)
+    prompt = torch.cat([ids(12), ids(12).flip(1)])
+    prompt[1, :5] = 0
+    mask = (prompt != 0).long()
+    expected = placed.host.generate(prompt, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    rs.accelerate(placed.model, nodes=12, static_pass="off")
+    model, interface = placed.model, read_interface(placed.model)
+    model.speculation._make_verifier = lambda: StaticVerifier(model, HFVerifier(model, interface), placed.captured)
+    got = placed.generate(prompt, attention_mask=mask.to(placed.device), max_new_tokens=20, do_sample=False)
+    assert torch.equal(got, expected)
+    assert model.speculation.last.rows == 2
+    rs.restore(model)
+
+
+def test_slabs_grow_while_the_last_pass_is_still_held(gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of the old slabs go before the new ones are captured; their memory pool is not asked for again."""
+    monkeypatch.setattr(fast_verifier, "MAX_NODES", 0)
+    sizes = (1, 2, 4, 8, 16, 32)
+    monkeypatch.setattr(fast_verifier, "PASS", PassConfig(cache_block=8, graph_rows=sizes))
+    monkeypatch.setattr(cuda_graphs, "PASS", PassConfig(graph_rows=sizes))
+    monkeypatch.setattr(cuda_graphs, "FIRST_ROWS", 64)
+    placed = Placed(gpu)
+    options: dict[str, Any] = {"max_new_tokens": 200, "do_sample": False}
+    expected = placed.host.generate(ids(), **options)
+    pool = placed.accelerate(expected[0], "half")
+    assert torch.equal(placed.generate(ids(), **options), expected)
+    assert pool._idle is not None and not pool._idle.problem
+    assert pool._idle.captures > len(pool._idle._made)
+    rs.restore(placed.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_a_recording_stays_on_its_models_device(family: str, dtype: torch.dtype) -> None:
+    """Constants and intermediate results are made where the model is; `meta` is a device like any other to export."""
+    config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family]))
+    recorded = CapturedPass(AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to("meta"), 2)
+    values = [node.meta.get("val") for node in recorded._code.__self__.graph.nodes]  # type: ignore[attr-defined]
+    tensors = [value for value in (*values, *recorded._weights) if isinstance(value, torch.Tensor)]
+    assert len(tensors) > 20
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_a_failed_capture_leaves_no_stream_behind(gpu: PretendCuda) -> None:
+    before, capture = torch.cuda.current_stream(), CudaGraphCapture()
+    ones = torch.ones(3, device="cuda")
+    calls: list[int] = []
+
+    def run() -> None:
+        calls.append(1)
+        if len(calls) == 3:  # behind the warm-up
+            ones.sum().item()
+
+    with pytest.raises(CudaError, match="while a graph is captured"):
+        capture(run)
+    assert torch.cuda.current_stream() is before
+
+
+def test_a_pass_buffer_waits_for_its_last_copy(gpu: PretendCuda) -> None:
+    """Passes that nobody waits for follow each other; what one copies is not overwritten by the next."""
+    with torch.cuda.device(1):
+        buffer = PassBuffer(4, 1, torch.device("cuda", 1))
+        for token in (5, 6, 7):
+            buffer.fill(np.array([token]), np.zeros(1), np.ones((1, 1), np.bool_), 9, [2])
+            assert buffer.ids[0].host == token
+        gpu.wait("test")
+    assert gpu.uploads == {"blocking": 1, "pinned": 3}
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    return CudaGraphCapture()(run)
+
+
+def overwrite() -> None:
+    host = torch.zeros(3, pin_memory=True)
+    torch.ones(3, device="cuda").copy_(host, non_blocking=True)
+    host.add_(1)
+    torch.cuda.synchronize()
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "mixed": lambda: torch.ones(3, device="cuda") + torch.ones(3),
+    "indexed from the host": lambda: torch.ones(3, device="cuda")[torch.tensor([1])],
+    "two GPUs": lambda: torch.ones(3, device="cuda:0") + torch.ones(3, device="cuda:1"),
+    "read in a capture": lambda: captured(lambda: bool(torch.ones(3, device="cuda").any())),
+    "sized in a capture": lambda: captured(lambda: torch.ones(3, device="cuda").nonzero()),
+    "copied in a capture": lambda: captured(lambda: torch.tensor([1.0], device="cuda")),
+    "computed on the host in a capture": lambda: captured(lambda: torch.zeros(3).add_(1)),
+    "captured on another GPU": lambda: captured(lambda: torch.ones(3, device="cuda:1").add_(1)),
+    "overwritten under a copy": overwrite,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_gpu_would_refuse_fails(gpu: PretendCuda, name: str) -> None:
+    with pytest.raises(CudaError):
+        WRONG[name]()
+
+
+def test_replays_read_what_stands_in_their_inputs_and_spoil_other_graphs(gpu: PretendCuda) -> None:
+    """The pretended graphs do what real ones do: static inputs, nothing runs while capturing, one pool."""
+    capture, given, outs = CudaGraphCapture(), torch.zeros(2, device="cuda"), {}
+    total = torch.zeros(2, device="cuda")
+
+    def run(name: str) -> Callable[[], None]:
+        def call() -> None:
+            total.add_(given)
+            outs[name] = given * 2
+
+        return call
+
+    first, second = capture(run("first")), capture(run("second"))
+    given.fill_(3)
+    total.zero_()
+    first()
+    assert total.host.tolist() == [3, 3] and outs["first"].host.tolist() == [6, 6]
+    second()
+    assert outs["first"].host.isnan().all() and outs["second"].host.tolist() == [6, 6]
