@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.static_automaton import automaton_states, count_states
 
 
@@ -33,6 +34,36 @@ class StaticAutomaton:
     first: NDArray[np.uint32]
     edge_tokens: NDArray[Any]
     edge_targets: NDArray[np.uint32]
+
+
+def check_automaton(automaton: StaticAutomaton, tokens: int, place: str) -> None:
+    """Check that following an automaton stays inside its arrays and comes to an end, in one pass over them.
+
+    Parameters
+    ----------
+    automaton, tokens
+        The automaton, and the length of its text.
+    place
+        Where it lies, for the message.
+
+    Raises
+    ------
+    StoreCorruptError
+        When it does not.
+    """
+    a, states = automaton, len(automaton.link)
+    first, link = a.first.astype(np.int64), a.link.astype(np.int64)
+    sound = len(a.counts) == states == tokens + 1 + len(a.clone_lengths) and len(first) == states + 1
+    sound = sound and first[0] == 0 and bool((np.diff(first) >= 0).all())
+    sound = sound and len(a.edge_tokens) == len(a.edge_targets) == first[-1]
+    sound = sound and max(int(a.link.max()), int(a.edge_targets.max(initial=0))) < states
+    if sound:
+        lengths = np.concatenate([np.arange(tokens + 1), a.clone_lengths])
+        sound = bool((lengths[link[1:]] < lengths[1:]).all())
+    if not sound:
+        raise StoreCorruptError(
+            f"an automaton in {place}", "a damaged one", "Restore the files from a copy, or build the store again."
+        )
 
 
 def build_automaton(tokens: NDArray[Any], sa: NDArray[Any]) -> StaticAutomaton:

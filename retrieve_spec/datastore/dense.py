@@ -200,10 +200,7 @@ class DenseIndex:
 def continuation(segment: Segment, position: int, most: int) -> NDArray[np.int32]:
     """Token ids that follow a position in its document, (n,) int32 with n ≤ `most`."""
     end = int(segment.document_starts[segment.document_of(position) + 1]) - 1
-    ids: NDArray[np.int32] = segment.to_global[segment.tokens[position + 1 : min(position + 1 + most, end)]].astype(
-        np.int32
-    )
-    return ids
+    return segment.ids_of(segment.tokens[position + 1 : min(position + 1 + most, end)]).astype(np.int32)
 
 
 def model_fingerprint(model: Any) -> str:

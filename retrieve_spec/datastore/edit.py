@@ -89,10 +89,11 @@ def _remove(
             if not gone:
                 segments.append(entry)
             elif len(gone) < entry.documents:
+                store.check_text(entry)
                 name = f"{manifest.next_segment + len(catalog):06d}"
                 rows = [
                     replace(row, segment=name, removed_at=plan["at"] if row.number in gone else row.removed_at)
-                    for row in store.catalog.documents(entry.name)
+                    for row in store.documents(entry)
                 ]
                 rewritten = without_documents(work, name, segment, entry, gone, config)
                 segments.append(replace(rewritten, catalog=rows_checksum(rows)))
@@ -107,12 +108,13 @@ def _remove(
 
 def _documents_of(store: Datastore) -> Iterator[tuple[Document, NDArray[np.uint32]]]:
     """Documents of a store that can be drafted from, with their token ids, in order."""
-    for segment in store.segments:
+    for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
         if not len(segment.tokens):
             raise BuildError(
                 "a store that keeps its text", f"{store.path}, which keeps n-grams only", "Build it again from sources."
             )
-        for document in store.catalog.documents(segment.name):
+        store.check_text(entry)
+        for document in store.documents(entry):
             if document.number not in segment.removed:
                 yield document, segment.text_ids(document.number)
 

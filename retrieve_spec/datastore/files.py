@@ -87,6 +87,19 @@ def replace_file(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def check_content(path: Path, entry: FileEntry) -> None:
+    """Check that a file holds what was written.
+
+    Raises
+    ------
+    StoreCorruptError
+        When its checksum differs.
+    """
+    found = sha256_of(path)
+    if found != entry.sha256:
+        raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12], _REBUILD)
+
+
 def check_size(path: Path, entry: FileEntry) -> None:
     """Check that a file is there with the recorded size.
 

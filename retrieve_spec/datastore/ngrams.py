@@ -42,15 +42,22 @@ class NgramTable:
         """Size of all arrays in bytes."""
         return sum(getattr(self, f.name).nbytes for f in fields(self))
 
-    def look_up(self, h: np.uint64) -> tuple[int, int, NDArray[Any], NDArray[np.uint32]] | None:
-        """What followed the context with a hash: (count, distinct tokens, (k,) top tokens, (k,) their counts)."""
+    def look_up(
+        self, h: np.uint64, vocabulary: int = 1 << 32
+    ) -> tuple[int, int, NDArray[Any], NDArray[np.uint32]] | None:
+        """What followed the context with a hash: (count, distinct tokens, (k,) top tokens, (k,) their counts).
+
+        Ids from `vocabulary` on, which only a damaged table holds, are left out.
+        """
         slot = int(ngram.ngram_find(self.slots, h))
         if slot < 0:
             return None
         start = int(self.slots[slot, ngram.START])
         part = slice(start, start + int(ngram.ngram_kept(self.slots, slot)))
         distinct = int(ngram.ngram_distinct(self.slots, slot))
-        return int(self.slots[slot, ngram.TOTAL]), distinct, self.succ_tokens[part], self.succ_counts[part]
+        tokens, counts = self.succ_tokens[part], self.succ_counts[part]
+        known = tokens < vocabulary
+        return int(self.slots[slot, ngram.TOTAL]), distinct, tokens[known], counts[known]
 
 
 def _bytes_needed(contexts: int, continuations: int, token_bytes: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from retrieve_spec.datastore.catalog import Document
 from retrieve_spec.datastore.segment import Segment
 from retrieve_spec.datastore.store import Datastore
+from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.suffix_array import sa_successors
 from retrieve_spec.kernels.suffix_search import sa_longest
 
@@ -115,14 +115,21 @@ def _longest(segment: Segment, ids: NDArray[np.int64]) -> tuple[int, int, int]:
 def _successors(segment: Segment, lo: int, hi: int, depth: int) -> list[tuple[int, float]]:
     tokens, counts = np.empty(MAX_READS, np.int64), np.empty(MAX_READS, np.float64)
     n, _ = sa_successors(segment.tokens, segment.suffix_array, lo, hi, depth, MAX_READS, tokens, counts)
-    return list(zip(segment.to_global[tokens[:n]].tolist(), counts[:n].tolist(), strict=True))
+    return list(zip(segment.ids_of(tokens[:n]).tolist(), counts[:n].tolist(), strict=True))
 
 
 def _occurrence(store: Datastore, index: int, position: int, matched: int, span: int) -> Occurrence:
     segment = store.segments[index]
-    document = store.document_at(index, position)
+    try:
+        document = store.document_at(index, position)
+    except IndexError as error:
+        raise StoreCorruptError(
+            f"positions in documents in the suffix array of segment {segment.name}",
+            str(error),
+            "Restore the store from a copy, or build it again.",
+        ) from None
     start = position + matched
     end = min(start + span, document.start + document.tokens)
-    ids: Any = segment.to_global[segment.tokens[start:end]]
+    ids = segment.ids_of(segment.tokens[start:end])
     text = store.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
     return Occurrence(index, position, document, text)

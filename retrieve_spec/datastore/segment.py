@@ -16,10 +16,12 @@ from retrieve_spec.datastore.files import FileEntry, check_size, map_array, writ
 from retrieve_spec.datastore.manifest import DenseRecord, SegmentEntry
 from retrieve_spec.datastore.ngrams import NgramTable, build_ngrams
 from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.ngram import SLOT
 from retrieve_spec.kernels.suffix_search import sa_top_table
 
 SUFFIX = ".bin"
+_REBUILD = "Restore the file from a copy, or build the store again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,21 @@ class Segment:
     def text_ids(self, document: int) -> NDArray[np.uint32]:
         """Token ids of one document, (length,) uint32."""
         start, end = int(self.document_starts[document]), int(self.document_starts[document + 1]) - 1
-        ids: NDArray[np.uint32] = self.to_global[self.tokens[start:end]]
+        return self.ids_of(self.tokens[start:end])
+
+    def ids_of(self, local: NDArray[Any]) -> NDArray[np.uint32]:
+        """Token ids of local ids, (n,) uint32.
+
+        Raises
+        ------
+        StoreCorruptError
+            When the text is damaged: it has local ids that the segment does not use.
+        """
+        try:
+            ids: NDArray[np.uint32] = self.to_global[local]
+        except IndexError:
+            expected = f"local ids below {len(self.to_global)} in the text of segment {self.name}"
+            raise StoreCorruptError(expected, f"{int(local.max())}", _REBUILD) from None
         return ids
 
     def localise(self, token_ids: NDArray[Any]) -> NDArray[np.int64]:
@@ -160,7 +176,7 @@ def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int, record: Den
     Raises
     ------
     StoreCorruptError
-        When a file is missing or has the wrong size.
+        When a file is missing or has the wrong size, or the vocabulary is damaged (its ids would reach the model).
     """
     for name, file in entry.files.items():
         check_size(folder / name, file)
@@ -171,9 +187,9 @@ def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int, record: Den
 
     to_global = load("vocabulary", np.uint32)
     to_local = np.zeros(vocabulary, np.int32)
-    known = to_global[1:]
-    inside = known < vocabulary  # a damaged vocabulary must not break the opening: verify reports it
-    to_local[known[inside]] = np.arange(1, len(to_global), dtype=np.int32)[inside]
+    if not len(to_global) or int(to_global.max()) >= vocabulary:
+        raise StoreCorruptError(f"token ids below {vocabulary:,} in {folder / 'vocabulary.bin'}", "others", _REBUILD)
+    to_local[to_global[1:]] = np.arange(1, len(to_global), dtype=np.int32)
     table = None
     if "ngram_slots" + SUFFIX in entry.files:
         slots, *successors = (load(f"ngram_{field.name}", np.uint32) for field in fields(NgramTable))

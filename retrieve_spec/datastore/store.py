@@ -10,16 +10,17 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.catalog import Catalog, Document
+from retrieve_spec.datastore.catalog import Catalog, Document, rows_checksum
 from retrieve_spec.datastore.dense import DenseIndex
-from retrieve_spec.datastore.files import check_size
+from retrieve_spec.datastore.files import check_content, check_size
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
-from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, Manifest, read_manifest
+from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.ngrams import NgramTable
-from retrieve_spec.datastore.segment import Segment, open_segment
+from retrieve_spec.datastore.segment import SUFFIX, Segment, open_segment
 from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
 
 _ATTEMPTS = 5
+_REMEDY = "Restore the store from a copy, or build it again."
 
 
 class Datastore:
@@ -84,6 +85,34 @@ class Datastore:
         if not 0 <= position < int(part.document_starts[-1]):
             raise IndexError(f"position {position} in segment {segment} of {int(part.document_starts[-1])} tokens")
         return self.catalog.document(part.name, part.document_of(position))
+
+    def documents(self, entry: SegmentEntry) -> list[Document]:
+        """All documents of a segment, removed ones too, in order.
+
+        Raises
+        ------
+        StoreCorruptError
+            When the catalogue does not list them as they were written.
+        """
+        rows = self.catalog.documents(entry.name)
+        if rows_checksum(rows) != entry.catalog:
+            raise StoreCorruptError(
+                f"the rows of segment {entry.name} in {self.catalog.path} as they were written", "others", _REMEDY
+            )
+        return rows
+
+    def check_text(self, entry: SegmentEntry) -> None:
+        """Check the text of a segment and where it stands, before a change carries them over under new checksums.
+
+        Raises
+        ------
+        StoreCorruptError
+            When a file is damaged.
+        """
+        for name in ("tokens", "vocabulary", "documents", "suffix_array"):
+            file = name + SUFFIX
+            if file in entry.files:
+                check_content(self.path / SEGMENTS / entry.name / file, entry.files[file])
 
     def calibration_path(self, model_key: str) -> Path | None:
         """File beside the catalogue where the calibration of one model may be kept; None if the store is read-only."""

@@ -12,9 +12,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.automaton import build_automaton
-from retrieve_spec.datastore.catalog import rows_checksum
 from retrieve_spec.datastore.dense import DenseIndex
-from retrieve_spec.datastore.files import FileEntry, sha256_of
+from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, read_manifest
 from retrieve_spec.datastore.ngrams import NgramTable
@@ -91,9 +90,7 @@ def _check_files(files: list[tuple[Path, FileEntry]], progress: bool) -> None:
     total = sum(entry.bytes for _, entry in files)
     with progress_bar("checksums", total, "B", progress) as bar:
         for path, entry in files:
-            found = sha256_of(path)
-            if found != entry.sha256:
-                raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12], _REMEDY)
+            check_content(path, entry)
             bar.update(entry.bytes)
 
 
@@ -214,11 +211,7 @@ def _check_ngram(segment: Segment, table: NgramTable, pattern: NDArray[np.int64]
 def _check_catalog(store: Datastore) -> None:
     store.catalog.check()
     for entry in store.manifest.segments:
-        rows = store.catalog.documents(entry.name)
-        if rows_checksum(rows) != entry.catalog:
-            raise StoreCorruptError(
-                f"the rows of segment {entry.name} in {store.catalog.path} as they were written", "others", _REMEDY
-            )
+        rows = store.documents(entry)
         removed = tuple(row.number for row in rows if row.removed_at is not None)
         if removed != entry.removed:
             raise StoreCorruptError(f"{len(entry.removed)} removed documents", f"{len(removed)}", _REMEDY)

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, ngram, trie
+from retrieve_spec.kernels import automaton, trie
 from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, open_scratch
 from retrieve_spec.kernels.expand import _bin, couple
 from retrieve_spec.kernels.levels import advance_row
@@ -24,12 +24,13 @@ from retrieve_spec.kernels.source_table import (
     TAIL,
     edges_of,
     exact_narrow,
+    ngram_part,
     ngram_token,
     slots_of,
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_slots, view_u32
+from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_u32
 from retrieve_spec.kernels.weights import CELL_MEMORY, NUM_SOURCES, adapt, multiplied, odds_of, recency_weight
 
 SCALE_MEMORY = 1000.0
@@ -53,9 +54,8 @@ def _share_of(
         hit = 1.0 if view_i32(table[s, 2], table[s, 3])[handle] == token else 0.0
         return hit, hit
     if table[s, KIND] == NGRAM:
-        slots = view_slots(table[s, 2], table[s, 3])
-        first = np.int64(slots[handle, ngram.START])
-        for j in range(first, first + ngram.ngram_kept(slots, handle)):
+        first, end = ngram_part(table, s, handle)
+        for j in range(first, end):
             if ngram_token(table, s, j) == token:
                 return view_u32(table[s, 8], table[s, 9])[j] / total, 0.0
         return 0.0, 0.0

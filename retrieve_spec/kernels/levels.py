@@ -26,6 +26,7 @@ from retrieve_spec.kernels.source_table import (
     exact_distinct,
     exact_narrow,
     exact_successors,
+    ngram_part,
     ngram_token,
     slots_of,
     spans_of,
@@ -139,7 +140,8 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
         first = np.int64(slots[handle, ngram.START])
         prefetch(table[s, 7] + table[s, 11] * first)  # the level is read later, if at all
         prefetch(table[s, 8] + 4 * first)
-        return np.int64(slots[handle, ngram.TOTAL]), ngram.ngram_distinct(slots, handle)
+        total = max(np.int64(slots[handle, ngram.TOTAL]), np.int64(1))  # 0 in a damaged store only
+        return total, ngram.ngram_distinct(slots, handle)
     if table[s, KIND] == EXACT:
         return cursors[c, 1] - cursors[c, 0], np.int64(
             exact_distinct(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2])
@@ -195,13 +197,15 @@ def read_level(
             n += 1
         return n
     if table[s, KIND] == NGRAM:
-        slots = view_slots(table[s, 2], table[s, 3])
         counts = view_u32(table[s, 8], table[s, 9])
-        first = np.int64(slots[handle, ngram.START])
-        n = min(ngram.ngram_kept(slots, handle), READ_LIMIT)
-        for i in range(n):
-            out_tokens[i] = ngram_token(table, s, first + i)
-            out_p[i] = counts[first + i] / total
+        first, end = ngram_part(table, s, handle)
+        n = 0
+        for i in range(first, min(end, first + READ_LIMIT)):
+            token = ngram_token(table, s, i)
+            if token < table[s, 12]:  # a damaged store can hold ids that the model has not
+                out_tokens[n] = token
+                out_p[n] = counts[i] / total
+                n += 1
         return n
     if table[s, KIND] == EXACT:
         n = exact_successors(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], out_tokens, out_counts)

@@ -83,7 +83,9 @@ def ngram_find(slots, h):  # type: ignore[no-untyped-def]
     capacity = len(slots)
     fingerprint = np.uint32(max(np.uint64(h) & _LOW, _ONE))
     slot = home(h, capacity)
-    while slots[slot, KEY] != 0:
+    for _ in range(capacity):  # a damaged table can be full
+        if slots[slot, KEY] == 0:
+            break
         if slots[slot, KEY] == fingerprint:
             return slot
         slot += 1

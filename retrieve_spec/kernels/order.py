@@ -107,7 +107,8 @@ def find_origins(
                 out[i] = view_i64(table[s, 7], table[s, 3])[cursors[c, 0]] + longest - 1
             else:
                 position = np.int64(view_u32(table[s, 5], table[s, 6])[cursors[c, 0]]) + longest - 1
-                out[i] = (table[s, 15] << ORIGIN_BITS) | position
+                if position < table[s, 3]:  # a damaged store can say else
+                    out[i] = (table[s, 15] << ORIGIN_BITS) | position
 
 
 @njit(cache=True, nogil=True)

@@ -10,8 +10,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
-from retrieve_spec.kernels.views import view_i32, view_rows, view_u16, view_u32
+from retrieve_spec.kernels import ngram
+from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors, sa_token
+from retrieve_spec.kernels.views import view_i32, view_rows, view_slots, view_u16, view_u32
 
 KIND, NUMBER = 0, 1
 AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE = 0, 1, 2, 3, 4, 5
@@ -49,6 +50,14 @@ def slots_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
 def spans_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """Rows of a trie of retrieved spans."""
     return view_rows(table[s, 2], table[s, 3], table[s, 4])
+
+
+@njit(cache=True, nogil=True)
+def ngram_part(table: NDArray[np.int64], s: int, slot: int) -> tuple[int, int]:
+    """Where the continuations of an n-gram begin and end; inside the arrays also where a damaged store says else."""
+    slots = view_slots(table[s, 2], table[s, 3])
+    first = np.int64(slots[slot, ngram.START])
+    return first, min(first + ngram.ngram_kept(slots, slot), table[s, 9])
 
 
 @njit(cache=True, nogil=True)
@@ -101,11 +110,10 @@ def exact_successors(
 def exact_distinct(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int) -> int:
     """1 when all suffixes of a sorted interval go on alike, else a guess from its size (a read would cost more)."""
     sa = view_u32(table[s, 5], table[s, 6])
-    first, last = np.int64(sa[lo]) + depth, np.int64(sa[hi - 1]) + depth
     if table[s, 4] == 2:
         tokens = view_u16(table[s, 2], table[s, 3])
-        same = tokens[first] == tokens[last]
+        same = sa_token(tokens, sa, lo, depth) == sa_token(tokens, sa, hi - 1, depth)
     else:
         wide = view_u32(table[s, 2], table[s, 3])
-        same = wide[first] == wide[last]
+        same = sa_token(wide, sa, lo, depth) == sa_token(wide, sa, hi - 1, depth)
     return 1 if same else min(hi - lo, 2 + (hi - lo) // 8)

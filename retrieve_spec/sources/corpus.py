@@ -113,7 +113,7 @@ class CorpusSource:
                 continue
             n, size = sa_successors(segment.tokens, segment.suffix_array, lo, hi, depth, MAX_READS, tokens, counts)
             total += int(size)
-            found_tokens.append(segment.to_global[tokens[:n]].astype(np.int64))
+            found_tokens.append(segment.ids_of(tokens[:n]).astype(np.int64))
             found_counts.append(counts[:n].copy())
         ids, place = np.unique(np.concatenate(found_tokens), return_inverse=True)
         summed = np.bincount(place, np.concatenate(found_counts), len(ids)).astype(np.float64)

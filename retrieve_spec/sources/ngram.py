@@ -22,7 +22,7 @@ class NgramSource:
     """
 
     def __init__(self, store: Datastore) -> None:
-        self.tables = store.ngrams
+        self.tables, self._vocabulary = store.ngrams, store.manifest.vocabulary
 
     def root(self, context: NDArray[np.int32]) -> NDArray[np.int64]:
         """State after a text, (n,) int32."""
@@ -51,7 +51,7 @@ class NgramSource:
         total = 0
         tokens, counts = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
         for table in self.tables:
-            found = table.look_up(h)
+            found = table.look_up(h, self._vocabulary)
             if found is not None:
                 total += found[0]
                 tokens.append(found[2].astype(np.int64))

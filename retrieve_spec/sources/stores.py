@@ -40,7 +40,7 @@ class StoreRows:
         segments = [segment for store in stores for segment in store.segments]
         for place, segment in enumerate(segments):
             if segment.ngram is not None:
-                made.ngram.append(_ngram_row(segment.ngram, ngram_number))
+                made.ngram.append(_ngram_row(segment.ngram, ngram_number, len(segment.to_local)))
             if len(segment.suffix_array):
                 row = _exact_row(segment, exact_number, 1 if segment.ngram is None else MAX_ORDER + 1)
                 row[15] = place
@@ -53,12 +53,12 @@ def address(array: NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _ngram_row(table: NgramTable, number: int) -> NDArray[np.int64]:
+def _ngram_row(table: NgramTable, number: int, vocabulary: int) -> NDArray[np.int64]:
     row = np.zeros(source_table.ROW, np.int64)
     row[0], row[1] = source_table.NGRAM, number
     row[2], row[3] = address(table.slots), len(table.slots)
     row[7], row[8], row[9] = address(table.succ_tokens), address(table.succ_counts), len(table.succ_tokens)
-    row[10], row[11] = MAX_ORDER, table.succ_tokens.dtype.itemsize
+    row[10], row[11], row[12] = MAX_ORDER, table.succ_tokens.dtype.itemsize, vocabulary
     return row
 
 

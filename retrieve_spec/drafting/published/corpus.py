@@ -74,7 +74,7 @@ class Corpus:
         counts: dict[int, int] = {}
         for place in places:
             n = self._read_next(place, depth, reads)
-            tokens = self.segments[place[0]].to_global[self._tokens[:n]].tolist()
+            tokens = self.segments[place[0]].ids_of(self._tokens[:n]).tolist()
             for token, count in zip(tokens, self._counts[:n].tolist(), strict=True):
                 counts[token] = counts.get(token, 0) + count
         return counts
@@ -105,7 +105,7 @@ class Corpus:
         run = s.tokens[at : at + length]
         ends = np.flatnonzero(run == SEPARATOR)
         run = run[: ends[0]] if len(ends) else run
-        return [int(t) for t in s.to_global[run]]
+        return [int(token) for token in s.ids_of(run)]
 
     def add_tree(
         self,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.datastore.automaton import check_automaton
 from retrieve_spec.drafting.published.corpus import FIRST, Corpus, Places
 from retrieve_spec.kernels.static_automaton import automaton_extend, automaton_follow, automaton_successors
 
@@ -34,6 +35,8 @@ class AutomatonCorpus(Corpus):
     def __init__(self, datastores: Sequence[Datastore]) -> None:
         super().__init__(datastores)
         self._automata: list[StaticAutomaton] = [s.automaton for s in self.segments if s.automaton is not None]
+        for segment, automaton in zip(self.segments, self._automata, strict=True):
+            check_automaton(automaton, len(segment.tokens), f"segment {segment.name}")
         widest = max((int(np.diff(a.first.astype(np.int64)).max(initial=0)) for a in self._automata), default=0) + 1
         self._tokens, self._counts = np.empty(max(widest, FIRST), np.int64), np.empty(max(widest, FIRST), np.int64)
         self.reset()

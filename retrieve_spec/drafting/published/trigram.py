@@ -57,7 +57,9 @@ class AdaptiveTrigram(PublishedDrafter):
 
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
         super().__init__(session)
-        self._tables: list[NgramTable] = [table for store in datastores for table in store.ngrams]
+        self._tables: list[tuple[NgramTable, int]] = [
+            (table, store.manifest.vocabulary) for store in datastores for table in store.ngrams
+        ]
 
     def _reset(self) -> None:
         self._counts: dict[Pair, dict[int, int]] = {}
@@ -79,13 +81,13 @@ class AdaptiveTrigram(PublishedDrafter):
         h = np.uint64(ngram_hash(np.uint64(ngram_hash(np.uint64(0), pair[1])), pair[0]))
         counts: dict[int, float] = {}
         total = 0
-        for table in self._tables:
-            found = table.look_up(h)
+        for table, vocabulary in self._tables:
+            found = table.look_up(h, vocabulary)
             if found is not None:
                 for token, count in zip(found[2].tolist(), found[3].tolist(), strict=True):
                     counts[token] = counts.get(token, 0.0) + count
                 total += found[0]
-        shares = {token: count / total for token, count in counts.items()}
+        shares = {token: count / max(total, 1) for token, count in counts.items()}
         self._corpus[pair] = shares
         return shares
 
