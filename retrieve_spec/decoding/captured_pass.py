@@ -25,6 +25,7 @@ from transformers.cache_utils import CacheLayerMixin
 from retrieve_spec.config import PASS
 from retrieve_spec.decoding import graph_passes
 from retrieve_spec.decoding.interface import catch_hidden, input_device
+from retrieve_spec.decoding.model_state import ModelState, why_not_recordable
 from retrieve_spec.decoding.tree_attention import LayerRule, rule_from_call
 from retrieve_spec.drafting.drafter import Layer
 
@@ -191,7 +192,7 @@ class CapturedPass:
     """
 
     def __init__(self, model: Any, num_layers: int, layer: Layer = "last", fused: bool = False) -> None:
-        if why := _why_not_recordable(model):
+        if why := why_not_recordable(model):
             raise CaptureError(why)
         recording = _Recording(model, num_layers, layer)
         self.layer = layer
@@ -200,7 +201,7 @@ class CapturedPass:
             program = self._export(recording)
         self._code, self._weights = graph_passes.compile_program(program, recording, fused)
         self.reads_prompts = graph_passes.packed_share(self._code) > _MOSTLY
-        self._stamps = self._read_stamps(model)
+        self._state = ModelState(model)
         self.rules = recording.log.live_rules()
         recording.log.clear()
         self.groups = recording.log.groups
@@ -227,12 +228,8 @@ class CapturedPass:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def is_current(self, model: Any) -> bool:
-        """Whether the model still is what was recorded: same weights, unchanged in place, no hooks, no training."""
-        return not _why_not_recordable(model) and self._stamps == self._read_stamps(model)
-
-    @staticmethod
-    def _read_stamps(model: Any) -> list[tuple[int, int, int]]:
-        return [(id(p), p.data_ptr(), p._version if not p.is_inference() else 0) for p in model.parameters()]
+        """Whether the model still is what was recorded: same modules and weights, unchanged, no hooks, no training."""
+        return self._state.holds(model)
 
     def run(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, first: int = 0
@@ -251,20 +248,6 @@ class CapturedPass:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
-
-
-def _why_not_recordable(model: Any) -> str:
-    """Why a recording would not stand for the model's forward; empty when it would."""
-    if model.training:
-        return "the model is in training mode"
-    if not model._supports_attention_backend:
-        return "its layers do not use transformers' attention interface"
-    for module in model.modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            # transformers' own hooks stay behind after output_hidden_states=True and do nothing unless it is asked for
-            if not getattr(hook, "__module__", "").startswith("transformers."):
-                return f"{type(module).__name__} has forward hooks"
-    return ""
 
 
 @contextlib.contextmanager

@@ -114,6 +114,46 @@ def test_changed_weights_hooks_and_training_are_noticed() -> None:
     assert not captured.is_current(model)
 
 
+def _double_data(model: Any) -> None:
+    for weight in model.parameters():
+        weight.data.mul_(2.0)  # no version counter sees this
+
+
+def _merge_adapter(model: Any) -> None:
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data += torch.ones_like(weight)
+
+
+def _swap_module(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+def _patch_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x, before=mlp.forward: 2 * before(x)
+
+
+def _swap_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def _edit_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "change", [_double_data, _merge_adapter, _swap_module, _patch_forward, _swap_buffer, _edit_buffer]
+)
+def test_changes_behind_the_models_back_are_noticed(change: Any) -> None:
+    model = build("llama")
+    rs.accelerate(model, drafter=ScriptedDrafter([0] * 80, "wrong", vocab=VOCAB), nodes=4, static_pass="always")
+    model.generate(ids(20), max_new_tokens=8, do_sample=False)
+    change(model)
+    ours = model.generate(ids(20), max_new_tokens=8, do_sample=False)
+    rs.restore(model)
+    assert torch.equal(ours, model.generate(ids(20), max_new_tokens=8, do_sample=False))
+
+
 def test_changed_weights_change_the_output() -> None:
     model = build("llama")
     rs.accelerate(model, drafter=ScriptedDrafter([0] * 80, "wrong", vocab=VOCAB), nodes=4, static_pass="always")
