@@ -2,7 +2,7 @@
 
 Within `PretendCuda()` a tensor moved to `cuda` is computed with as on a GPU: an operation that mixes it with a host
 tensor fails, every wait of the host for the device is counted, a host buffer that is written while a copy from it is
-under way is noticed, and Triton's and CUDA's objects have stand-ins. While a graph is captured nothing runs, and
+under way is noticed, and Triton's and CUDA's objects have stand-ins. While a graph is captured nothing is written, and
 what a capture forbids (reading data, copies from or to the host, work on another device) fails. A replay runs the
 recorded operations on the very tensors they were recorded with, and spoils the results of all other graphs of its pool.
 """
@@ -257,6 +257,7 @@ class PretendCuda(TorchDispatchMode):
             yield
         finally:
             self._capturing = None
+            graph.spoil()
         self._stream = before  # as torch does: a capture that failed leaves its stream behind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -345,7 +346,10 @@ class PretendCuda(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         if graph is not None and func._schema.is_mutable:
             graph.steps.append((func, args, kwargs, None))
-            return wrappers[id(kwargs["out"] if "out" in kwargs else args[0])]
+            changed = kwargs["out"] if "out" in kwargs else args[0]
+            if any(changed.untyped_storage().data_ptr() == a.untyped_storage().data_ptr() for a in graph.made):
+                func(*args, **kwargs)
+            return wrappers[id(changed)]
         if func is aten.histc.default:  # a GPU counts integers, too
             args = (args[0].float(), *args[1:])
         out = func(*args, **kwargs)
