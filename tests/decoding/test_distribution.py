@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
 
-from retrieve_spec.decoding.acceptance import PassLogits, SamplingChooser, Warpers, read_logits, walk
+from retrieve_spec.decoding.acceptance import Chooser, PassLogits, SamplingChooser, Warpers, read_logits, walk
+from retrieve_spec.decoding.choosers import make_chooser
+from retrieve_spec.decoding.device_acceptance import DeviceChooser
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.drafting.tree import DraftTree
 
@@ -126,3 +130,60 @@ def test_sampled_pairs_follow_the_processed_distribution(temperature: float) -> 
 def test_wrong_rules_are_noticed(wrong: Callable[..., list[int]], temperature: float) -> None:
     found, allowed = statistic(wrong, temperature)
     assert found > allowed
+
+
+def _favour_the_next(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores + (torch.arange(VOCAB) == (input_ids[0, -1] + 1) % VOCAB)
+
+
+RULES: dict[str, list[Any]] = {
+    "none": [],
+    "top-k": [hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(3)],
+    "min-p": [hf.TemperatureLogitsWarper(1.3), hf.MinPLogitsWarper(0.1)],
+    "top-k, top-p and min-p": [hf.TopKLogitsWarper(6), hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.05)],
+    "penalty": [hf.RepetitionPenaltyLogitsProcessor(1.8)],
+    "penalty and top-p": [hf.RepetitionPenaltyLogitsProcessor(0.6), hf.TopPLogitsWarper(0.8)],
+    "typical": [hf.TypicalLogitsWarper(0.7)],
+    "epsilon and eta": [hf.EpsilonLogitsWarper(0.05), hf.EtaLogitsWarper(0.1)],
+    "of one's own": [_favour_the_next, hf.LogitNormalization()],
+    "no token twice": [hf.NoRepeatNGramLogitsProcessor(1), hf.TopKLogitsWarper(4)],
+}
+DEVICE_RULES = list(RULES)[:6]
+
+
+def exact_pairs(processors: LogitsProcessorList) -> dict[tuple[int, int], float]:
+    """Probability of the first two tokens after a prompt of one token, by transformers' own processors."""
+
+    def after(text: list[int], row: int) -> Any:
+        scores = processors(torch.tensor([text]), torch.from_numpy(_TABLE[row : row + 1].copy()))
+        return torch.softmax(scores[0].double(), dim=-1).numpy()
+
+    first = after([1], VOCAB)
+    return {(a, b): float(first[a] * p) for a in range(VOCAB) if first[a] for b, p in enumerate(after([1, a], a))}
+
+
+def draw_pair(chooser: Chooser) -> tuple[int, int]:
+    """Two tokens, verified over the tree and, where the walk left it early, over a pass without drafts."""
+    text = RowText(torch.tensor([[1]]), 16)
+    tree, rows = TREE, [VOCAB, *TREE.token_ids.tolist()]
+    while text.length < 3:
+        logits = chooser.read(torch.from_numpy(_TABLE[rows]), 0, tree, text, 1)
+        walk(tree, logits, 0, chooser, text, lambda *_: False)
+        tree, rows = DraftTree(), [int(text.last_ids[0])]
+    return int(text.ids[1]), int(text.ids[2])
+
+
+@pytest.mark.parametrize(("rules", "on_device"), [(r, False) for r in RULES] + [(r, True) for r in DEVICE_RULES])
+def test_every_set_of_rules_gives_the_distribution_of_transformers(rules: str, on_device: bool) -> None:
+    processors = LogitsProcessorList(RULES[rules])
+    counts: Counter[tuple[int, int]] = Counter()
+    for seed in range(2000):
+        chooser = make_chooser(processors, seed)
+        if on_device:
+            assert isinstance(chooser, SamplingChooser)
+            chooser = DeviceChooser(chooser)
+        counts[draw_pair(chooser)] += 1
+    expected = exact_pairs(processors)
+    found, allowed = chi_square(counts, expected)
+    assert found < allowed
+    assert all(expected.get(pair, 0.0) > 0.0 for pair in counts), "no token that the rules rule out"
