@@ -4,7 +4,7 @@
 
 Every section runs in a process of its own with its share of the time, so that a crash, a hang or a poisoned CUDA
 context costs that section's remaining figures and nothing else; figures are kept as they come. A section begins nothing
-when its share is over, and what it leaves goes to those behind it.
+when its share is over, and what it leaves goes to those behind it. When it is interrupted, it prints what it has.
 
 kernels
     Read bandwidth; every attention backend against plain torch, and its time; the tokens chosen on the device against
@@ -222,6 +222,7 @@ def main() -> None:
     if options.section:
         section(options.section, options)
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # sections are stopped and figures printed then, too
     began = time.monotonic()
     result: dict[str, Any] = {"device": options.device, "dry_run": options.dry_run, "machine": facts()}
     result |= {"problems": {}, "seconds": {}}
@@ -251,6 +252,9 @@ def main() -> None:
                 result["problems"][name] = problem
                 print(f"[{name}] {problem}", flush=True)
             result["seconds"][name] = round(time.monotonic() - started, 1)
+    except KeyboardInterrupt:
+        result["problems"][name] = "interrupted"
+        sys.exit(130)
     finally:
         try:
             print("\n".join(summary(result)))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,40 @@ def test_parts_behind_the_end_of_the_time_are_not_begun(
     assert [name for name, _ in lines] == ["one", "two", "three"]
     assert lines[0][1] == 1
     assert "ZeroDivisionError" in lines[1][1]["error"] and "no time left" in lines[2][1]["error"]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the section's process in /proc")
+def test_an_interruption_stops_the_section_and_prints_what_there_is(tmp_path: Path) -> None:
+    """The section's process, which has a session of its own, goes with it."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(SCRIPT), "--dry-run", "--only", "conformance", "--out", str(out)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
+    try:
+        section = None
+        for _ in range(1200):
+            below = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text(encoding="utf-8").split()
+            section = next((pid for pid in below if is_section(pid)), None)
+            if section is not None:
+                break
+            time.sleep(0.1)
+        assert section is not None
+        child.terminate()
+        printed, _ = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    result = json.loads(printed.splitlines()[-1])
+    assert result["problems"] == {"conformance": "interrupted"}
+    assert json.loads(out.read_text(encoding="utf-8")) == result
+    assert not is_section(section)
+
+
+def is_section(pid: str) -> bool:
+    """Whether a process runs a section of the script."""
+    try:
+        return b"--section" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def test_a_section_that_hangs_is_stopped_with_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
