@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.datastore.catalog import Catalog, Document, rows_checksum
 from retrieve_spec.datastore.dense import DenseIndex
-from retrieve_spec.datastore.files import check_content, check_size
-from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.files import check_content, map_array
+from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.ngrams import NgramTable
 from retrieve_spec.datastore.segment import SUFFIX, Segment, open_segment
@@ -38,11 +41,19 @@ class Datastore:
         Its documents.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, segments: tuple[Segment, ...], catalog: Catalog) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        segments: tuple[Segment, ...],
+        catalog: Catalog,
+        tokenizer: NDArray[np.uint8],
+    ) -> None:
         self.path = path
         self.manifest = manifest
         self.segments = segments
         self.catalog = catalog
+        self._tokenizer = tokenizer  # its file, mapped: `retokenize` takes it away from the folder
 
     @property
     def fingerprint(self) -> str:
@@ -61,8 +72,18 @@ class Datastore:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer the store was built with, from its copy in the store."""
-        return load_tokenizer(self.path / self.manifest.tokenizer_name)
+        """The tokenizer the store was built with, from its copy in the store.
+
+        Raises
+        ------
+        StoreCorruptError
+            When the copy is damaged.
+        """
+        try:
+            return Tokenizer.from_str(self._tokenizer.tobytes().decode())
+        except Exception as error:  # the library raises bare Exception
+            place = self.path / self.manifest.tokenizer_name
+            raise StoreCorruptError(f"a tokenizer in {place}", str(error), _REMEDY) from None
 
     def document_at(self, segment: int, position: int) -> Document:
         """Find the document that covers a token position.
@@ -169,11 +190,11 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
 
 
 def _open(folder: Path, manifest: Manifest) -> Datastore:
-    check_size(folder / manifest.tokenizer_name, manifest.tokenizer)
+    tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"))
     segments = tuple(
         open_segment(folder / SEGMENTS / s.name, s, manifest.vocabulary, manifest.dense) for s in manifest.segments
     )
-    return Datastore(folder, manifest, segments, Catalog(folder / CATALOG))
+    return Datastore(folder, manifest, segments, Catalog(folder / CATALOG), tokenizer)
 
 
 def check_tokenizer(folder: Path, manifest: Manifest, fingerprint: str) -> None:

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import os
+import shutil
 
+from byte_tokenizers import byte_tokenizer
 from test_build import contents
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.edit import compact_datastore, remove_documents
+from retrieve_spec.datastore.edit import compact_datastore, remove_documents, retokenize_datastore
+from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
 
 ROUNDS = 8
+
+
+def test_a_reader_keeps_what_it_opened(tokenizer, texts, tmp_path):
+    store = tmp_path / "s"
+    build_datastore(store, str(texts), tokenizer)
+    opened = open_datastore(store)
+    before = search_datastore(open_datastore(store), "the cat")
+    retokenize_datastore(store, byte_tokenizer(offset=300), workers=1)
+    assert search_datastore(opened, "the cat") == before
+    shutil.rmtree(store)
+    assert opened.tokenizer.encode("cat").ids == tokenizer.encode("cat").ids
+    assert opened.document_at(0, 0).path == "a.txt"
 
 
 def test_readers_see_one_state_or_the_next(tokenizer, texts, records, tmp_path):
