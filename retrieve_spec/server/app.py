@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from time import perf_counter
@@ -99,6 +100,8 @@ def _counted(
             response = await handler(request)
         except Refusal as refusal:
             response = refusal.response()
+        except asyncio.CancelledError:  # only an ending server cancels a request that is not done in time
+            response = Refusal(503, "the server is stopping", "overloaded").response()
         total = perf_counter() - begun
         metrics.request(path, response.status_code, total)
         model_s = getattr(request.state, "model_s", None)

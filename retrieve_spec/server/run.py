@@ -168,9 +168,15 @@ def serve(
     ------
     ServeError
         The binding is refused, the address is taken, or keys or workspaces are not as they should be.
+    StoreError
+        A datastore is not there or damaged.
     """
     import uvicorn
 
+    from retrieve_spec.datastore.store import open_datastore
+
+    for store in stores:
+        open_datastore(store)  # a wrong folder is said now, not after the model has loaded
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
     listener = listen(config.host, config.port)  # a taken address is said now, and early requests wait for the model

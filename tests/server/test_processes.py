@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -87,3 +88,24 @@ def test_binding_to_other_hosts_without_a_key_is_refused(processes):
     process = processes("--host", "0.0.0.0")
     assert process.child.wait(timeout=60) == 1
     assert "--api-key-file" in process.child.stderr.read()
+
+
+def test_a_server_that_is_ended_says_so_to_who_waits(processes):
+    server = processes()
+    server.ready()
+    body = {"n_predict": 1900, "speculative": False, "ignore_eos": True}
+    with ThreadPoolExecutor() as pool:
+        for name in "fg":  # one is decoded, the other waits: then both are known to have arrived
+            client = httpx.Client(base_url=server.client.base_url, timeout=60, trust_env=False)
+            other = {**body, "prompt": f"def {name}(x):"}
+            answer = pool.submit(client.post, "/completion", json=other, headers={"X-Client-Id": name})
+        limit = time.monotonic() + 60
+        while "retrieve_spec_queue_length 1.0" not in server.client.get("/metrics").text:
+            assert time.monotonic() < limit
+            assert not answer.done()
+        server.child.send_signal(signal.SIGTERM)
+        shown = answer.result(60)
+    _, errors = server.child.communicate(timeout=20)
+    assert shown.status_code == 503, shown.text
+    assert "the server is stopping" in shown.text
+    assert "Traceback" not in errors
