@@ -120,6 +120,9 @@ class _Api(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.device or getattr(func, "__name__", "") == "_parse_to":
             return func(*args, **kwargs)
+        if func is torch.Tensor.tolist and isinstance(args[0], CudaTensor):
+            self._gpu.wait("tolist")
+            return args[0].host.tolist()
         pinned = kwargs.pop("pin_memory", False)
         if func is torch.Tensor.cuda:
             func, args = torch.Tensor.to, (args[0], torch.device("cuda"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,6 +233,50 @@ def test_a_recording_stays_on_its_models_device(family: str, dtype: torch.dtype)
     tensors = [value for value in (*values, *recorded._weights) if isinstance(value, torch.Tensor)]
     assert len(tensors) > 20
     assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["kernels", "conformance", "model"])
+def test_sections_of_the_gpu_check(
+    gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    """What `scripts/gpu_check.py` runs on a GPU mixes no devices, and every part has a figure."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
+    import gpu_conformance
+    import gpu_kernels
+    import gpu_models
+    from gpu_setting import Setting
+
+    monkeypatch.setattr(fast_verifier, "CapturedPass", record)
+    monkeypatch.setattr(fast_verifier, "_fuses", lambda model: False)
+    setting = Setting(Namespace(device="cuda", dry_run=True, context=[64], nodes=[0, 4], trace=None))
+    setting.repeats, setting.new_tokens = 1, 12
+    found: dict[str, Any] = {}
+    if section == "kernels":
+        for backend in ("triton", "split", "masked"):
+            found[backend] = gpu_kernels.attention(setting, backend, torch.float32)
+            assert max(found[backend]["error"].values()) < 1e-4
+        assert gpu_kernels.acceptance(setting)["different"] == 0
+        assert gpu_kernels.small_passes(setting, torch.bfloat16) == {"static": "", "graphs": ""}
+    elif section == "conformance":
+        found = gpu_conformance.compare(setting, "llama", torch.float32)
+        assert all(found[kind]["same"] for kind in ("own forward", "static", "graphs", "batch")), found
+    else:
+        with torch.no_grad():
+            gpu_models.model(setting, lambda name, run: found.setdefault(name, run()), "tiny")
+        decoded = [figures for name, figures in found.items() if name.startswith("decode")]
+        assert len(decoded) == 4 and all(figures["same"] for figures in decoded)
+
+
+def record(model: Any, num_layers: int, layer: Any = "last", fused: bool = False) -> CapturedPass:
+    """Record a copy of a model on the host and let that stand for the model on the pretended GPU."""
+    host = type(model)(model.config).to(model.dtype).eval()
+    theirs = [*model.parameters(), *model.buffers()]
+    for own, there in zip([*host.parameters(), *host.buffers()], theirs, strict=True):
+        own.data.copy_(there.host)
+    recorded = CapturedPass(host, num_layers, layer, fused)
+    move_recording(recorded, model)
+    return recorded
 
 
 def test_a_failed_capture_leaves_no_stream_behind(gpu: PretendCuda) -> None:
