@@ -100,7 +100,7 @@ def accelerate(
     finding = _find_mode(model)
     stores = [_open_store(store, tokenizer) for store in datastores or ()]
     read_ahead(stores)
-    check_stores = functools.partial(_check_dense, model, config)
+    check_stores = functools.partial(_check_stores, model, config)
     check_stores(stores)
     make_verifier, why_not_static = _verifier_factory(model, finding, config, _wanted_layer(drafter, stores, config))
     speculation = Speculation(config, finding, make_verifier, tokenizer, stores, drafter, _model_key(model))
@@ -131,9 +131,12 @@ def _open_store(store: Any, tokenizer: Any) -> Datastore:
     return store  # type: ignore[no-any-return]
 
 
-def _check_dense(model: Any, config: SpeculationConfig, stores: Sequence[Any]) -> None:
-    """Refuse dense indexes of another model, unless they are not drafted from."""
+def _check_stores(model: Any, config: SpeculationConfig, stores: Sequence[Any]) -> None:
+    """Refuse text in tokens that the model does not embed, and dense indexes of another model that is drafted from."""
+    known = model.get_input_embeddings().weight.shape[0]
     for store in stores:
+        if isinstance(store, Datastore):
+            store.check_ids(known)
         if config.dense == AUTO and store.dense:
             check_model(store.manifest.dense, model)
 

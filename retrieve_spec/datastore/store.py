@@ -122,6 +122,24 @@ class Datastore:
             )
         return rows
 
+    def check_ids(self, known: int) -> None:
+        """Check that the store's text holds only tokens below a number, which fingerprints do not tell.
+
+        Added tokens stay out of the fingerprint: a chat variant's store can hold some that the base model has not.
+
+        Raises
+        ------
+        TokenizerMismatchError
+            When it holds others.
+        """
+        highest = max((int(segment.to_global.max(initial=0)) for segment in self.segments), default=0)
+        if highest >= known:
+            raise TokenizerMismatchError(
+                f"a store of tokens below {known:,}, as many as the model embeds",
+                f"token {highest:,} in {self.path}",
+                f"Convert it with `retrieve-spec retokenize {self.path} --tokenizer MODEL`.",
+            )
+
     def check_text(self, entry: SegmentEntry) -> None:
         """Check the text of a segment and where it stands, before a change carries them over under new checksums.
 
