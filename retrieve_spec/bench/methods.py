@@ -173,10 +173,9 @@ class Bench:
 
     def cost_curve(self, method: Method, context: int = 512, most: int = 128) -> list[float]:
         """Seconds per pass over 0, 1, … nodes, as this method's state measured them; empty if it did not."""
-        if not method.ours:
+        if not method.ours or not (cost := self._states[method.name].cost).measured:
             return []
-        curve = self._states[method.name].cost.seconds(context, most)
-        return [] if curve is None else [float(x) for x in curve]
+        return [float(x) for x in cost.seconds(context, most)]
 
     def generate(self, method: Method, input_ids: Any, *, max_new_tokens: int, prediction: Any = None) -> Generation:
         """Generate from (1, L) token ids and time it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,34 +14,56 @@ _KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 NODE_KNOTS = np.array(_KNOTS)
 _FIRST_CONTEXT = 7  # contexts up to 2**7 tokens share a bucket, then one bucket per factor of two
 _CONTEXTS = 16
-_RATE = 0.2
-_OUTLIER = 2.5
 _REBUILD = 8  # passes between two rebuilds of a curve
-_HALF_LIFE = 512.0  # passes after which a width that was not tried is half believed
+
+_BALANCE = NODE_KNOTS / 64
+_STEPS = np.diff(np.log1p(_BALANCE))
+"""Before anything is measured n nodes cost n / 64 of a plain pass …"""
+_STEEPNESS = 1.5 * np.diff(_BALANCE / (1.0 + _BALANCE))
+"""… and how the steps change when that is wrong by a standard deviation, a factor of e^1.5."""
+_NOISE, _LEAST_NOISE = 0.12**2, 0.05**2
+"""Variance of the logarithm of one pass's time before it is measured, and at least."""
+_NOISE_RATE = 0.05
+_OUTLIER = 2.5
+"""Standard deviations beyond which a slow pass counts no further."""
+_SPEED = 0.15**2
+"""Variance by which the machine's speed changes from pass to pass."""
+_MEMORY = 0.5 ** (1.0 / 512)
+"""How much of what was measured is still believed a pass later."""
 
 
 class CostModel:
     """Seconds per pass by number of nodes and context length, learned from passes as they happen.
 
-    A grid of (node knot, context bucket) cells, interpolated between node knots and made monotone. A sample updates
-    its two neighbouring knots; one that is far above its cell counts as that many times the cell at most, so that a
-    hiccup of the machine does not switch drafting off. Contexts never seen borrow from the nearest one seen, and a new
-    cell begins at what the curve said there: widths that are rarely tried must not rest on one slow pass.
+    A Kalman filter for each bucket of contexts follows the logarithm of a plain pass's time and its steps to 1, 2, 4 …
+    256 nodes. The machine's speed may change at any time and moves all widths together: a width that was not tried
+    lately stays as much slower than the others as it was. The steps are taken to have one steepness, so that small
+    widths say what to expect of wide ones. A pass far slower than expected counts as a slow one only, so that a hiccup
+    of the machine does not switch drafting off. What is not measured again is forgotten, half of it in 512 passes: a
+    width that was measured beside other load is not avoided for good. Contexts never seen begin with what is known of
+    the nearest one.
 
-    What is not tried is not measured either, and a width that was measured while the machine was busy would never be
-    tried again. So a cell that gets no sample while others of its context do is believed less and less: half of what it
-    costs beyond a plain pass, and half of its weight against the next sample, after 512 passes. That tries a width that
-    does not pay about once in a thousand passes.
+    Parameters
+    ----------
+    known
+        A model of passes of another kind to begin with; what it learned counts, but less surely.
     """
 
-    def __init__(self) -> None:
-        self._seconds = np.full((_CONTEXTS, len(NODE_KNOTS)), np.nan)
-        self._weight = np.zeros((_CONTEXTS, len(NODE_KNOTS)))
-        self._age = np.zeros((_CONTEXTS, len(NODE_KNOTS)))  # passes at the context since the cell's last sample
+    def __init__(self, known: CostModel | None = None) -> None:
+        self._filters: dict[int, _Filter] = {}
         self._overhead = 0.0
         self._passes = 0
+        if known is not None:
+            known._take_in()
+            self._filters = {row: filter_.elsewhere() for row, filter_ in known._filters.items()}
+            self._overhead = known._overhead
         self._pending: list[tuple[int, int, float, float]] = []
         self._curves: dict[int, NDArray[np.float32]] = {}
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything has been observed."""
+        return bool(self._filters or self._pending)
 
     @property
     def overhead(self) -> float:
@@ -51,38 +74,25 @@ class CostModel:
         """Learn from one pass over `nodes` nodes behind `context` tokens (taken in when a curve is next rebuilt)."""
         self._pending.append((nodes, context, forward_s, overhead_s))
 
-    def seconds(self, context: int, max_nodes: int) -> NDArray[np.float32] | None:
+    def seconds(self, context: int, max_nodes: int) -> NDArray[np.float32]:
         """(max_nodes + 1,) float32: seconds of a step with 0 … max_nodes nodes, the loop's own time included.
 
-        None while nothing has been measured.
+        Before anything was measured a plain pass takes a second: only ratios matter.
         """
         if len(self._pending) >= min(_REBUILD, 1 + self._passes // _REBUILD):
             self._take_in()
         row = _bucket(context)
         curve = self._curves.get(row)
         if curve is None:
-            if not self._weight.any():
-                return None
-            curve = self._curves[row] = (self._curve(row) + self._overhead).astype(np.float32)
+            curve = self._curves[row] = (self._filter(row).curve() + self._overhead).astype(np.float32)
         return curve[: max_nodes + 1]
 
     def _take_in(self) -> None:
-        """Update the cells with the passes seen since the last time."""
+        """Learn from the passes seen since the last time."""
         for nodes, context, forward_s, overhead_s in self._pending:
             row = _bucket(context)
-            curve = self._curves.get(row)
-            self._age[row] += 1.0
-            right = min(bisect.bisect_left(_KNOTS, nodes), len(_KNOTS) - 1)
-            left = right if _KNOTS[right] == nodes else right - 1
-            for knot in {left, right}:
-                at = _KNOTS[knot]
-                share, sample = 1.0, forward_s
-                if left != right:
-                    share = 1.0 - abs(nodes - at) / (_KNOTS[right] - _KNOTS[left])
-                    if curve is not None:  # carry the sample along the curve to the knot
-                        sample = forward_s * float(curve[at] / curve[nodes])
-                prior = None if curve is None else max(float(curve[at]) - self._overhead, 0.0)
-                self._update(row, knot, sample, share, prior)
+            filter_ = self._filters[row] = self._filter(row)
+            filter_.learn(nodes, forward_s)
             if self._overhead == 0.0:
                 self._overhead = overhead_s
             self._overhead += 0.1 * (min(overhead_s, 4.0 * self._overhead) - self._overhead)
@@ -90,76 +100,99 @@ class CostModel:
         self._pending.clear()
         self._curves.clear()
 
-    def _update(self, row: int, knot: int, sample: float, share: float, prior: float | None) -> None:
-        """Move a cell towards a sample; what the curve said there (`prior`) counts for one sample of a new cell."""
-        old, weight = self._seconds[row, knot], self._weight[row, knot] * 0.5 ** (self._age[row, knot] / _HALF_LIFE)
-        self._age[row, knot] = 0.0
-        if weight == 0.0 and prior is None:
-            self._seconds[row, knot] = sample
-            self._weight[row, knot] = share
-            return
-        if weight == 0.0:
-            old, weight = prior, 1.0
-        if weight >= 1.0:
-            sample = min(sample, _OUTLIER * old)
-        rate = max(_RATE, 1.0 / (weight + 1.0)) * share
-        self._seconds[row, knot] = old + rate * (sample - old)
-        self._weight[row, knot] = weight + share
+    def _filter(self, row: int) -> _Filter:
+        """The filter of a context bucket; a new one knows what that of the nearest one does, less surely."""
+        known = self._filters.get(row)
+        if known is not None:
+            return known
+        nearest = min(self._filters, key=lambda other: abs(other - row), default=None)
+        return _Filter() if nearest is None else self._filters[nearest].elsewhere()
 
-    def _curve(self, row: int) -> NDArray[np.float64]:
-        """(MAX_NODES + 1,) seconds of the forward pass alone at one context bucket."""
-        seen = [r for r in range(_CONTEXTS) if self._weight[r].any()]
-        nearest = min(seen, key=lambda r: abs(r - row))
-        if nearest != row or self._weight[row].sum() < 1.0:
-            return _interpolate(self._believed(nearest))
-        knots = self._believed(row)
-        other = min((r for r in seen if r != row), key=lambda r: abs(r - row), default=None)
-        if other is not None:
-            knots = _fill(knots, _interpolate(self._believed(other)))
-        return _interpolate(knots)
 
-    def _believed(self, row: int) -> NDArray[np.float64]:
-        """Seconds per knot at one context bucket: the longer a width was not tried, the nearer to a plain pass."""
-        knots = self._seconds[row]
-        plain = knots[0] if self._weight[row, 0] else np.nanmin(knots)
-        beyond = np.maximum(knots - plain, 0.0) * (1.0 - 0.5 ** (self._age[row] / _HALF_LIFE))
-        return np.asarray(knots - beyond)
+class _Filter:
+    """Mean and covariance of (log T(0), steps of log T from knot to knot) at contexts of about one length."""
+
+    def __init__(self) -> None:
+        self.mean = np.append(0.0, _STEPS)
+        self.covariance = _first_covariance()
+        self.noise = _NOISE
+
+    def elsewhere(self) -> _Filter:
+        """The same for passes of another kind, such as over a longer context."""
+        other = _Filter()
+        other.mean, other.noise = self.mean.copy(), self.noise
+        other.covariance = self.covariance + 0.1 * _first_covariance()
+        return other
+
+    def learn(self, nodes: int, seconds: float) -> None:
+        """Learn from one pass."""
+        self.mean[1:] = _STEPS + _MEMORY * (self.mean[1:] - _STEPS)
+        self.covariance *= _DECAY
+        self.covariance += _GROWTH
+        expected, slope = self._expect(nodes)
+        gains = self.covariance @ slope
+        variance = float(slope @ gains) + self.noise
+        surprise = min(math.log(max(seconds, 1e-9)) - expected, _OUTLIER * math.sqrt(variance))
+        self.mean += gains * (surprise / variance)
+        self.covariance -= np.outer(gains, gains) / variance
+        rate = _NOISE_RATE * self.noise / variance  # nothing is learned of the noise while all else is unsure
+        self.noise = max(_LEAST_NOISE, self.noise + rate * (surprise**2 - variance))
+
+    def _expect(self, nodes: int) -> tuple[float, NDArray[np.float64]]:
+        """Logarithm of the expected time, and how it changes with the mean."""
+        right = min(bisect.bisect_left(_KNOTS, nodes), len(_KNOTS) - 1)
+        left = max(right - 1, 0)
+        share = 1.0 if right == left else (nodes - _KNOTS[left]) / (_KNOTS[right] - _KNOTS[left])
+        step = math.exp(self.mean[right]) if right else 1.0
+        between = 1.0 + share * (step - 1.0)
+        slope = np.zeros(len(_KNOTS))
+        slope[: left + 1] = 1.0
+        if right:
+            slope[right] = share * step / between
+        return float(self.mean[: left + 1].sum()) + math.log(between), slope
+
+    def curve(self) -> NDArray[np.float64]:
+        """(MAX_NODES + 1,) seconds of the forward pass alone, never falling."""
+        knots = np.exp(_never_falling(np.cumsum(self.mean), np.cumsum(self.covariance, 0).cumsum(1).diagonal()))
+        return np.interp(np.arange(MAX_NODES + 1), _KNOTS, knots)
+
+
+def _first_covariance() -> NDArray[np.float64]:
+    """How unsure the first mean is: of the speed entirely, of the steepness by a factor, of each step by itself."""
+    covariance = np.zeros((len(_KNOTS), len(_KNOTS)))
+    covariance[0, 0] = 100.0
+    covariance[1:, 1:] = np.outer(_STEEPNESS, _STEEPNESS) + np.diag((0.1 + 0.3 * _STEPS) ** 2)
+    return covariance
+
+
+def _forgetting() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What the covariance is multiplied by and what is added to it, element by element, from pass to pass."""
+    decay = np.full(len(_KNOTS), _MEMORY)
+    decay[0] = 1.0
+    growth = (1.0 - _MEMORY**2) * _first_covariance()
+    growth[0, 0] = _SPEED
+    return np.outer(decay, decay), growth
+
+
+_DECAY, _GROWTH = _forgetting()
 
 
 def _bucket(context: int) -> int:
     return min(max((context - 1).bit_length() - _FIRST_CONTEXT, 0), _CONTEXTS - 1)
 
 
-def _fill(knots: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Go on beyond the measured knots in the shape of another context's curve, scaled where the two meet."""
-    known = np.flatnonzero(~np.isnan(knots))
-    filled = knots.copy()
-    for end, beyond in ((known[0], slice(0, known[0])), (known[-1], slice(known[-1] + 1, None))):
-        filled[beyond] = other[NODE_KNOTS[beyond]] * (knots[end] / other[NODE_KNOTS[end]])
-    return filled
-
-
-def _interpolate(knots: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Line through the known knots, never falling; beyond the last one it goes on with the mean slope."""
-    known = np.flatnonzero(~np.isnan(knots))
-    at, values = NODE_KNOTS[known], _never_falling(knots[known])
-    curve = np.interp(np.arange(MAX_NODES + 1), at, values)
-    if at[-1] < MAX_NODES and len(at) > 1:
-        slope = (values[-1] - values[0]) / (at[-1] - at[0])
-        beyond = np.arange(at[-1] + 1, MAX_NODES + 1)
-        curve[beyond] = values[-1] + slope * (beyond - at[-1])
-    return curve
-
-
-def _never_falling(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Closest never-falling sequence in least squares (pool adjacent violators; Ayer et al., 1955)."""
+def _never_falling(values: NDArray[np.float64], variances: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Closest never-falling sequence in weighted least squares (pool adjacent violators; Ayer et al., 1955)."""
     sums: list[float] = []
+    weights: list[float] = []
     counts: list[int] = []
-    for value in values:
-        sums.append(float(value))
+    for value, variance in zip(values.tolist(), variances.tolist(), strict=True):
+        sums.append(value / variance)
+        weights.append(1.0 / variance)
         counts.append(1)
-        while len(sums) > 1 and sums[-2] / counts[-2] > sums[-1] / counts[-1]:
-            total, count = sums.pop(), counts.pop()
+        while len(sums) > 1 and sums[-2] / weights[-2] > sums[-1] / weights[-1]:
+            total, weight, count = sums.pop(), weights.pop(), counts.pop()
             sums[-1] += total
+            weights[-1] += weight
             counts[-1] += count
-    return np.repeat([s / c for s, c in zip(sums, counts, strict=True)], counts)
+    return np.repeat([s / w for s, w in zip(sums, weights, strict=True)], counts)

@@ -18,7 +18,7 @@ from retrieve_spec.config import AUTO, MAX_NODES, PASS, SpeculationConfig
 from retrieve_spec.datastore.change import ChangeReport
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.decoding.choosers import make_chooser
-from retrieve_spec.decoding.cost import NODE_KNOTS, CostModel
+from retrieve_spec.decoding.cost import CostModel
 from retrieve_spec.decoding.drafters import Drafters
 from retrieve_spec.decoding.fast_verifier import StaticVerifier
 from retrieve_spec.decoding.loop import Decoding, Limits
@@ -292,11 +292,7 @@ class Speculation:
         """By number of rows, up to `rows`, the cost of passes over so many; what is not measured yet is as for one."""
         for count in range(1, rows + 1):
             if count not in self._batch_costs:
-                self._batch_costs[count] = CostModel()
-                if (known := self.cost.seconds(1, MAX_NODES)) is not None:
-                    for nodes in NODE_KNOTS.tolist():
-                        forward = float(known[nodes]) - self.cost.overhead
-                        self._batch_costs[count].observe(nodes, 1, forward, count * self.cost.overhead)
+                self._batch_costs[count] = CostModel(self.cost)
         return self._batch_costs
 
     def _begin(self) -> int:

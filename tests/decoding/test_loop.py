@@ -150,7 +150,9 @@ def test_auto_budgets_carry_measured_cost() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", vocab=50, length=2)
     made = decoding(MockVerifier(counting()), drafter, [3], nodes=None)
     run(made)
-    assert drafter.budgets[0].cost is None, "nothing measured yet"
+    first = drafter.budgets[0].cost
+    assert first is not None
+    assert first[0] == 1.0, "nothing measured yet: in units of a plain pass"
     budget = next(budget for budget in reversed(drafter.budgets) if budget.max_nodes)
     cost = budget.cost
     assert cost is not None
