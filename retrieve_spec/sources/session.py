@@ -58,6 +58,8 @@ class SessionMemory:
         """Add one generated text, (n,) int32."""
         half = self.max_tokens // 2
         text = token_ids[: loop_start(token_ids)]
+        if not len(text) or not half:
+            return
         if len(self.automata[1]) + len(text) > half and len(self.automata[1]):
             self.automata = [self.automata[1], SuffixAutomaton(1024)]
             self._texts = [self._texts[1], []]
