@@ -148,3 +148,14 @@ def test_cache_is_left_as_generate_leaves_it(family: Family, attention: str) -> 
         assert_same_cache(ours.past_key_values, plain.past_key_values)
     finally:
         rs.restore(model)
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "mamba"])
+def test_models_with_state_of_their_own_hand_back_what_generate_does(name: str) -> None:
+    model = model_of(next(family for family in FAMILIES if family.name == name), "eager")
+    expected = greedy(model, {"input_ids": ids(9)}, return_dict_in_generate=True)
+    rs.accelerate(model, draft="auto", nodes=4)
+    try:
+        assert greedy(model, {"input_ids": ids(9)}, return_dict_in_generate=True).keys() == expected.keys()
+    finally:
+        rs.restore(model)
