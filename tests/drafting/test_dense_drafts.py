@@ -216,7 +216,7 @@ def test_presets_draft_as_published():
     starts = [0, 6, 11, 15, 20]
     segment = SimpleNamespace(
         tokens=np.array(tokens, np.uint16),
-        to_global=np.arange(20, dtype=np.uint32),
+        ids_of=lambda local: local,
         document_starts=np.array(starts, np.uint32),
         document_of=lambda position: int(np.searchsorted(starts, position, side="right")) - 1,
     )
