@@ -15,7 +15,7 @@ import pytest
 import torch
 from pretend_cuda import CudaError, CudaTensor, PretendCuda, move_recording, triton_stand_in
 from scripted_drafter import ScriptedDrafter
-from transformers import AutoConfig, AutoModelForCausalLM
+from small_decoders import VOCAB, build, ids
 
 import retrieve_spec as rs
 import retrieve_spec.kernels
@@ -27,19 +27,6 @@ from retrieve_spec.decoding.fast_verifier import StaticVerifier
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import read_interface
 
-VOCAB = 199
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "initializer_range": 0.2,
-    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
-SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gemma3_text": SLIDING,
-    "gemma2": {"sliding_window": 8},  # soft-capping
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **SLIDING},  # sinks
-}
 DEVICE = torch.device("cuda", 0)
 
 
@@ -61,19 +48,11 @@ def with_triton(gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_attention, "has_triton", lambda: True)
 
 
-def ids(length: int = 30) -> torch.Tensor:
-    return torch.tensor([[3 + (i * 37 + 11) % (VOCAB - 3) for i in range(length)]])
-
-
 class Placed:
     """A model on the pretended GPU whose verifiers share a recording, and the counts at the begin of every pass."""
 
     def __init__(self, gpu: PretendCuda, family: str = "llama", index: int = 0) -> None:
-        attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
-        config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family]))
-        torch.manual_seed(0)
-        self.host = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-        self.host.generation_config.pad_token_id = 0
+        self.host = build(family)
         self.gpu, self.device = gpu, torch.device("cuda", index)
         self.begins: list[tuple[Counter[str], Counter[str]]] = []
         captured = CapturedPass(self.host, 2)
@@ -149,10 +128,10 @@ def test_steps_wait_once_with_a_kernel(
 
 def check_steps(placed: Placed, graphs: bool) -> None:
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
-    expected = placed.host.generate(ids(), **options)
+    expected = placed.host.generate(ids(30), **options)
     pool = placed.accelerate(expected[0], graphs=graphs)
     for _ in range(2):  # the second time everything is captured
-        assert torch.equal(placed.generate(ids(), **options), expected)
+        assert torch.equal(placed.generate(ids(30), **options), expected)
         assert placed.model.speculation.last.tokens_per_pass > 1.5
     steps = placed.steps()
     assert len(steps) > 8
@@ -179,10 +158,10 @@ def test_tokens_chosen_on_the_device_come_in_one_copy(gpu: PretendCuda, rules: d
     placed = Placed(gpu)
     options = {"max_new_tokens": 40, **rules, **({"seed": 3} if rules["do_sample"] else {})}
     rs.accelerate(placed.host, draft="off", static_pass="off")
-    expected = placed.host.generate(ids(), **options)
+    expected = placed.host.generate(ids(30), **options)
     placed.accelerate(expected[0])
     for _ in range(2):
-        assert torch.equal(placed.generate(ids(), **options), expected)
+        assert torch.equal(placed.generate(ids(30), **options), expected)
     asked = [waits["copy to the host"] - 1 for waits, _ in placed.steps()]
     assert sum(asked) <= 2, "rows that the host decides are rare"
     for waits, uploads in placed.steps():
@@ -215,9 +194,9 @@ def test_slabs_grow_while_the_last_pass_is_still_held(gpu: PretendCuda, monkeypa
     monkeypatch.setattr(cuda_graphs, "FIRST_ROWS", 64)
     placed = Placed(gpu)
     options: dict[str, Any] = {"max_new_tokens": 200, "do_sample": False}
-    expected = placed.host.generate(ids(), **options)
+    expected = placed.host.generate(ids(30), **options)
     pool = placed.accelerate(expected[0], "half")
-    assert torch.equal(placed.generate(ids(), **options), expected)
+    assert torch.equal(placed.generate(ids(30), **options), expected)
     assert pool._idle is not None and not pool._idle.problem
     assert pool._idle.captures > len(pool._idle._made)
     rs.restore(placed.model)
@@ -227,8 +206,7 @@ def test_slabs_grow_while_the_last_pass_is_still_held(gpu: PretendCuda, monkeypa
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 def test_a_recording_stays_on_its_models_device(family: str, dtype: torch.dtype) -> None:
     """Constants and intermediate results are made where the model is; `meta` is a device like any other to export."""
-    config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family]))
-    recorded = CapturedPass(AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to("meta"), 2)
+    recorded = CapturedPass(build(family, dtype).to("meta"), 2)
     values = [node.meta.get("val") for node in recorded._code.__self__.graph.nodes]  # type: ignore[attr-defined]
     tensors = [value for value in (*values, *recorded._weights) if isinstance(value, torch.Tensor)]
     assert len(tensors) > 20

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from scripted_drafter import ScriptedDrafter
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from small_decoders import ATTENTIONS, VOCAB, build, ids
+from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
@@ -21,34 +22,6 @@ from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.decoding.slab import Slab
 from retrieve_spec.decoding.static_cache import PreallocatedCache, cache_windows
-
-VOCAB = 199
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "initializer_range": 0.2,
-    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
-SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gemma3_text": SLIDING,
-    "gemma2": {"sliding_window": 8},  # soft-capping
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **SLIDING},  # sinks
-}
-
-
-def build(model_type: str) -> Any:
-    attention = "eager" if model_type in ("gemma2", "gpt_oss") else "sdpa"
-    config = AutoConfig.for_model(model_type, **(COMMON | FAMILIES[model_type]))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-def ids(length: int) -> torch.Tensor:
-    return torch.tensor([[3 + (i * 37 + 11) % (VOCAB - 3) for i in range(length)]])
 
 
 class Capture:
@@ -73,7 +46,7 @@ def use_pool(model: Any, answer: Any, script: str, capture: Capture) -> PassPool
     return pool
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", ATTENTIONS)
 def test_buckets_say_what_generate_says_and_are_reused(model_type: str) -> None:
     """Several prompts, one continued from the cache of the one before; nothing is captured twice."""
     model, capture = build(model_type), Capture()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from scripted_drafter import SCRIPTS, ScriptedDrafter
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from small_decoders import FAMILIES, VOCAB, build, ids
+from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
@@ -16,39 +17,6 @@ from retrieve_spec.decoding.captured_pass import CapturedPass, CaptureError
 from retrieve_spec.decoding.fast_verifier import StaticVerifier, try_build
 from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.decoding.probe import probe
-
-VOCAB = 199
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
-    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
-SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-FAMILIES = {
-    "llama": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 8},
-    "gemma2": {"sliding_window": 8},
-    "gemma3_text": SLIDING,
-    "gpt_oss": {**MOE, **SLIDING},
-    "mixtral": MOE,
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 48},
-}
-
-
-def build(model_type: str, **extra: Any) -> Any:
-    attention = "eager" if model_type in ("gemma2", "gpt_oss", "gptj") else "sdpa"
-    config = AutoConfig.for_model(model_type, **(COMMON | FAMILIES.get(model_type, {}) | extra))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-def ids(length: int) -> torch.Tensor:
-    return torch.tensor([[3 + (i * 37 + 11) % (VOCAB - 3) for i in range(length)]])
 
 
 def made(model: Any, **options: Any) -> Any:

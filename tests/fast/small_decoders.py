@@ -1,0 +1,45 @@
+"""Random models of two layers, one family for each kind of attention and expert that recordings must know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 199
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+_SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": _SLIDING,
+    "gpt_oss": {**_EXPERTS, **_SLIDING},
+    "mixtral": _EXPERTS,
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 2048, "n_inner": 48},
+}
+ATTENTIONS = ("llama", "gemma3_text", "gemma2", "gpt_oss")
+"""Full, windows, soft-capping, sinks."""
+
+
+def build(model_type: str, dtype: torch.dtype = torch.float32, **extra: Any) -> Any:
+    """The same random model at every call."""
+    attention = "eager" if model_type in ("gemma2", "gpt_oss", "gptj") else "sdpa"
+    config = AutoConfig.for_model(model_type, **(_COMMON | FAMILIES.get(model_type, {}) | extra))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def ids(length: int) -> torch.Tensor:
+    """(1, length) prompt."""
+    return torch.tensor([[3 + (i * 37 + 11) % (VOCAB - 3) for i in range(length)]])
