@@ -146,6 +146,7 @@ class Speculation:
         """Remember a store's documents as earlier generations, the newest as far as they fit; tokens remembered."""
         if not isinstance(store, Datastore):
             store = open_datastore(store, tokenizer=self.tokenizer)
+        self.check_stores([store])
         with self._lock:
             return load_session(self.session(), store)
 
