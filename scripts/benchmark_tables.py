@@ -95,22 +95,24 @@ def draw_speedup() -> None:
 
 
 def runs_of(part: str) -> str:
-    """Every measured run of a part, as its report's tables; where it loses comes first."""
+    """Every measured run of a part, as its report's tables, where it loses first; the page has one legend for all."""
     from retrieve_spec.bench.report_sections import sections
 
     lines = []
-    for name, title in RUNS[part].items():
+    for name, label in RUNS[part].items():
         run = measured(name)
         if run is None:
             continue
         header = run["header"]
-        lines += [f"### Bundled model, {title}", "", facts(header["machine"]), "", f"`{header['command']}`", ""]
-        for section in sections(run):
-            if section["title"] in SHOWN and (section["title"] != "Tasks" or len(section["rows"]) > 1):
-                lines += ["", f"**{section['title']}.** {section['text']}", ""]
-                if section["rows"]:
-                    lines += markdown_table(section["head"], section["rows"])
-        lines.append("")
+        lines += [f"### Bundled model, {label}", "", facts(header["machine"]), "", f"`{header['command']}`", ""]
+        found = {section["title"]: section for section in sections(run)}
+        for title in SHOWN:
+            section = found.get(title)
+            if section is None or (title == "Tasks" and len(section["rows"]) < 2):
+                continue
+            lines += [f"**{title}.**" if title == "Methods" else f"**{title}.** {section['text']}", ""]
+            if section["rows"]:
+                lines += [*markdown_table(section["head"], section["rows"]), ""]
     return "\n".join(lines) or missing(part)
 
 

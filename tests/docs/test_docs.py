@@ -88,15 +88,20 @@ def test_python_of_the_readme_runs(monkeypatch):
     assert "speculation" not in vars(space["model"])
 
 
-def test_generate_commands_of_the_readme_run(capsys):
-    ran = 0
+def test_generate_and_build_commands_of_the_readme_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "shelf.py").write_text("class Shelf:\n    def __init__(self):\n        self.books = []\n")
+    (tmp_path / "notes.jsonl").write_text('{"text": "Shelves hold books."}\n')
+    ran = []
     for block in blocks("README.md", "bash"):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)
-            if words[:2] == ["retrieve-spec", "generate"]:
-                assert cli.run([*words[1:], "--device", "cpu"]) == 0
-                ran += 1
-    assert ran
+            if words[:2] in (["retrieve-spec", "generate"], ["retrieve-spec", "build"]):
+                device = ["--device", "cpu"] if words[1] == "generate" else []
+                assert cli.run([*words[1:], *device]) == 0, line
+                ran.append(words[1])
+    assert set(ran) == {"generate", "build"}
     assert "identical: yes" in capsys.readouterr().err
 
 
