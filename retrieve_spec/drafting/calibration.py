@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError
-from retrieve_spec.kernels.expand import SCALE_BINS
+from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.weights import CELLS, NUM_SOURCES
 from retrieve_spec.sources import SOURCE_NAMES
 

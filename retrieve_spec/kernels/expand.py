@@ -1,4 +1,4 @@
-"""Numba kernels that grow a draft tree best-first from the sources' cursors, and learn from the tokens that came."""
+"""Numba kernels that grow a draft tree best-first from the sources' cursors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.blend import MASS_FLOOR, blend, collect_levels, open_scratch
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
+from retrieve_spec.kernels.scale import CERTAIN, scaled
 from retrieve_spec.kernels.source_table import CURSOR, NUMBER, RESTING, TAIL
 from retrieve_spec.kernels.views import borrowed
 from retrieve_spec.kernels.weights import NUM_SOURCES
@@ -17,29 +18,6 @@ NEGLIGIBLE = 0.2
 """Part of the smallest useful probability below which a single share is not worth adding up."""
 RANKS = 72
 """Bins of the candidates' probabilities, for pruning."""
-SCALE_BINS = 33
-"""Bins of the final probability scale over log-odds -8 … 8."""
-SCALE_PRIOR = 8.0
-CERTAIN = 0.9999
-"""Largest probability of a node."""
-
-
-@njit(cache=True, nogil=True)
-def _bin(p: float) -> tuple[int, float]:
-    """Lower bin of a probability on the log-odds scale and its fractional part."""
-    p = min(max(p, 1e-6), 1.0 - 1e-6)
-    x = (min(max(np.log(p / (1.0 - p)), -7.999), 7.999) + 8.0) * 2.0
-    i = int(x)
-    return i, x - i
-
-
-@njit(cache=True, nogil=True)
-def scaled(scale: NDArray[np.float32], source: int, p: float) -> float:
-    """Probability after the learned correction of (source, log-odds bin)."""
-    i, f = _bin(p)
-    low = (scale[source, i, 0] + SCALE_PRIOR * 1.0) / (scale[source, i, 1] + SCALE_PRIOR)
-    high = (scale[source, i + 1, 0] + SCALE_PRIOR * 1.0) / (scale[source, i + 1, 1] + SCALE_PRIOR)
-    return min(p * ((1.0 - f) * low + f * high), CERTAIN)
 
 
 @njit(cache=True, nogil=True)

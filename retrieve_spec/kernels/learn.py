@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton, trie
 from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, open_scratch
-from retrieve_spec.kernels.expand import _bin, couple
+from retrieve_spec.kernels.expand import couple
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key
+from retrieve_spec.kernels.scale import learn_scale
 from retrieve_spec.kernels.source_table import (
     AUTOMATON,
     CURSOR,
@@ -18,23 +19,26 @@ from retrieve_spec.kernels.source_table import (
     EXACT,
     KIND,
     NGRAM,
-    NUMBER,
     PREDICTION,
+    RECYCLING_K,
     RESTING,
     TAIL,
     edges_of,
     exact_narrow,
+    expected_text,
+    ngram_counts,
     ngram_part,
     ngram_token,
+    recycling_probs,
+    recycling_tokens,
     slots_of,
+    span_weights,
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_u32
+from retrieve_spec.kernels.views import borrowed
 from retrieve_spec.kernels.weights import CELL_MEMORY, NUM_SOURCES, adapt, multiplied, odds_of, recency_weight
 
-SCALE_MEMORY = 1000.0
-"""Summed probability after which a bin of the final scale forgets as fast as it learns."""
 USE_MEMORY = 512.0
 """Tokens over which the use of a source is averaged."""
 
@@ -51,23 +55,23 @@ def _share_of(
         recent = 1.0 if automaton.most_recent(states, edges, handle) == token else 0.0
         return count / total, recent
     if table[s, KIND] == PREDICTION:
-        hit = 1.0 if view_i32(table[s, 2], table[s, 3])[handle] == token else 0.0
+        hit = 1.0 if expected_text(table, s)[handle] == token else 0.0
         return hit, hit
     if table[s, KIND] == NGRAM:
         first, end = ngram_part(table, s, handle)
         for j in range(first, end):
             if ngram_token(table, s, j) == token:
-                return view_u32(table[s, 8], table[s, 9])[j] / total, 0.0
+                return ngram_counts(table, s)[j] / total, 0.0
         return 0.0, 0.0
     if table[s, KIND] == EXACT:
         a, b = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
         return (b - a) / total, 0.0
     if table[s, KIND] == DENSE:
-        weight = view_f32(table[s, 6], table[s, 3])
+        weight = span_weights(table, s)
         return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
-    k = table[s, 10]
-    ids = view_i32(table[s, 6], table[s, 3] * k)
-    p = view_f32(table[s, 8], table[s, 3] * k)
+    k = table[s, RECYCLING_K]
+    ids = recycling_tokens(table, s)
+    p = recycling_probs(table, s)
     for i in range(k):
         if ids[handle * k + i] == token:
             return np.float64(p[handle * k + i]), 0.0
@@ -129,34 +133,6 @@ def learn_weights(
         reached -= r
         if reached <= 1e-9:
             break
-
-
-@njit(cache=True, nogil=True)
-def learn_scale(
-    scale: NDArray[np.float32],
-    first: int,
-    table: NDArray[np.int64],
-    scratch: Scratch,
-    n: int,
-    min_p: float,
-    token: int,
-) -> None:
-    """Compare every candidate's probability with what came."""
-    tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
-    for i in range(n):
-        if probs[i] < min_p:
-            continue
-        source = first + table[credit[i], NUMBER]
-        b, f = _bin(probs[i])
-        hit = 1.0 if tokens[i] == token else 0.0
-        for j in range(2):
-            w = (1.0 - f) if j == 0 else f
-            cell = scale[source, b + j]
-            if cell[1] > SCALE_MEMORY:
-                cell[0] *= 0.999
-                cell[1] *= 0.999
-            cell[0] += w * hit
-            cell[1] += w * probs[i]
 
 
 @njit(cache=True, nogil=True)

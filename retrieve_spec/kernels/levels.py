@@ -16,23 +16,42 @@ from retrieve_spec.kernels.source_table import (
     AUTOMATON,
     DENSE,
     EXACT,
+    EXACT_MIN_DEPTH,
     KIND,
     NGRAM,
+    NGRAM_COUNTS,
+    NGRAM_ITEMSIZE,
+    NGRAM_NUM_SLOTS,
+    NGRAM_ORDERS,
+    NGRAM_SLOTS,
+    NGRAM_TOKENS,
+    NGRAM_VOCABULARY,
     PREDICTION,
+    PREDICTION_LENGTH,
     READ_LIMIT,
     RECYCLING,
+    RECYCLING_K,
     RESTING,
     edges_of,
     exact_distinct,
     exact_narrow,
     exact_successors,
+    expected_text,
+    ngram_counts,
     ngram_part,
+    ngram_slots,
     ngram_token,
+    recycling_info,
+    recycling_keys,
+    recycling_probs,
+    recycling_tokens,
     slots_of,
+    span_similarity,
+    span_weights,
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.views import prefetch, view_f32, view_i32, view_i64, view_slots, view_u32, view_u64
+from retrieve_spec.kernels.views import prefetch
 
 CLOSED = -2
 """Handle of a level that was not looked up yet."""
@@ -61,13 +80,13 @@ def open_row(
     if table[s, KIND] == AUTOMATON:
         return _first_useful(states_of(table, s), cursors[c, 0], cursors[c, 1])
     if table[s, KIND] == PREDICTION:
-        inside = cursors[c, 1] >= 0 and cursors[c, 0] < table[s, 3]
+        inside = cursors[c, 1] >= 0 and cursors[c, 0] < table[s, PREDICTION_LENGTH]
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
     if table[s, KIND] == NGRAM:
-        longest = np.int64(min(tail_len, table[s, 10]))
+        longest = np.int64(min(tail_len, table[s, NGRAM_ORDERS]))
         return CLOSED, longest if longest > 0 else np.int64(-1)
     if table[s, KIND] == EXACT:
-        found = cursors[c, 2] >= table[s, 10] and cursors[c, 0] < cursors[c, 1]
+        found = cursors[c, 2] >= table[s, EXACT_MIN_DEPTH] and cursors[c, 0] < cursors[c, 1]
         return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
     if table[s, KIND] == DENSE:
         return cursors[c, 0], cursors[c, 3] if cursors[c, 0] < cursors[c, 1] else np.int64(-1)
@@ -76,7 +95,7 @@ def open_row(
 
 @njit(cache=True, nogil=True)
 def _recycling_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
-    keys = view_u64(table[s, 2], table[s, 3])
+    keys = recycling_keys(table, s)
     while order > 0:
         e = recycling.find(keys, hashes[1, order - 1])
         if e >= 0:
@@ -88,7 +107,7 @@ def _recycling_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64
 @njit(cache=True, nogil=True)
 def _ngram_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     """(slot, order) of the longest context of at most ``order`` tokens in an n-gram table."""
-    slots = view_slots(table[s, 2], table[s, 3])
+    slots = ngram_slots(table, s)
     while order > 0:
         slot = ngram_find(slots, hashes[0, order - 1])
         if slot >= 0:
@@ -101,7 +120,7 @@ def _ngram_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], o
 def look_up(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     """Open the longest level of an n-gram table, of at most ``order`` tokens."""
     for i in range(order):  # all slots at once: they lie far apart, and one after the other each would be waited for
-        prefetch(table[s, 2] + ngram.SLOT_BYTES * ngram.home(hashes[0, i], table[s, 3]))
+        prefetch(table[s, NGRAM_SLOTS] + ngram.SLOT_BYTES * ngram.home(hashes[0, i], table[s, NGRAM_NUM_SLOTS]))
     return _ngram_level(table, s, hashes, order)
 
 
@@ -130,16 +149,16 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
         states = states_of(table, s)
         return np.int64(states[handle, automaton.COUNT]), np.int64(automaton.degree(states, handle))
     if table[s, KIND] == RECYCLING:
-        k = table[s, 10]
-        top = view_f32(table[s, 8], table[s, 3] * k)[handle * k]
-        seen = view_i64(table[s, 4], table[s, 3] * 2)[handle * 2]
+        k = table[s, RECYCLING_K]
+        top = recycling_probs(table, s)[handle * k]
+        seen = recycling_info(table, s)[handle * 2]
         distinct = 1 if top > 0.9 else (2 if top > 0.7 else (3 if top > 0.5 else (5 if top > 0.3 else 9)))
         return seen, np.int64(distinct)
     if table[s, KIND] == NGRAM:
-        slots = view_slots(table[s, 2], table[s, 3])
+        slots = ngram_slots(table, s)
         first = np.int64(slots[handle, ngram.START])
-        prefetch(table[s, 7] + table[s, 11] * first)  # the level is read later, if at all
-        prefetch(table[s, 8] + 4 * first)
+        prefetch(table[s, NGRAM_TOKENS] + table[s, NGRAM_ITEMSIZE] * first)  # the level is read later, if at all
+        prefetch(table[s, NGRAM_COUNTS] + 4 * first)
         total = max(np.int64(slots[handle, ngram.TOTAL]), np.int64(1))  # 0 in a damaged store only
         return total, ngram.ngram_distinct(slots, handle)
     if table[s, KIND] == EXACT:
@@ -187,9 +206,9 @@ def read_level(
             out_p[0] += recency
         return n
     if table[s, KIND] == RECYCLING:
-        k = table[s, 10]
-        ids = view_i32(table[s, 6], table[s, 3] * k)
-        p = view_f32(table[s, 8], table[s, 3] * k)
+        k = table[s, RECYCLING_K]
+        ids = recycling_tokens(table, s)
+        p = recycling_probs(table, s)
         n = 0
         while n < k and ids[handle * k + n] >= 0:
             out_tokens[n] = ids[handle * k + n]
@@ -197,12 +216,12 @@ def read_level(
             n += 1
         return n
     if table[s, KIND] == NGRAM:
-        counts = view_u32(table[s, 8], table[s, 9])
+        counts = ngram_counts(table, s)
         first, end = ngram_part(table, s, handle)
         n = 0
         for i in range(first, min(end, first + READ_LIMIT)):
             token = ngram_token(table, s, i)
-            if token < table[s, 12]:  # a damaged store can hold ids that the model has not
+            if token < table[s, NGRAM_VOCABULARY]:  # a damaged store can hold ids that the model has not
                 out_tokens[n] = token
                 out_p[n] = counts[i] / total
                 n += 1
@@ -213,11 +232,11 @@ def read_level(
             out_p[i] = out_counts[i] / total
         return n
     if table[s, KIND] == DENSE:
-        weight = view_f32(table[s, 6], table[s, 3])
+        weight = span_weights(table, s)
         return trie.successors(
             spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], READ_LIMIT, out_tokens, out_p
         )
-    out_tokens[0] = view_i32(table[s, 2], table[s, 3])[handle]
+    out_tokens[0] = expected_text(table, s)[handle]
     out_p[0] = 1.0
     return 1
 
@@ -235,8 +254,8 @@ def advance_row(
         out[o, 0], out[o, 1] = cursors[c, 0], np.int64(-1)
         if (
             cursors[c, 1] >= 0
-            and cursors[c, 0] < table[s, 3]
-            and view_i32(table[s, 2], table[s, 3])[cursors[c, 0]] == token
+            and cursors[c, 0] < table[s, PREDICTION_LENGTH]
+            and expected_text(table, s)[cursors[c, 0]] == token
         ):
             out[o, 0], out[o, 1] = cursors[c, 0] + 1, cursors[c, 1] + 1
     elif table[s, KIND] == EXACT:
@@ -248,4 +267,4 @@ def advance_row(
         spans = spans_of(table, s)
         a, b = trie.narrow(spans, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
         out[o, 0], out[o, 1], out[o, 2] = np.int64(a), np.int64(b), cursors[c, 2] + 1
-        out[o, 3] = trie.dense_length(view_f32(table[s, 5], table[s, 3]), spans, np.int64(a), np.int64(b), out[o, 2])
+        out[o, 3] = trie.dense_length(span_similarity(table, s), spans, np.int64(a), np.int64(b), out[o, 2])

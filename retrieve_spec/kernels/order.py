@@ -6,9 +6,24 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.source_table import DENSE, KIND
+from retrieve_spec.kernels.source_table import (
+    DENSE,
+    EXACT_ITEMSIZE,
+    EXACT_LENGTH,
+    EXACT_MIN_DEPTH,
+    EXACT_SEGMENT,
+    EXACT_TOP,
+    EXACT_TOP_BITS,
+    EXACT_TOP_SIZE,
+    KIND,
+    span_origins,
+    suffixes_of,
+    text_u16,
+    text_u32,
+    to_local_of,
+)
 from retrieve_spec.kernels.suffix_search import sa_follow
-from retrieve_spec.kernels.views import view_i32, view_i64, view_u16, view_u32, view_u64
+from retrieve_spec.kernels.views import view_u64
 
 ORIGIN_BITS = 40
 """An origin is ``segment << ORIGIN_BITS | token position``, segments counted over all open stores in order."""
@@ -104,11 +119,11 @@ def find_origins(
                 continue
             longest = cursors[c, 2]
             if table[s, KIND] == DENSE:
-                out[i] = view_i64(table[s, 7], table[s, 3])[cursors[c, 0]] + longest - 1
+                out[i] = span_origins(table, s)[cursors[c, 0]] + longest - 1
             else:
-                position = np.int64(view_u32(table[s, 5], table[s, 6])[cursors[c, 0]]) + longest - 1
-                if position < table[s, 3]:  # a damaged store can say else
-                    out[i] = (table[s, 15] << ORIGIN_BITS) | position
+                position = np.int64(suffixes_of(table, s)[cursors[c, 0]]) + longest - 1
+                if position < table[s, EXACT_LENGTH]:  # a damaged store can say else
+                    out[i] = (table[s, EXACT_SEGMENT] << ORIGIN_BITS) | position
 
 
 @njit(cache=True, nogil=True)
@@ -151,17 +166,15 @@ def follow_exact(
         How many of them are new.
     """
     local = np.empty(len(window), np.int64)
-    to_local = view_i32(table[s, 7], table[s, 8])
+    to_local = to_local_of(table, s)
     for i in range(len(window)):
-        local[i] = to_local[window[i]] if 0 <= window[i] < table[s, 8] else 0
-    sa = view_u32(table[s, 5], table[s, 6])
-    top = view_u64(table[s, 12], table[s, 13])
-    bits, least = table[s, 14], table[s, 10]
+        local[i] = to_local[window[i]] if 0 <= window[i] < len(to_local) else 0
+    sa = suffixes_of(table, s)
+    top = view_u64(table[s, EXACT_TOP], table[s, EXACT_TOP_SIZE])
+    bits, least = table[s, EXACT_TOP_BITS], table[s, EXACT_MIN_DEPTH]
     lo, hi, depth = cursors[c, 0], cursors[c, 1], cursors[c, 2]
-    if table[s, 4] == 2:
-        tokens = view_u16(table[s, 2], table[s, 3])
-        lo, hi, depth = sa_follow(tokens, sa, top, bits, lo, hi, depth, local, fresh, least, MATCH)
+    if table[s, EXACT_ITEMSIZE] == 2:
+        lo, hi, depth = sa_follow(text_u16(table, s), sa, top, bits, lo, hi, depth, local, fresh, least, MATCH)
     else:
-        wide = view_u32(table[s, 2], table[s, 3])
-        lo, hi, depth = sa_follow(wide, sa, top, bits, lo, hi, depth, local, fresh, least, MATCH)
+        lo, hi, depth = sa_follow(text_u32(table, s), sa, top, bits, lo, hi, depth, local, fresh, least, MATCH)
     cursors[c, 0], cursors[c, 1], cursors[c, 2] = lo, hi, depth

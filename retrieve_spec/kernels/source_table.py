@@ -1,10 +1,24 @@
 """One source as a row of integers: what the row holds, and Numba kernels that read the arrays behind it.
 
-Source table: one int64 row per source, `KIND`, `NUMBER` (index into `SOURCE_NAMES`) and addresses of its arrays.
-Cursors: (rows, `CURSOR`) int64 per node.
+Source table: one int64 row per source, its `KIND`, its `NUMBER` (index into `retrieve_spec.sources.SOURCE_NAMES`), and
+addresses and sizes of the arrays that a source of this kind keeps. Cursors: (rows, `CURSOR`) int64 per node; what their
+columns mean is up to the kind as well:
+
+==========  ==================================================================================================
+kind        cursor
+==========  ==================================================================================================
+AUTOMATON   state, tokens matched
+RECYCLING   none: looked up by the newest tokens
+PREDICTION  position of the next expected token, tokens matched (-1: not followed)
+NGRAM       none: looked up by the newest tokens
+EXACT       lo, hi (interval of the suffix array), depth (-1: fallen off)
+DENSE       lo, hi (rows of the trie), depth, what stands for the match length
+==========  ==================================================================================================
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -12,14 +26,34 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import ngram
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors, sa_token
-from retrieve_spec.kernels.views import view_i32, view_rows, view_slots, view_u16, view_u32
+from retrieve_spec.kernels.views import (
+    view_f32,
+    view_i32,
+    view_i64,
+    view_rows,
+    view_slots,
+    view_u16,
+    view_u32,
+    view_u64,
+)
 
 KIND, NUMBER = 0, 1
 AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE = 0, 1, 2, 3, 4, 5
+AUTOMATON_STATES, AUTOMATON_NUM_STATES, AUTOMATON_EDGES, AUTOMATON_NUM_EDGES = 2, 3, 4, 5
+AUTOMATON_SLOTS, AUTOMATON_NUM_SLOTS = 6, 7
+RECYCLING_KEYS, RECYCLING_CAPACITY, RECYCLING_INFO, RECYCLING_TOKENS, RECYCLING_PROBS, RECYCLING_K = 2, 3, 4, 5, 6, 7
+PREDICTION_TEXT, PREDICTION_LENGTH = 2, 3
+NGRAM_SLOTS, NGRAM_NUM_SLOTS, NGRAM_TOKENS, NGRAM_COUNTS, NGRAM_SIZE, NGRAM_ITEMSIZE = 2, 3, 4, 5, 6, 7
+NGRAM_ORDERS, NGRAM_VOCABULARY = 8, 9
+EXACT_TOKENS, EXACT_LENGTH, EXACT_ITEMSIZE, EXACT_SUFFIXES, EXACT_NUM_SUFFIXES = 2, 3, 4, 5, 6
+EXACT_TO_LOCAL, EXACT_VOCABULARY, EXACT_TO_GLOBAL, EXACT_NUM_LOCAL = 7, 8, 9, 10
+EXACT_TOP, EXACT_TOP_SIZE, EXACT_TOP_BITS, EXACT_MIN_DEPTH, EXACT_SEGMENT = 11, 12, 13, 14, 15
+DENSE_SPANS, DENSE_NUM_SPANS, DENSE_WIDTH, DENSE_SIMILARITY, DENSE_WEIGHTS, DENSE_ORIGINS = 2, 3, 4, 5, 6, 7
+"""Columns by kind; an array's is its address. `EXACT_SEGMENT` numbers segments over all open stores."""
+RESTING = 16
+"""Column that is 1 while a source is not asked, because it has explained next to nothing lately."""
 ROW = 17
 """Integers per source row."""
-RESTING = 16
-"""Field of a source row that is 1 while the source is not asked, because it has explained next to nothing lately."""
 CURSOR = 4
 """Integers per cursor."""
 TAIL = 8
@@ -28,55 +62,153 @@ READ_LIMIT = 32
 """Continuations read per level, most recent or most frequent first."""
 
 
+def make_row(kind: int, number: int, columns: dict[int, int]) -> NDArray[np.int64]:
+    """(ROW,) int64 row of a source; it holds addresses, so whoever makes it keeps the arrays alive and in place."""
+    row = np.zeros(ROW, np.int64)
+    row[KIND], row[NUMBER] = kind, number
+    for column, value in columns.items():
+        row[column] = value
+    return row
+
+
+def address(array: NDArray[Any]) -> int:
+    """Where an array's data begin."""
+    return int(array.__array_interface__["data"][0])
+
+
 @njit(cache=True, nogil=True)
 def states_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """State rows of an automaton source."""
-    return view_rows(table[s, 2], table[s, 3], 5)
+    """(n, 5) state rows of an automaton."""
+    return view_rows(table[s, AUTOMATON_STATES], table[s, AUTOMATON_NUM_STATES], 5)
 
 
 @njit(cache=True, nogil=True)
 def edges_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """Edge rows of an automaton source."""
-    return view_rows(table[s, 4], table[s, 5], 6)
+    """(n, 6) edge rows of an automaton."""
+    return view_rows(table[s, AUTOMATON_EDGES], table[s, AUTOMATON_NUM_EDGES], 6)
 
 
 @njit(cache=True, nogil=True)
 def slots_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """Edge hash table of an automaton source."""
-    return view_i32(table[s, 6], table[s, 7])
+    """(n,) edge hash table of an automaton."""
+    return view_i32(table[s, AUTOMATON_SLOTS], table[s, AUTOMATON_NUM_SLOTS])
+
+
+@njit(cache=True, nogil=True)
+def recycling_keys(table: NDArray[np.int64], s: int) -> NDArray[np.uint64]:
+    """(capacity,) hashes of the contexts of a recycling table."""
+    return view_u64(table[s, RECYCLING_KEYS], table[s, RECYCLING_CAPACITY])
+
+
+@njit(cache=True, nogil=True)
+def recycling_info(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
+    """(capacity · 2,) how often each context of a recycling table was seen, and when last."""
+    return view_i64(table[s, RECYCLING_INFO], table[s, RECYCLING_CAPACITY] * 2)
+
+
+@njit(cache=True, nogil=True)
+def recycling_tokens(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
+    """(capacity · k,) top tokens of the contexts of a recycling table, -1 behind the last one."""
+    return view_i32(table[s, RECYCLING_TOKENS], table[s, RECYCLING_CAPACITY] * table[s, RECYCLING_K])
+
+
+@njit(cache=True, nogil=True)
+def recycling_probs(table: NDArray[np.int64], s: int) -> NDArray[np.float32]:
+    """(capacity · k,) their averaged probabilities."""
+    return view_f32(table[s, RECYCLING_PROBS], table[s, RECYCLING_CAPACITY] * table[s, RECYCLING_K])
+
+
+@njit(cache=True, nogil=True)
+def expected_text(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
+    """(n,) tokens of a prediction."""
+    return view_i32(table[s, PREDICTION_TEXT], table[s, PREDICTION_LENGTH])
+
+
+@njit(cache=True, nogil=True)
+def ngram_slots(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
+    """(n, 4) slots of an n-gram table."""
+    return view_slots(table[s, NGRAM_SLOTS], table[s, NGRAM_NUM_SLOTS])
+
+
+@njit(cache=True, nogil=True)
+def ngram_counts(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
+    """(m,) counts of an n-gram table's continuations."""
+    return view_u32(table[s, NGRAM_COUNTS], table[s, NGRAM_SIZE])
+
+
+@njit(cache=True, nogil=True)
+def text_u16(table: NDArray[np.int64], s: int) -> NDArray[np.uint16]:
+    """(n,) text of a segment with at most 2^16 ids (`EXACT_ITEMSIZE` 2)."""
+    return view_u16(table[s, EXACT_TOKENS], table[s, EXACT_LENGTH])
+
+
+@njit(cache=True, nogil=True)
+def text_u32(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
+    """(n,) text of a segment with more."""
+    return view_u32(table[s, EXACT_TOKENS], table[s, EXACT_LENGTH])
+
+
+@njit(cache=True, nogil=True)
+def suffixes_of(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
+    """(n,) suffix array of a segment."""
+    return view_u32(table[s, EXACT_SUFFIXES], table[s, EXACT_NUM_SUFFIXES])
+
+
+@njit(cache=True, nogil=True)
+def to_local_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
+    """(vocabulary,) ids in a segment of the model's token ids, 0 for those it does not hold."""
+    return view_i32(table[s, EXACT_TO_LOCAL], table[s, EXACT_VOCABULARY])
 
 
 @njit(cache=True, nogil=True)
 def spans_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """Rows of a trie of retrieved spans."""
-    return view_rows(table[s, 2], table[s, 3], table[s, 4])
+    """(k, w) rows of a trie of retrieved spans."""
+    return view_rows(table[s, DENSE_SPANS], table[s, DENSE_NUM_SPANS], table[s, DENSE_WIDTH])
+
+
+@njit(cache=True, nogil=True)
+def span_similarity(table: NDArray[np.int64], s: int) -> NDArray[np.float32]:
+    """(k,) similarities of the spans."""
+    return view_f32(table[s, DENSE_SIMILARITY], table[s, DENSE_NUM_SPANS])
+
+
+@njit(cache=True, nogil=True)
+def span_weights(table: NDArray[np.int64], s: int) -> NDArray[np.float32]:
+    """(k,) weights of the spans."""
+    return view_f32(table[s, DENSE_WEIGHTS], table[s, DENSE_NUM_SPANS])
+
+
+@njit(cache=True, nogil=True)
+def span_origins(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
+    """(k,) where the first token of each span stands (`kernels/order.py`)."""
+    return view_i64(table[s, DENSE_ORIGINS], table[s, DENSE_NUM_SPANS])
 
 
 @njit(cache=True, nogil=True)
 def ngram_part(table: NDArray[np.int64], s: int, slot: int) -> tuple[int, int]:
     """Where the continuations of an n-gram begin and end; inside the arrays also where a damaged store says else."""
-    slots = view_slots(table[s, 2], table[s, 3])
+    slots = ngram_slots(table, s)
     first = np.int64(slots[slot, ngram.START])
-    return first, min(first + ngram.ngram_kept(slots, slot), table[s, 9])
+    return first, min(first + ngram.ngram_kept(slots, slot), table[s, NGRAM_SIZE])
 
 
 @njit(cache=True, nogil=True)
 def ngram_token(table: NDArray[np.int64], s: int, i: int) -> int:
     """Token of one stored continuation of an n-gram table."""
-    if table[s, 11] == 2:
-        return np.int64(view_u16(table[s, 7], table[s, 9])[i])
-    return np.int64(view_u32(table[s, 7], table[s, 9])[i])
+    if table[s, NGRAM_ITEMSIZE] == 2:
+        return np.int64(view_u16(table[s, NGRAM_TOKENS], table[s, NGRAM_SIZE])[i])
+    return np.int64(view_u32(table[s, NGRAM_TOKENS], table[s, NGRAM_SIZE])[i])
 
 
 @njit(cache=True, nogil=True)
 def exact_narrow(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int, token: int) -> tuple[int, int]:
     """Suffix array interval of a store's segment after one more token of the model's vocabulary."""
-    local = view_i32(table[s, 7], table[s, 8])[token] if 0 <= token < table[s, 8] else np.int32(0)
-    sa = view_u32(table[s, 5], table[s, 6])
-    if table[s, 4] == 2:
-        a, b = sa_narrow(view_u16(table[s, 2], table[s, 3]), sa, lo, hi, depth, np.int64(local))
+    local = to_local_of(table, s)[token] if 0 <= token < table[s, EXACT_VOCABULARY] else np.int32(0)
+    sa = suffixes_of(table, s)
+    if table[s, EXACT_ITEMSIZE] == 2:
+        a, b = sa_narrow(text_u16(table, s), sa, lo, hi, depth, np.int64(local))
     else:
-        a, b = sa_narrow(view_u32(table[s, 2], table[s, 3]), sa, lo, hi, depth, np.int64(local))
+        a, b = sa_narrow(text_u32(table, s), sa, lo, hi, depth, np.int64(local))
     return np.int64(a), np.int64(b)
 
 
@@ -91,12 +223,12 @@ def exact_successors(
     out_counts: NDArray[np.int32],
 ) -> int:
     """Next tokens of an interval, as ids of the model's vocabulary, with counts; returns how many."""
-    sa = view_u32(table[s, 5], table[s, 6])
-    if table[s, 4] == 2:
-        n, _ = sa_successors(view_u16(table[s, 2], table[s, 3]), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
+    sa = suffixes_of(table, s)
+    if table[s, EXACT_ITEMSIZE] == 2:
+        n, _ = sa_successors(text_u16(table, s), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
     else:
-        n, _ = sa_successors(view_u32(table[s, 2], table[s, 3]), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
-    to_global = view_u32(table[s, 9], table[s, 11])
+        n, _ = sa_successors(text_u32(table, s), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
+    to_global = view_u32(table[s, EXACT_TO_GLOBAL], table[s, EXACT_NUM_LOCAL])
     known = 0
     for i in range(n):
         if out_tokens[i] < len(to_global):  # a damaged store can hold other ids
@@ -109,11 +241,11 @@ def exact_successors(
 @njit(cache=True, nogil=True)
 def exact_distinct(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int) -> int:
     """1 when all suffixes of a sorted interval go on alike, else a guess from its size (a read would cost more)."""
-    sa = view_u32(table[s, 5], table[s, 6])
-    if table[s, 4] == 2:
-        tokens = view_u16(table[s, 2], table[s, 3])
+    sa = suffixes_of(table, s)
+    if table[s, EXACT_ITEMSIZE] == 2:
+        tokens = text_u16(table, s)
         same = sa_token(tokens, sa, lo, depth) == sa_token(tokens, sa, hi - 1, depth)
     else:
-        wide = view_u32(table[s, 2], table[s, 3])
+        wide = text_u32(table, s)
         same = sa_token(wide, sa, lo, depth) == sa_token(wide, sa, hi - 1, depth)
     return 1 if same else min(hi - lo, 2 + (hi - lo) // 8)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
 NUM_SOURCES = 8
+_CONTEXT, _PREDICTION, _RECYCLING, _DENSE = 0, 2, 3, 6
+"""How many `retrieve_spec.sources.SOURCE_NAMES` there are, and the places of some of them."""
 CELLS = NUM_SOURCES * LENGTH_BUCKETS * COUNT_BUCKETS * DISTINCT_BUCKETS
 PRIOR_WEIGHT = 6.0
 """Observations that the prior of a cell counts for."""
@@ -90,14 +92,14 @@ def recency_weight(cells: NDArray[np.float32], cell: int) -> float:
 @njit(cache=True, nogil=True)
 def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     """Weight of a level before anything was learned: n / (n + a·d), with a falling in the match length."""
-    if source == 3:  # recycling: the target's own probabilities
+    if source == _RECYCLING:  # the target's own probabilities
         return 0.75 if length >= 2 else 0.6
-    if source == 2:  # prediction: one continuation, trusted by how long it has been right
+    if source == _PREDICTION:  # one continuation, trusted by how long it has been right
         return 0.9 - 0.5 / (1.0 + length)
     if length == 0:
         a = 20.0
     elif length <= 1:
-        a = 6.0 if source == 0 else 4.0
+        a = 6.0 if source == _CONTEXT else 4.0
     elif length == 2:
         a = 2.5
     elif length == 3:
@@ -106,8 +108,8 @@ def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
         a = 1.0
     else:
         a = max(0.15, 3.5 / length)
-    if source > 3:
-        a = 3.0 if source == 6 and length < 6 else 1.0  # a similar state says less than the same text
+    if source > _RECYCLING:  # a store
+        a = 3.0 if source == _DENSE and length < 6 else 1.0  # a similar state says less than the same text
     return total / (total + a * distinct)
 
 

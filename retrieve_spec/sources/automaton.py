@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton as kernels
 from retrieve_spec.kernels import automaton_growth as growth
-from retrieve_spec.kernels.source_table import ROW
+from retrieve_spec.kernels import source_table
+from retrieve_spec.kernels.source_table import address
 
 BOUNDARY = -1
 """In place of a token id: no context reaches back over this point."""
@@ -100,12 +101,18 @@ class SuffixAutomaton:
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Descriptor for the mixture's source table; valid until the next `extend`."""
-        row = np.zeros(ROW, np.int64)
-        row[1] = number
-        row[2], row[3] = self.states.ctypes.data, len(self.states)
-        row[4], row[5] = self.edges.ctypes.data, len(self.edges)
-        row[6], row[7] = self.slots.ctypes.data, len(self.slots)
-        return row
+        return source_table.make_row(
+            source_table.AUTOMATON,
+            number,
+            {
+                source_table.AUTOMATON_STATES: address(self.states),
+                source_table.AUTOMATON_NUM_STATES: len(self.states),
+                source_table.AUTOMATON_EDGES: address(self.edges),
+                source_table.AUTOMATON_NUM_EDGES: len(self.edges),
+                source_table.AUTOMATON_SLOTS: address(self.slots),
+                source_table.AUTOMATON_NUM_SLOTS: len(self.slots),
+            },
+        )
 
 
 def _power_of_two(n: int) -> int:

@@ -13,7 +13,7 @@ from retrieve_spec.datastore.dense import DenseIndex, continuation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.kernels import source_table, trie
 from retrieve_spec.kernels.order import ORIGIN_BITS
-from retrieve_spec.sources.stores import address
+from retrieve_spec.kernels.source_table import address
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.segment import Segment
@@ -162,8 +162,15 @@ class DenseSource:
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Descriptor for the mixture's source table."""
-        row = np.zeros(source_table.ROW, np.int64)
-        row[0], row[1] = source_table.DENSE, number
-        row[2], row[3], row[4] = address(self.spans), *self.spans.shape
-        row[5], row[6], row[7] = address(self.similarity), address(self.weight), address(self.origins)
-        return row
+        return source_table.make_row(
+            source_table.DENSE,
+            number,
+            {
+                source_table.DENSE_SPANS: address(self.spans),
+                source_table.DENSE_NUM_SPANS: self.spans.shape[0],
+                source_table.DENSE_WIDTH: self.spans.shape[1],
+                source_table.DENSE_SIMILARITY: address(self.similarity),
+                source_table.DENSE_WEIGHTS: address(self.weight),
+                source_table.DENSE_ORIGINS: address(self.origins),
+            },
+        )

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import prediction as kernels
-from retrieve_spec.kernels.source_table import ROW
+from retrieve_spec.kernels import source_table
+from retrieve_spec.kernels.source_table import address
 
 HYPOTHESES = 3
 """Places in the text that are followed at once: found again, one token replaced, tokens inserted."""
@@ -39,7 +40,8 @@ class Prediction:
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Descriptor for the mixture's source table (the same for each cursor)."""
-        row = np.zeros(ROW, np.int64)
-        row[0], row[1] = 2, number
-        row[2], row[3] = self.text.ctypes.data, len(self.text)
-        return row
+        return source_table.make_row(
+            source_table.PREDICTION,
+            number,
+            {source_table.PREDICTION_TEXT: address(self.text), source_table.PREDICTION_LENGTH: len(self.text)},
+        )

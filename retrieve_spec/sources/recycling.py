@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling as kernels
-from retrieve_spec.kernels.source_table import ROW
+from retrieve_spec.kernels import source_table
+from retrieve_spec.kernels.source_table import address
 
 
 class RecyclingTable:
@@ -74,10 +75,15 @@ class RecyclingTable:
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Descriptor for the mixture's source table."""
-        row = np.zeros(ROW, np.int64)
-        row[0], row[1] = 1, number
-        row[2], row[3] = self.keys.ctypes.data, len(self.keys)
-        row[4] = self.info.ctypes.data
-        row[6] = self.tokens.ctypes.data
-        row[8], row[10] = self.probs.ctypes.data, self.k
-        return row
+        return source_table.make_row(
+            source_table.RECYCLING,
+            number,
+            {
+                source_table.RECYCLING_KEYS: address(self.keys),
+                source_table.RECYCLING_CAPACITY: len(self.keys),
+                source_table.RECYCLING_INFO: address(self.info),
+                source_table.RECYCLING_TOKENS: address(self.tokens),
+                source_table.RECYCLING_PROBS: address(self.probs),
+                source_table.RECYCLING_K: self.k,
+            },
+        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import source_table
 from retrieve_spec.kernels.ngram import MAX_ORDER
+from retrieve_spec.kernels.source_table import address
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.ngrams import NgramTable
@@ -42,33 +43,46 @@ class StoreRows:
             if segment.ngram is not None:
                 made.ngram.append(_ngram_row(segment.ngram, ngram_number, len(segment.to_local)))
             if len(segment.suffix_array):
-                row = _exact_row(segment, exact_number, 1 if segment.ngram is None else MAX_ORDER + 1)
-                row[15] = place
-                made.exact.append(row)
+                min_depth = 1 if segment.ngram is None else MAX_ORDER + 1
+                made.exact.append(_exact_row(segment, exact_number, min_depth, place))
         return made
 
 
-def address(array: NDArray[Any]) -> int:
-    """Where an array's data begin, for a source row."""
-    return int(array.__array_interface__["data"][0])
-
-
 def _ngram_row(table: NgramTable, number: int, vocabulary: int) -> NDArray[np.int64]:
-    row = np.zeros(source_table.ROW, np.int64)
-    row[0], row[1] = source_table.NGRAM, number
-    row[2], row[3] = address(table.slots), len(table.slots)
-    row[7], row[8], row[9] = address(table.succ_tokens), address(table.succ_counts), len(table.succ_tokens)
-    row[10], row[11], row[12] = MAX_ORDER, table.succ_tokens.dtype.itemsize, vocabulary
-    return row
+    return source_table.make_row(
+        source_table.NGRAM,
+        number,
+        {
+            source_table.NGRAM_SLOTS: address(table.slots),
+            source_table.NGRAM_NUM_SLOTS: len(table.slots),
+            source_table.NGRAM_TOKENS: address(table.succ_tokens),
+            source_table.NGRAM_COUNTS: address(table.succ_counts),
+            source_table.NGRAM_SIZE: len(table.succ_tokens),
+            source_table.NGRAM_ITEMSIZE: table.succ_tokens.dtype.itemsize,
+            source_table.NGRAM_ORDERS: MAX_ORDER,
+            source_table.NGRAM_VOCABULARY: vocabulary,
+        },
+    )
 
 
-def _exact_row(segment: Segment, number: int, min_depth: int) -> NDArray[np.int64]:
-    row = np.zeros(source_table.ROW, np.int64)
-    row[0], row[1] = source_table.EXACT, number
-    row[2], row[3], row[4] = address(segment.tokens), len(segment.tokens), segment.tokens.dtype.itemsize
-    row[5], row[6] = address(segment.suffix_array), len(segment.suffix_array)
-    row[7], row[8] = address(segment.to_local), len(segment.to_local)
-    row[9], row[11] = address(segment.to_global), len(segment.to_global)
-    row[10] = min_depth
-    row[12], row[13], row[14] = address(segment.top), len(segment.top), segment.bits
-    return row
+def _exact_row(segment: Segment, number: int, min_depth: int, place: int) -> NDArray[np.int64]:
+    return source_table.make_row(
+        source_table.EXACT,
+        number,
+        {
+            source_table.EXACT_TOKENS: address(segment.tokens),
+            source_table.EXACT_LENGTH: len(segment.tokens),
+            source_table.EXACT_ITEMSIZE: segment.tokens.dtype.itemsize,
+            source_table.EXACT_SUFFIXES: address(segment.suffix_array),
+            source_table.EXACT_NUM_SUFFIXES: len(segment.suffix_array),
+            source_table.EXACT_TO_LOCAL: address(segment.to_local),
+            source_table.EXACT_VOCABULARY: len(segment.to_local),
+            source_table.EXACT_TO_GLOBAL: address(segment.to_global),
+            source_table.EXACT_NUM_LOCAL: len(segment.to_global),
+            source_table.EXACT_TOP: address(segment.top),
+            source_table.EXACT_TOP_SIZE: len(segment.top),
+            source_table.EXACT_TOP_BITS: segment.bits,
+            source_table.EXACT_MIN_DEPTH: min_depth,
+            source_table.EXACT_SEGMENT: place,
+        },
+    )

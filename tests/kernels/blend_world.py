@@ -12,6 +12,7 @@ from naive_recycling import NaiveTable
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels import blend, expand, learn, order, source_table, weights
+from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
@@ -116,7 +117,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
         naive.Prediction(expected, len(text), position, matched),
         naive.Automaton(0, naive_context),
         naive.Automaton(1, naive_session),
-        *[naive.Exact(documents, int(row[10]), len(text)) for row in opened.exact],
+        *[naive.Exact(documents, int(row[source_table.EXACT_MIN_DEPTH]), len(text)) for row in opened.exact],
         naive.Recycling(naive_table),
         *[naive.Ngram(documents) for _ in opened.ngram],
     ]
@@ -141,7 +142,7 @@ def learned(rng, strength=5.0):
     reached, hit = rng.gamma(1, strength, (2, weights.CELLS)), rng.random((2, weights.CELLS))
     cells[:, 1], cells[:, 3] = reached
     cells[:, 0], cells[:, 2] = hit * reached
-    summed = rng.gamma(1, strength, (2 * weights.NUM_SOURCES, expand.SCALE_BINS + 1))
+    summed = rng.gamma(1, strength, (2 * weights.NUM_SOURCES, SCALE_BINS + 1))
     scale = np.stack([summed * rng.uniform(0.5, 1.2, summed.shape), summed], axis=-1).astype(np.float32)
     return cells, scale
 

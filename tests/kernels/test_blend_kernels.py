@@ -12,6 +12,8 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.kernels import expand, sampling, source_table, weights
+from retrieve_spec.kernels.scale import scaled
+from retrieve_spec.sources import SOURCE_NAMES
 
 
 def number_tokenizer(size):
@@ -230,6 +232,13 @@ def test_cells(number, length, total, distinct):
         )
 
 
+def test_priors_know_the_sources_by_their_numbers():
+    assert len(SOURCE_NAMES) == weights.NUM_SOURCES
+    numbers = weights._CONTEXT, weights._PREDICTION, weights._RECYCLING, weights._DENSE
+    assert [SOURCE_NAMES[number] for number in numbers] == ["context", "prediction", "recycling", "dense"]
+    assert set(SOURCE_NAMES[weights._RECYCLING + 1 :]) == {"ngram", "exact", "dense", "script"}
+
+
 @given(st.integers(0, 7), st.integers(0, 60), st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), max_size=30))
 def test_a_request_moves_the_odds_of_a_source(number, length, came):
     trust = naive.Trust().table()
@@ -247,6 +256,6 @@ def test_a_request_moves_the_odds_of_a_source(number, length, came):
 @given(st.floats(0, 1), st.integers(0, 15), st.integers(0, 3))
 def test_scale(p, number, seed):
     _, scale = blend_world.learned(np.random.default_rng(seed))
-    assert expand.scaled(scale, number, p) == pytest.approx(naive.scaled(scale, number, p), rel=1e-5, abs=1e-9)
+    assert scaled(scale, number, p) == pytest.approx(naive.scaled(scale, number, p), rel=1e-5, abs=1e-9)
     scale = np.zeros_like(scale)
-    assert expand.scaled(scale, number, p) == pytest.approx(min(p, 0.9999)), "nothing learned changes nothing"
+    assert scaled(scale, number, p) == pytest.approx(min(p, 0.9999)), "nothing learned changes nothing"

@@ -32,11 +32,14 @@ def table_of(found):
 
 
 def row_of(spans, similarity, weight):
-    row = np.zeros((1, source_table.ROW), np.int64)
-    row[0, 0], row[0, 1] = source_table.DENSE, 6
-    row[0, 2], row[0, 3], row[0, 4] = spans.ctypes.data, *spans.shape
-    row[0, 5], row[0, 6] = similarity.ctypes.data, weight.ctypes.data
-    return row
+    columns = {
+        source_table.DENSE_SPANS: spans.ctypes.data,
+        source_table.DENSE_NUM_SPANS: spans.shape[0],
+        source_table.DENSE_WIDTH: spans.shape[1],
+        source_table.DENSE_SIMILARITY: similarity.ctypes.data,
+        source_table.DENSE_WEIGHTS: weight.ctypes.data,
+    }
+    return source_table.make_row(source_table.DENSE, 6, columns)[None]
 
 
 @settings(deadline=None)

@@ -1,0 +1,73 @@
+"""Numba kernels that correct blended probabilities by what came of earlier ones, per source and log-odds bin."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.blend import Scratch
+from retrieve_spec.kernels.source_table import NUMBER
+
+SCALE_BINS = 33
+"""Bins over log-odds -8 … 8; a probability counts for the two around it."""
+SCALE_PRIOR = 8.0
+"""Summed probability that the prior of a bin, no correction, counts for."""
+SCALE_MEMORY = 1000.0
+"""Summed probability after which a bin forgets as fast as it learns."""
+CERTAIN = 0.9999
+"""Largest probability of a node."""
+
+
+@njit(cache=True, nogil=True)
+def _bin(p: float) -> tuple[int, float]:
+    """Lower bin of a probability on the log-odds scale and its fractional part."""
+    p = min(max(p, 1e-6), 1.0 - 1e-6)
+    x = (min(max(np.log(p / (1.0 - p)), -7.999), 7.999) + 8.0) * 2.0
+    i = int(x)
+    return i, x - i
+
+
+@njit(cache=True, nogil=True)
+def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
+    """Probability after the learned correction of a row of ``scale`` (`Calibration.scale`)."""
+    i, f = _bin(p)
+    low = (scale[row, i, 0] + SCALE_PRIOR) / (scale[row, i, 1] + SCALE_PRIOR)
+    high = (scale[row, i + 1, 0] + SCALE_PRIOR) / (scale[row, i + 1, 1] + SCALE_PRIOR)
+    return min(p * ((1.0 - f) * low + f * high), CERTAIN)
+
+
+@njit(cache=True, nogil=True)
+def learn_scale(
+    scale: NDArray[np.float32],
+    first: int,
+    table: NDArray[np.int64],
+    scratch: Scratch,
+    n: int,
+    min_p: float,
+    token: int,
+) -> None:
+    """Compare the probability of each of ``n`` candidates with what came.
+
+    Parameters
+    ----------
+    scale, first
+        Modified in place; the row of source 0, which tells greedy decoding from sampling with known noise.
+    min_p
+        Candidates below it are never drafted, so nothing is learned of them.
+    """
+    tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
+    for i in range(n):
+        if probs[i] < min_p:
+            continue
+        row = first + table[credit[i], NUMBER]
+        b, f = _bin(probs[i])
+        hit = 1.0 if tokens[i] == token else 0.0
+        for j in range(2):
+            w = (1.0 - f) if j == 0 else f
+            cell = scale[row, b + j]
+            if cell[1] > SCALE_MEMORY:
+                cell[0] *= 1.0 - 1.0 / SCALE_MEMORY
+                cell[1] *= 1.0 - 1.0 / SCALE_MEMORY
+            cell[0] += w * hit
+            cell[1] += w * probs[i]
