@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from retrieve_spec.datastore.files import sync_folder
+from retrieve_spec.datastore.files import explain_read_errors, sync_folder
 from retrieve_spec.errors import StoreCorruptError
 
 _COLUMNS = {
@@ -77,15 +77,19 @@ def rows_checksum(documents: Iterable[Document]) -> str:
 
 
 def check_exists(path: Path) -> None:
-    """Check that a catalogue is there and not empty.
+    """Check that a catalogue is there, not empty, and may be read.
 
     Raises
     ------
     StoreCorruptError
-        When it is not.
+        When it is missing or empty.
+    StoreError
+        When it may not be read.
     """
     if not path.is_file() or not path.stat().st_size:
         raise StoreCorruptError(f"a catalogue at {path}", "an empty file" if path.is_file() else "no file", _REBUILD)
+    with explain_read_errors(path), path.open("rb"):
+        pass
 
 
 class Catalog:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.dense_faiss import kind_of, nearest, open_index
-from retrieve_spec.datastore.files import FileEntry, map_array
+from retrieve_spec.datastore.files import FileEntry, check_mapped, map_array
 from retrieve_spec.datastore.manifest import DenseRecord
 from retrieve_spec.errors import ConfigError, ModelMismatchError, StoreCorruptError
 
@@ -28,8 +28,6 @@ INDEX = "dense_index.faiss"
 POSITIONS = "dense_positions.bin"
 TRANSFORM = ("dense_mean.bin", "dense_scale.bin", "dense_components.bin")
 DENSE_FILES = (INDEX, POSITIONS, *TRANSFORM)
-CHECKED_BYTES = 1 << 28
-"""The checksum of an index file up to this size is compared before its first search."""
 WEIGHTS_SAMPLED = 16
 """Of every parameter, for the fingerprint of a model."""
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -60,7 +58,10 @@ class Transform:
 
 
 class DenseIndex:
-    """Hidden states of one segment's tokens, in files mapped into memory; the first search reads what it needs.
+    """Hidden states of one segment's tokens, in files mapped into memory.
+
+    The first search compares the checksums of all of them, whatever their size: FAISS ends the process where numbers of
+    an IVF index are damaged, and only the checksum tells.
 
     Attributes
     ----------
@@ -88,10 +89,13 @@ class DenseIndex:
             record.hidden_size,
             record.fingerprint,
         )
-        self._path, self._checksum = folder / INDEX, files[INDEX].sha256
-        self._content = map_array(self._path, files[INDEX], scattered=True)  # now: the store may change meanwhile
-        self.positions: NDArray[np.uint32] = map_array(folder / POSITIONS, files[POSITIONS], scattered=True)
-        self._arrays = tuple(map_array(folder / name, files[name]) for name in TRANSFORM)
+        missing = [name for name in DENSE_FILES if name not in files]
+        if missing:
+            raise StoreCorruptError(f"a record of {missing[0]} beside the others of {folder}", "none", _REMEDY)
+        self._folder, self._files = folder, files
+        # Now: the store may change meanwhile.
+        self._mapped = {name: map_array(folder / name, files[name], scattered=True) for name in DENSE_FILES}
+        self.positions: NDArray[np.uint32] = self._mapped[POSITIONS]
         self._starts = starts
         self._removed = np.array(removed, np.int64)
 
@@ -106,33 +110,49 @@ class DenseIndex:
         return kind_of(self._faiss)
 
     @cached_property
+    def _checked(self) -> dict[str, NDArray[Any]]:
+        """Contents of the files, as they were written."""
+        for name, array in self._mapped.items():
+            check_mapped(array, self._folder / name, self._files[name])
+        return self._mapped
+
+    @cached_property
     def transform(self) -> Transform:
         """Mean, scale and principal components."""
-        mean, scale, components = self._arrays
+        mean, scale, components = arrays = [self._checked[name] for name in TRANSFORM]
         sizes = (len(mean), len(scale), len(components))
         expected = (self.hidden_size, self.hidden_size, self.hidden_size * self.dims)
         if sizes != expected:
-            raise StoreCorruptError(f"a transform of sizes {expected} in {self._path.parent}", f"{sizes}", _REMEDY)
-        if not all(np.isfinite(a).all() for a in self._arrays) or (scale <= 0).any():
-            raise StoreCorruptError(f"finite mean, scale and components in {self._path.parent}", "others", _REMEDY)
+            raise StoreCorruptError(f"a transform of sizes {expected} in {self._folder}", f"{sizes}", _REMEDY)
+        if not all(np.isfinite(a).all() for a in arrays) or (scale <= 0).any():
+            raise StoreCorruptError(f"finite mean, scale and components in {self._folder}", "others", _REMEDY)
         return Transform(mean, scale, components.reshape(self.hidden_size, self.dims))
 
     @cached_property
     def _faiss(self) -> Any:
-        small = len(self._content) <= CHECKED_BYTES
-        if small and (found := hashlib.sha256(self._content.data).hexdigest()) != self._checksum:
-            raise StoreCorruptError(f"checksum {self._checksum[:12]} of {self._path}", found[:12], _REMEDY)
+        path, content = self._folder / INDEX, self._checked[INDEX]
         try:
-            index = open_index(self._content)
-        except RuntimeError as error:
-            raise StoreCorruptError(f"a FAISS index in {self._path}", str(error).splitlines()[0], _REMEDY) from error
+            index = open_index(content)
+        except (RuntimeError, MemoryError) as error:
+            got = next(iter(str(error).splitlines()), "") or "more than the memory holds"
+            raise StoreCorruptError(f"a FAISS index in {path}", got, _REMEDY) from error
         if index.d != self.dims:
-            raise StoreCorruptError(f"keys of {self.dims} dimensions in {self._path}", f"{index.d}", _REMEDY)
+            raise StoreCorruptError(f"keys of {self.dims} dimensions in {path}", f"{index.d}", _REMEDY)
         if index.ntotal == 0:
-            raise StoreCorruptError(f"keys in {self._path}", "an empty index", _REMEDY)
+            raise StoreCorruptError(f"keys in {path}", "an empty index", _REMEDY)
         if index.ntotal != self.count:
-            raise StoreCorruptError(f"{self.count:,} keys in {self._path}", f"{index.ntotal:,}", _REMEDY)
+            raise StoreCorruptError(f"{self.count:,} keys in {path}", f"{index.ntotal:,}", _REMEDY)
         return index
+
+    def prepare(self) -> None:
+        """Compare the checksums and open the index now rather than at the first search.
+
+        Raises
+        ------
+        StoreCorruptError
+            When the files are damaged.
+        """
+        _ = self.transform, self._faiss
 
     def search(self, hidden: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Find the positions whose keys are most similar to hidden states.
@@ -179,7 +199,7 @@ class DenseIndex:
             similarity, numbers = nearest(self._faiss, keys, wanted)
             valid = (numbers >= 0) & (numbers < self.count)
             positions = np.where(valid, self.positions[np.where(valid, numbers, 0)], -1).astype(np.int64)
-            valid &= positions < int(self._starts[-1])
+            valid &= (positions < int(self._starts[-1])) & np.isfinite(similarity)
             if len(self._removed):
                 valid &= ~self._is_removed(positions)
             if wanted >= self.count or not len(self._removed) or (valid.sum(1) >= k).all():
@@ -198,8 +218,17 @@ class DenseIndex:
 
 
 def continuation(segment: Segment, position: int, most: int) -> NDArray[np.int32]:
-    """Token ids that follow a position in its document, (n,) int32 with n ≤ `most`."""
-    end = int(segment.document_starts[segment.document_of(position) + 1]) - 1
+    """Token ids that follow a position in its document, (n,) int32 with n ≤ `most`.
+
+    Raises
+    ------
+    StoreCorruptError
+        When the segment is damaged: no document of it has the position, or the text has ids that it does not use.
+    """
+    number = segment.document_of(position)
+    if not 0 <= number < len(segment.document_starts) - 1:
+        raise StoreCorruptError(f"a document at position {position} of segment {segment.name}", "none", _REMEDY)
+    end = int(segment.document_starts[number + 1]) - 1
     return segment.ids_of(segment.tokens[position + 1 : min(position + 1 + most, end)]).astype(np.int32)
 
 

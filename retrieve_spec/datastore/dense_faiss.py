@@ -96,11 +96,14 @@ def open_index(content: NDArray[np.uint8]) -> Any:
     Raises
     ------
     RuntimeError
-        When it is none.
+        When it is none, or of a kind that `build_index` does not make.
     """
     faiss = _faiss()
     reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(content), len(content))
     index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE)  # a query takes longer with that table
+    kinds = ((faiss.IndexFlatIP, True), (faiss.IndexHNSWSQ, True), (faiss.IndexIVFPQR, False))
+    if (type(index), index.metric_type == faiss.METRIC_INNER_PRODUCT) not in kinds:
+        raise RuntimeError(f"a {type(index).__name__} of metric {index.metric_type}")
     index.referenced_objects = [content]  # as FAISS itself holds what its indexes point into
     return index
 

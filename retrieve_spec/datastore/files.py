@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.errors import StoreCorruptError
+from retrieve_spec.errors import StoreCorruptError, StoreError
 
 _BLOCK = 1 << 22
 
@@ -26,10 +28,22 @@ class FileEntry:
     dtype: str = ""
 
 
+@contextmanager
+def explain_read_errors(path: Path) -> Iterator[None]:
+    """Turn missing permission or a failing disk into a `StoreError` that says so; a missing file stays what it is."""
+    try:
+        yield
+    except (StoreError, FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreError(f"to read {path}", reason, "Check who may read it, and the disk.") from error
+
+
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with explain_read_errors(path), path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
@@ -95,7 +109,29 @@ def check_content(path: Path, entry: FileEntry) -> None:
     StoreCorruptError
         When its checksum differs.
     """
-    found = sha256_of(path)
+    _compare_checksum(path, entry, sha256_of(path))
+
+
+def check_mapped(array: NDArray[Any], path: Path, entry: FileEntry) -> None:
+    """Check that a scattered array of `map_array` holds what was written, whatever lies at the path by now.
+
+    Raises
+    ------
+    StoreCorruptError
+        When its checksum differs.
+    """
+    _advise(array, "MADV_SEQUENTIAL")  # page by page, this one reading would take minutes on a slow disk
+    _compare_checksum(path, entry, hashlib.sha256(array.data).hexdigest())
+    _advise(array, "MADV_RANDOM")
+
+
+def _advise(array: NDArray[Any], advice: str) -> None:
+    mapped = getattr(array.base, "obj", None)
+    if isinstance(mapped, mmap.mmap) and hasattr(mmap, advice):
+        mapped.madvise(getattr(mmap, advice))
+
+
+def _compare_checksum(path: Path, entry: FileEntry, found: str) -> None:
     if found != entry.sha256:
         raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12], _REBUILD)
 
@@ -109,7 +145,8 @@ def check_size(path: Path, entry: FileEntry) -> None:
         When it is missing or its size differs.
     """
     try:
-        size = path.stat().st_size
+        with explain_read_errors(path):
+            size = path.stat().st_size
     except FileNotFoundError as error:
         raise _missing(path, entry) from error
     _compare_size(path, entry, size)
@@ -141,16 +178,17 @@ def map_array(path: Path, entry: FileEntry, *, scattered: bool = False) -> NDArr
     """
     dtype = np.dtype(entry.dtype)
     try:
-        with path.open("rb") as file:
+        with explain_read_errors(path), path.open("rb") as file:
             _compare_size(path, entry, os.fstat(file.fileno()).st_size)
             if entry.bytes == 0:
                 return np.empty(0, dtype)
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
         raise _missing(path, entry) from error
-    if scattered and hasattr(mmap, "MADV_RANDOM"):
-        mapped.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(mapped, dtype)
+    array = np.frombuffer(mapped, dtype)
+    if scattered:
+        _advise(array, "MADV_RANDOM")
+    return array
 
 
 _REBUILD = "Restore the file from a copy, or build the store again."

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.datastore.files import FileEntry, replace_file
+from retrieve_spec.datastore.files import FileEntry, explain_read_errors, replace_file
 from retrieve_spec.errors import StoreCorruptError, StoreIncompleteError, StoreNotFoundError, StoreVersionError
 
 FORMAT_VERSION = 2
@@ -180,10 +180,13 @@ def read_manifest(store: Path) -> Manifest:
         When another version of this library wrote it.
     StoreCorruptError
         When the manifest was altered or cut.
+    StoreError
+        When it may not be read.
     """
     path = store / MANIFEST
     try:
-        raw = json.loads(path.read_bytes())
+        with explain_read_errors(path):
+            raw = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _missing(store) from error
     except ValueError as error:

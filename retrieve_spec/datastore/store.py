@@ -184,6 +184,8 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
         When there is no store, an interrupted build, or one of another version.
     StoreCorruptError
         When a file is missing or has the wrong size (`verify_datastore` checks every byte).
+    StoreError
+        When a file may not be read.
     TokenizerMismatchError
         When the store was built with another tokenizer.
     """

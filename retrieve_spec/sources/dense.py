@@ -119,7 +119,7 @@ class DenseSource:
         """Open the indexes, and compile the kernels or load them from Numba's cache."""
         self.count = 0
         for _, _, index in self.indexes.parts:
-            assert index.count  # opens its files now
+            index.prepare()  # a damaged one is an error now, not amid the text
         self._fill(Neighbours(np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.int64)), 0)
         self.root()
 

@@ -1,0 +1,174 @@
+"""Dense indexes whose files changed: an error that says so before FAISS reads them, and no place outside the text."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import shutil
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from dense_models import save_model
+from test_corruption import rewrite
+
+from retrieve_spec.cli import run
+from retrieve_spec.config import DenseConfig, StoreConfig
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.dense import DENSE_FILES, INDEX, continuation
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import StoreCorruptError, StoreError
+from retrieve_spec.sources.dense import DenseIndexes, DenseSource
+
+HIDDEN = np.random.default_rng(5).normal(size=(4, 16)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    from byte_tokenizers import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / "texts" / name).write_text(f"{name}: the cat sat on the mat. " * 3)
+    config = StoreConfig(dense=DenseConfig(save_model(folder / "model"), dims=8, window=32, overlap=8))
+    build_datastore(folder / "s", str(folder / "texts"), byte_tokenizer(), config=config)
+    return folder / "s"
+
+
+@pytest.fixture
+def store(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "s")
+
+
+def segment_file(store, name):
+    return store / "segments" / "000001" / name
+
+
+def forge(store, name, content, checksum=True):
+    """Put other bytes in place and record their size, and their checksum unless said otherwise."""
+    segment_file(store, name).write_bytes(content)
+
+    def record(body):
+        entry = body["segments"][0]["files"][name]
+        entry["bytes"] = len(content)
+        if checksum:
+            entry["sha256"] = hashlib.sha256(content).hexdigest()
+
+    rewrite(store, record)
+
+
+def search(store):
+    return open_datastore(store).dense[0][1].search(HIDDEN, 30)
+
+
+@pytest.mark.parametrize("name", DENSE_FILES)
+@pytest.mark.parametrize("at", [0, 0.5, 1])
+def test_one_flipped_bit_is_found_before_the_first_search_and_by_verify(store, name, at):
+    path = segment_file(store, name)
+    content = bytearray(path.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+    for look in (search, verify_datastore):
+        with pytest.raises(StoreCorruptError, match=f"checksum.*{name}"):
+            look(store)
+    with pytest.raises(StoreCorruptError, match="checksum"):  # before the text that is drafted from it has begun
+        DenseSource(DenseIndexes([open_datastore(store)])).prepare()
+
+
+@pytest.mark.parametrize("name", DENSE_FILES)
+def test_files_cut_empty_or_missing_are_found_by_opening(store, name):
+    path = segment_file(store, name)
+    content = path.read_bytes()
+    for left in (content[:-1], content[:9], b""):
+        path.write_bytes(left)
+        with pytest.raises(StoreCorruptError, match=name):
+            open_datastore(store)
+    path.unlink()
+    with pytest.raises(StoreCorruptError, match="no such file"):
+        open_datastore(store)
+
+
+@pytest.mark.parametrize("name", DENSE_FILES)
+def test_a_manifest_that_leaves_out_a_file_is_refused(store, name):
+    rewrite(store, lambda body: body["segments"][0]["files"].pop(name))
+    if name == INDEX:  # then the segment has no dense index
+        assert open_datastore(store).dense == []
+    else:
+        with pytest.raises(StoreCorruptError, match=name):
+            open_datastore(store)
+
+
+def test_the_checksum_of_a_large_index_is_compared_too(store):
+    content = segment_file(store, INDEX).read_bytes()
+    size = (1 << 28) + 1
+    with segment_file(store, INDEX).open("r+b") as file:
+        file.truncate(size)  # FAISS reads no further than its own numbers, so that only the checksum tells
+    rewrite(store, lambda body: body["segments"][0]["files"][INDEX].update(bytes=size))
+    with pytest.raises(StoreCorruptError, match="checksum"):
+        search(store)
+    segment_file(store, INDEX).write_bytes(content)
+
+
+def test_no_change_puts_new_checksums_on_a_damaged_transform(store, tmp_path):
+    path = segment_file(store, "dense_mean.bin")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    (tmp_path / "new.txt").write_text("something else altogether")
+    before = (store / "manifest.json").read_bytes()
+    with pytest.raises(StoreCorruptError, match="checksum"):
+        add_documents(store, str(tmp_path / "new.txt"))
+    assert (store / "manifest.json").read_bytes() == before
+
+
+def other_kinds(keys):
+    dims = keys.shape[1]
+    for index in (faiss.IndexFlatL2(dims), faiss.IndexScalarQuantizer(dims, faiss.ScalarQuantizer.QT_8bit)):
+        index.train(keys)
+        index.add(keys)
+        yield faiss.serialize_index(index).tobytes()
+
+
+def test_indexes_of_other_kinds_are_refused(store):
+    count = open_datastore(store).dense[0][1].count
+    for content in other_kinds(np.ones((count, 8), np.float32)):
+        forge(store, INDEX, content)
+        with pytest.raises(StoreCorruptError, match="a FAISS index in"):
+            search(store)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_keys_that_are_not_finite_are_no_neighbours(store, value):
+    count = open_datastore(store).dense[0][1].count
+    keys = np.eye(8, dtype=np.float32)[np.arange(count) % 8]
+    keys[::2, 0] = value
+    index = faiss.IndexFlatIP(8)
+    index.add(keys)
+    forge(store, INDEX, faiss.serialize_index(index).tobytes())
+    similarity, positions = search(store)
+    assert np.isfinite(similarity).all()
+    assert not np.isin(positions, open_datastore(store).dense[0][1].positions[::2]).any()
+
+
+def test_a_continuation_in_damaged_documents_is_an_error(store):
+    content = np.fromfile(segment_file(store, "documents.bin"), "<u4")
+    forge(store, "documents.bin", np.full_like(content, 7).tobytes())
+    with pytest.raises(StoreCorruptError, match="a document at position 9"):
+        continuation(open_datastore(store).segments[0], 9, 4)
+
+
+@pytest.mark.parametrize("name", [*DENSE_FILES, "suffix_array.bin", "manifest.json", "catalog.sqlite"])
+def test_files_that_may_not_be_read(store, name, monkeypatch, capfd):
+    opened = Path.open
+
+    def refuse(path, *arguments, **options):
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(StoreError, match=rf"to read .*{name}, got Permission denied"):
+        open_datastore(store)
+    assert run(["verify", str(store)]) == 1
+    assert "Permission denied" in capfd.readouterr().err
