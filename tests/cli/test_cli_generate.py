@@ -187,7 +187,7 @@ def test_ctrl_c_while_streaming_ends_with_130_and_no_traceback():
     try:
         assert process.stdout.read(20)  # it streams
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130

@@ -33,11 +33,11 @@ class Live:
         self._server.install_signal_handlers = lambda: None
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + 60
         while not self._server.started:
             assert time.monotonic() < limit
             time.sleep(0.005)
-        self.client = httpx.Client(base_url=self.url, timeout=30, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
 
     def _on_done(self, task, done):
         self.done.append((task, done))

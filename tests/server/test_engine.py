@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from scripted import Collector, ScriptedBackend
+from scripted import Collector, ScriptedBackend, wait_for
 
 from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.engine import Engine, QueueFullError
@@ -38,13 +38,6 @@ def ask(engine, prompt, **fields):
     sink = Collector()
     sink.ticket = engine.submit(Task(tuple(prompt), fields.pop("rules", RULES), **fields), sink)
     return sink
-
-
-def wait_for(condition, timeout=5.0):
-    limit = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < limit, "did not happen"
-        time.sleep(0.002)
 
 
 def test_a_task_is_decoded_by_runs(engine, codec):
@@ -208,9 +201,10 @@ def test_stale_keystrokes_are_not_served(engine, backend):
 
 def test_deadline_ends_with_what_there_is(engine, backend):
     backend.gate = threading.Semaphore(0)
-    sink = ask(engine, [500], deadline_s=0.05, rules=StopRules(max_tokens=100))
+    sink = ask(engine, [500], deadline_s=0.5, rules=StopRules(max_tokens=100))
     backend.gate.release(1)
-    time.sleep(0.06)
+    wait_for(lambda: backend.passes == 1)
+    time.sleep(0.6)
     backend.gate.release(100)
     done = sink.result()
     assert done.deadline_hit

@@ -3,10 +3,9 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 
 import pytest
-from scripted import ScriptedBackend
+from scripted import ScriptedBackend, wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
@@ -31,13 +30,6 @@ def server(live, say):
 
 
 INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
-
-
-def wait_for(condition, timeout=5.0):
-    limit = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < limit, "did not happen"
-        time.sleep(0.002)
 
 
 # ── /infill ──

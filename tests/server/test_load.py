@@ -11,7 +11,7 @@ import time
 
 import httpx
 import pytest
-from scripted import ScriptedBackend
+from scripted import ScriptedBackend, wait_for
 
 from retrieve_spec.config import ServeConfig
 
@@ -48,7 +48,7 @@ async def one_client(number, client, until, seen):
         body = {"input_prefix": f"client = {number}\n", "prompt": line, "input_suffix": "\n", "n_predict": 8}
         headers = {"X-Client-Id": str(number)} if number % 2 else {}
         try:
-            timeout = 0.02 if rng.random() < 0.03 else 30
+            timeout = 0.02 if rng.random() < 0.03 else 120
             answer = await client.post("/infill", json=body, headers=headers, timeout=timeout)
         except httpx.TimeoutException:
             assert timeout < 1, "a request was never answered"
@@ -78,7 +78,7 @@ def test_two_hundred_clients(live, codec):
 
     async def run():
         limits = httpx.Limits(max_connections=CLIENTS)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=30, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=120, trust_env=False) as client:
             until = time.monotonic() + SECONDS
             await asyncio.gather(*(one_client(number, client, until, seen) for number in range(CLIENTS)))
 
@@ -87,7 +87,7 @@ def test_two_hundred_clients(live, codec):
     asyncio.run(run())
     assert seen["answered"] > CLIENTS
     assert seen["malformed"] > 0
-    assert server.service.engine.queue_length == 0
+    wait_for(lambda: server.service.engine.queue_length == 0)  # the last to leave may not have been noticed yet
     assert server.client.get("/health").status_code == 200
     assert rss() - before < 300 << 20
     assert len(server.service.engine._pool._slots) <= config.slots

@@ -58,9 +58,9 @@ class Session:
         return self
 
     async def __aexit__(self, *_):
-        await asyncio.wait_for(self.client.shutdown_async(None), 10)
+        await asyncio.wait_for(self.client.shutdown_async(None), 60)
         self.client.exit(None)
-        await asyncio.wait_for(self.client.stop(), 10)
+        await asyncio.wait_for(self.client.stop(), 60)
 
     def request(self, line, character, *, invoked=False, selected=None):
         kind = lsp.InlineCompletionTriggerKind.Invoked if invoked else lsp.InlineCompletionTriggerKind.Automatic
@@ -77,7 +77,7 @@ class Session:
         return await self.client.workspace_execute_command_async(lsp.ExecuteCommandParams("tests.accepted"))
 
     async def complete(self, line, character, **options):
-        return await asyncio.wait_for(self.request(line, character, **options), 20)
+        return await asyncio.wait_for(self.request(line, character, **options), 60)
 
     def change(self, version, text):
         self.client.text_document_did_change(
@@ -131,8 +131,8 @@ def test_a_newer_request_ends_the_older_one():
             await asyncio.sleep(0.05)
             s.change(2, TEXT.replace("ret\n", "retu\n"))
             newer = s.request(1, 20)
-            assert (await asyncio.wait_for(newer, 20)).items
-            assert await asyncio.wait_for(older, 20) is None
+            assert (await asyncio.wait_for(newer, 60)).items
+            assert await asyncio.wait_for(older, 60) is None
 
     run(scenario())
 
@@ -147,7 +147,7 @@ def test_a_cancelled_request_is_cancelled():
             (identity,) = [i for i, f in s.client.protocol._request_futures.items() if not f.done()]
             s.client.protocol.notify(lsp.CANCEL_REQUEST, lsp.CancelParams(identity))
             with pytest.raises(JsonRpcRequestCancelled):
-                await asyncio.wait_for(future, 10)
+                await asyncio.wait_for(future, 60)
             assert (await s.complete(1, 18)).items
 
     run(scenario())

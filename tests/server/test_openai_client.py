@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
-from scripted import ScriptedBackend
+from scripted import ScriptedBackend, wait_for
 
 openai = pytest.importorskip("openai", reason="pip install openai")
 
@@ -60,14 +59,10 @@ def test_closing_mid_stream_stops_the_model(client, codec):
         next(stream)
     job = client.server.service.engine._running
     stream.close()
-    limit = time.monotonic() + 5
-    while not job.cancel.is_set():
-        assert time.monotonic() < limit, "the server did not notice"
-        time.sleep(0.002)
+    wait_for(job.cancel.is_set)
     spent = backend.passes
     backend.gate.release(1000)
-    while client.server.service.engine.busy:
-        time.sleep(0.002)
+    wait_for(lambda: not client.server.service.engine.busy)
     assert backend.passes <= spent + 1
     assert client.server.done[-1][1].outcome == "cancelled"
 

@@ -32,7 +32,7 @@ class Process:
         self.child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False)
 
-    def ready(self, timeout=90.0, indexed=False):
+    def ready(self, timeout=180.0, indexed=False):
         limit = time.monotonic() + timeout
         while True:
             assert self.child.poll() is None, self.child.stderr.read()
@@ -47,7 +47,7 @@ class Process:
 
     def stop(self, signum=signal.SIGTERM):
         self.child.send_signal(signum)
-        self.child.wait(timeout=20)
+        self.child.wait(timeout=60)
         self.child.stderr.close()
         self.client.close()
 
@@ -105,7 +105,7 @@ def test_a_server_that_is_ended_says_so_to_who_waits(processes):
             assert not answer.done()
         server.child.send_signal(signal.SIGTERM)
         shown = answer.result(60)
-    _, errors = server.child.communicate(timeout=20)
+    _, errors = server.child.communicate(timeout=60)
     assert shown.status_code == 503, shown.text
     assert "the server is stopping" in shown.text
     assert "Traceback" not in errors
