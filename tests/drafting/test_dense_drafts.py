@@ -91,6 +91,22 @@ def test_nothing_is_asked_while_the_trie_is_followed(store):
     assert index.asked <= 2
 
 
+@pytest.mark.parametrize("followed", [False, True])
+def test_fed_text_leaves_the_neighbours_behind(store, followed):
+    """The state that is known, and what was found with it, stand before other text than what comes next."""
+    drafter, index, text = auto(store), store.dense[0][1], TEXTS[0]
+    drafter.start(np.array(paraphrase(text[:30]), np.int32))
+    emitted = np.array(text[30:31], np.int32)
+    hidden = state_of(paraphrase(text[:30]), like=meaning)
+    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=hidden))
+    if followed:
+        assert DENSE in drafter.propose(Budget(8, 8)).source
+    drafter.feed(np.array(paraphrase(text[60:70]), np.int32))
+    index.asked = 0
+    assert DENSE not in drafter.propose(Budget(8, 8)).source
+    assert index.asked == 0
+
+
 def test_after_a_rejected_draft_the_state_before_the_new_root_is_asked_for(store):
     """The text jumps from one document to another; neighbours that go on with another token are dropped."""
     drafter = Dresd([store])

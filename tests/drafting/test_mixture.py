@@ -158,6 +158,16 @@ def test_text_without_repeats_is_rarely_looked_at_and_comes_back(run, monkeypatc
     assert drafter.context.root()[1] == 5 + 1400, "nothing was left out while resting"
 
 
+def test_a_new_request_is_looked_at_at_once(run):
+    """That nothing paid in one request says nothing about the next."""
+    cost = (1.0 + 0.05 * np.arange(33)).astype(np.float32)
+    drafter = MixtureDrafter(recycling=False)
+    run(drafter, lambda left: Budget(32, left, cost)).request([1, 2, 3], np.arange(100, 160))
+    assert drafter._rest > 0
+    drafter.start(np.array([1, 2, 3] * 20, np.int32))
+    assert len(drafter.propose(Budget(32, 8, cost)))
+
+
 def test_without_a_cost_it_never_rests(run):
     drafter = MixtureDrafter(recycling=False)
     run(drafter).request([1, 2, 3], np.arange(100, 160))
@@ -237,6 +247,27 @@ def test_fed_text_is_context(run):
     assert drafter.context.root()[1] == 6 + 103 + 48
 
 
+def test_fed_text_is_what_the_newest_tokens_are_looked_up_in():
+    """Sources that are looked up by the newest tokens know those that were fed, after a prompt of none too."""
+    drafter = MixtureDrafter()
+    drafter.start(np.empty(0, np.int32))
+    top = np.arange(50, 58, dtype=np.int32)[None]
+    drafter.observe_prompt(np.array([7], np.int32), top, np.linspace(3, 0, 8, dtype=np.float32)[None])
+    drafter.feed(np.array([1, 2, 7], np.int32))
+    assert drafter.propose(Budget(8, 1)).token_ids[0] == 50
+
+
+def test_a_chain_is_held_against_what_it_promised_itself(markov_text):
+    """Verifiers of chains take one branch of a tree: what the others promised is nothing they could have kept."""
+    drafter = MixtureDrafter()
+    drafter.start(markov_text(3, 300))
+    tree = drafter.propose(Budget(32, 8))
+    chain = tree.first_branch()
+    assert len(chain) < len(tree)
+    drafter.observe(VerifiedPass(chain, np.empty(0, np.int32), np.array([999], np.int32)))
+    assert drafter.calibration.drafts[False] == pytest.approx([0.0, chain.expected_accepted])
+
+
 def test_a_prediction_is_followed(run, markov_text):
     expected = RANDOM.integers(100, 4000, 300).astype(np.int32)
     output = np.concatenate([expected[:100], [7, 8], expected[100:200], expected[220:]])
@@ -261,6 +292,25 @@ def test_recycling_learns_from_rejected_branches(run):
     assert 77 in drafted.token_ids.tolist()
     node = drafted.token_ids.tolist().index(77)
     assert SOURCE_NAMES[drafted.source[node]] == "recycling"
+
+
+def test_recycling_learns_at_the_right_contexts_after_a_rest():
+    """What was emitted while drafting rested is not yet in the text when the next pass shows its top tokens."""
+    never_pays = (1.0 + 100.0 * np.arange(5)).astype(np.float32)
+    logits = np.linspace(3, 0, 8, dtype=np.float32)[None]
+    drafter = MixtureDrafter()
+    text = list(range(40))
+    drafter.start(np.array(text[:1], np.int32))
+    rests = 0
+    for token, following in zip(text, text[1:], strict=False):
+        tree = drafter.propose(Budget(4, 4, never_pays))
+        rests += drafter._rest > 0
+        top = 100 * token + np.arange(8, dtype=np.int32)[None]
+        drafter.observe(VerifiedPass(tree, np.empty(0, np.int32), np.array([following], np.int32), top, logits))
+    assert rests, "nothing pays"
+    for token in text:
+        known = drafter.recycling.lookup([token])[0]
+        assert set(known.tolist()) <= set(range(100 * token, 100 * token + 8))
 
 
 def test_calibration_does_not_see_the_answer(run):
@@ -329,10 +379,11 @@ def sampled(seed, length, alphabet=12):
     return np.array(text, np.int32)
 
 
-def noisy(drafter, run, text, known, start=300, seed=9):
+def noisy(drafter, run, text, known, start=300, seed=9, unseen=0):
+    """Mean accepted and expected tokens; the drafter does not see the first `unseen` tokens of the text."""
     r = run(drafter)
     r.budget = lambda left: Budget(8, left, None, (seed, 0, len(text) - left) if known else None)
-    r.request(text[:start], text[start:])
+    r.request(text[unseen:start], text[start:])
     return np.mean(r.accepted), np.mean([tree.expected_accepted for tree in r.trees])
 
 
@@ -345,8 +396,9 @@ def test_known_noise_tells_which_token_will_be_drawn(run):
     assert wrong < known, "the noise of another seed is no help"
 
 
-def test_expected_is_what_comes_with_known_noise(run):
-    known, expected = noisy(MixtureDrafter(recycling=False), run, sampled(9, 5000), True)
+@pytest.mark.parametrize("unseen", [0, 50])
+def test_expected_is_what_comes_with_known_noise(run, unseen):
+    known, expected = noisy(MixtureDrafter(recycling=False), run, sampled(9, 5000), True, unseen=unseen)
     assert 1 + expected == pytest.approx(1 + known, rel=0.05)
 
 
