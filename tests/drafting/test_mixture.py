@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -302,7 +304,7 @@ def test_recycling_learns_at_the_right_contexts_after_a_rest():
     text = list(range(40))
     drafter.start(np.array(text[:1], np.int32))
     rests = 0
-    for token, following in zip(text, text[1:], strict=False):
+    for token, following in itertools.pairwise(text):
         tree = drafter.propose(Budget(4, 4, never_pays))
         rests += drafter._rest > 0
         top = 100 * token + np.arange(8, dtype=np.int32)[None]
