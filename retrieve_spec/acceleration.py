@@ -20,12 +20,12 @@ from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.readahead import read_ahead
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
-from retrieve_spec.decoding.acceptance import read_logits
 from retrieve_spec.decoding.costprobe import measure_passes
 from retrieve_spec.decoding.drafters import OFF
 from retrieve_spec.decoding.fast_verifier import try_build
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import attention_of, read_interface
+from retrieve_spec.decoding.pass_logits import read_logits
 from retrieve_spec.decoding.plain import StepVerifier
 from retrieve_spec.decoding.probe import Finding, probe
 from retrieve_spec.decoding.speculation import Speculation

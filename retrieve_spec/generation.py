@@ -147,7 +147,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
     arguments.pop("self")
     arguments |= arguments.pop("kwargs", {})
-    with speculation.exclusive():
+    with speculation.turns.lock:
         if own["draft"] is not None:
             speculation.drafter(own["draft"])
         tokenizer = arguments.get("tokenizer") or speculation.tokenizer
@@ -155,7 +155,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(prepared, Prepared) and len(prepared.inputs.input_ids) > 1:
             rows = len(prepared.inputs.input_ids)
             own["predictions"] = _row_predictions(own.pop("prediction"), tokenizer, rows)
-            with speculation.deciding():
+            with speculation.turns.decoding():
                 output = generate_batch(speculation, prepared, arguments, **own)
             if isinstance(output, torch.Tensor):
                 return output
@@ -174,14 +174,14 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             keep_scores=wants_dict and bool(config.output_scores),
             keep_raw=wants_dict and bool(config.output_logits),
         )
-        with speculation.deciding():
+        with speculation.turns.decoding():
             _feed(running, prepared, arguments.get("streamer"))
         return _result(running, prepared, wants_dict)
 
 
 def _prepare(model: Any, arguments: dict[str, Any], max_rows: int = 1) -> Prepared | str:
     """Prepare a call, or say why the original `generate` decodes it."""
-    if model.speculation.is_deciding:
+    if model.speculation.turns.is_decoding:
         return "it is asked for in the middle of another generation"
     return prepare(model, _original(model), model.speculation.interface, arguments, max_rows)
 
@@ -205,7 +205,7 @@ def _result(running: Running, prepared: Prepared, wants_dict: bool) -> Any:
     sequences = torch.cat([ids, new_ids], dim=-1)  # narrower prompts become int64, as in plain decoding
     if not wants_dict:
         return sequences
-    scores, raw = running.chooser.scores, running.chooser.raw
+    scores, raw = running.decoding.chooser.scores, running.decoding.chooser.raw
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
         scores=tuple(scores) if scores is not None else None,

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.decoding import fast_verifier, tree_attention
-from retrieve_spec.decoding.acceptance import SamplingChooser, Warpers, read_logits, walk
+from retrieve_spec.decoding.acceptance import SamplingChooser, Warpers, walk
 from retrieve_spec.decoding.device_acceptance import DeviceChooser
 from retrieve_spec.decoding.interface import read_interface
+from retrieve_spec.decoding.pass_logits import read_logits
 from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
 from retrieve_spec.decoding.probe import probe
 from retrieve_spec.decoding.text import RowText

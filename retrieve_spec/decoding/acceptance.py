@@ -15,66 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from retrieve_spec.decoding.pass_logits import PassLogits, read_logits
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.errors import DistributionError
 from retrieve_spec.kernels.sampling import gumbel_argmax, gumbel_argmax_row, truncate_row
-from retrieve_spec.kernels.topk import BLOCK, row_topk
 from retrieve_spec.kernels.treemask import find_child
-
-
-@dataclass(slots=True)
-class PassLogits:
-    """Logits of one pass, read to the host only as far as needed.
-
-    Attributes
-    ----------
-    logits
-        (rows, vocab), on the model's device, any float dtype.
-    top_ids, top_logits
-        (rows, k) int32 and float32, most probable first, k >= 1; column 0 is the argmax (the
-        first NaN where there is one).
-    chosen
-        (rows,) int32 tokens that were chosen on the device, -1 where the host chooses; None when the host chooses all.
-    """
-
-    logits: torch.Tensor
-    top_ids: NDArray[np.int32]
-    top_logits: NDArray[np.float32]
-    _host: NDArray[np.float32] | None = None
-    chosen: NDArray[np.int32] | None = None
-
-    def row(self, i: int) -> NDArray[np.float32]:
-        """(vocab,) float32 logits of one row on the host."""
-        row: NDArray[np.float32]
-        row = self._host[i] if self._host is not None else self.logits[i].float().cpu().numpy()
-        return row
-
-
-def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
-    """Find the `top_k` (at least 1) largest entries of every row, with one copy from the device."""
-    if logits.device.type != "cpu":
-        return read_packed(logits, top_k, None)
-    k = min(max(top_k, 1), logits.shape[-1])
-    rows = logits if logits.dtype == torch.float32 else logits.float()
-    rows = rows if rows.is_contiguous() else rows.contiguous()
-    host = rows.numpy()
-    ids = np.empty((len(host), k), np.int32)
-    values = np.empty((len(host), k), np.float32)
-    full = host.shape[1] // BLOCK
-    blocks = rows if full * BLOCK == host.shape[1] else rows[:, : full * BLOCK]
-    maxima = blocks.view(len(host), full, BLOCK).amax(-1).numpy() if full else host[:, :0]
-    row_topk(host, maxima, ids, values)
-    if np.isnan(maxima.max(initial=-np.inf)) or np.isnan(host[:, full * BLOCK :].max(initial=-np.inf)):
-        _put_nan_first(host, ids)
-    return PassLogits(logits, ids, values, host)
-
-
-def _put_nan_first(host: NDArray[np.float32], ids: NDArray[np.int32]) -> None:
-    """Let the first NaN of a row be its argmax, as in torch: a model that overflowed decodes as it does plainly."""
-    for r in np.flatnonzero(np.isnan(host).any(axis=1)):
-        nan = int(np.isnan(host[r]).argmax())
-        ids[r] = np.concatenate([[nan], ids[r][ids[r] != nan]])[: ids.shape[1]]
 
 
 def check_drawable(scores: NDArray[np.float32]) -> None:
@@ -92,22 +38,6 @@ def check_drawable(scores: NDArray[np.float32]) -> None:
             f"{highest} as the highest of them",
             "Load the model in bfloat16 or float32, or check the logits processors.",
         )
-
-
-def read_packed(logits: torch.Tensor, top_k: int, chosen: torch.Tensor | None) -> PassLogits:
-    """Copy the `top_k` largest entries of every row and the tokens `chosen` (rows,) on the device at once."""
-    k = min(max(top_k, 1), logits.shape[-1])
-    values_, ids_ = torch.topk(logits, k, dim=-1)
-    best = logits.argmax(dim=-1, keepdim=True)  # ties go to the lowest id, which topk does not promise
-    parts = [best.int(), ids_.int(), values_.float().view(torch.int32)]
-    if chosen is not None:
-        parts.append(chosen.int()[:, None])
-    packed = torch.cat(parts, dim=-1).cpu().numpy()  # the one wait for the device in a step
-    ids = np.ascontiguousarray(packed[:, 1 : k + 1])
-    for r in np.flatnonzero(ids[:, 0] != packed[:, 0]):
-        ids[r] = np.concatenate([packed[r, :1], ids[r][ids[r] != packed[r, 0]]])[:k]
-    values = np.ascontiguousarray(packed[:, k + 1 : 2 * k + 1]).view(np.float32)
-    return PassLogits(logits, ids, values, chosen=None if chosen is None else packed[:, -1])
 
 
 class Chooser(Protocol):

@@ -121,7 +121,7 @@ class Batch:
         with torch.no_grad():
             outputs = forward_together(verifiers, [row.text.last_ids for row in rows], trees, rows[0].wants_hidden)
         for row in rows:
-            row.take_down()
+            row.log.take_down()
         logits = [row.read(output, tree) for row, output, tree in zip(rows, outputs, trees, strict=True)]
         checked = perf_counter()
         walks = [row.accept(tree, seen) for row, tree, seen in zip(rows, trees, logits, strict=True)]
@@ -131,7 +131,7 @@ class Batch:
         times = np.diff([began, drafted, checked, committed, perf_counter()])
         share = tuple((times / len(rows)).tolist())
         for row, tree, verified in zip(rows, trees, walks, strict=True):
-            row.note(tree, verified, share, observed=False)
+            row.log.note(tree, verified, share, row.text.length)
         nodes = sum(map(len, trees)) + len(rows) - 1
         self._costs[len(rows)].observe(nodes, context, float(times[1]), float(times.sum() - times[1]))
         self._passes += 1
@@ -145,10 +145,9 @@ class Batch:
 
     def finish(self, seconds: float) -> GenerationReport:
         """End all rows; their reports as one."""
-        for row, verifier in zip(self._rows, self._verifiers, strict=True):
-            verifier.finish()
+        for row in self._rows:
             row.finish()
-        parts = [row.summary() for row in self._rows]
+        parts = [row.log.summary() for row in self._rows]
         merged = GenerationReport(parts[0].mode, parts[0].reason, rows=len(parts), seconds=seconds)
         for part in parts:
             for name in ("new_tokens", "nodes", "prefill_ms", "draft_ms", "verify_ms", "commit_ms", "learn_ms"):
@@ -209,18 +208,25 @@ def generate_batch(
         given = text.prompt_ids[padding[i] :]
         rows.append(
             Decoding(
-                own, verifiers[i], drafter, chooser, stopper, limits, CostModel(), predictions[i], given, text=text
+                own,
+                verifiers[i],
+                drafter,
+                chooser,
+                stopper,
+                limits,
+                None,
+                prediction_ids=predictions[i],
+                context_ids=given,
+                text=text,
             )
         )
     batch = Batch(rows, verifiers, speculation.batch_costs(len(rows)), nodes is None)
-    speculation._begin()
+    speculation.turns.begin()
     began = perf_counter()
     try:
         batch.run()
     finally:
-        report = speculation.last = batch.finish(perf_counter() - began)
-        if drafters[0] is None:
-            report.mode, report.reason = "plain", "drafting is off"
+        speculation.last = batch.finish(perf_counter() - began)
     pad = prepared.config._pad_token_tensor
     return padded_together([row.text for row in rows], pad).to(inputs.input_ids.device)
 

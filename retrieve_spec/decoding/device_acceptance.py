@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.decoding.acceptance import GreedyChooser, PassLogits, SamplingChooser, Warpers, read_packed
+from retrieve_spec.decoding.acceptance import GreedyChooser, SamplingChooser, Warpers
+from retrieve_spec.decoding.pass_logits import PassLogits, read_packed
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.sampling import noise_key

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.decoding.acceptance import Chooser, PassLogits, Walk, walk
+from retrieve_spec.decoding.acceptance import Chooser, Walk, walk
 from retrieve_spec.decoding.cost import CostModel
+from retrieve_spec.decoding.pass_log import PassLog
+from retrieve_spec.decoding.pass_logits import PassLogits
 from retrieve_spec.decoding.report import GenerationReport
 from retrieve_spec.decoding.stopping import Stopper
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.decoding.verifier import Verifier, VerifierInputs, VerifierOutput
 from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.sources import SOURCE_NAMES
 
 _NO_DRAFT = DraftTree()
-_Seconds = tuple[float, float, float, float]
-"""What a pass took: drafting, forward, commit, learning."""
 
 
 @dataclass(slots=True)
@@ -60,8 +60,30 @@ class Limits:
 class Decoding:
     """One generation of one row.
 
-    Iterating yields (t,) int32 arrays: the visible tokens of each pass, once. Nothing about the draft can change them.
-    The caller may stop at any point.
+    `run` yields (t,) int32 arrays: the visible tokens of each pass, once. Nothing about the draft can change them. The
+    caller may stop at any point, and calls `finish` in any case.
+
+    Parameters
+    ----------
+    inputs, verifier
+        What the generation starts from, and what runs the model.
+    drafter
+        None decodes without drafts.
+    chooser, stopper
+        Which token is the target's next, and after which it ends.
+    limits
+        How much one pass may draft.
+    cost
+        What passes take: sizes drafts where `limits` leave it open, and learns. None where passes are not over this row
+        alone.
+    prediction_ids
+        (m,) int32 text the output is expected to follow.
+    context_ids
+        (n,) int32 what the drafter reads in place of the prompt.
+    on_pass
+        Called with what each pass showed the drafter, the prompt's first.
+    text
+        The row, if someone has it already.
     """
 
     def __init__(
@@ -72,7 +94,8 @@ class Decoding:
         chooser: Chooser,
         stopper: Stopper,
         limits: Limits,
-        cost: CostModel,
+        cost: CostModel | None,
+        *,
         prediction_ids: NDArray[np.int32] | None = None,
         context_ids: NDArray[np.int32] | None = None,
         on_pass: Callable[[VerifiedPass], None] | None = None,
@@ -80,10 +103,9 @@ class Decoding:
     ) -> None:
         self.text = RowText(inputs.input_ids, limits.max_length + 1) if text is None else text
         self.report = GenerationReport(mode=verifier.mode, reason=verifier.reason)
-        self._accepted = np.zeros(256, np.int64)  # by source
-        self._log: list[tuple[DraftTree, int, NDArray[np.uint8] | None, _Seconds]] = []
-        self._noted: tuple[DraftTree, Walk, _Seconds, int, bool] | None = None
-        self._inputs, self._verifier, self._chooser, self._stopper = inputs, verifier, chooser, stopper
+        self.log = PassLog(self.report, cost, self.text.prompt_length, limits.provenance)
+        self.chooser = chooser
+        self._inputs, self._verifier, self._stopper = inputs, verifier, stopper
         self._drafter, self._limits, self._cost, self._prediction_ids = drafter, limits, cost, prediction_ids
         self._context_ids = self.text.prompt_ids if context_ids is None else context_ids
         self._on_pass = on_pass
@@ -98,14 +120,15 @@ class Decoding:
             tree = self.draft(self._cost_of_nodes())
             drafted = perf_counter()
             output = self._verify(tree)
-            self.take_down()  # of the pass before, while a device works on this one
+            self.log.take_down()  # the pass before, while a device works on this one
             logits = self.read(output, tree)  # waits for the device: its time is the pass's
             checked = perf_counter()
             verified = self.accept(tree, logits)
             committed = perf_counter()
             self.learn(tree, verified, logits, output)
             learned = perf_counter()
-            self.note(tree, verified, (drafted - began, checked - drafted, committed - checked, learned - committed))
+            seconds = drafted - began, checked - drafted, committed - checked, learned - committed
+            self.log.note(tree, verified, seconds, self.text.length)
             yield verified.emitted
 
     def prefill(self) -> Generator[NDArray[np.int32], None, Walk]:
@@ -116,6 +139,8 @@ class Decoding:
         plain = self._verifier.mode == "plain"
         if plain:
             self._drafter = None
+        elif self._drafter is None:
+            self.report.mode, self.report.reason = "plain", "drafting is off"
         if self._drafter is not None:
             self._drafter.start(self._context_ids, self._prediction_ids)
             self._started = True
@@ -148,7 +173,7 @@ class Decoding:
 
     def _cost_of_nodes(self) -> NDArray[np.float32] | None:
         """Seconds of a pass by number of nodes, where the budget follows them."""
-        if self._drafter is None or self._limits.nodes is not None:
+        if self._drafter is None or self._cost is None or self._limits.nodes is not None:
             return None
         return self._cost.seconds(self.text.length, MAX_NODES)
 
@@ -171,7 +196,7 @@ class Decoding:
         nodes = most if limits.nodes is None else min(limits.nodes, most)
         if depth < 1:
             nodes, cost = 0, None
-        noise = self._chooser.noise_at(self.text)
+        noise = self.chooser.noise_at(self.text)
         tree = self._drafter.propose(Budget(nodes, max(depth, 0), cost, noise))
         return tree.first_branch() if self._verifier.mode == "chain" and not tree.is_chain else tree
 
@@ -183,13 +208,13 @@ class Decoding:
     def read(self, output: VerifierOutput, tree: DraftTree, first_row: int = 0) -> PassLogits:
         """Bring over what the walk and the drafter need of a pass's logits; waits for the device."""
         top_k = self._drafter.top_k if self._drafter is not None else 1
-        return self._chooser.read(output.logits, first_row, tree, self.text, top_k)
+        return self.chooser.read(output.logits, first_row, tree, self.text, top_k)
 
     def accept(self, tree: DraftTree, logits: PassLogits, first_row: int = 0) -> Walk:
         """Follow the target's choices down the tree and keep what it walked, even if something raises."""
         path: list[int] = []
         try:
-            return walk(tree, logits, first_row, self._chooser, self.text, self._stopper, path)
+            return walk(tree, logits, first_row, self.chooser, self.text, self._stopper, path)
         finally:
             self._verifier.commit(np.array(path, np.int32))
 
@@ -210,55 +235,12 @@ class Decoding:
         if self._on_pass is not None:
             self._on_pass(shown)
 
-    def note(self, tree: DraftTree, verified: Walk, seconds: _Seconds, observed: bool = True) -> None:
-        """Remember a pass until there is time to take it down.
-
-        `observed`: its time is that of a pass over this row alone, from which the cost model learns.
-        """
-        self._noted = (tree, verified, seconds, self.text.length, observed)
-
-    def take_down(self) -> None:
-        """Enter the pass that was noted into the report's log, and its time into the cost model."""
-        if self._noted is None:
-            return
-        (tree, verified, seconds, length, observed), self._noted = self._noted, None
-        sources = tree.source[verified.path] if len(verified.path) else None
-        if self._limits.provenance and len(verified.path):
-            first = length - self.text.prompt_length - len(verified.emitted)
-            self.report.origins += origin_runs(tree.origin[verified.path], first)
-        self._log.append((tree, len(verified.emitted), sources, seconds))
-        if observed:
-            drafted, forward, committed, learned = seconds
-            self._cost.observe(len(tree), length, forward, drafted + committed + learned)
-
-    def finish(self) -> None:
-        """Let the drafter keep what it may keep of a generation that has begun."""
+    def finish(self) -> Any:
+        """End the generation, however far it got, and return the cache as `generate` leaves it (`Verifier.finish`)."""
+        cache = self._verifier.finish()
         if self._drafter is not None and self._started:
             self._drafter.finish()
-
-    def summary(self) -> GenerationReport:
-        """Report of the passes so far."""
-        self.take_down()
-        report = self.report
-        report.passes += len(self._log)
-        for tree, emitted, sources, (drafted, forward, committed, learned) in self._log:
-            accepted = 0 if sources is None else len(sources)
-            report.per_pass.append((len(tree), accepted, tree.expected_accepted, forward * 1e3))
-            report.nodes += len(tree)
-            report.new_tokens += emitted
-            report.draft_ms += drafted * 1e3
-            report.verify_ms += forward * 1e3
-            report.commit_ms += committed * 1e3
-            report.learn_ms += learned * 1e3
-            if sources is not None:
-                np.add.at(self._accepted, sources, 1)
-        self._log.clear()
-        names = SOURCE_NAMES
-        report.accepted_by_source = {
-            names[i] if i < len(names) else f"source {i}": int(self._accepted[i])
-            for i in np.flatnonzero(self._accepted).tolist()
-        }
-        return report
+        return cache
 
 
 def _host(hidden: torch.Tensor | None, row: int) -> NDArray[np.float32] | None:
@@ -266,21 +248,3 @@ def _host(hidden: torch.Tensor | None, row: int) -> NDArray[np.float32] | None:
         return None
     state: NDArray[np.float32] = hidden[row].float().cpu().numpy()
     return state
-
-
-def origin_runs(origins: NDArray[np.int64], first: int) -> list[tuple[int, int, int]]:
-    """Cut accepted tokens (a,) with known origin into (index, length, origin) runs that a source read in one piece.
-
-    `first` is the index of the first of them among the new tokens.
-    """
-    runs: list[tuple[int, int, int]] = []
-    for i, origin in enumerate(origins.tolist()):
-        if origin < 0:
-            continue
-        if runs:
-            index, length, begin = runs[-1]
-            if index + length == first + i and begin + length == origin:
-                runs[-1] = (index, length + 1, begin)
-                continue
-        runs.append((first + i, 1, origin))
-    return runs

@@ -10,10 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.provenance import sourced_runs
-from retrieve_spec.decoding.acceptance import Chooser
 from retrieve_spec.decoding.loop import Decoding
-from retrieve_spec.decoding.verifier import Verifier
-from retrieve_spec.drafting.drafter import Drafter
 
 if TYPE_CHECKING:
     from retrieve_spec.decoding.speculation import Speculation
@@ -26,19 +23,12 @@ class Running:
     written, the cache is handed back as `cache`.
     """
 
-    def __init__(
-        self,
-        owner: Speculation,
-        decoding: Decoding,
-        verifier: Verifier,
-        drafter: Drafter | None,
-        chooser: Chooser,
-    ) -> None:
-        self.decoding, self.chooser = decoding, chooser
+    def __init__(self, owner: Speculation, decoding: Decoding) -> None:
+        self.decoding = decoding
         self.cache: Any = None
-        self._owner, self._verifier, self._drafter = owner, verifier, drafter
+        self._owner = owner
         self._passes: Generator[NDArray[np.int32], None, None] | None = None
-        self._generation = 0
+        self._turn = 0
         self._began = 0.0
         self._closed = False
 
@@ -46,10 +36,10 @@ class Running:
         try:
             while not self._closed:
                 if self._passes is None:
-                    self._generation = self._owner._begin()
+                    self._turn = self._owner.turns.begin()
                     self._began = perf_counter()
                     self._passes = self.decoding.run()
-                visible = self._owner._step(self._generation, self._passes)
+                visible = self._owner.turns.step(self._turn, self._passes)
                 if visible is None:
                     return
                 yield visible
@@ -64,12 +54,8 @@ class Running:
         if self._passes is None:
             return
         self._passes.close()
-        self.cache = self._verifier.finish()
-        if self._drafter is not None and self._verifier.mode != "plain":
-            self._drafter.finish()
-        report = self.decoding.summary()
+        self.cache = self.decoding.finish()
+        report = self.decoding.log.summary()
         report.provenance = sourced_runs(report.origins, self._owner.datastores)
         report.seconds = perf_counter() - self._began
-        if self._drafter is None and self._verifier.mode != "plain":
-            report.mode, report.reason = "plain", "drafting is off"
         self._owner.last = report

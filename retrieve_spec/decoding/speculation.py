@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -27,9 +25,10 @@ from retrieve_spec.decoding.report import GenerationReport
 from retrieve_spec.decoding.request import Prepared
 from retrieve_spec.decoding.running import Running
 from retrieve_spec.decoding.stopping import Stopper
+from retrieve_spec.decoding.turns import Turns
 from retrieve_spec.decoding.verifier import Verifier
 from retrieve_spec.drafting.drafter import Drafter, Preparable, VerifiedPass
-from retrieve_spec.errors import ConfigError, SupersededError
+from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.session_store import load_session, save_session
 
@@ -53,6 +52,8 @@ class Speculation:
         Name under which what was learned about the model is kept beside a store.
     check_stores
         Raises a typed error for stores that are not for this model.
+    turns
+        Whose turn it is to decode.
     prepare_seconds
         How long kernels took to get ready at `accelerate` (compiled, or loaded from Numba's cache).
     """
@@ -79,9 +80,7 @@ class Speculation:
         self._make_verifier = make_verifier
         self._drafters = Drafters(config, datastores, drafter, model_key)
         self._batch_costs: dict[int, CostModel] = {}
-        self._lock = threading.RLock()
-        self._generation = 0
-        self._decider = 0  # the thread that decodes
+        self.turns = Turns()
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -118,7 +117,7 @@ class Speculation:
 
     def use_datastores(self, datastores: Sequence[Any]) -> None:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
-        with self._lock:
+        with self.turns.lock:
             self.check_stores(datastores)
             self._drafters.use(datastores)
 
@@ -139,7 +138,7 @@ class Speculation:
         """Add the remembered generations to a datastore (`retrieve_spec.sources.session_store.save_session`)."""
         if self.tokenizer is None:
             raise ConfigError("a tokenizer to save texts with", "none", "Give one to accelerate.")
-        with self._lock:
+        with self.turns.lock:
             return save_session(self.session(), path, self.tokenizer)
 
     def load_session(self, store: str | os.PathLike[str] | Datastore) -> int:
@@ -147,12 +146,12 @@ class Speculation:
         if not isinstance(store, Datastore):
             store = open_datastore(store, tokenizer=self.tokenizer)
         self.check_stores([store])
-        with self._lock:
+        with self.turns.lock:
             return load_session(self.session(), store)
 
     def forget(self) -> None:
         """Drop what was learned from earlier generations (texts, calibration); measured costs stay."""
-        with self._lock:
+        with self.turns.lock:
             self._drafters.forget()
 
     def delegated(self, reason: str) -> None:
@@ -165,27 +164,6 @@ class Speculation:
         if message not in self._said:
             self._said.add(message)
             logger.info(message)
-
-    @contextlib.contextmanager
-    def deciding(self) -> Iterator[None]:
-        """Decode; what is called meanwhile sees `is_deciding` and records no gradients."""
-        with self._lock, torch.no_grad():
-            before, self._decider = self._decider, threading.get_ident()
-            try:
-                yield
-            finally:
-                self._decider = before
-
-    @property
-    def is_deciding(self) -> bool:
-        """Whether this thread decodes already: drafter and passes then serve no other generation."""
-        return self._decider == threading.get_ident()
-
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the model for a whole generation; other threads wait."""
-        with self._lock:
-            yield
 
     def decode(
         self,
@@ -208,20 +186,19 @@ class Speculation:
         device = prepared.inputs.input_ids.device
         chooser = make_chooser(prepared.processors, seed, keep_scores=keep_scores, keep_raw=keep_raw, device=device)
         limits = self.limits(prepared, stopper, most, provenance=self.config.provenance)
-        verifier = self._make_verifier()
         decoding = Decoding(
             prepared.inputs,
-            verifier,
+            self._make_verifier(),
             drafter,
             chooser,
             stopper,
             limits,
             self.cost,
-            prediction_ids,
-            context_ids,
-            on_pass,
+            prediction_ids=prediction_ids,
+            context_ids=context_ids,
+            on_pass=on_pass,
         )
-        return Running(self, decoding, verifier, drafter, chooser)
+        return Running(self, decoding)
 
     def dial(self, nodes: int | str | None) -> int | None:
         """Nodes per pass that a call asks for, None where measured cost decides.
@@ -295,19 +272,3 @@ class Speculation:
             if count not in self._batch_costs:
                 self._batch_costs[count] = CostModel(self.cost)
         return self._batch_costs
-
-    def _begin(self) -> int:
-        with self._lock:
-            self._generation += 1
-            return self._generation
-
-    def _step(self, generation: int, passes: Iterator[NDArray[np.int32]]) -> NDArray[np.int32] | None:
-        """One pass of a running generation, None at its end."""
-        with self.deciding():
-            if generation != self._generation:
-                raise SupersededError(
-                    "one generation of a model at a time",
-                    "another one started since",
-                    "Finish or close a stream before starting the next generation.",
-                )
-            return next(passes, None)

@@ -13,6 +13,7 @@ from retrieve_spec.decoding.cost import CostModel
 from retrieve_spec.decoding.loop import Decoding, Limits
 from retrieve_spec.decoding.stopping import Stopper
 from retrieve_spec.decoding.verifier import Mode, VerifierInputs, VerifierOutput
+from retrieve_spec.drafting.drafter import VerifiedPass
 
 
 class MockVerifier:
@@ -80,6 +81,8 @@ def decoding(
     max_length: int = 30,
     criteria: Any = (),
     chooser: Chooser | None = None,
+    cost: CostModel | None = None,
+    on_pass: Callable[[VerifiedPass], None] | None = None,
     **limits: Any,
 ) -> Decoding:
     """A decoding over a mock."""
@@ -92,5 +95,6 @@ def decoding(
         chooser or GreedyChooser(),
         stopper,
         Limits(**{"nodes": 8, "max_depth": 100, "max_length": max_length} | limits),
-        CostModel(),
+        cost or CostModel(),
+        on_pass=on_pass,
     )

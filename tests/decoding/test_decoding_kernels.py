@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieve_spec.decoding.acceptance import read_logits
+from retrieve_spec.decoding.pass_logits import read_logits
 from retrieve_spec.kernels import sampling, topk, treemask
 
 SEEDS = st.integers(0, 2**32 - 1)

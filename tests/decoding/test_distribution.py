@@ -13,9 +13,10 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from retrieve_spec.decoding.acceptance import Chooser, PassLogits, SamplingChooser, Warpers, read_logits, walk
+from retrieve_spec.decoding.acceptance import Chooser, SamplingChooser, Warpers, walk
 from retrieve_spec.decoding.choosers import make_chooser
 from retrieve_spec.decoding.device_acceptance import DeviceChooser
+from retrieve_spec.decoding.pass_logits import PassLogits, read_logits
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.drafting.tree import DraftTree
 

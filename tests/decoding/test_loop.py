@@ -43,7 +43,7 @@ def test_right_drafts_are_accepted_whole() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", length=6, vocab=50)
     made = decoding(MockVerifier(counting()), drafter, [3, 4, 5])
     assert run(made) == [[6], *[ANSWER[a : a + 7] for a in (4, 11, 18)], ANSWER[25:30]]
-    report = made.summary()
+    report = made.log.summary()
     assert (report.new_tokens, report.passes, report.nodes) == (27, 5, 6 + 6 + 6 + 4)
     assert report.accepted_by_source == {"script": 22}
 
@@ -107,6 +107,18 @@ def test_what_the_drafter_learns() -> None:
     assert second.hidden.tolist() == [3.0], "row of the last accepted node"
 
 
+def test_who_watches_sees_what_the_drafter_sees() -> None:
+    """Row 0 of every pass follows the root, also in the prompt's, of which the drafter may have seen more rows."""
+    shown: list[Any] = []
+    drafter = ScriptedDrafter(ANSWER, "right", length=2, vocab=50, top_k=2)
+    made = decoding(MockVerifier(counting()), drafter, ANSWER[:3], max_length=12, prompt_logits=2, on_pass=shown.append)
+    emitted = flat(run(made))
+    assert [token for verified in shown for token in verified.emitted.tolist()] == emitted
+    for verified in shown:
+        assert verified.top_ids.shape == (len(verified.tree) + 1, 2)
+        assert verified.top_ids[0, 0] == verified.emitted[0]
+
+
 def test_a_drafter_that_wants_no_logits_gets_none() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", vocab=50, top_k=0)
     run(decoding(MockVerifier(counting()), drafter, [3, 4, 5], prompt_logits=2))
@@ -142,8 +154,8 @@ def test_provenance_joins_what_was_read_in_one_piece() -> None:
     drafter = Reader(ANSWER, "right", length=5, vocab=50)
     made = decoding(MockVerifier(counting()), drafter, [3, 4], max_length=9, provenance=True)
     run(made)
-    assert made.summary().origins == [(1, 2, 700), (3, 1, 900), (5, 1, 40)]
-    assert not decoding(MockVerifier(counting()), drafter, [3, 4]).summary().origins
+    assert made.log.summary().origins == [(1, 2, 700), (3, 1, 900), (5, 1, 40)]
+    assert not decoding(MockVerifier(counting()), drafter, [3, 4]).log.summary().origins
 
 
 def test_auto_budgets_carry_measured_cost() -> None:
@@ -193,13 +205,13 @@ def test_bookkeeping_waits_until_the_next_pass_runs() -> None:
             order.append("take down")
             super().observe(*arguments)
 
-    made = decoding(Watched(counting()), Drafting(ANSWER, "right", vocab=50), [3, 4], max_length=20, chooser=Reading())
-    made._cost = Costs()
+    drafter = Drafting(ANSWER, "right", vocab=50)
+    made = decoding(Watched(counting()), drafter, [3, 4], max_length=20, chooser=Reading(), cost=Costs())
     passes = made.run()
     for _ in range(3):
         next(passes)
     step = ["draft", "launch", "take down", "wait", "commit", "learn"]
     assert order == ["launch", "wait", "commit", "learn", *(entry for entry in step if entry != "take down"), *step]
-    assert made.summary().passes == 3, "the last pass is taken down when the report is asked for"
+    assert made.log.summary().passes == 3, "the last pass is taken down when the report is asked for"
     passes.close()
-    assert made.summary().passes == 3
+    assert made.log.summary().passes == 3

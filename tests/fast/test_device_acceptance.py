@@ -15,16 +15,10 @@ from transformers.generation import logits_process as hf
 
 import retrieve_spec as rs
 from retrieve_spec.decoding import choosers, device_acceptance, speculation
-from retrieve_spec.decoding.acceptance import (
-    GreedyChooser,
-    ProcessorChooser,
-    SamplingChooser,
-    Warpers,
-    read_logits,
-    walk,
-)
+from retrieve_spec.decoding.acceptance import GreedyChooser, ProcessorChooser, SamplingChooser, Warpers, walk
 from retrieve_spec.decoding.choosers import make_chooser
 from retrieve_spec.decoding.device_acceptance import DeviceChooser, noise_keys, path_tokens, sample_rows, uniform
+from retrieve_spec.decoding.pass_logits import read_logits
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import sampling
