@@ -7,7 +7,6 @@ The work folder holds, beside the segments, ``dense-transform.bin`` (mean, scale
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -27,20 +26,21 @@ from retrieve_spec.datastore.dense import (
     hidden_size_of,
     model_fingerprint,
 )
-from retrieve_spec.datastore.dense_faiss import build_index, choose_kind, recall
+from retrieve_spec.datastore.dense_faiss import build_index, choose_kind, recall, write_index
 from retrieve_spec.datastore.dense_keys import (
     HiddenStates,
     Windows,
     check_dims,
     choose_windows,
     fit_transform,
+    is_written,
     prefix_of,
     sample_states,
     windows_of,
     write_keys,
 )
 from retrieve_spec.datastore.dense_thin import hard_positions
-from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of, sync_folder, write_array
+from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder, write_array
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, DenseRecord, Manifest, SegmentEntry
 from retrieve_spec.datastore.progress import Stopwatch
@@ -134,14 +134,16 @@ def _build(
             "Build the store with the tokenizer of the model.",
         )
     old = None if fresh else manifest.dense
-    if old is not None:
-        check_model(old, model, config.model)
-        record = old
+    begun = work.path / _RECORD
+    known = DenseRecord(**json.loads(begun.read_bytes())) if begun.exists() else old
+    if known is not None:  # keys of two models do not compare
+        check_model(known, model, config.model)
+        record = known
     else:
         size = hidden_size_of(model)
         check_dims(config, size)
         record = DenseRecord(config.model, model_fingerprint(model), config.layer, config.dims, size)
-    replace_file(work.path / _RECORD, json.dumps(asdict(record)).encode())
+    replace_file(begun, json.dumps(asdict(record)).encode())
     encoder = HiddenStates(model, record.layer, prefix_of(load_tokenizer(tokenizer), model))
     with watch.stage("choosing", None, "tok"):
         parts = _parts(work, manifest, entries, config, encoder)
@@ -181,8 +183,8 @@ def _transform(
     watch: Stopwatch,
 ) -> Transform:
     """The store's own transform where it has one, so that similarities compare; otherwise one fitted to a sample."""
-    path = work.path / _FITTED
-    if not path.exists():
+    path, size = work.path / _FITTED, record.hidden_size
+    if not is_written(path, 2 * size + size * record.dims):
         for entry in manifest.segments if manifest.dense is not None and record == manifest.dense else ():
             segment = open_segment(work.store / SEGMENTS / entry.name, entry, manifest.vocabulary, manifest.dense)
             if segment.dense is not None:
@@ -190,10 +192,10 @@ def _transform(
         total = min(config.sample, sum(int(taken.sum()) for _, _, taken in parts))
         with watch.stage("fitting", total, "pos") as bar:
             states = sample_states(encoder, parts, config.sample, bar.update)
-            fitted, kept = fit_transform(states, record.hidden_size, record.dims)
+            fitted, kept = fit_transform(states, size, record.dims)
         replace_file(work.path / "dense-fit.json", json.dumps({"variance_kept": round(kept, 4)}).encode())
         replace_file(path, b"".join(a.tobytes() for a in (fitted.mean, fitted.scale, fitted.components)))
-    content, size = np.fromfile(path, np.float32), record.hidden_size
+    content = np.fromfile(path, np.float32)
     return Transform(content[:size], content[size : 2 * size], content[2 * size :].reshape(size, record.dims))
 
 
@@ -238,13 +240,7 @@ def _drop(paths: Iterable[Path]) -> None:
 
 
 def _write(folder: Path, index: Any, positions: NDArray[np.int64], transform: Transform) -> dict[str, FileEntry]:
-    import faiss
-
-    path = folder / INDEX
-    faiss.write_index(index, str(path))
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-    files = {INDEX: FileEntry(path.stat().st_size, sha256_of(path), "|u1")}
+    files = {INDEX: write_index(index, folder / INDEX)}
     arrays = (positions.astype(np.uint32), transform.mean, transform.scale, transform.components.reshape(-1))
     for name, array in zip((POSITIONS, *TRANSFORM), arrays, strict=True):
         files[name] = write_array(folder / name, array)

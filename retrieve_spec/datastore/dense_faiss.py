@@ -7,11 +7,16 @@ are scanned, and 24 bytes of a second one over what the first leaves, which rank
 
 from __future__ import annotations
 
+import hashlib
+import os
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from retrieve_spec.datastore.files import FileEntry
 
 FLAT_BELOW = 50_000
 """Keys from which on `"auto"` approximates."""
@@ -88,6 +93,22 @@ def _ivf_pq(keys: NDArray[np.float32]) -> Any:
 def _divisor(dims: int, most: int) -> int:
     """Largest number of equal parts of a key, at most `most`."""
     return max(parts for parts in range(1, most + 1) if dims % parts == 0)
+
+
+def write_index(index: Any, path: Path) -> FileEntry:
+    """Write an index and flush it to disk; FAISS itself says nothing when the end of a file finds no room."""
+    faiss = _faiss()
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def write(block: bytes) -> None:
+            file.write(block)
+            digest.update(block)
+
+        faiss.write_index(index, faiss.PyCallbackIOWriter(write))
+        file.flush()
+        os.fsync(file.fileno())
+        return FileEntry(file.tell(), digest.hexdigest(), "|u1")
 
 
 def open_index(content: NDArray[np.uint8]) -> Any:

@@ -211,6 +211,11 @@ def shards_of(windows: Windows, taken: NDArray[np.bool_]) -> list[Windows]:
     return np.split(windows, np.flatnonzero(np.diff(done // SHARD)) + 1) if len(windows) else []
 
 
+def is_written(path: Path, numbers: int) -> bool:
+    """Whether a checkpoint holds as many float32 numbers as it should; one of another version may not."""
+    return path.exists() and path.stat().st_size == 4 * numbers
+
+
 def write_keys(
     folder: Path,
     name: str,
@@ -232,12 +237,12 @@ def write_keys(
     dims = transform.components.shape[1]
     for number, part in enumerate(shards_of(windows, taken)):
         path = folder / f"keys-{name}-{number:06d}.bin"
-        if not path.exists():
+        positions = np.concatenate([first + np.flatnonzero(taken[first:end]) for _, _, first, end in part.tolist()])
+        if not is_written(path, len(positions) * dims):
             found = [(transform(h), p) for h, p in run_windows(encoder, segment, part, taken)]
             at = np.concatenate([p for _, p in found])
             content = np.concatenate([k for k, _ in found]).astype("<f4")[np.argsort(at)].tobytes()
             replace_file(path, content)
-        positions = np.concatenate([first + np.flatnonzero(taken[first:end]) for _, _, first, end in part.tolist()])
         keys.append(np.fromfile(path, "<f4").reshape(len(positions), dims))
         places.append(positions)
         tick(len(positions))

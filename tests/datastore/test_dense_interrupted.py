@@ -1,0 +1,135 @@
+"""Dense builds without room on the disk, or resumed with another model: a typed error, and the same keys in the end."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+
+import pytest
+from dense_models import save_model
+from test_dense_kill import keys_of
+
+from retrieve_spec.config import DenseConfig, StoreConfig
+from retrieve_spec.datastore import dense_build, dense_keys
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.dense import INDEX
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import BuildError, ModelMismatchError, StoreIncompleteError, StoreNotFoundError
+
+FULL = 7
+
+
+@pytest.fixture
+def model(tmp_path):
+    return save_model(tmp_path / "model")
+
+
+@pytest.fixture
+def build(model, tmp_path, texts, tokenizer, monkeypatch):
+    monkeypatch.setattr(dense_keys, "SHARD", 64)
+    config = StoreConfig(dense=DenseConfig(model, dims=4, window=16, overlap=4))
+
+    def call(name, resume=False):
+        build_datastore(tmp_path / name, str(texts), tokenizer, config=config, resume=resume, workers=1)
+        return tmp_path / name
+
+    return call
+
+
+def limit_files(limit):
+    """Let no file of this process grow further, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def in_child(action):
+    """Exit code of a child process that does something: FULL after a `BuildError` about writing."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            action()
+            code = 0
+        except BuildError as error:
+            code = FULL if error.expected.startswith("to write to") else 98
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("missing", [1, 40, 1000])
+def test_no_room_for_the_end_of_an_index(build, tmp_path, monkeypatch, missing):
+    whole = build("whole")
+    size = (whole / "segments" / "000001" / INDEX).stat().st_size
+    write_files = dense_build._write
+
+    def write_on_a_full_disk(*arguments):
+        limit_files(size - missing)
+        return write_files(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dense_build, "_write", write_on_a_full_disk)
+        assert in_child(lambda: build("s")) == FULL
+    with pytest.raises(StoreIncompleteError):
+        open_datastore(tmp_path / "s")
+    assert keys_of(build("s", resume=True)) == keys_of(whole)
+
+
+@pytest.mark.slow
+def test_no_room_at_any_point(build, tmp_path):
+    whole = build("whole")
+    sizes = sorted({path.stat().st_size for path in whole.rglob("*") if path.is_file()})
+    outcomes = set()
+    for limit in [0, *(size - 1 for size in sizes if size), sizes[-1]]:
+        shutil.rmtree(tmp_path / "s", ignore_errors=True)
+        outcome = in_child(lambda limit=limit: (limit_files(limit), build("s")))
+        outcomes.add(outcome)
+        assert outcome in (FULL, 0), limit
+        if outcome == 0:
+            verify_datastore(tmp_path / "s")
+        else:
+            with pytest.raises((StoreNotFoundError, StoreIncompleteError)):
+                open_datastore(tmp_path / "s")
+        if outcome and (tmp_path / "s" / "work" / "plan.json").exists():
+            build("s", resume=True)
+            assert keys_of(tmp_path / "s") == keys_of(whole)
+    assert outcomes == {FULL, 0}
+
+
+def stopped(build, monkeypatch):
+    """Stop a build after its second checkpoint of keys."""
+    written = []
+    replace_file = dense_keys.replace_file
+
+    def stop(path, content):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path)
+        replace_file(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dense_keys, "replace_file", stop)
+        with pytest.raises(KeyboardInterrupt):
+            build("s")
+    return written
+
+
+def test_keys_of_two_models_are_not_mixed(build, model, tmp_path, monkeypatch):
+    whole = build("whole")
+    stopped(build, monkeypatch)
+    shutil.move(model, tmp_path / "kept")
+    save_model(model, seed=1)
+    with pytest.raises(ModelMismatchError):
+        build("s", resume=True)
+    shutil.rmtree(model)
+    shutil.move(tmp_path / "kept", model)
+    assert keys_of(build("s", resume=True)) == keys_of(whole)
+
+
+def test_checkpoints_of_another_size_are_made_again(build, monkeypatch):
+    whole = build("whole")
+    written = stopped(build, monkeypatch)
+    for path in (*written, written[0].with_name("dense-transform.bin")):
+        path.write_bytes(path.read_bytes()[:-8])
+    assert keys_of(build("s", resume=True)) == keys_of(whole)
