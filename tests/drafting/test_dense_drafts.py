@@ -10,12 +10,13 @@ from fake_dense import FakeIndex, state_of, with_dense
 
 from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import SpeculationConfig, StoreConfig
-from retrieve_spec.drafting.asking import FIRST, PROBE_EVERY, Asking
+from retrieve_spec.drafting.asking import COMPARE_EVERY, FIRST, PROBE_EVERY, Asking
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.published.dense import Dresd
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError, MissingSourceError
+from retrieve_spec.kernels.source_table import RESTING
 from retrieve_spec.sources import SOURCE_NAMES
 
 WORDS = 9
@@ -280,6 +281,47 @@ def test_queries_stop_where_they_add_nothing_and_come_back():
     assert not asking.pays(12, None), "a match length that is known is judged by itself"
     assert asking.pays(5, seconds_per_token=0.01)
     assert not asking.pays(5, seconds_per_token=1e-5), "a query takes as long as a hundred tokens"
+
+
+def test_the_gain_is_the_mean_of_the_first_comparisons_and_followed_later():
+    asking = Asking()
+    for i in range(FIRST):
+        asking.asked(12, 0.5)
+        asking.compared(12, i % 2)
+    assert asking.pays(12, seconds_per_token=1.001), "half a token more for half a second"
+    assert not asking.pays(12, seconds_per_token=0.999)
+    assert sum(asking.asked(12, 0.5) for _ in range(10 * COMPARE_EVERY)) == 10, "some are compared later on"
+
+
+def test_a_query_is_held_against_what_a_token_takes_now(store):
+    """Seconds per token: those of the last pass over the tokens it was expected to bring."""
+    heard = []
+
+    class Never(Asking):
+        def pays(self, match_len, seconds_per_token):
+            heard.append(seconds_per_token)
+            return False
+
+    drafter = auto(store)
+    drafter._asking = Never()
+    drafter.start(np.array([1, 2, 3] * 20, np.int32))
+    emitted = np.array([1], np.int32)
+    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of([3], like=meaning)))
+    cost = (0.02 + 0.001 * np.arange(17)).astype(np.float32)
+    tree = drafter.propose(Budget(16, 16, cost))
+    assert len(tree)
+    drafter.propose(Budget(16, 16, cost))
+    assert heard[0] is None, "nothing is known before the first pass"
+    assert heard[1] == pytest.approx(cost[len(tree)] / (1 + tree.expected_accepted), rel=1e-4)
+
+
+def test_neighbours_do_not_rest(store):
+    """They have nothing to say until they are asked for, which is no sign that they would not know."""
+    drafter = auto(store)
+    unlike = np.random.default_rng(5).integers(100, 900, 2500).tolist()
+    generate(drafter, unlike[:20], unlike[20:])
+    assert drafter._table[:, RESTING].any(), "the store's text was no help"
+    assert not drafter._table[drafter._dense_row, RESTING]
 
 
 def test_what_a_query_adds_is_counted_exactly(store):

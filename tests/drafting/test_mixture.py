@@ -416,6 +416,23 @@ def test_any_seed_is_heard(seed):
     assert first[0] == min(best, key=best.get), "2 and 3 are about as probable, so the noise decides"
 
 
+def test_noise_can_make_the_least_likely_token_the_sample():
+    """A share too small to be drafted without noise is looked at where the noise may favour it."""
+    rng = np.random.default_rng(2)
+    text = [token for i in range(150) for token in (int(rng.integers(100, 10**6)), 1, 3 if i == 70 else 2)]
+    drafter = MixtureDrafter(SpeculationConfig(min_path_probability=0.05), recycling=False)
+    drafter.start(np.array([*text, 50, 1], np.int32))
+    position = len(text) + 2
+    assert drafter.propose(Budget(4, 1)).token_ids.tolist() == [2]
+
+    def lead(seed):
+        key = np.uint64(noise_key(np.uint64(seed), 0, position))
+        return np.log(uniform(key, 2)) / np.log(uniform(key, 3))
+
+    seed = max(range(3000), key=lead)
+    assert drafter.propose(Budget(4, 1, None, (seed, 0, position))).token_ids[0] == 3
+
+
 def test_noise_is_forgotten_with_the_request(markov_text):
     text = markov_text(4, 300)
     one, two = MixtureDrafter(), MixtureDrafter()

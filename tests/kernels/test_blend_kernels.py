@@ -176,7 +176,9 @@ def test_learning_is_expectation_maximisation(world, seed, every):
         naive.learn_weights(expected_cells, expected_trust, expected_use, merged, token)
         silent = [isinstance(s, naive.Silent) for s in sources]
         expected_use[silent] = before[silent]
+    table = w.table.copy()
     tail, trust = w.learn(cells, scale, use, emitted, 0.002, every=every)
+    assert (w.table == table).all(), "who rests while a token is learned is asked again"
     np.testing.assert_allclose(cells, expected_cells, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(scale, expected_scale, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(use, expected_use, rtol=1e-5)
