@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ from retrieve_spec.errors import ConfigError, ModelNotFoundError, UnsupportedMod
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 REFERENCE = "reference"
 """The name of the bundled model."""
@@ -47,25 +49,41 @@ def load_model(
         An unknown dtype, or a device that is not there.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     target = _device(device)
     source, options = _locate(name)
     wanted = _dtype(dtype, name, target)
-    try:
-        config = AutoConfig.from_pretrained(source, **options)  # first: a wrong name is found out by one request
-        tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
+    config, tokenizer = load_config_and_tokenizer(name)
+    with _explained(name):
         model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=wanted, **options)
+    with torch.no_grad():
+        model.to(target)
+    model.eval()
+    return model, tokenizer
+
+
+def load_config_and_tokenizer(name: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Load what there is to know of a model before its weights; errors are those of `load_model`."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    source, options = _locate(name)
+    with _explained(name):
+        config = AutoConfig.from_pretrained(source, **options)  # first: a wrong name is found out by one request
+        return config, AutoTokenizer.from_pretrained(source, config=config, **options)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what Transformers says of a name into errors of this library."""
+    try:
+        yield
     except (OSError, KeyError) as error:
         raise _not_found(name, error) from error
     except ValueError as error:
         raise UnsupportedModelError(
             f"a causal language model at {name!r}", _first_line(error), "Give a decoder-only checkpoint."
         ) from error
-    with torch.no_grad():
-        model.to(target)
-    model.eval()
-    return model, tokenizer
 
 
 def _locate(name: str) -> tuple[str, dict[str, Any]]:

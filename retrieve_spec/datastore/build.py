@@ -12,14 +12,13 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.catalog import Catalog
 from retrieve_spec.datastore.change import (
     ChangeReport,
-    begin_change,
+    begin_or_resume,
     existing_manifest,
     finished,
     publish,
-    resumed_plan,
     writer,
 )
-from retrieve_spec.datastore.fingerprint import load_tokenizer
+from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.fresh import check_free, config_of, first_manifest, write_tokenizer
 from retrieve_spec.datastore.ingest import Tokenised, texts_of, tokenise
 from retrieve_spec.datastore.manifest import CATALOG, Manifest, read_manifest
@@ -82,17 +81,16 @@ def build_datastore(
         When another process is writing there.
     """
     store = Path(path)
+
+    def make_plan() -> dict[str, Any]:
+        check_free(store, work)
+        plan = _plan(as_sources(sources, licence), checked(config or StoreConfig(), tokenizer), max_tokens)
+        return plan | {"recipe": recipe, "tokenizer": write_tokenizer(store, tokenizer)}
+
     with writer(store) as work:
-        if resume:
-            plan = resumed_plan(work, "build")
-            if existing_manifest(store) is not None:  # killed between taking effect and tidying up
-                return finished(work, "build")
-        else:
-            check_free(store, work)
-            listed = as_sources(sources, licence)
-            plan = _plan("build", listed, config or StoreConfig(), max_tokens)
-            plan |= {"recipe": recipe, "tokenizer": write_tokenizer(store, tokenizer)}
-            plan = begin_change(work, None, plan)
+        plan = begin_or_resume(work, existing_manifest(store), "build", resume, make_plan)
+        if plan is None:
+            return finished(work, "build")
         return _grow(work, first_manifest(store, plan["tokenizer"]), plan, workers, progress)
 
 
@@ -113,16 +111,15 @@ def add_documents(
     """
     store = Path(path)
     read_manifest(store)
+
+    def make_plan() -> dict[str, Any]:
+        settings = checked(config or config_of(manifest), manifest.fingerprint)
+        return _plan(as_sources(sources, licence), settings, max_tokens)
+
     with writer(store) as work:
         manifest = read_manifest(store)
-        if resume:
-            plan = resumed_plan(work, "add")
-            if plan["generation"] != manifest.generation:
-                return finished(work, "add")
-        else:
-            plan = _plan("add", as_sources(sources, licence), config or config_of(manifest), max_tokens)
-            plan = begin_change(work, manifest, plan)
-        return _grow(work, manifest, plan, workers, progress)
+        plan = begin_or_resume(work, manifest, "add", resume, make_plan)
+        return _grow(work, manifest, plan, workers, progress) if plan else finished(work, "add")
 
 
 def as_sources(sources: Source | str | list[Source | str] | None, licence: str) -> tuple[Source, ...]:
@@ -139,9 +136,20 @@ def as_sources(sources: Source | str | list[Source | str] | None, licence: str) 
     return tuple(s if isinstance(s, Source) else Source(str(s), licence) for s in given)
 
 
-def _plan(verb: str, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None) -> dict[str, Any]:
+def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
+    """Settings of a change; what is wrong with those of a dense index is found out before any text is read.
+
+    Errors are those of `retrieve_spec.datastore.dense_build.checked_settings`.
+    """
+    if config.dense is None:
+        return config
+    from retrieve_spec.datastore.dense_build import checked_settings  # imports torch, which others need not wait for
+
+    return replace(config, dense=checked_settings(config.dense, tokenizer_fingerprint(tokenizer)))
+
+
+def _plan(sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None) -> dict[str, Any]:
     return {
-        "verb": verb,
         "sources": [asdict(source) for source in sources],
         "files": [asdict(file) for file in list_files(sources)],
         "config": asdict(config),

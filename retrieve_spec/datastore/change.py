@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from retrieve_spec._version import __version__
 from retrieve_spec.datastore.catalog import Catalog, Document, edited_catalog
 from retrieve_spec.datastore.manifest import CATALOG, MANIFEST, Manifest, SegmentEntry, read_manifest, write_manifest
 from retrieve_spec.datastore.work import WorkFolder, drop_stale_segments, publish_segments
-from retrieve_spec.errors import BuildError, StoreError, StoreLockedError
+from retrieve_spec.errors import BuildError, RetrieveSpecError, StoreLockedError
 
 LOCK = "lock"
 
@@ -73,7 +73,7 @@ def explain_write_errors(store: Path) -> Iterator[None]:
     """Turn a full disk, a quota or missing permission into a `BuildError` that says so."""
     try:
         yield
-    except StoreError:
+    except RetrieveSpecError:  # some are OSErrors too
         raise
     except (OSError, sqlite3.OperationalError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -119,6 +119,38 @@ def writer(store: Path) -> Iterator[WorkFolder]:
 def existing_manifest(store: Path) -> Manifest | None:
     """Manifest of a store, or None where none was ever finished."""
     return read_manifest(store) if (store / MANIFEST).exists() else None
+
+
+def begin_or_resume(
+    work: WorkFolder, manifest: Manifest | None, verb: str, resume: bool, make_plan: Callable[[], dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Record the plan of a new change, or find that of the interrupted one.
+
+    Parameters
+    ----------
+    work, manifest
+        The change, and the manifest it starts from; None where there is no store yet.
+    verb
+        Of the change.
+    resume
+        Whether to go on with an interrupted one.
+    make_plan
+        Makes the plan of a new one.
+
+    Returns
+    -------
+    dict or None
+        The plan; None where the change had taken effect when it was killed, and only tidying up was left.
+
+    Raises
+    ------
+    BuildError
+        When there is none to resume, or it is of another verb.
+    """
+    if not resume:
+        return begin_change(work, manifest, {"verb": verb, **make_plan()})
+    plan = resumed_plan(work, verb)
+    return plan if plan["generation"] == (manifest.generation if manifest else 0) else None
 
 
 def begin_change(work: WorkFolder, manifest: Manifest | None, plan: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +245,7 @@ def publish(
 
 def _event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
     """Entry of a store's history."""
-    left_out = ("files", "generation")
+    left_out = ("files", "places", "generation")
     return {
         **{key: value for key, value in plan.items() if key not in left_out and value not in (None, "")},
         "documents": report.documents,

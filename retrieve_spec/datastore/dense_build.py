@@ -31,6 +31,7 @@ from retrieve_spec.datastore.dense_keys import (
     HiddenStates,
     Windows,
     check_dims,
+    check_layer,
     choose_windows,
     fit_transform,
     is_written,
@@ -47,12 +48,51 @@ from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError, TokenizerMismatchError
-from retrieve_spec.reference_model import load_model
+from retrieve_spec.reference_model import REFERENCE, load_config_and_tokenizer, load_model
 
 _RECORD = "dense-record.json"
 _FITTED = "dense-transform.bin"
 
 Part = tuple[Segment, Windows, NDArray[np.bool_]]
+
+
+def checked_settings(config: DenseConfig, fingerprint: str) -> DenseConfig:
+    """Settings that can be built, with the place of the model as it is known from every folder.
+
+    Finds out before any text is read what needs no weights.
+
+    Parameters
+    ----------
+    config
+        Settings as given.
+    fingerprint
+        Of the store's tokenizer.
+
+    Raises
+    ------
+    ModelNotFoundError
+        When there is no such model.
+    TokenizerMismatchError
+        When it has another tokenizer.
+    ConfigError
+        When keys would have more numbers than its hidden states have, or it has no such layer.
+    """
+    description, tokenizer = load_config_and_tokenizer(config.model)
+    _check_tokenizer(config, tokenizer, fingerprint)
+    text = description.get_text_config()
+    check_dims(config, int(text.hidden_size))
+    check_layer(config.layer, int(text.num_hidden_layers))
+    folder = Path(config.model).expanduser()
+    return replace(config, model=str(folder.resolve())) if config.model != REFERENCE and folder.is_dir() else config
+
+
+def _check_tokenizer(config: DenseConfig, tokenizer: Any, fingerprint: str) -> None:
+    if (found := tokenizer_fingerprint(tokenizer)) != fingerprint:
+        raise TokenizerMismatchError(
+            f"a model with the store's tokenizer ({fingerprint[7:19]})",
+            f"{config.model} with tokenizer {found[7:19]}",
+            "Build the store with the tokenizer of the model.",
+        )
 
 
 def add_dense(
@@ -127,12 +167,7 @@ def _build(
     fresh: bool,
 ) -> None:
     model, tokenizer = load_model(config.model)
-    if (found := tokenizer_fingerprint(tokenizer)) != manifest.fingerprint:
-        raise TokenizerMismatchError(
-            f"a model with the store's tokenizer ({manifest.fingerprint[7:19]})",
-            f"{config.model} with tokenizer {found[7:19]}",
-            "Build the store with the tokenizer of the model.",
-        )
+    _check_tokenizer(config, tokenizer, manifest.fingerprint)
     old = None if fresh else manifest.dense
     begun = work.path / _RECORD
     known = DenseRecord(**json.loads(begun.read_bytes())) if begun.exists() else old

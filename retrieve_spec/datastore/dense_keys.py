@@ -64,9 +64,7 @@ class HiddenStates:
         device = str(model.device.type)
         self.batch = BATCH.get(device, BATCH["cuda"])
         if layer != "last":
-            count = len(decoder_blocks(model))
-            if not 1 <= int(layer) <= count:
-                raise ConfigError(f"a layer from 1 to {count}, or 'last'", repr(layer), "Give one the model has.")
+            check_layer(layer, len(decoder_blocks(model)))
 
     def window(self, wanted: int) -> int:
         """Tokens of a window: as wanted, or as many as the model has positions for."""
@@ -268,6 +266,18 @@ def sample_states(
             yield hidden
         if seen >= most:
             return
+
+
+def check_layer(layer: int | str, count: int) -> None:
+    """Compare the layer of the keys with the blocks that the model has.
+
+    Raises
+    ------
+    ConfigError
+        When it has no such layer.
+    """
+    if layer != "last" and not 1 <= int(layer) <= count:
+        raise ConfigError(f"a layer from 1 to {count}, or 'last'", repr(layer), "Give one the model has.")
 
 
 def check_dims(config: DenseConfig, size: int) -> None:

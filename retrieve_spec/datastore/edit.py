@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.config import DenseConfig, StoreConfig
-from retrieve_spec.datastore.build import grow
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.build import checked, grow
 from retrieve_spec.datastore.catalog import Document, rows_checksum
 from retrieve_spec.datastore.change import (
     ChangeReport,
     begin_change,
+    begin_or_resume,
     existing_manifest,
     finished,
     publish,
-    resumed_plan,
     writer,
 )
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.fingerprint import load_tokenizer
-from retrieve_spec.datastore.fresh import check_free, config_of, first_manifest, write_tokenizer
+from retrieve_spec.datastore.fresh import check_free, common_dense, config_of, first_manifest, write_tokenizer
 from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map
 from retrieve_spec.datastore.manifest import Manifest, read_manifest
 from retrieve_spec.datastore.progress import Stopwatch
@@ -146,15 +146,14 @@ def compact_datastore(path: str | os.PathLike[str], *, resume: bool = False, pro
     """
     store = Path(path)
     read_manifest(store)
+
+    def make_plan() -> dict[str, Any]:
+        return {"config": asdict(checked(config_of(manifest), manifest.fingerprint))}
+
     with writer(store) as work:
         manifest = read_manifest(store)
-        if resume:
-            plan = resumed_plan(work, "compact")
-            if plan["generation"] != manifest.generation:
-                return finished(work, "compact")
-        else:
-            plan = begin_change(work, manifest, {"verb": "compact", "config": asdict(config_of(manifest))})
-        return _rewrite(work, manifest, plan, [store], progress)
+        plan = begin_or_resume(work, manifest, "compact", resume, make_plan)
+        return _rewrite(work, manifest, plan, [store], progress) if plan else finished(work, "compact")
 
 
 def merge_datastores(
@@ -183,16 +182,17 @@ def merge_datastores(
         When there is a store at `out` already, no store is given, or one keeps n-grams only.
     """
     target = Path(out)
+
+    def make_plan() -> dict[str, Any]:
+        check_free(target, work)
+        return _plan_merge(work, [Path(store) for store in stores])
+
     with writer(target) as work:
-        if resume:
-            plan = resumed_plan(work, "merge")
-            if existing_manifest(target) is not None:
-                return finished(work, "merge")
-        else:
-            check_free(target, work)
-            plan = _plan_merge(work, [Path(store) for store in stores])
+        plan = begin_or_resume(work, existing_manifest(target), "merge", resume, make_plan)
+        if plan is None:
+            return finished(work, "merge")
         manifest = first_manifest(target, plan["tokenizer"])
-        return _rewrite(work, manifest, plan, [Path(store) for store in plan["stores"]], progress)
+        return _rewrite(work, manifest, plan, [Path(store) for store in plan["places"]], progress)
 
 
 def _plan_merge(work: WorkFolder, stores: list[Path]) -> dict[str, Any]:
@@ -203,23 +203,13 @@ def _plan_merge(work: WorkFolder, stores: list[Path]) -> dict[str, Any]:
         check_tokenizer(store, manifest, manifests[0].fingerprint)
     tokenizer = (stores[0] / manifests[0].tokenizer_name).read_bytes()
     replace_file(work.store / manifests[0].tokenizer_name, tokenizer)
-    plan = {"verb": "merge", "stores": [str(store) for store in stores], "tokenizer": manifests[0].tokenizer_name}
-    config = replace(config_of(manifests[0]), dense=_common_dense(stores, manifests))
-    return begin_change(work, None, {**plan, "config": asdict(config)})
-
-
-def _common_dense(stores: list[Path], manifests: list[Manifest]) -> DenseConfig | None:
-    """Settings of the stores' dense indexes, None where none has any."""
-    dense = [(s, m, m.dense) for s, m in zip(stores, manifests, strict=True) if m.dense is not None]
-    for store, _, record in dense:
-        if replace(record, model="") != replace(dense[0][2], model=""):
-            raise BuildError(
-                f"stores with dense indexes of one model, layer and number of dims, as {dense[0][0]} "
-                f"({dense[0][2].model}, layer {dense[0][2].layer}, {dense[0][2].dims} dims)",
-                f"{store} ({record.model}, layer {record.layer}, {record.dims} dims)",
-                "Build one of them again with the other's `--dense`, `--layer` and `--dims`.",
-            )
-    return config_of(dense[0][1]).dense if dense else None
+    config = replace(config_of(manifests[0]), dense=common_dense(stores, manifests))
+    return {
+        "stores": [str(store) for store in stores],
+        "places": [os.path.abspath(store) for store in stores],  # to resume from any folder
+        "tokenizer": manifests[0].tokenizer_name,
+        "config": asdict(checked(config, manifests[0].fingerprint)),
+    }
 
 
 def _rewrite(
@@ -269,17 +259,16 @@ def retokenize_datastore(
     """
     store = Path(path)
     read_manifest(store)
+
+    def make_plan() -> dict[str, Any]:
+        config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
+        return {"tokenizer": write_tokenizer(store, tokenizer), "config": asdict(config)}
+
     with writer(store) as work:
         manifest = read_manifest(store)
-        if resume:
-            plan = resumed_plan(work, "retokenize")
-            if plan["generation"] != manifest.generation:
-                return finished(work, "retokenize")
-        else:
-            name = write_tokenizer(store, tokenizer)
-            config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
-            arguments = {"verb": "retokenize", "tokenizer": name, "config": asdict(config)}
-            plan = begin_change(work, manifest, arguments)
+        plan = begin_or_resume(work, manifest, "retokenize", resume, make_plan)
+        if plan is None:
+            return finished(work, "retokenize")
         return _retokenize(work, manifest, plan, workers or os.cpu_count() or 1, progress)
 
 

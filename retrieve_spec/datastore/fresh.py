@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from retrieve_spec.config import StoreConfig
+from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.change import LOCK, existing_manifest
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
@@ -91,3 +91,23 @@ def config_of(manifest: Manifest) -> StoreConfig:
     recorded = manifest.history[0].get("config") if manifest.history else None
     config = StoreConfig(**recorded) if recorded else StoreConfig()
     return config if manifest.dense is not None else replace(config, dense=None)
+
+
+def common_dense(stores: list[Path], manifests: list[Manifest]) -> DenseConfig | None:
+    """Settings of the dense indexes of stores to merge, None where none has any.
+
+    Raises
+    ------
+    BuildError
+        When they differ in model, layer or dims.
+    """
+    dense = [(s, m, m.dense) for s, m in zip(stores, manifests, strict=True) if m.dense is not None]
+    for store, _, record in dense:
+        if replace(record, model="") != replace(dense[0][2], model=""):
+            raise BuildError(
+                f"stores with dense indexes of one model, layer and number of dims, as {dense[0][0]} "
+                f"({dense[0][2].model}, layer {dense[0][2].layer}, {dense[0][2].dims} dims)",
+                f"{store} ({record.model}, layer {record.layer}, {record.dims} dims)",
+                "Build one of them again with the other's `--dense`, `--layer` and `--dims`.",
+            )
+    return config_of(dense[0][1]).dense if dense else None

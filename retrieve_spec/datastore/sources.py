@@ -114,7 +114,7 @@ def _describe(index: int, source: Source, relative: str, location: Path, root: P
     except (OSError, RuntimeError):
         skip = "unreadable"
     path = readable(source.prefix + relative)
-    return SourceFile(index, path, str(location), size, kind, compression, skip, source.licence)
+    return SourceFile(index, path, os.path.abspath(location), size, kind, compression, skip, source.licence)
 
 
 def readable(path: str) -> str:
