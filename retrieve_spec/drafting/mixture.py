@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.asking import Asking, Comparison
 from retrieve_spec.drafting.calibration import Calibration
+from retrieve_spec.drafting.dense_queries import DenseQueries
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.open_sources import OpenSources
 from retrieve_spec.drafting.tree import DraftTree
@@ -60,9 +59,7 @@ class MixtureDrafter(OpenSources):
         self.calibration = calibration or Calibration()
         super().__init__(session, datastores, recycling, dense=self.config.dense == AUTO)
         self.top_k = self.recycling.k if self.recycling else 0
-        self._asking = Asking()
-        self._hidden: NDArray[np.float32] | None = None
-        self._comparison: Comparison | None = None
+        self._queries = None if self.dense is None else DenseQueries(self.dense)
         self._pace: float | None = None
         self._proposed = 0, 0.0
         self._history: list[NDArray[np.int32]] = []
@@ -89,9 +86,7 @@ class MixtureDrafter(OpenSources):
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: forget the last one's text, read the prompt and the expected text."""
-        prompt = np.ascontiguousarray(prompt_ids, np.int32)
         self.context.reset()
-        self.context.extend(prompt)
         self.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
         if self.recycling is not None and self.session is None:
             self.recycling.reset()
@@ -99,22 +94,21 @@ class MixtureDrafter(OpenSources):
         self._fresh = []
         self._rest = self._misses = 0
         self._noise[0] = 0
-        self._hidden = None
-        self._comparison = None
+        if self._queries is not None:
+            self._queries.leave()
         self._open()
-        newest = prompt[::-1][:TAIL]
-        self._tail[0, : len(newest)] = newest
-        self._tail_len = len(prompt)
-        self._place_session(prompt)
-        self._follow_stores(prompt[-order.MATCH :], self._exact_cursors())
+        self._read(np.ascontiguousarray(prompt_ids, np.int32))
 
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
         self._catch_up()
-        self._hidden = None  # it is not the state before what comes next any more
-        self._end_comparison()
-        self._cursors[self._dense_row : self._dense_row + (self.dense is not None)] = 0
-        ids = np.ascontiguousarray(token_ids, np.int32)
+        if self._queries is not None:
+            self._queries.leave()
+            self._cursors[self._dense_row] = 0
+        self._read(np.ascontiguousarray(token_ids, np.int32))
+
+    def _read(self, ids: NDArray[np.int32]) -> None:
+        """Take text (n,) that was not generated into the text so far."""
         self.context.extend(ids)
         self._place_session(ids)
         roots = self._exact_cursors()
@@ -157,8 +151,8 @@ class MixtureDrafter(OpenSources):
         self._sync()
         self._hear(budget.noise)
         depth = min(budget.max_depth, self.config.max_depth)
-        if self.dense is not None:
-            self._ask(cost, limit, depth)
+        if self._queries is not None:
+            self._ask(self._queries, cost, limit, depth)
         n = self._grow(cost, limit, depth)
         expected = float(s.node_p[:n].sum())
         if budget.cost is not None:
@@ -196,32 +190,18 @@ class MixtureDrafter(OpenSources):
         )
         return n
 
-    def _ask(self, cost: NDArray[np.float32], limit: int, depth: int) -> None:
+    def _ask(self, queries: DenseQueries, cost: NDArray[np.float32], limit: int, depth: int) -> None:
         """Look up neighbours of the last hidden state if none are followed any more and it pays."""
-        assert self.dense is not None
         cursor = self._cursors[self._dense_row]
         followed = cursor[0] < cursor[1] and cursor[3] >= 0
         if not followed:
-            self._end_comparison()
-            match_len = self._longest_match()
-            if self._hidden is None or not self._asking.pays(match_len, self._pace if len(cost) else None):
-                return
-            began = perf_counter()
-            self.dense.ask(self._hidden, int(self._tail[0, 0]))
-            cursor[:] = self.dense.root()
-            if self._asking.asked(match_len, perf_counter() - began):
-                self._comparison = Comparison(match_len)
-        if self._comparison is not None:
+            queries.ask(cursor, self._longest_match(), int(self._tail[0, 0]), self._pace if len(cost) else None)
+        if queries.comparison is not None:
             found = cursor.copy()
             cursor[:] = 0
             n = self._grow(cost, limit, depth)
-            self._comparison.without = self._scratch.nodes[:n, :2].copy()
+            queries.comparison.without = self._scratch.nodes[:n, :2].copy()
             cursor[:] = found
-
-    def _end_comparison(self) -> None:
-        if self._comparison is not None:
-            self._asking.compared(self._comparison.match_len, self._comparison.gain)
-            self._comparison = None
 
     def _hear(self, noise: tuple[int, int, int] | None) -> None:
         """Take over the key of the sampling noise; positions are kept relative to the text so far."""
@@ -239,14 +219,7 @@ class MixtureDrafter(OpenSources):
         if self.config.provenance and known:
             origin = np.empty(n, np.int64)
             order.find_origins(self._table, self._scratch.cursors, self._exact_row, known, n, origin)
-        tree = DraftTree(
-            np.empty(n, np.int32),
-            np.empty(n, np.int32),
-            np.empty(n, np.int32),
-            np.empty(n, np.float32),
-            np.empty(n, np.uint8),
-            np.empty(n, np.int64),
-        )
+        tree = DraftTree.unfilled(n)
         order.depth_first(
             self._scratch.nodes,
             self._scratch.node_p,
@@ -264,9 +237,8 @@ class MixtureDrafter(OpenSources):
     def observe(self, verified: VerifiedPass) -> None:
         """Learn from the pass and take the emitted tokens into the text so far (later, while drafting rests)."""
         self._fresh.append(np.ascontiguousarray(verified.emitted, np.int32))
-        self._hidden = verified.hidden
-        if self._comparison is not None:
-            self._comparison.hold_against(verified.emitted)
+        if self._queries is not None:
+            self._queries.see(verified.emitted, verified.hidden)
         if len(verified.tree):
             whole = len(verified.tree) == self._proposed[0]  # a verifier of chains takes one branch
             expected = self._proposed[1] if whole else verified.tree.expected_accepted
@@ -324,7 +296,8 @@ class MixtureDrafter(OpenSources):
     def finish(self) -> None:
         """End the request: the session, if there is one, remembers what was generated; calibration is kept."""
         self._catch_up()
-        self._end_comparison()
+        if self._queries is not None:
+            self._queries.leave()
         self.calibration.keep()
         if self.session is not None and self._history:
             self.session.remember(np.concatenate(self._history))

@@ -10,7 +10,7 @@ from fake_dense import FakeIndex, state_of, with_dense
 
 from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import SpeculationConfig, StoreConfig
-from retrieve_spec.drafting.asking import COMPARE_EVERY, FIRST, PROBE_EVERY, Asking
+from retrieve_spec.drafting.dense_queries import COMPARE_EVERY, FIRST, PROBE_EVERY, QueryGate
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.published.dense import Dresd
@@ -267,43 +267,43 @@ def as_paths(tree):
 
 
 def test_queries_stop_where_they_add_nothing_and_come_back():
-    asking = Asking()
+    gate = QueryGate()
     for _ in range(FIRST):
-        assert asking.pays(12, None)
-        assert asking.asked(12, 0.001), "the first ones are all compared"
-        asking.compared(12, 0)
-    assert sum(asking.pays(12, None) for _ in range(10 * PROBE_EVERY)) == 10, "now and then all the same"
-    assert not asking.pays(2, None), "what is not known is like the rest"
+        assert gate.pays(12, None)
+        assert gate.asked(12, 0.001), "the first ones are all compared"
+        gate.compared(12, 0)
+    assert sum(gate.pays(12, None) for _ in range(10 * PROBE_EVERY)) == 10, "now and then all the same"
+    assert not gate.pays(2, None), "what is not known is like the rest"
     for _ in range(FIRST):
-        asking.compared(5, 3)
-    assert asking.pays(5, None)
-    assert asking.pays(2, None), "now the rest is better"
-    assert not asking.pays(12, None), "a match length that is known is judged by itself"
-    assert asking.pays(5, seconds_per_token=0.01)
-    assert not asking.pays(5, seconds_per_token=1e-5), "a query takes as long as a hundred tokens"
+        gate.compared(5, 3)
+    assert gate.pays(5, None)
+    assert gate.pays(2, None), "now the rest is better"
+    assert not gate.pays(12, None), "a match length that is known is judged by itself"
+    assert gate.pays(5, seconds_per_token=0.01)
+    assert not gate.pays(5, seconds_per_token=1e-5), "a query takes as long as a hundred tokens"
 
 
 def test_the_gain_is_the_mean_of_the_first_comparisons_and_followed_later():
-    asking = Asking()
+    gate = QueryGate()
     for i in range(FIRST):
-        asking.asked(12, 0.5)
-        asking.compared(12, i % 2)
-    assert asking.pays(12, seconds_per_token=1.001), "half a token more for half a second"
-    assert not asking.pays(12, seconds_per_token=0.999)
-    assert sum(asking.asked(12, 0.5) for _ in range(10 * COMPARE_EVERY)) == 10, "some are compared later on"
+        gate.asked(12, 0.5)
+        gate.compared(12, i % 2)
+    assert gate.pays(12, seconds_per_token=1.001), "half a token more for half a second"
+    assert not gate.pays(12, seconds_per_token=0.999)
+    assert sum(gate.asked(12, 0.5) for _ in range(10 * COMPARE_EVERY)) == 10, "some are compared later on"
 
 
 def test_a_query_is_held_against_what_a_token_takes_now(store):
     """Seconds per token: those of the last pass over the tokens it was expected to bring."""
     heard = []
 
-    class Never(Asking):
+    class Never(QueryGate):
         def pays(self, match_len, seconds_per_token):
             heard.append(seconds_per_token)
             return False
 
     drafter = auto(store)
-    drafter._asking = Never()
+    drafter._queries.gate = Never()
     drafter.start(np.array([1, 2, 3] * 20, np.int32))
     emitted = np.array([1], np.int32)
     drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of([3], like=meaning)))
@@ -331,7 +331,7 @@ def test_what_a_query_adds_is_counted_exactly(store):
     accepted, _ = generate(drafter, paraphrase(text[:50]), text[50:90])
     exact, _ = generate(auto(store, dense="off"), paraphrase(text[:50]), text[50:90])
     assert accepted[0] > exact[0]
-    learned = drafter._asking
+    learned = drafter._queries.gate
     assert learned.queries >= 1
     assert learned._gain.max() > 0
 

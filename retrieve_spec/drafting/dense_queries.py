@@ -1,13 +1,15 @@
-"""What queries of the dense index added and took in, whether the next one pays out."""
+"""Hidden states and what earlier queries of the dense index added and took in, queries where they pay out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.weights import LENGTH_BUCKETS, length_bucket
+from retrieve_spec.sources.dense import DenseSource
 
 FIRST = 24
 """Compared queries before a gain is believed, that of all buckets together and then that of a bucket by itself."""
@@ -21,7 +23,7 @@ LEAST_GAIN = 0.1
 """Tokens a query must add where it is not known what a pass takes."""
 
 
-class Asking:
+class QueryGate:
     """Decides when to query: the tokens gained per query against its time, per length of the longest exact match.
 
     The gain is a comparison, not an estimate: now and then the tree is also grown without the neighbours, and both are
@@ -98,3 +100,58 @@ def _accepted(nodes: NDArray[np.int64], emitted: NDArray[np.int32]) -> int:
             return depth
         at = child
     return len(emitted)
+
+
+class DenseQueries:
+    """When the dense index is queried in a request, and with what.
+
+    Parameters
+    ----------
+    source
+        What is queried, and keeps what was found.
+    """
+
+    def __init__(self, source: DenseSource) -> None:
+        self.source, self.gate = source, QueryGate()
+        self.comparison: Comparison | None = None
+        """The last query, while its neighbours are followed, if its gain is measured."""
+        self._hidden: NDArray[np.float32] | None = None
+
+    def see(self, emitted: NDArray[np.int32], hidden: NDArray[np.float32] | None) -> None:
+        """Take over what a pass showed: its tokens (a + 1,) and the state (d,) that the last was predicted from."""
+        self._hidden = hidden
+        if self.comparison is not None:
+            self.comparison.hold_against(emitted)
+
+    def leave(self) -> None:
+        """The text goes on with something else than what the state is known for: end the comparison, drop the state."""
+        self._hidden = None
+        self._end_comparison()
+
+    def ask(self, cursor: NDArray[np.int64], match_len: int, token: int, seconds_per_token: float | None) -> None:
+        """Let a cursor (CURSOR,) stand at the neighbours of the state, if it is known and that pays.
+
+        Parameters
+        ----------
+        cursor
+            Modified in place.
+        match_len
+            Longest match of the text with anything but neighbours.
+        token
+            The last one, which the state predicted.
+        seconds_per_token
+            As for `QueryGate.pays`.
+        """
+        self._end_comparison()
+        if self._hidden is None or not self.gate.pays(match_len, seconds_per_token):
+            return
+        began = perf_counter()
+        self.source.ask(self._hidden, token)
+        cursor[:] = self.source.root()
+        if self.gate.asked(match_len, perf_counter() - began):
+            self.comparison = Comparison(match_len)
+
+    def _end_comparison(self) -> None:
+        if self.comparison is not None:
+            self.gate.compared(self.comparison.match_len, self.comparison.gain)
+            self.comparison = None
