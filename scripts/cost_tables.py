@@ -180,6 +180,35 @@ def typing() -> str:
     return "\n".join([*origin(made), *markdown_table(["", *variants], rows), "", text, ""])
 
 
+def larger() -> str:
+    """Recorded answers in real passes of larger models."""
+    made = measured("larger")
+    if made is None:
+        return missing("larger")
+    rows = []
+    for figures in made["sizes"].values():
+        for method, f in figures["methods"].items():
+            speed, drafted = f["speedup"], "tokens_per_pass" in f
+            rows.append(
+                [
+                    f"{figures['parameters'] / 1e9:.2f} B",
+                    method,
+                    f"{speed['value']:.2f} ({speed['low']:.2f}-{speed['high']:.2f})",
+                    f"{f['speedup_pooled']:.2f}",
+                    f"{f['after_prompt_pooled']:.2f}",
+                    f"{f['slower_than_plain']} of {made['answers']}",
+                    two(f["tokens_per_second"]),
+                    f"{f['tokens_per_pass']:.2f}" if drafted else "",
+                    f"{f['nodes_per_pass']:.1f}" if drafted else "",
+                    f"{f['same']}/{made['answers']}",
+                ]
+            )
+    head = ["model", "method", "speed-up (95 %)", "pooled", "without the prompt", "slower than plain", "tokens/s"]
+    head += ["tokens/pass", "nodes/pass", "identical"]
+    size = f"{made['answers']} answers, {made['new_tokens']:,} tokens behind {made['prompt_tokens']:,} of prompts."
+    return "\n".join([*origin(made), size, "", *markdown_table(head, rows), ""])
+
+
 def _milliseconds(times: dict[str, float]) -> str:
     return f"{two(times['p50'])} / {two(times['p95'])} ms"
 
@@ -207,6 +236,7 @@ TABLES = {
     "dense": dense,
     "thinning": thinning,
     "dense-drafting": dense_drafting,
+    "larger": larger,
     "typing": typing,
     "typing-overhead": typing_overhead,
 }

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_setting import NOTHING, Attempt, Setting, build, draft
+from trace_driven import TraceDriven, told
 from transformers import DynamicCache
 
 import retrieve_spec as rs
@@ -21,11 +22,10 @@ from retrieve_spec.decoding.cost import CostModel
 from retrieve_spec.decoding.costprobe import measure_passes
 from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.decoding.probe import probe
-from retrieve_spec.decoding.verifier import Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.decoding.verifier import Verifier, VerifierInputs
 from retrieve_spec.drafting.tree import DraftTree
 
 ROOT = np.array([5], np.int32)
-SURE = 1e4
 
 
 def model(setting: Setting, attempt: Attempt, size: str) -> None:
@@ -122,48 +122,6 @@ def plain_pass(setting: Setting, target: Any, context: int) -> float:
         )  # fmt: skip
 
     return setting.median_ms(run)
-
-
-class TraceDriven:
-    """A verifier whose target is made to say the recorded text, after all its work is done."""
-
-    def __init__(self, inner: Verifier, trace: torch.Tensor) -> None:
-        self._inner, self._trace, self._past = inner, trace, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def start(self, inputs: VerifierInputs) -> None:
-        """Begin at the prompt."""
-        self._past = 0
-        self._inner.start(inputs)
-
-    def forward(self, root_ids: Any, tree: Any = None, *, keep: int = 1, want_hidden: Any = None) -> VerifierOutput:
-        """Run the pass, then make the recorded token of every row's position the most probable one."""
-        out = self._inner.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
-        self._roots = len(root_ids)
-        last = self._past + self._roots
-        after = np.arange(last - keep + 1, last + 1)
-        if tree is not None and len(tree):
-            after = np.concatenate([after, last + tree.depth])
-        at = torch.from_numpy(after).clamp(max=len(self._trace) - 1).to(out.logits.device, non_blocking=True)
-        with torch.inference_mode():
-            return VerifierOutput(out.logits.scatter(1, self._trace[at][:, None], SURE), out.hidden)
-
-    def commit(self, path: Any) -> None:
-        """Go on behind the accepted nodes."""
-        self._past += self._roots + len(path)
-        self._inner.commit(path)
-
-
-def told(trace: torch.Tensor) -> Callable[..., Any]:
-    """A logits processor that makes the recorded token the most probable one."""
-
-    def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        at = min(input_ids.shape[1], len(trace) - 1)
-        return scores.index_fill(1, trace[at : at + 1], SURE)
-
-    return process
 
 
 def traces_of(setting: Setting, answers: list[tuple[list[int], list[int]]]) -> Iterator[tuple[Any, Any, int]]:

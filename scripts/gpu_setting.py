@@ -24,6 +24,8 @@ from retrieve_spec.drafting.tree import DraftTree
 Attempt = Callable[[str, Callable[[], Any]], Any]
 SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 512),
+    "0.1b": (768, 2048, 12, 12, 4, 32_000),
+    "0.4b": (1024, 2816, 24, 16, 4, 32_000),
     "1b": (2048, 8192, 16, 32, 8, 128_256),
     "8b": (4096, 14_336, 32, 32, 8, 128_256),
 }

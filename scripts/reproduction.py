@@ -166,6 +166,13 @@ def few(args: argparse.Namespace) -> list[str]:
     return ["--quiet", "--json", *(["--limit", str(args.limit)] if args.limit else [])]
 
 
+def larger(args: argparse.Namespace) -> None:
+    """Recorded answers of Vicuna-7B, given by models of random weights in real passes."""
+    words = [str(the_trace(args, SPEC_BENCH)), "--tokenizer", native(args, SPEC_BENCH)]
+    trial = ["--size", "0.1b", "--answers", "1", "--new-tokens", "32"] if args.limit else []
+    measuring.script(args, "larger", "scripts/bench_recorded.py", *words, *trial)
+
+
 def peers(args: argparse.Namespace, name: str = "compare", sample: tuple[str, ...] = ()) -> None:
     """Other projects' drafting and ours on all recorded answers; a file that is done is kept."""
     traces = sorted(str(path) for path in the_trace(args, "").glob("*.jsonl"))
@@ -206,6 +213,7 @@ PARTS: dict[str, Part] = {
     "typing": Part(4, "typing in an editor, and the server's own time", cost_parts.typing),
     "sources-replay": Part(4, "auto without each of its sources, on recorded answers", sources_replay, traces=True),
     "presets-replay": Part(2, "presets on recorded answers", replayed_presets, traces=True),
+    "larger": Part(9, "recorded answers in real passes of larger models with random weights", larger, traces=True),
     "peers": Part(7, "peers and presets on all recorded answers", peers, traces=True),
     "peers-times": Part(4, "only their times again, on a few rows of each file", peers_times, traces=True),
 }

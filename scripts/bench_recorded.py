@@ -1,0 +1,178 @@
+"""Measures how fast a larger model would have given answers that were recorded, on this machine.
+
+    python scripts/bench_recorded.py TRACE --tokenizer FILE [--size 0.1b 0.4b] [--answers 12] [--new-tokens 80]
+
+No weights of a larger model are needed for that: a Llama-shaped model of random weights does all the work of its
+passes, then the recorded token is made the most probable one. So passes cost what they cost, and drafts
+are right and wrong as they would have been, but for one thing: the runner-up tokens are noise, which takes from `auto`
+what it learns of them. Plain is transformers' own `generate`, and so is prompt lookup; every answer is given by all
+methods in turn, each begins with another one, and nothing is kept between answers. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpu_setting import SHAPES, build
+from trace_driven import TraceDriven, told
+
+import retrieve_spec as rs
+from retrieve_spec.bench.machine import machine_facts
+from retrieve_spec.bench.prompts import subtask
+from retrieve_spec.bench.replay import read_trace
+from retrieve_spec.bench.stats import interval
+from retrieve_spec.datastore.fingerprint import load_tokenizer
+
+METHODS = ("plain", "prompt-lookup", "off", "auto")
+SHORTEST = 32
+"""Tokens of the shortest answer that is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A recorded answer, cut to the length that is measured."""
+
+    task: str
+    prompt: torch.Tensor  # (1, n)
+    trace: torch.Tensor  # (n + new,) prompt and answer
+
+    @property
+    def new(self) -> int:
+        """Tokens of the answer."""
+        return len(self.trace) - self.prompt.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What giving one answer took."""
+
+    seconds: float
+    first: float  # seconds until the prompt was read
+    passes: int
+    nodes: int
+    same: bool
+
+
+def chosen(options: argparse.Namespace) -> list[Answer]:
+    """Answers of all tasks in turn, in a random order that is always the same."""
+    by_task: dict[str, list[Answer]] = defaultdict(list)
+    for row in read_trace(options.trace, load_tokenizer(options.tokenizer)):
+        output = row.segments[0][0][: options.new_tokens]
+        if len(row.prompt) <= options.context and len(output) >= SHORTEST:
+            prompt = torch.as_tensor(row.prompt, dtype=torch.long)
+            trace = torch.cat([prompt, torch.as_tensor(output, dtype=torch.long)])
+            task = subtask(row.task)
+            by_task[task].append(Answer(task, prompt[None], trace))
+    rng = random.Random(0)
+    for answers in by_task.values():
+        rng.shuffle(answers)
+    depth = max(map(len, by_task.values()), default=0)
+    turns = [answers[i] for i in range(depth) for answers in by_task.values() if i < len(answers)]
+    return turns[: options.answers]
+
+
+def by_transformers(model: Any, answer: Answer, **extra: Any) -> Told:
+    """Let transformers' own `generate` give an answer."""
+    calls: list[float] = []
+    say = told(answer.trace)
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(time.perf_counter())
+        return say(ids, scores)
+
+    began = time.perf_counter()
+    out = type(model).generate(
+        model, answer.prompt, max_new_tokens=answer.new, do_sample=False, logits_processor=[process], **extra
+    )
+    ended = time.perf_counter()
+    return Told(ended - began, calls[0] - began, 0, 0, torch.equal(out[0], answer.trace))
+
+
+def by_us(model: Any, answer: Answer, make: Callable[[], Any], draft: str) -> Told:
+    """Let the accelerated model give an answer."""
+    model.speculation.forget()
+    model.speculation._make_verifier = lambda: TraceDriven(make(), answer.trace)
+    began = time.perf_counter()
+    out = model.generate(answer.prompt, max_new_tokens=answer.new, do_sample=False, draft=draft)
+    ended = time.perf_counter()
+    last = model.speculation.last
+    same = torch.equal(out[0], answer.trace)
+    return Told(ended - began, last.prefill_ms / 1e3, last.passes, last.nodes, same)
+
+
+def measure(size: str, answers: list[Answer], context: int) -> dict[str, Any]:
+    """Figures of all methods with a model of one size."""
+    model = build(size, context, "cpu", torch.float32)
+    rs.accelerate(model)
+    make = model.speculation._make_verifier
+    methods: dict[str, Callable[[Answer], Told]] = {
+        "plain": lambda answer: by_transformers(model, answer),
+        "prompt-lookup": lambda answer: by_transformers(model, answer, prompt_lookup_num_tokens=10),
+        "off": lambda answer: by_us(model, answer, make, "off"),
+        "auto": lambda answer: by_us(model, answer, make, "auto"),
+    }
+    warm = Answer("", answers[0].prompt[:, :16], answers[0].trace[:32])
+    for give in methods.values():
+        give(warm)
+    results: dict[str, list[Told]] = {name: [] for name in METHODS}
+    for number, answer in enumerate(answers):
+        for turn in range(len(METHODS)):
+            name = METHODS[(number + turn) % len(METHODS)]
+            results[name].append(methods[name](answer))
+        speeds = ", ".join(f"{name} {answer.new / results[name][-1].seconds:.1f}" for name in METHODS)
+        print(f"{size} {number + 1}/{len(answers)} {answer.task}: tokens/s {speeds}", flush=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"parameters": parameters, "methods": {name: figures(results, name, answers) for name in METHODS}}
+
+
+def figures(results: dict[str, list[Told]], name: str, answers: list[Answer]) -> dict[str, Any]:
+    """Speed-ups of one method over plain, and what its passes were like."""
+    mine, plain, new = results[name], results["plain"], sum(answer.new for answer in answers)
+    seconds = sum(t.seconds for t in mine)
+    found: dict[str, Any] = {
+        "tokens_per_second": new / seconds,
+        "speedup": interval([p.seconds / m.seconds for p, m in zip(plain, mine, strict=True)]),
+        "speedup_pooled": sum(t.seconds for t in plain) / seconds,
+        "after_prompt_pooled": sum(t.seconds - t.first for t in plain) / sum(t.seconds - t.first for t in mine),
+        "slower_than_plain": sum(m.seconds > p.seconds for p, m in zip(plain, mine, strict=True)),
+        "same": sum(t.same for t in mine),
+    }
+    if passes := sum(t.passes for t in mine):
+        found |= {"tokens_per_pass": new / passes, "nodes_per_pass": sum(t.nodes for t in mine) / passes}
+    return found
+
+
+def main() -> None:
+    """Measure the sizes that are named."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trace", help="JSON Lines with `prompt` and `output`")
+    parser.add_argument("--tokenizer", required=True, help="the one of the model that gave the answers")
+    parser.add_argument(
+        "--size", nargs="+", default=["0.1b", "0.4b"], choices=[name for name in SHAPES if name != "tiny"]
+    )
+    parser.add_argument("--answers", type=int, default=12)
+    parser.add_argument("--new-tokens", type=int, default=80)
+    parser.add_argument("--context", type=int, default=1024, help="longest prompt")
+    options = parser.parse_args()
+    facts, answers = machine_facts(), chosen(options)
+    if not answers:
+        raise SystemExit(
+            f"no answer of {SHORTEST} tokens behind a prompt of at most {options.context} in {options.trace}"
+        )
+    with torch.no_grad():
+        sizes = {size: measure(size, answers, options.context) for size in options.size}
+    asked = {"answers": len(answers), "new_tokens": sum(answer.new for answer in answers)}
+    prompts = {"prompt_tokens": sum(answer.prompt.shape[1] for answer in answers)}
+    print(json.dumps({**asked, **prompts, "sizes": sizes, "machine": facts}))
+
+
+if __name__ == "__main__":
+    main()
