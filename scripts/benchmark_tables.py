@@ -63,9 +63,35 @@ def speedup() -> str:
         f"parameters, in float32; {facts(first['header']['machine'])}. Small models loop and their passes are cheap, "
         "so read [docs/benchmarks.md](docs/benchmarks.md) before you expect the same of a large one."
     )
-    return "\n".join(
-        ["## How much faster", "", f"![Speed-up](docs/{PICTURE.name})", "", *markdown_table(head, rows), "", text, ""]
+    lines = [
+        "## How much faster",
+        "",
+        f"![Speed-up](docs/{PICTURE.name})",
+        "",
+        *markdown_table(head, rows),
+        "",
+        text,
+        "",
+    ]
+    return "\n".join(lines + _larger_models())
+
+
+def _larger_models() -> list[str]:
+    """What larger models make of answers that do not loop, in a sentence."""
+    made = measured("larger")
+    if made is None:
+        return []
+    parts = [
+        f"{_ratio(figures['methods']['auto']['speedup'])} times as fast with {figures['parameters'] / 1e9:.2f} B "
+        f"parameters (prompt lookup {figures['methods']['prompt-lookup']['speedup']['value']:.2f})"
+        for figures in made["sizes"].values()
+    ]
+    text = (
+        "Answers that Vicuna-7B gave to Spec-Bench's questions, given again on the same kind of machine by models with "
+        f"random weights that are made to say them: {' and '.join(parts)}, medians over {made['answers']} answers "
+        "([how](docs/benchmarks.md#results-larger-models))."
     )
+    return [text, ""]
 
 
 def _ratio(value: dict[str, float]) -> str:

@@ -72,17 +72,20 @@ TYPED = {
     "requests": 5, "latency_ms": {"p50": 1.0, "p95": 2.0}, "outside_model_ms": {"p50": 0.5, "p95": 0.6},
     "visible_characters": {"150": 7.0, "250": 8.0},
 }  # fmt: skip
+GIVEN = {
+    "tokens_per_second": 30.0, "speedup": speed(1.5), "speedup_pooled": 1.5, "after_prompt_pooled": 1.75,
+    "slower_than_plain": 0, "same": 1,
+}  # fmt: skip
 SCRIPTS = {
     "scripts/bench_pass.py": {"passes": [{"context": 256, "pass": "plain", "ms": 2.0, "ratio": 1.0},
                                          {"context": 256, "pass": "static 4", "ms": 1.5, "ratio": 0.75},
                                          {"context": 256, "pass": "ordinary 4", "ms": 2.5, "ratio": 1.25}]},
     "scripts/bench_recorded.py": {
-        "answers": 1, "new_tokens": 64, "prompt_tokens": 99, "sizes": {"0.1b": {"parameters": 125 * 10**6, "methods": {
-            "plain": {"tokens_per_second": 20.0, "speedup": speed(1.0), "speedup_pooled": 1.0,
-                      "after_prompt_pooled": 1.0, "slower_than_plain": 0, "same": 1},
-            "auto": {"tokens_per_second": 30.0, "speedup": speed(1.5), "speedup_pooled": 1.5,
-                     "after_prompt_pooled": 1.75, "slower_than_plain": 0, "same": 1, "tokens_per_pass": 2.0,
-                     "nodes_per_pass": 4.0}}}}},
+        "answers": 1, "new_tokens": 64, "prompt_tokens": 99,
+        "sizes": {"0.1b": {"parameters": 125 * 10**6, "methods": {
+            "plain": {**GIVEN, "speedup": speed(1.0)}, "prompt-lookup": {**GIVEN, "speedup": speed(0.9)},
+            "auto": {**GIVEN, "tokens_per_pass": 2.0, "nodes_per_pass": 4.0}}}},
+    },
     "scripts/bench_datastore.py": {
         "corpus": {"tokens": 10**8, "real_tokens": 10**6}, "reading": {"tokens_per_second": 3e5}, "open": OPEN,
         "suffix_array": {"tokens_per_second": 2e6}, "step": STEP, "peak_memory_gb": 2.0,
@@ -221,6 +224,7 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "| exact index | 6.10 bytes per token |" in costs.datastores()
     larger = "| 0.12 B | auto | 1.50 (1.50-1.50) | 1.50 | 1.75 | 0 of 1 | 30.0 | 2.00 | 4.0 | 1/1 |"
     assert larger in costs.larger()
+    assert "1.50 (1.50-1.50) times as fast with 0.12 B parameters (prompt lookup 0.90)" in tables.speedup()
     assert "| 2 | 1.00 ms | 1.0 / 2.0 µs | 0.5 µs |" in costs.datastore_segments()
     assert "| suffix array | 6.20 | 2.00 M tokens/s |" in costs.datastore_peers()
     assert "SuffixDecoding: skipped (ImportError: none)" in costs.datastore_peers()
