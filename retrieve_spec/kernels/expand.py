@@ -112,6 +112,33 @@ def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
 
 
 @njit(cache=True, nogil=True)
+def _begin(
+    root_cursors: NDArray[np.int64], tail: NDArray[np.int32], cursors: NDArray[np.int64], tails: NDArray[np.int32]
+) -> None:
+    """Put the root's cursors and newest tokens in front of those of the nodes."""
+    for s in range(len(root_cursors)):
+        for j in range(CURSOR):
+            cursors[s, j] = root_cursors[s, j]
+    for j in range(TAIL):
+        tails[0, j] = tail[0, j]
+
+
+@njit(cache=True, nogil=True)
+def _follow(
+    table: NDArray[np.int64], cursors: NDArray[np.int64], tails: NDArray[np.int32], above: int, at: int, token: int
+) -> None:
+    """Make the newest tokens and the cursors at place ``at`` those at place ``above`` after one more token."""
+    tails[at, 0] = token
+    for i in range(1, TAIL):
+        tails[at, i] = tails[above, i - 1]
+    rows = len(table)
+    for s in range(rows):
+        if table[s, RESTING] == 1:
+            continue
+        advance_row(table, s, cursors, above * rows + s, token, cursors, at * rows + s)
+
+
+@njit(cache=True, nogil=True)
 def expand(
     table: NDArray[np.int64],
     root_cursors: NDArray[np.int64],
@@ -139,6 +166,14 @@ def expand(
 
     Parameters
     ----------
+    table, tail, tail_len, cells, trust
+        As for `blend.collect_levels`; the tail (1, TAIL) is that of the text.
+    root_cursors
+        (s, CURSOR) int64, where every source stands after the text.
+    scale
+        As for `scale.scaled`.
+    min_p
+        Least path probability of a node.
     noise
         (4,) int64: 1 if tokens are sampled with known noise (else 0), seed, row, position of the next token.
     cost
@@ -165,33 +200,24 @@ def expand(
     pool_p, pool_ids, heap = borrowed(pool_p), borrowed(pool_ids), borrowed(heap)
     scratch = open_scratch(memory, rows)
     tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
-    stamp = 0
-    for s in range(rows):
-        for j in range(CURSOR):
-            cursors[s, j] = root_cursors[s, j]
-    for j in range(TAIL):
-        tails[0, j] = tail[0, j]
+    _begin(root_cursors, tail, cursors, tails)
     ranks = np.zeros(RANKS, np.int64)
     cutoff = 0.0
-    pool = 0
-    size = 0
-    n = 0
+    pool = size = 0  # candidates found, candidates waiting
+    n = best_n = 0
     gain = 1.0
-    best_n = 0
     best_rate = 1.0 / cost[0] if len(cost) > 0 else 0.0
-    at = 0  # index into cursors: node + 1
-    path_p = promise
     depth = 0
-    while True:
+    path_p = promise
+    while True:  # the root, then every node as it is taken: the n-th stands at place n of cursors and tails
         if depth < max_depth and n < max_nodes:
             valid = min(tail_len + depth, TAIL)
             # No candidate below `cutoff` can be among the best: levels with too little mass to make one are not read.
             worth = max(min_p, cutoff) / path_p
             mass = MASS_FLOOR if noise[0] else max(worth, MASS_FLOOR)
             negligible = 0.0 if noise[0] else NEGLIGIBLE * worth  # known noise can make a small share the largest
-            k = collect_levels(table, cursors, at * rows, tails, at, valid, cells, trust, mass, scratch)
-            stamp += 1
-            c = blend(table, cursors, at * rows, cells, k, negligible, stamp, scratch)
+            k = collect_levels(table, cursors, n * rows, tails, n, valid, cells, trust, mass, scratch)
+            c = blend(table, cursors, n * rows, cells, k, negligible, n + 1, scratch)
             if noise[0]:
                 couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + depth))
             for i in range(c):
@@ -201,7 +227,7 @@ def expand(
                 p = min(p, CERTAIN)
                 pool_p[pool] = p
                 pool_ids[pool, 0] = tokens[i]
-                pool_ids[pool, 1] = at - 1
+                pool_ids[pool, 1] = n - 1
                 pool_ids[pool, 2] = credit[i]
                 _push(heap, size, pool, pool_p, pool_ids)
                 ranks[_rank(p)] += 1
@@ -230,13 +256,5 @@ def expand(
         elif gain > best_rate * cost[n]:
             best_rate = gain / cost[n]
             best_n = n
-        at = n
-        token = np.int32(pool_ids[top, 0])
-        tails[at, 0] = token
-        for i in range(1, TAIL):
-            tails[at, i] = tails[parent + 1, i - 1]
-        for s in range(rows):
-            if table[s, RESTING] == 1:
-                continue
-            advance_row(table, s, cursors, (parent + 1) * rows + s, token, cursors, at * rows + s)
+        _follow(table, cursors, tails, parent + 1, n, np.int32(pool_ids[top, 0]))
     return best_n, n
