@@ -64,6 +64,21 @@ def quiet_loading() -> None:
 
 
 @contextlib.contextmanager
+def loading_bars(shown: bool = True) -> Iterator[None]:
+    """Let models load with a progress bar if it is to be shown and somebody watches; the setting stays as it was."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    if not (shown and sys.stderr.isatty()):
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
 def explained_wait(after_s: float = SLOW_START_S) -> Iterator[None]:
     """Say on standard error why a start takes long, once it does."""
     timer = threading.Timer(after_s, lambda: click.echo(SLOW_START, err=True))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from retrieve_spec.cli_common import loading_bars
 from retrieve_spec.cli_store_read import JSON, QUIET, STORE
 
 if TYPE_CHECKING:
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.sources import Source
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_LISTED = 20
+_NAMED = 3
+"""Paths listed of what was skipped for one reason; `--json` and the catalogue have all."""
 _TEXT_INDEXES = ("both", "exact", "ngram")
 _DENSE_INDEXES = ("auto", "flat", "ivf-pq", "hnsw")
 
@@ -41,6 +44,18 @@ def _source_options(command: _F) -> _F:
     ):
         command = option(command)
     return command
+
+
+def _bars(quiet: bool, loads_model: bool) -> AbstractContextManager[None]:
+    """Where a model loads, its bars; elsewhere Transformers need not be imported for them."""
+    return loading_bars(not quiet) if loads_model else nullcontext()
+
+
+def _has_dense(*stores: Path) -> bool:
+    """Whether a change of these stores runs the model of their dense indexes."""
+    from retrieve_spec.datastore.manifest import read_manifest
+
+    return any(read_manifest(store).dense is not None for store in stores)
 
 
 def _only(given: tuple[str, ...], group: tuple[str, ...]) -> str | None:
@@ -132,17 +147,18 @@ def build(
         raise click.UsageError("Give at least one SOURCE, or --recipe FILE.")
     if not resume and tokenizer is None:
         raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
-    report = build_datastore(
-        store,
-        sources,
-        tokenizer,
-        config=config,
-        max_tokens=max_tokens,
-        workers=workers,
-        resume=resume,
-        progress=not quiet,
-        recipe=name,
-    )
+    with _bars(quiet, dense is not None or resume):
+        report = build_datastore(
+            store,
+            sources,
+            tokenizer,
+            config=config,
+            max_tokens=max_tokens,
+            workers=workers,
+            resume=resume,
+            progress=not quiet,
+            recipe=name,
+        )
     _print_report(report, store, as_json)
 
 
@@ -168,7 +184,10 @@ def add(
     sources = _sources(options)
     if not resume and not sources:
         raise click.UsageError("Give at least one SOURCE.")
-    report = add_documents(store, sources, max_tokens=max_tokens, workers=workers, resume=resume, progress=not quiet)
+    with _bars(quiet, _has_dense(store)):
+        report = add_documents(
+            store, sources, max_tokens=max_tokens, workers=workers, resume=resume, progress=not quiet
+        )
     _print_report(report, store, as_json)
 
 
@@ -199,7 +218,9 @@ def merge(out: Path, stores: tuple[Path, ...], resume: bool, quiet: bool, as_jso
 
     if not resume and not stores:
         raise click.UsageError("Give at least one STORE to merge.")
-    _print_report(merge_datastores(out, stores, resume=resume, progress=not quiet), out, as_json)
+    with _bars(quiet, resume or _has_dense(*stores)):
+        report = merge_datastores(out, stores, resume=resume, progress=not quiet)
+    _print_report(report, out, as_json)
 
 
 @click.command(short_help="Rewrite a datastore without removed documents.")
@@ -211,7 +232,9 @@ def compact(store: Path, resume: bool, quiet: bool, as_json: bool) -> None:
     """Rewrite a datastore into as few segments as possible, without the text of removed documents."""
     from retrieve_spec.datastore.edit import compact_datastore
 
-    _print_report(compact_datastore(store, resume=resume, progress=not quiet), store, as_json)
+    with _bars(quiet, _has_dense(store)):
+        report = compact_datastore(store, resume=resume, progress=not quiet)
+    _print_report(report, store, as_json)
 
 
 @click.command(short_help="Rewrite a datastore for another tokenizer.")
@@ -250,9 +273,8 @@ def _print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
             f"  dense: {d['vectors']:,} of {d['positions']:,} positions ({', '.join(d['kinds'])}), "
             f"recall@10 {d['recall_at_10']:.3f}, {d['bytes_per_vector']:.1f} bytes per vector"
         )
-    for reason, count in report.skipped_by_reason.items():
-        click.echo(f"  skipped {count:,} ({reason})")
-    for path, _, reason in report.skipped[:_LISTED]:
-        click.echo(f"    {path}: {reason}")
-    if len(report.skipped) > _LISTED:
-        click.echo(f"    … and {len(report.skipped) - _LISTED:,} more (all with --json, and in catalog.sqlite)")
+    from retrieve_spec.datastore.change import by_reason
+
+    for reason, paths in by_reason(report.skipped).items():
+        named = ", ".join(paths[:_NAMED]) + ", …" * (len(paths) > _NAMED)
+        click.echo(f"  skipped {len(paths):,} ({reason}): {named}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrieve_spec.cli_common import TEXT
+from retrieve_spec.cli_common import TEXT, loading_bars
 from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ def _search_dense(store: Path, text: str, limit: int, model: str | None, as_json
     from retrieve_spec.datastore.dense_search import search_dense
     from retrieve_spec.datastore.store import open_datastore
 
-    found = search_dense(open_datastore(store), text, model=model, limit=limit)
+    opened = open_datastore(store)
+    with loading_bars():
+        found = search_dense(opened, text, model=model, limit=limit)
     if as_json:
         click.echo(json.dumps({"neighbours": [asdict(neighbour) for neighbour in found]}))
         return

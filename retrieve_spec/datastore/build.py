@@ -15,6 +15,7 @@ from retrieve_spec.datastore.change import (
     begin_or_resume,
     existing_manifest,
     finished,
+    nothing_to_index,
     publish,
     writer,
 )
@@ -225,7 +226,7 @@ def grow(
     total = sum(document[4] for chunk in chunks for document in chunk.documents)
     if total == 0 and not manifest.segments:
         work.end()
-        raise BuildError("text to index", f"none ({len(skipped)} files skipped)", "Check the sources and filters.")
+        raise nothing_to_index(skipped)
     with watch.stage("indexing", total, "tok") as bar:
         entries, documents = build_segments(
             work, chunks, manifest.next_segment, config, plan["at"], tick=lambda tokens, _: bar.update(tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -55,10 +55,22 @@ class ChangeReport:
     @property
     def skipped_by_reason(self) -> dict[str, int]:
         """How many were left out, by reason."""
-        counts: dict[str, int] = {}
-        for _, _, reason in self.skipped:
-            counts[reason] = counts.get(reason, 0) + 1
-        return dict(sorted(counts.items()))
+        return {reason: len(paths) for reason, paths in by_reason(self.skipped).items()}
+
+
+def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
+    """Paths of what was left out, by reason; reasons in alphabetical order."""
+    paths: dict[str, list[str]] = {}
+    for path, _, reason in skipped:
+        paths.setdefault(reason, []).append(path)
+    return dict(sorted(paths.items()))
+
+
+def nothing_to_index(skipped: Iterable[tuple[str, str, str]]) -> BuildError:
+    """Error about sources without any text, which says why each kind of file was left out."""
+    reasons = [f"{len(paths):,} {reason} (first: {paths[0]})" for reason, paths in by_reason(skipped).items()]
+    got = f"none: left out {', '.join(reasons)}" if reasons else "none: the sources and filters name no file"
+    return BuildError("text to index", got, "Check the sources and filters.")
 
 
 def utc_now() -> str:
@@ -110,8 +122,10 @@ def writer(store: Path) -> Iterator[WorkFolder]:
         try:
             yield WorkFolder(store)
         finally:
-            if fresh and [path.name for path in store.iterdir()] == [LOCK]:  # nothing came of it: leave no folder
-                (store / LOCK).unlink()
+            left = list(store.iterdir()) if fresh else []
+            if fresh and all(path.name == LOCK or path.match("tokenizer-*.json") for path in left):
+                for path in left:  # nothing came of it: leave no folder
+                    path.unlink()
                 store.rmdir()
             lock.release()
 

@@ -74,7 +74,8 @@ def _ivf_pq(keys: NDArray[np.float32]) -> Any:
     cells = int(CELLS * count**0.5)
     random = np.random.default_rng(_SEED)
     sample = keys[np.sort(random.choice(count, min(count, max(1 << 16, 64 * cells)), replace=False))]
-    centroids = faiss.Kmeans(dims, cells, niter=10, seed=_SEED, max_points_per_centroid=64)
+    # As few points as there are will do: FAISS would print a warning.
+    centroids = faiss.Kmeans(dims, cells, niter=10, seed=_SEED, min_points_per_centroid=1, max_points_per_centroid=64)
     centroids.train(sample)
     quantizer = faiss.IndexFlatL2(dims)
     quantizer.add(centroids.centroids)
@@ -84,7 +85,8 @@ def _ivf_pq(keys: NDArray[np.float32]) -> Any:
     index.own_fields = True
     index.quantizer_trains_alone = 1
     for coder in (index.pq, index.refine_pq):
-        coder.cp.niter, coder.cp.seed, coder.cp.max_points_per_centroid = 10, _SEED, 256
+        coder.cp.niter, coder.cp.seed = 10, _SEED
+        coder.cp.min_points_per_centroid, coder.cp.max_points_per_centroid = 1, 256
     index.train(sample[: 1 << 16])
     index.nprobe, index.k_factor = min(PROBES, cells), RANKED
     return index

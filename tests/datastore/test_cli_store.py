@@ -65,11 +65,49 @@ def test_progress_goes_nowhere_but_to_a_terminal(command, texts, tmp_path):
     assert out.startswith("build: 4 documents")
 
 
-def test_skipped_files_are_listed(command, store, tmp_path):
-    (tmp_path / "bad.bin").write_bytes(b"\0")
-    _, out, _ = command("add", store, tmp_path / "bad.bin")
-    assert "skipped 1 (binary)" in out
-    assert "bad.bin: binary" in out
+def skippable(tmp_path):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for number in range(5):
+        (folder / f"{number}.bin").write_bytes(b"\0")
+    (folder / "nothing.txt").write_text("")
+    return folder
+
+
+def test_skipped_files_are_named_by_reason(command, store, tmp_path):
+    folder = skippable(tmp_path)
+    (folder / "text.txt").write_text("something new")
+    _, out, _ = command("add", store, folder)
+    assert "add: 1 documents" in out
+    assert "  skipped 5 (binary): 0.bin, 1.bin, 2.bin, …\n  skipped 1 (empty): nothing.txt\n" in out
+
+
+def test_sources_without_text_say_why_and_leave_no_folder(command, tmp_path):
+    folder = skippable(tmp_path)
+    code, _, err = command("build", tmp_path / "new", folder, "--tokenizer", "reference")
+    assert code == 1
+    assert "got none: left out 5 binary (first: 0.bin), 1 empty (first: nothing.txt)." in err
+    code, _, err = command("build", tmp_path / "new", folder, "--include", "*.rs", "--tokenizer", "reference")
+    assert (code, "name no file" in err) == (1, True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_models_load_without_bars_where_nobody_watches(command, tmp_path, texts, monkeypatch):
+    from dense_models import save_model
+    from transformers.utils import logging
+
+    model = save_model(tmp_path / "model")
+    options = ("--tokenizer", model, "--dense", model, "--dims", 8)
+    command()  # saving printed a bar
+    assert command("build", tmp_path / "s", texts, *options)[::2] == (0, "")
+    assert command("search", tmp_path / "s", "the cat", "--dense")[::2] == (0, "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert command("build", tmp_path / "quiet", texts, *options, "--quiet")[::2] == (0, "")
+    assert command("compact", tmp_path / "s", "--quiet")[::2] == (0, "")
+    assert command("add", tmp_path / "s", texts.parent / "model" / "config.json", "--quiet")[::2] == (0, "")
+    assert command("merge", tmp_path / "m", tmp_path / "s", "--quiet")[::2] == (0, "")
+    assert logging.is_progress_bar_enabled()
+    assert "Loading weights" in command("build", tmp_path / "watched", texts, *options)[2]
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,11 @@ def test_indexes_find_what_exact_search_finds(keys, kind, least):
     assert (np.diff(similarity, axis=1) <= 1e-6).all()
 
 
+def test_training_with_few_keys_prints_nothing(keys, capfd):
+    build_index(keys, "ivf-pq")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_ivf_pq_keeps_a_key_in_forty_bytes(keys):
     index = build_index(np.repeat(keys, 2, axis=1) / np.sqrt(2).astype(np.float32), "ivf-pq")
     assert index.code_size + index.refine_pq.code_size <= 40
