@@ -92,39 +92,28 @@ def generate_stream(
     ids = arguments["input_ids"]
     if ids.shape[0] != 1:
         raise ConfigError("one row to stream", f"{ids.shape[0]} rows", "Call generate for batches.")
-    read = None if context_ids is None else np.asarray(context_ids, np.int32)
-    return _stream(model, arguments, tokenizer, draft, nodes, prediction, read, on_pass, seed, skip_special_tokens)
+    begin = functools.partial(
+        speculation.decode,
+        draft=draft,
+        nodes=nodes,
+        context_ids=None if context_ids is None else np.asarray(context_ids, np.int32),
+        on_pass=on_pass,
+        seed=seed,
+    )
+    decoder = TextDecoder(tokenizer, skip_special_tokens) if tokenizer is not None else None
+    return _stream(model, arguments, prediction, begin, decoder)
 
 
 def _stream(
-    model: Any,
-    arguments: dict[str, Any],
-    tokenizer: Any,
-    draft: str | None,
-    nodes: int | str | None,
-    prediction: Any,
-    context_ids: NDArray[np.int32] | None,
-    on_pass: Callable[[VerifiedPass], None] | None,
-    seed: int | None,
-    skip_special_tokens: bool,
+    model: Any, arguments: dict[str, Any], prediction: Any, begin: Callable[..., Running], decoder: TextDecoder | None
 ) -> Iterator[Piece]:
-    speculation = _speculation_of(model)
-    decoder = TextDecoder(tokenizer, skip_special_tokens) if tokenizer is not None else None
+    """Prepare a call when the first piece is asked for, `begin` its decoding, and show what every pass brings."""
     prepared = _prepare(model, arguments)
     if isinstance(prepared, str):
-        speculation.delegated(prepared)
+        _speculation_of(model).delegated(prepared)
         runs: Any = iter([_delegate_row(model, arguments)])
     else:
-        predicted = _prediction_ids(prediction, tokenizer)
-        running = speculation.decode(
-            prepared,
-            draft=draft,
-            nodes=nodes,
-            prediction_ids=predicted,
-            context_ids=context_ids,
-            on_pass=on_pass,
-            seed=seed,
-        )
+        running = begin(prepared, prediction_ids=_prediction_ids(prediction, arguments["tokenizer"]))
         runs = iter(running)
     try:
         for visible in runs:

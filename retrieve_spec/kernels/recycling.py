@@ -1,8 +1,9 @@
 """Numba kernels of the recycling table: contexts of the last 1–3 tokens to the target's top tokens, averaged.
 
-Set-associative cache: ``keys`` (sets, WAYS) uint64 (0 free), ``info`` (sets, WAYS, 2) int64 (observations, last use),
-``tokens`` (sets, WAYS, k) int32 and ``probs`` (sets, WAYS, k) float32, most probable first. Memory is bounded by
-construction: a full set forgets its least used entry.
+Set-associative cache of ``capacity`` = sets · WAYS entries, those of a set side by side: ``keys`` (capacity,) uint64 (0:
+free), ``info`` (capacity, 2) int64 (observations, last use), ``tokens`` (capacity, k) int32 (-1 behind the last) and
+``probs`` (capacity, k) float32, most probable first. Memory is bounded by construction: a full set forgets its least
+observed entry.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def mix(h: np.uint64, token: int) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def find(keys: NDArray[np.uint64], key: np.uint64) -> int:
-    """Flat index (set · WAYS + way) of a context, or -1."""
+    """Entry of a context, or -1."""
     num_sets = keys.shape[0] // WAYS
     base = np.int64((key >> np.uint64(20)) & np.uint64(num_sets - 1)) * WAYS
     for way in range(WAYS):
@@ -93,8 +94,8 @@ def _average(
     for i in range(k):
         best = -1
         for j in range(n):
-            larger = best >= 0 and union_p[j] == union_p[best] and union_ids[j] < union_ids[best]
-            if union_p[j] > 0 and (best < 0 or union_p[j] > union_p[best] or larger):
+            lower_id = best >= 0 and union_p[j] == union_p[best] and union_ids[j] < union_ids[best]
+            if union_p[j] > 0 and (best < 0 or union_p[j] > union_p[best] or lower_id):
                 best = j
         if best < 0:
             tokens[i] = -1
