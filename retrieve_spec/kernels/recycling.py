@@ -1,9 +1,9 @@
 """Numba kernels of the recycling table: contexts of the last 1–3 tokens to the target's top tokens, averaged.
 
-Set-associative cache of ``capacity`` = sets · WAYS entries, those of a set side by side: ``keys`` (capacity,) uint64 (0:
-free), ``info`` (capacity, 2) int64 (observations, last use), ``tokens`` (capacity, k) int32 (-1 behind the last) and
-``probs`` (capacity, k) float32, most probable first. Memory is bounded by construction: a full set forgets its least
-observed entry.
+Set-associative cache of ``capacity`` = sets · WAYS entries, those of a set side by side: ``keys`` (capacity,) uint64
+(0: free), ``info`` (capacity, 2) int64 (observations, last use), ``tokens`` (capacity, k) int32 (-1 behind the last)
+and ``probs`` (capacity, k) float32, most probable first. Memory is bounded by construction: a full set forgets its
+least observed entry.
 """
 
 from __future__ import annotations
