@@ -60,7 +60,7 @@ class SessionMemory:
         text = token_ids[: loop_start(token_ids)]
         if not len(text) or not half:
             return
-        if len(self.automata[1]) + len(text) > half and len(self.automata[1]):
+        if len(self.automata[1]) + len(text) > half:
             self.automata = [self.automata[1], SuffixAutomaton(1024)]
             self._texts = [self._texts[1], []]
         kept = np.array(text[max(len(text) - half, 0) :], np.int32)
