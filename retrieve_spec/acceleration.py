@@ -185,6 +185,7 @@ def accelerated(model: Any, tokenizer: Any = None, **options: Any) -> Iterator[A
 
 
 def _find_mode(model: Any) -> Finding:
+    """What a probe says of a model that need not be in evaluation mode."""
     interface = read_interface(model)
     if model.config.is_encoder_decoder:
         return Finding("plain", "encoder-decoder models are not drafted for", interface)
@@ -219,6 +220,7 @@ def _verifier_factory(
 
 
 def _check_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Refuse a tokenizer of more tokens than the model embeds."""
     known = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > known:
         raise TokenizerMismatchError(

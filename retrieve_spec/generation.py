@@ -217,6 +217,7 @@ def _original(model: Any) -> Any:
 
 
 def _prediction_ids(prediction: Any, tokenizer: Any) -> NDArray[np.int32] | None:
+    """(m,) int32 ids of an expected text, given as text, ids or a tensor; None without one."""
     if prediction is None:
         return None
     if isinstance(prediction, str):

@@ -32,6 +32,7 @@ def trim(cache: Any) -> None:
 
 
 def _move_rows(cache: Any, path: NDArray[np.int32], num_nodes: int) -> None:
+    """Copy the rows of a path (a,) to the front of the last `num_nodes` rows of every layer."""
     stay = int(np.argmax(path != np.arange(len(path))))  # the rows before the first gap already lie right
     indices: dict[torch.device, torch.Tensor] = {}
     for layer in cache.layers:

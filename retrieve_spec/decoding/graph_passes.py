@@ -127,6 +127,7 @@ def drop_noops(graph: fx.Graph) -> None:
 
 
 def _changes_nothing(node: Node) -> bool:
+    """Whether the result is the first argument: copies to the same type and place, products with 1, no dropout."""
     if node.target in COPIES:
         before, after = value(node.args[0]), value(node)
         if before is None or after is None:

@@ -53,6 +53,7 @@ def why_not_recordable(model: Any) -> str:
 
 
 def _why_not_modules(model: Any, modules: list[nn.Module]) -> str:
+    """`why_not_recordable` for modules that are listed already."""
     if model.training:
         return "the model is in training mode"
     if not model._supports_attention_backend:

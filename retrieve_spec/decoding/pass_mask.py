@@ -109,6 +109,7 @@ class PassMask:
         return self._buffer[:height, self._margin - self.prefix : self._margin + self.rows][None, None]
 
     def _grow(self, height: int) -> None:
+        """Make a zeroed buffer with room for this pass and longer prefixes."""
         block = PASS.cache_block
         self._spare = max(-(-self.rows // 32) * 32, self._spare)
         self._margin = max(self._margin, -(-(self.prefix + 1) // block) * block)

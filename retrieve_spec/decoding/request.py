@@ -197,6 +197,7 @@ def _holds_past(captured: _Captured) -> bool:
 
 
 def _as_prepared(captured: _Captured) -> Prepared:
+    """What a decoding of ours starts from."""
     past = _past_length(captured.model_kwargs)
     holds = _holds_past(captured)
     inputs = VerifierInputs(

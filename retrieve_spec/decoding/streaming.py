@@ -56,6 +56,7 @@ class TextDecoder:
         return self._take(final=True)
 
     def _take(self, final: bool) -> str:
+        """Text not shown yet; nothing while it ends inside a character, unless that is final."""
         before = self._decode(self._ids[self._begin : self._shown])
         whole = self._decode(self._ids[self._begin :])
         if not final and whole.endswith("\ufffd"):

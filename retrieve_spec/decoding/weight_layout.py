@@ -66,6 +66,7 @@ class Layouts:
         return self._of_weight[id(weight)]
 
     def _choose(self, weight: torch.Tensor) -> Layout | None:
+        """Copy a weight into the layout that is faster here, within what memory is left."""
         if weight.device.type != "cpu" or weight.nbytes > self._left:
             return None
         self._left -= weight.nbytes

@@ -102,6 +102,7 @@ class Calibration:
         return {name: (h, p) for name, h, p in zip(SOURCE_NAMES, hits, promised, strict=True) if p > 0}
 
     def _load(self, path: Path) -> None:
+        """Read the tables; `StoreCorruptError` where the file holds anything else."""
         try:
             with open(path, "rb") as file:
                 flat = np.lib.format.read_array(file, allow_pickle=False)

@@ -212,6 +212,7 @@ class MixtureDrafter(OpenSources):
             self._noise_offset = position - self._tail_len
 
     def _tree(self, n: int) -> DraftTree:
+        """The first n nodes of scratch as a tree, with their origins where these are asked for."""
         if n == 0:
             return DraftTree()
         origin = _NO_ORIGIN

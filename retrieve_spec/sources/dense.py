@@ -136,6 +136,7 @@ class DenseSource:
         self._fill(self.indexes.search(hidden), token)
 
     def _fill(self, near: Neighbours, token: int) -> None:
+        """Replace the trie by what followed these neighbours, as far as it begins with the token."""
         self.count = 0
         for place, segment, _ in self.indexes.parts:
             mine = near.segment == place

@@ -48,6 +48,7 @@ class NgramSource:
         return known[-1] if known else Successors(np.empty(0, np.int32), np.empty(0, np.float64), 0, 0)
 
     def _order(self, h: np.uint64, order: int) -> Successors | None:
+        """Continuations of one context, counts of all tables added; None where no table knows it."""
         total = 0
         tokens, counts = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
         for table in self.tables:

@@ -86,6 +86,7 @@ def load_session(session: SessionMemory, store: Datastore) -> int:
 
 
 def _newest_documents(store: Datastore, most_tokens: int) -> Iterator[NDArray[np.int32]]:
+    """Documents from the last one back, until the next would exceed the tokens."""
     for segment in reversed(store.segments):
         if not len(segment.tokens):
             continue  # n-grams only: no texts

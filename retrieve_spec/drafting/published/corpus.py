@@ -159,6 +159,7 @@ class Corpus:
         children: int,
         reads: int,
     ) -> None:
+        """Queue the most frequent next tokens of some places as children of a node."""
         counts = self.next_counts(places, depth, reads)
         ranked = heapq.nsmallest(children, ((-count, token) for token, count in counts.items()))
         for count, token in ranked:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.published.base import CONTEXT, EXACT, SESSION, PublishedDrafter, TreeBuilder
+from retrieve_spec.drafting.published.base import CONTEXT, COPY_P, EXACT, SESSION, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.published.corpus import Corpus, Places, need_store
 from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.sources.automaton import SuffixAutomaton
@@ -96,7 +96,7 @@ class Hierarchy(PublishedDrafter):
                     return
                 if gram not in taken:
                     taken[gram] = None
-                    builder.add_run(ROOT, gram, source, p / 0.7)
+                    builder.add_run(ROOT, gram, source, p / COPY_P)  # p is the chance of the first token
 
     def _local(self) -> Iterator[tuple[Gram, float]]:
         known = self._newest.get(int(self.text.ids[-1]), {})
@@ -111,6 +111,7 @@ class Hierarchy(PublishedDrafter):
         yield from self._shares(iter(sorted(found, key=lambda pair: -pair[1])))
 
     def _of(self, automaton: SuffixAutomaton, token: int) -> list[tuple[Gram, int]]:
+        """The most frequent continuations of a token in an automaton, with their counts."""
         state, matched = automaton.advance(0, 0, token)
         if not matched:
             return []
@@ -130,6 +131,8 @@ class Hierarchy(PublishedDrafter):
                 yield from self._shares(iter(self._top(self._of_store(corpus, places, depth))))
 
     def _of_store(self, corpus: Corpus, places: Places, depth: int) -> Iterator[tuple[Gram, int]]:
+        """Continuations of a match in a store with their counts, most frequent first."""
+
         def follow(at: tuple[Places, int, int]) -> list[tuple[int, int, Any]]:
             above, d, token = at
             here = corpus.narrow(above, d - 1, token) if token >= 0 else above

@@ -45,6 +45,7 @@ class LogitSpec(PublishedDrafter):
                 self._full[tuple(tokens[at - lead - n : at - lead])] = at
 
     def _continuation(self, context: list[int], length: int) -> list[int]:
+        """What followed the longest known n-gram at the end of a context, at most `length` tokens."""
         for n in range(min(len(context), self.longest), 0, -1):
             gram = tuple(context[-n:])
             at = self._full.get(gram, self._first.get(gram, -1))

@@ -99,6 +99,7 @@ class AdaptiveTrigram(PublishedDrafter):
         return known
 
     def _ranked(self, pair: Pair) -> list[tuple[int, float, float]]:
+        """`_row` of a pair, from what followed it in the text and in the corpus."""
         corpus = self._of_corpus(pair) if self._tables else {}
         seen = self._counts.get(pair, {})
         weight = self.corpus_weight if corpus else 0.0
