@@ -22,13 +22,13 @@ from retrieve_spec.datastore.readahead import read_ahead
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.decoding.costprobe import measure_passes
 from retrieve_spec.decoding.drafters import OFF
-from retrieve_spec.decoding.fast_verifier import try_build
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import attention_of, read_interface
 from retrieve_spec.decoding.pass_logits import read_logits
 from retrieve_spec.decoding.plain import StepVerifier
 from retrieve_spec.decoding.probe import Finding, probe
 from retrieve_spec.decoding.speculation import Speculation
+from retrieve_spec.decoding.static_build import try_build
 from retrieve_spec.decoding.verifier import Verifier
 from retrieve_spec.drafting.drafter import Drafter, Layer
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError

@@ -21,10 +21,10 @@ from transformers import DynamicCache
 
 from retrieve_spec.bench.machine import machine_facts
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.decoding.fast_verifier import try_build
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import input_device, read_interface
 from retrieve_spec.decoding.probe import probe
+from retrieve_spec.decoding.static_build import try_build
 from retrieve_spec.decoding.verifier import Verifier, VerifierInputs
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.reference_model import load_model

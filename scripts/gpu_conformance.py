@@ -71,6 +71,7 @@ def compare(setting: Setting, family: str, dtype: torch.dtype) -> dict[str, Any]
     if recorded:
         kinds |= {"static": (lambda: static, ids[:1], plain), "batch": (lambda: static, ids, together)}
         kinds |= {"graphs": (lambda: setting.graph_maker(model), ids[:1], plain)}
+        kinds |= {"batch graphs": (lambda: setting.graph_maker(model), ids, together)}
     for kind, arguments in kinds.items():
         try:
             found[kind] = compared(*arguments)

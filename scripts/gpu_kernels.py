@@ -12,13 +12,14 @@ from gpu_setting import Attempt, Setting, build, draft
 from torch.nn import functional
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.decoding import fast_verifier, tree_attention
+from retrieve_spec.decoding import tree_attention
 from retrieve_spec.decoding.acceptance import SamplingChooser, Warpers, walk
 from retrieve_spec.decoding.device_acceptance import DeviceChooser
 from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.decoding.pass_logits import read_logits
 from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
 from retrieve_spec.decoding.probe import probe
+from retrieve_spec.decoding.static_build import try_build
 from retrieve_spec.decoding.text import RowText
 from retrieve_spec.decoding.tree_attention import LayerRule, attend
 
@@ -166,9 +167,7 @@ def dense_attention(query: Any, keys: Any, values: Any, mask: PassMask, rule: La
 def small_passes(setting: Setting, dtype: torch.dtype) -> dict[str, str]:
     """What is wrong with the recorded passes of a tiny model, without and with graphs; empty when nothing is."""
     model = build("tiny", 128, setting.device, dtype)
-    make, why = fast_verifier.try_build(
-        model, probe(model, read_interface(model)), SpeculationConfig(static_pass="always")
-    )
+    make, why = try_build(model, probe(model, read_interface(model)), SpeculationConfig(static_pass="always"))
     if make is not None:
         setting.graph_maker(model)
     return {"static": why, "graphs": ""}

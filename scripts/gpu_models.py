@@ -17,11 +17,11 @@ from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.decoding import fast_verifier
 from retrieve_spec.decoding.cost import CostModel
 from retrieve_spec.decoding.costprobe import measure_passes
 from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.decoding.probe import probe
+from retrieve_spec.decoding.static_build import try_build
 from retrieve_spec.decoding.verifier import Verifier, VerifierInputs
 from retrieve_spec.drafting.tree import DraftTree
 
@@ -37,7 +37,7 @@ def model(setting: Setting, attempt: Attempt, size: str) -> None:
     def record() -> dict[str, Any]:
         began = time.perf_counter()
         finding = probe(target, read_interface(target))
-        make, why = fast_verifier.try_build(target, finding, SpeculationConfig(static_pass="always"))
+        make, why = try_build(target, finding, SpeculationConfig(static_pass="always"))
         if make is not None:
             makers["static"] = make
         return {"why_not": why, "recording_s": round(time.perf_counter() - began, 1)}

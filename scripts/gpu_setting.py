@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from retrieve_spec.decoding import fast_verifier
+from retrieve_spec.decoding import fast_verifier, static_build
 from retrieve_spec.decoding.captured_pass import CapturedPass
-from retrieve_spec.decoding.cuda_graphs import PassPool
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import read_interface
+from retrieve_spec.decoding.pass_pool import PassPool
 from retrieve_spec.decoding.probe import check_verifier
 from retrieve_spec.decoding.verifier import Verifier
 from retrieve_spec.drafting.tree import DraftTree
@@ -72,7 +72,7 @@ class Setting:
 
     def graph_maker(self, model: Any) -> Callable[[], Verifier]:
         """What makes verifiers that replay graphs; raises when their passes are not the model's."""
-        captured = fast_verifier._recorded[model]
+        captured = static_build._recorded[model]
         pool, interface = self.pool(captured), read_interface(model)
 
         def make() -> Verifier:

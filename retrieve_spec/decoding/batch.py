@@ -18,6 +18,7 @@ from retrieve_spec.decoding.choosers import make_chooser, processors_of_row
 from retrieve_spec.decoding.cost import CostModel
 from retrieve_spec.decoding.fast_verifier import StaticVerifier
 from retrieve_spec.decoding.loop import Decoding
+from retrieve_spec.decoding.packed_graphs import GraphedTexts
 from retrieve_spec.decoding.packed_pass import forward_together
 from retrieve_spec.decoding.report import GenerationReport
 from retrieve_spec.decoding.request import Prepared
@@ -96,12 +97,20 @@ class Batch:
         of one row cost what a pass with n nodes in every row does.
     auto
         Whether budgets follow these costs.
+    graphs
+        Captured passes over several rows.
     """
 
     def __init__(
-        self, rows: Sequence[Decoding], verifiers: Sequence[StaticVerifier], costs: Mapping[int, CostModel], auto: bool
+        self,
+        rows: Sequence[Decoding],
+        verifiers: Sequence[StaticVerifier],
+        costs: Mapping[int, CostModel],
+        auto: bool,
+        graphs: GraphedTexts | None = None,
     ) -> None:
         self._rows, self._verifiers, self._costs, self._auto = rows, verifiers, costs, auto
+        self._graphs = graphs
         self._passes = 1
 
     def run(self) -> None:
@@ -117,9 +126,10 @@ class Batch:
         began = perf_counter()
         cost, most = self._budget(len(live), context)
         trees = [row.draft(cost, most) for row in rows]
+        roots, hidden, captured = [row.text.last_ids for row in rows], rows[0].wants_hidden, self._captures
         drafted = perf_counter()
         with torch.no_grad():
-            outputs = forward_together(verifiers, [row.text.last_ids for row in rows], trees, rows[0].wants_hidden)
+            outputs = forward_together(verifiers, roots, trees, hidden, self._graphs)
         for row in rows:
             row.log.take_down()
         logits = [row.read(output, tree) for row, output, tree in zip(rows, outputs, trees, strict=True)]
@@ -133,9 +143,15 @@ class Batch:
         for row, tree, verified in zip(rows, trees, walks, strict=True):
             row.log.note(tree, verified, share, row.text.length)
         nodes = sum(map(len, trees)) + len(rows) - 1
-        self._costs[len(rows)].observe(nodes, context, float(times[1]), float(times.sum() - times[1]))
+        if captured == self._captures:  # capturing takes longer than the pass
+            self._costs[len(rows)].observe(nodes, context, float(times[1]), float(times.sum() - times[1]))
         self._passes += 1
         return [i for i, verified in zip(live, walks, strict=True) if not verified.stopped]
+
+    @property
+    def _captures(self) -> int:
+        """Passes captured so far."""
+        return 0 if self._graphs is None else self._graphs.captures
 
     def _budget(self, rows: int, context: int) -> tuple[NDArray[np.float32] | None, int]:
         """Cost of 0 … n nodes in every row, and the n that one pass has room for."""
@@ -220,13 +236,16 @@ def generate_batch(
                 text=text,
             )
         )
-    batch = Batch(rows, verifiers, speculation.batch_costs(len(rows)), nodes is None)
+    graphs = None if first.pool is None else first.pool.take_texts()
+    batch = Batch(rows, verifiers, speculation.batch_costs(len(rows)), nodes is None, graphs)
     speculation.turns.begin()
     began = perf_counter()
     try:
         batch.run()
     finally:
         speculation.last = batch.finish(perf_counter() - began)
+        if first.pool is not None and graphs is not None:
+            first.pool.give_back_texts(graphs)
     pad = prepared.config._pad_token_tensor
     return padded_together([row.text for row in rows], pad).to(inputs.input_ids.device)
 

@@ -1,16 +1,15 @@
 """Turns a captured pass into CUDA graphs, one per padded number of rows, that are replayed as the cache grows.
 
 Everything that changes from pass to pass is read from one device buffer: token ids, positions, visibility bits and the
-rows held. Padding rows see themselves only and write behind the real rows. Graphs and the slabs they write to outlive
-a generation (`PassPool`).
+rows held. Padding rows see themselves only and write behind the real rows.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -20,15 +19,13 @@ from torch.nn import functional
 
 from retrieve_spec.config import PASS
 from retrieve_spec.decoding.captured_pass import CapturedPass
-from retrieve_spec.decoding.pass_mask import PassMask, visibility_bits
+from retrieve_spec.decoding.pass_buffer import PassBuffer
+from retrieve_spec.decoding.pass_mask import PassMask
 from retrieve_spec.decoding.slab import Slab
 from retrieve_spec.decoding.static_cache import PreallocatedCache
 from retrieve_spec.decoding.tree_attention import LayerRule, attend_triton, why_not_triton
 
 logger = logging.getLogger(__name__)
-
-FIRST_ROWS = 2048
-"""Slabs that outlive a generation are made for multiples of this, so that most texts find room."""
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
@@ -63,51 +60,6 @@ class CudaGraphCapture:
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs.add(graph)
         return graph.replay
-
-
-class PassBuffer:
-    """The inputs of one pass over a fixed number of rows, in device memory, filled with one copy.
-
-    Parameters
-    ----------
-    rows
-        Rows of the pass, padding included.
-    slabs
-        How many slabs are written to; each has its own number of rows held.
-    """
-
-    def __init__(self, rows: int, slabs: int, device: torch.device) -> None:
-        words = -(-rows // 32)
-        sizes = [rows, rows, rows, slabs, rows * words]
-        pinned = device.type == "cuda"
-        with torch.inference_mode(False):  # the buffer may outlive the mode it was made in
-            self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
-            self._device = self._host.to(device)
-        self._host_ids, self._host_positions, self._host_depths, self._host_held, self._host_words = np.split(
-            self._host.numpy(), np.cumsum(sizes)[:-1]
-        )
-        self.ids, self.positions, self.depths, self.held, bits = torch.split(self._device, sizes)
-        self.words = bits.view(rows, words)
-        self.rows = rows
-        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
-
-    def fill(
-        self, ids: NDArray[Any], depths: NDArray[Any], seen: NDArray[np.bool_], position: int, held: Sequence[int]
-    ) -> None:
-        """Write a pass of at most `rows` rows: ids, depths, who sees whom, the first row's position, rows held."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the device may still be reading what was written for the last pass
-        real = len(ids)
-        visible = np.eye(self.rows, dtype=np.bool_)
-        visible[:real, :real] = seen
-        self._host_ids[:real], self._host_ids[real:] = ids, 0
-        self._host_depths[:real], self._host_depths[real:] = depths, 0
-        self._host_positions[:] = self._host_depths + position
-        self._host_held[:] = held
-        self._host_words[:] = visibility_bits(visible).ravel()
-        self._device.copy_(self._host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
 
 
 class BucketPass:
@@ -213,8 +165,50 @@ def attend_all(
     return out
 
 
-class GraphedPasses:
-    """Bucket passes, captured when first needed, within `config.PASS.graph_bytes` of GPU memory.
+P = TypeVar("P")
+
+
+class LazyGraphs(Generic[P]):
+    """Captured passes by what they are captured for, made when first needed, within `config.PASS.graph_bytes`.
+
+    Attributes
+    ----------
+    captures
+        Passes captured so far.
+    problem
+        Why a capture failed; from then on passes run without graphs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._lies_on = device
+        self._made: dict[Hashable, P] = {}
+        self._bytes = 0
+        self.captures = 0
+        self.problem = ""
+
+    def _forget(self) -> None:
+        self._made.clear()
+        self._bytes = 0
+
+    def _find(self, key: Hashable, make: Callable[[], P]) -> P | None:
+        """The pass of a key, or None when its memory is spent or a capture has failed."""
+        made = self._made.get(key)
+        if made is not None or self.problem or self._bytes > PASS.graph_bytes:
+            return None if self.problem else made
+        before = _gpu_bytes(self._lies_on)
+        try:
+            made = self._made[key] = make()
+        except Exception as error:  # CUDA refuses what it cannot record, Triton what it cannot compile
+            self.problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            logger.warning("passes run without CUDA graphs: recording %s rows failed (%s)", key, self.problem)
+            return None
+        self._bytes += max(0, _gpu_bytes(self._lies_on) - before)
+        self.captures += 1
+        return made
+
+
+class GraphedPasses(LazyGraphs[BucketPass]):
+    """Bucket passes over the cache of one text.
 
     When a slab grows its tensors move, and all passes are captured anew as they are needed.
 
@@ -222,75 +216,25 @@ class GraphedPasses:
     ----------
     cache
         What the passes write to.
-    captures
-        Passes captured so far.
-    problem
-        Why a capture failed; from then on passes run without graphs.
     """
 
     def __init__(
         self, captured: CapturedPass, cache: PreallocatedCache, capture: Capture, triton: bool | None = None
     ) -> None:
+        super().__init__(captured.device)
         self.cache = cache
         self._captured, self._capture = captured, capture
         self._triton = not why_not_triton(captured.device.type) if triton is None else triton
-        self._made: dict[int, BucketPass] = {}
-        self._bytes = 0
-        self.captures = 0
-        self.problem = ""
 
     def bucket(self, rows: int) -> BucketPass | None:
         """The pass that `rows` rows are padded to, or None when there is none, its memory is spent or capture fails."""
         at = bisect_left(PASS.graph_rows, rows)
-        if at == len(PASS.graph_rows) or self.problem:
+        if at == len(PASS.graph_rows):
             return None
         size = PASS.graph_rows[at]
         if any(made.capacities != self.cache.capacities for made in self._made.values()):
-            self._made.clear()
-            self._bytes = 0
-        made = self._made.get(size)
-        if made is not None or self._bytes > PASS.graph_bytes:
-            return made
-        before = _gpu_bytes(self._captured.device)
-        try:
-            made = self._made[size] = BucketPass(self._captured, self.cache, size, self._capture, self._triton)
-        except Exception as error:  # CUDA refuses what it cannot record, Triton what it cannot compile
-            self.problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-            logger.warning("passes run without CUDA graphs: recording %d rows failed (%s)", size, self.problem)
-            return None
-        self._bytes += max(0, _gpu_bytes(self._captured.device) - before)
-        self.captures += 1
-        return made
-
-
-class PassPool:
-    """Slabs and graphs of one recorded model, lent to one generation after another.
-
-    What a generation finds is what the last one gave back, if its layers had the same windows and it takes no more than
-    `config.PASS.pool_bytes`; a text that needs more room lets the slabs grow.
-    """
-
-    def __init__(self, captured: CapturedPass, capture: Capture | None = None, triton: bool | None = None) -> None:
-        self._captured, self._triton = captured, triton
-        self._capture = capture
-        self._idle: GraphedPasses | None = None
-
-    def take(self, windows: tuple[int, ...], rows: int) -> GraphedPasses:
-        """Graphs and, as `cache`, empty slabs with room for `rows` rows."""
-        rows = -(-rows // FIRST_ROWS) * FIRST_ROWS
-        idle, self._idle = self._idle, None
-        if idle is not None and idle.cache.windows == windows:
-            idle.cache.reserve(rows)
-            return idle
-        if self._capture is None:
-            self._capture = CudaGraphCapture()
-        return GraphedPasses(self._captured, PreallocatedCache(windows, rows), self._capture, self._triton)
-
-    def give_back(self, passes: GraphedPasses) -> None:
-        """Keep what a generation used for the next one."""
-        kept = self._idle
-        if passes.cache.nbytes <= PASS.pool_bytes and (kept is None or kept.cache.nbytes < passes.cache.nbytes):
-            self._idle = passes
+            self._forget()
+        return self._find(size, lambda: BucketPass(self._captured, self.cache, size, self._capture, self._triton))
 
 
 def _gpu_bytes(device: Any) -> int:

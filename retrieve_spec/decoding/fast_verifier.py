@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from retrieve_spec.config import AUTO, MAX_NODES, PASS, SpeculationConfig
-from retrieve_spec.decoding.captured_pass import Attend, CapturedPass, CaptureError
-from retrieve_spec.decoding.cuda_graphs import GraphedPasses, PassPool
+from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.decoding.captured_pass import Attend, CapturedPass
+from retrieve_spec.decoding.cuda_graphs import GraphedPasses
 from retrieve_spec.decoding.hf import HFVerifier
-from retrieve_spec.decoding.interface import ModelInterface, input_device
+from retrieve_spec.decoding.interface import input_device
+from retrieve_spec.decoding.pass_buffer import LaidOut
 from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
-from retrieve_spec.decoding.probe import Finding, check_verifier
-from retrieve_spec.decoding.static_cache import PreallocatedCache, cache_windows, why_not_preallocated
-from retrieve_spec.decoding.tree_attention import attend, why_not_triton
-from retrieve_spec.decoding.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.decoding.pass_pool import PassPool
+from retrieve_spec.decoding.static_cache import PreallocatedCache, cache_windows
+from retrieve_spec.decoding.tree_attention import attend
+from retrieve_spec.decoding.verifier import Mode, VerifierInputs, VerifierOutput
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
-
-logger = logging.getLogger(__name__)
 
 CHUNK = 256
 """Prompt tokens of one captured pass at most."""
 FEW = 32
 """Prompt tokens that the model itself reads as fast."""
 _NOTHING = np.empty(0, np.int32)
-
-_recorded: WeakKeyDictionary[Any, CapturedPass] = WeakKeyDictionary()
-"""Recordings of live models, so that accelerating a model again does not record it again."""
 
 
 class StaticVerifier:
@@ -58,7 +50,7 @@ class StaticVerifier:
         self._slabs: PreallocatedCache | None = None
         self._layers: list[Any] = []
         self._graphs: GraphedPasses | None = None
-        self._pool = pool
+        self.pool = pool
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
@@ -140,28 +132,16 @@ class StaticVerifier:
     ) -> VerifierOutput:
         """Run the captured pass over root tokens and a tree."""
         roots, nodes = len(root_ids), 0 if tree is None else len(tree)
-        ids, depths = self.lay_out(root_ids, tree)
-        if self._graphs is not None and (bucket := self._graphs.bucket(len(ids))) is not None:
-            out = bucket(ids, depths, self._mask.seen, self._past, self._shift)
+        laid = self.lay_out(root_ids, tree)
+        if self._graphs is not None and (bucket := self._graphs.bucket(len(laid.ids))) is not None:
+            out = bucket(laid.ids, laid.depths, laid.seen, self._past, self._shift)
             return VerifierOutput(out[0][-keep - nodes :], out[1][-keep - nodes :] if want_hidden is not None else None)
-        logits, hidden = run_rows(self.captured, ids, depths + self.position, self.attend, roots - keep)
+        positions = laid.depths + laid.position
+        logits, hidden = run_rows(self.captured, laid.ids, positions, self.attend, roots - keep)
         return VerifierOutput(logits, hidden[-keep - nodes :] if want_hidden is not None else None)
 
-    @property
-    def position(self) -> int:
-        """Position of the first row of the next pass."""
-        return self._past + self._shift
-
-    def lay_out(
-        self, root_ids: NDArray[np.int32], tree: DraftTree | None
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Make cache and mask ready for a pass over root tokens and a tree.
-
-        Returns
-        -------
-        ids, depths
-            (rows,) each: tokens, and positions relative to `position`.
-        """
+    def lay_out(self, root_ids: NDArray[np.int32], tree: DraftTree | None) -> LaidOut:
+        """Make cache and mask ready for a pass over root tokens and a tree."""
         self._pending = len(root_ids)
         slabs = self._slabs or self._adopt()
         ids = root_ids if tree is None or not len(tree) else np.concatenate([root_ids, tree.token_ids])
@@ -169,7 +149,7 @@ class StaticVerifier:
         self._mask.set(self._past, visible_rows(len(root_ids), tree), depths)
         slabs.set_length(self._past)
         slabs.make_room(len(ids) if self._graphs is None else max(len(ids), *PASS.graph_rows))
-        return ids, depths
+        return LaidOut(ids, depths, self._mask.seen, self._past + self._shift, slabs, self._past)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Write a layer's keys and values of the pass that was laid out and attend to all of them."""
@@ -182,8 +162,8 @@ class StaticVerifier:
         held = self._past + self._unread
         room = min(self._max_length, held + PASS.cache_block * 16) + MAX_NODES + 1
         room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
-        if self._pool is not None:
-            self._graphs = self._pool.take(windows, room)
+        if self.pool is not None:
+            self._graphs = self.pool.take(windows, room)
         slabs = PreallocatedCache(windows, room) if self._graphs is None else self._graphs.cache
         slabs.load(self._cache, self._past)
         self._slabs, self._layers = slabs, slabs.layers
@@ -203,8 +183,8 @@ class StaticVerifier:
         if self._slabs is not None:
             self._slabs.set_length(self._past)
             self._slabs.unload(self._cache, copy=self._graphs is not None)
-            if self._pool is not None and self._graphs is not None:
-                self._pool.give_back(self._graphs)
+            if self.pool is not None and self._graphs is not None:
+                self.pool.give_back(self._graphs)
             self._slabs, self._layers, self._graphs = None, [], None
         self._cache = None
         return self._ordinary.finish()
@@ -218,90 +198,3 @@ def run_rows(
     places = torch.from_numpy(positions)[None].to(captured.device, non_blocking=True)
     logits, hidden = captured.run(rows, places, attend, first)
     return logits[0], hidden[0]
-
-
-def try_build(
-    model: Any, finding: Finding, config: SpeculationConfig, layer: Layer = "last"
-) -> tuple[Callable[[], Verifier] | None, str]:
-    """Record a model's pass if that is wanted, can be done and agrees with the model.
-
-    Parameters
-    ----------
-    model
-        The model.
-    finding
-        How an `HFVerifier` verifies it.
-    config
-        `static_pass` says whether to record.
-    layer
-        The layer whose hidden states are recorded.
-
-    Returns
-    -------
-    make
-        Makes a verifier for one generation, or None.
-    reason
-        Why there is none.
-    """
-    text_config = model.config.get_text_config(decoder=True)
-    if why := _why_not_static(model, finding, config) or why_not_preallocated(text_config):
-        return None, why
-    try:
-        for fused in (True, False):
-            make, why = _try_recording(model, finding.interface, layer, fused and _fuses(model))
-            if make is not None or not (fused and _fuses(model)):
-                break
-            logger.info("the pass is recorded again without GPU kernels for rows: %s", why)
-    except CaptureError as error:
-        return None, str(error)
-    return make, why
-
-
-def _fuses(model: Any) -> bool:
-    """Whether GPU kernels stand in for what the model does to rows."""
-    return PASS.fused_rows and model.dtype.itemsize == 2 and not why_not_triton(input_device(model).type)
-
-
-def _try_recording(
-    model: Any, interface: ModelInterface, layer: Layer, fused: bool
-) -> tuple[Callable[[], Verifier] | None, str]:
-    """What makes verifiers over a recording, with CUDA graphs where they agree with the model; or why not."""
-    windows = cache_windows(DynamicCache(config=model.config.get_text_config(decoder=True)))
-    captured = _recorded.get(model)
-    if captured is None or captured.layer != layer or not captured.is_current(model):
-        captured = _recorded[model] = CapturedPass(model, len(windows), layer, fused)
-    if why := _why_not_windows(captured, windows):
-        return None, why
-    graphs = PASS.cuda_graphs and captured.device.type == "cuda"
-    why = ""
-    for pool in (PassPool(captured), None) if graphs else (None,):
-        make = functools.partial(_make, model, interface, captured, pool)
-        why = check_verifier(model, interface, make())
-        if not why:
-            return make, ""
-        logger.debug("the recorded pass %s graphs is not used: %s", "without" if pool is None else "with", why)
-    del _recorded[model]
-    return None, why
-
-
-def _make(model: Any, interface: ModelInterface, captured: CapturedPass, pool: PassPool | None) -> Verifier:
-    return StaticVerifier(model, HFVerifier(model, interface), captured, pool)
-
-
-def _why_not_windows(captured: CapturedPass, windows: tuple[int, ...]) -> str:
-    for layer, (rule, window) in enumerate(zip(captured.rules, windows, strict=True)):
-        if window and rule.window != window:
-            return f"the attention of layer {layer} does not name the window of its cache"
-    return ""
-
-
-def _why_not_static(model: Any, finding: Finding, config: SpeculationConfig) -> str:
-    if finding.mode != "tree":
-        return f"drafts are verified in {finding.mode} mode"
-    if config.static_pass == "off":
-        return "static_pass is off"
-    if config.static_pass == AUTO and model.num_parameters() < PASS.min_parameters:
-        return f"the model has fewer than {PASS.min_parameters:,} parameters"
-    if len({parameter.device for parameter in model.parameters()}) > 1:
-        return "the model is spread over several devices"
-    return ""

@@ -1,4 +1,4 @@
-"""Turns the trees of several rows of text into one recorded pass without padding, every row over its own cache."""
+"""Turns the trees of several rows of text into one recorded pass, every row over its own cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.decoding.fast_verifier import StaticVerifier, run_rows
+from retrieve_spec.decoding.packed_graphs import GraphedTexts, PackedPass, packs, shares
+from retrieve_spec.decoding.pass_buffer import LaidOut
 from retrieve_spec.decoding.verifier import VerifierOutput
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
@@ -19,11 +21,12 @@ def forward_together(
     roots: Sequence[NDArray[np.int32]],
     trees: Sequence[DraftTree],
     want_hidden: Layer | None,
+    graphs: GraphedTexts | None = None,
 ) -> list[VerifierOutput]:
     """Verify the trees of several texts in one pass; each text keeps its cache, and commits for itself.
 
     The recorded operations do not look beyond a row of the pass, so the texts stand one behind the other without
-    padding; only the attention takes them apart.
+    padding between them; only the attention takes them apart.
 
     Parameters
     ----------
@@ -33,6 +36,8 @@ def forward_together(
         By text: the last token, (1,), and the draft below it.
     want_hidden
         Return the hidden states of this layer too.
+    graphs
+        Captured passes.
 
     Returns
     -------
@@ -40,8 +45,22 @@ def forward_together(
         By text, what its own `forward` would have returned.
     """
     laid = [v.lay_out(root, tree) for v, root, tree in zip(verifiers, roots, trees, strict=True)]
-    ends = np.cumsum([len(ids) for ids, _ in laid]).tolist()
-    spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    with verifiers[0].captured.on_device():
+        logits, hidden = _run(verifiers, laid, graphs)
+    return [VerifierOutput(logits[span], None if want_hidden is None else hidden[span]) for span in _spans(laid)]
+
+
+def _run(
+    verifiers: Sequence[StaticVerifier], laid: Sequence[LaidOut], graphs: GraphedTexts | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and hidden states of all texts, one behind the other."""
+    captured = verifiers[0].captured
+    if packs(captured, laid):
+        if graphs is not None and (out := graphs.run(laid)) is not None:
+            return out
+        rows, texts = sum(len(text.ids) for text in laid), len(laid)
+        return PackedPass(captured, laid, rows, texts, shares(captured, laid, rows, texts))(laid)
+    spans = _spans(laid)
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         parts = [
@@ -50,8 +69,12 @@ def forward_together(
         ]
         return torch.cat(parts, dim=1)
 
-    ids = np.concatenate([ids for ids, _ in laid])
-    positions = np.concatenate([depths + v.position for v, (_, depths) in zip(verifiers, laid, strict=True)])
-    with verifiers[0].captured.on_device():
-        logits, hidden = run_rows(verifiers[0].captured, ids, positions, attend)
-    return [VerifierOutput(logits[span], None if want_hidden is None else hidden[span]) for span in spans]
+    ids = np.concatenate([text.ids for text in laid])
+    positions = np.concatenate([text.depths + text.position for text in laid])
+    return run_rows(captured, ids, positions, attend)
+
+
+def _spans(laid: Sequence[LaidOut]) -> list[slice]:
+    """By text, its rows of the pass."""
+    ends = np.cumsum([len(text.ids) for text in laid]).tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]

@@ -95,8 +95,8 @@ class PreallocatedCache(Cache):  # type: ignore[misc]
     ----------
     slabs
         By window, the smallest (0: none) first.
-    slab_of
-        By layer, the index of its slab.
+    slab_of, layer_in_slab
+        By layer, the index of its slab, and its place there.
     layer_slabs
         By layer, its part of the slab's tensors.
 
@@ -111,7 +111,7 @@ class PreallocatedCache(Cache):  # type: ignore[misc]
         self.windows = tuple(windows)
         self.slabs = [Slab(self.windows.count(window), window, capacity) for window in kinds]
         self.slab_of = [kinds.index(window) for window in windows]
-        self._within = [self.slab_of[:i].count(slab) for i, slab in enumerate(self.slab_of)]
+        self.layer_in_slab = [self.slab_of[:i].count(slab) for i, slab in enumerate(self.slab_of)]
         super().__init__(layers=[PreallocatedLayer(self, i, self.slabs[s]) for i, s in enumerate(self.slab_of)])
         self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(torch.empty(0), torch.empty(0))] * len(windows)
 
@@ -134,7 +134,7 @@ class PreallocatedCache(Cache):  # type: ignore[misc]
         """Find the layers' parts of the slabs anew."""
         for i, slab in enumerate(self.slab_of):
             if self.slabs[slab].tensors:
-                self.layer_slabs[i] = self.slabs[slab].of_layer(self._within[i])
+                self.layer_slabs[i] = self.slabs[slab].of_layer(self.layer_in_slab[i])
 
     def make_room(self, rows: int) -> None:
         """Let a pass over `rows` rows fit behind the rows held."""

@@ -217,7 +217,7 @@ def attend_triton(
     kv_heads = keys.shape[1]
     query = query if query.stride(-1) == 1 else query.contiguous()
     if splits is None:
-        splits = num_splits(kv_heads, heads // kv_heads * rows, keys.shape[2], _processors(query.device))
+        splits = num_splits(kv_heads, heads // kv_heads * rows, keys.shape[2], processors(query.device))
     return tree_attention(
         query[0], keys[0], values[0], words, depths, prefix,
         scale=rule.scale, softcap=rule.softcap, window=rule.window, sinks=rule.sinks, splits=splits,
@@ -225,7 +225,7 @@ def attend_triton(
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; one elsewhere."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,6 +28,10 @@ META = torch.device("meta")
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 MOVES = (aten._to_copy.default, aten.to.device, aten.to.dtype_layout, aten.to.other)
 BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
+
+
+_addressed: dict[int, Any] = {}
+"""Tensors whose addresses were asked for; a kernel that is given one after the tensor is gone fails."""
 
 
 class CudaError(RuntimeError):
@@ -54,6 +58,7 @@ class CudaTensor(torch.Tensor):
     is_meta = property(lambda self: False)
 
     def data_ptr(self) -> int:
+        _addressed[self.host.data_ptr()] = weakref.ref(self.host)
         return self.host.data_ptr()
 
     def __repr__(self) -> str:
@@ -163,12 +168,15 @@ class PretendCuda(TorchDispatchMode):
         What made the host wait for the device, and how often.
     uploads
         Copies from the host, by whether the host waited ("blocking"), memory was pinned, or neither ("pageable").
+    launches
+        Launches of the attention kernel's stand-in, while graphs are captured, too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
         self.uploads: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
         self.current = self.target = 0
         self.in_flight: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.pinned: dict[int, Any] = {}
@@ -352,7 +360,7 @@ class PretendCuda(TorchDispatchMode):
             changed = kwargs["out"] if "out" in kwargs else args[0]
             if any(changed.untyped_storage().data_ptr() == a.untyped_storage().data_ptr() for a in graph.made):
                 func(*args, **kwargs)
-            return wrappers[id(changed)]
+            return wrappers[id(changed)] if func._schema.returns else None
         if func is aten.histc.default:  # a GPU counts integers, too
             args = (args[0].float(), *args[1:])
         out = func(*args, **kwargs)
@@ -371,40 +379,110 @@ class PretendCuda(TorchDispatchMode):
         return tree_map(wrap, out)
 
 
+def naive_attention(
+    query: Any, keys: Any, values: Any, words: Any, depths: Any, prefix: Any,
+    scale: float, softcap: float, window: int, sinks: Any,
+) -> Any:  # fmt: skip
+    """(heads, rows, d) queries over (kv_heads, capacity, d): (rows, heads, d)."""
+    rows = query.shape[1]
+    column = torch.arange(keys.shape[1], device=query.device) - prefix
+    drafted = (column >= 0) & (column < rows)
+    at = torch.where(drafted, column, 0)
+    seen = (column < 0) | (drafted & (((words[:, at // 32] >> (at % 32)) & 1) == 1))
+    if window:
+        seen = seen & (depths[:, None] - torch.where(drafted, depths[at], column) < window)
+    groups = query.shape[0] // keys.shape[0]
+    known = seen.any(0)[:, None]
+    keys, values = (torch.where(known, a, 0).float().repeat_interleave(groups, 0) for a in (keys, values))
+    scores = query.float() @ keys.transpose(1, 2) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, rows, 1)], -1)
+    weights = torch.softmax(scores, -1)[..., : keys.shape[1]]
+    return (weights @ values).transpose(0, 1).to(query.dtype).contiguous()
+
+
+def _slab(address: int, capacity: int) -> torch.Tensor:
+    slab = _addressed[address]()
+    if slab is None or slab.shape[2] != capacity:
+        raise CudaError("a kernel is given the address of a slab that is gone")
+    return slab
+
+
+@torch.library.custom_op("pretended::store_rows", mutates_args=("slabs",))
+def _store_rows(
+    slabs: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, text_of: torch.Tensor, starts: torch.Tensor,
+    prefix: torch.Tensor, layer: int,
+) -> None:  # fmt: skip
+    for row, text in enumerate(text_of.tolist()):
+        *addresses, capacity = slabs[text].tolist()
+        for address, new in zip(addresses, (keys, values), strict=True):
+            _slab(address, capacity)[layer, :, int(prefix[text]) + row - int(starts[text])] = new[:, row]
+
+
+@torch.library.custom_op("pretended::attend_rows", mutates_args=())
+def _attend_rows(
+    query: torch.Tensor, words: torch.Tensor, depths: torch.Tensor, prefix: torch.Tensor, starts: torch.Tensor,
+    tiles: torch.Tensor, slabs: torch.Tensor, sinks: torch.Tensor | None, layer: int, block: int, scale: float,
+    softcap: float, window: int,
+) -> torch.Tensor:  # fmt: skip
+    heads, total, width = query.shape
+    out = torch.full((total, heads, width), float("nan"), dtype=query.dtype)  # what no tile names stays so
+    for text, first in tiles.tolist():
+        if text < 0:
+            continue
+        *addresses, capacity = slabs[text].tolist()
+        keys, values = (_slab(address, capacity)[layer] for address in addresses)
+        span = slice(*starts[text : text + 2].tolist())
+        rows, groups = span.stop - span.start, heads // len(keys)
+        whole = naive_attention(
+            query[:, span], keys, values, words[span], depths[span], prefix[text], scale, softcap, window, sinks
+        )
+        for m in range(first, min(first + block, groups * rows)):
+            group, row = divmod(m, rows)
+            out[span.start + row, group::groups] = whole[row, group::groups]
+    return out
+
+
 def triton_stand_in(gpu: PretendCuda) -> ModuleType:
     """What `retrieve_spec.kernels.triton_tree_attention` computes, with a launch's rules: one GPU, the current one."""
-    module = ModuleType("retrieve_spec.kernels.triton_tree_attention")
+    module: Any = ModuleType("retrieve_spec.kernels.triton_tree_attention")
+
+    def check(*given: Any) -> None:
+        if any(not isinstance(a, CudaTensor) or a.index != gpu.current for a in given if a is not None):
+            raise CudaError("a kernel is launched with tensors that are not on the current GPU")
 
     def tree_attention(
         query: Any, keys: Any, values: Any, words: Any, depths: Any, prefix: Any,
         *, scale: float, softcap: float = 0.0, window: int = 0, sinks: Any = None, splits: int = 1,
     ) -> Any:  # fmt: skip
-        given = [query, keys, values, words, depths, prefix, *([] if sinks is None else [sinks])]
-        if any(not isinstance(a, CudaTensor) or a.index != gpu.current for a in given):
-            raise CudaError("a kernel is launched with tensors that are not on the current GPU")
+        check(query, keys, values, words, depths, prefix, sinks)
         assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
         assert words.dtype == depths.dtype == prefix.dtype == torch.int32
-        heads, rows, _ = query.shape
-        column = torch.arange(keys.shape[1], device=query.device) - prefix
-        drafted = (column >= 0) & (column < rows)
-        at = torch.where(drafted, column, 0)
-        seen = (column < 0) | (drafted & (((words[:, at // 32] >> (at % 32)) & 1) == 1))
-        if window:
-            seen = seen & (depths[:, None] - torch.where(drafted, depths[at], column) < window)
-        groups = heads // keys.shape[0]
-        known = seen.any(0)[:, None]
-        keys, values = (torch.where(known, a, 0).float().repeat_interleave(groups, 0) for a in (keys, values))
-        scores = query.float() @ keys.transpose(1, 2) * scale
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, rows, 1)], -1)
-        weights = torch.softmax(scores, -1)[..., : keys.shape[1]]
-        return (weights @ values).transpose(0, 1).to(query.dtype).contiguous()
+        gpu.launches["one text"] += 1
+        return naive_attention(query, keys, values, words, depths, prefix, scale, softcap, window, sinks)
 
-    counter: Callable[..., int] = lambda *_: 1  # noqa: E731
-    module.tree_attention, module.num_splits = tree_attention, counter  # type: ignore[attr-defined]
+    def packed_tree_attention(
+        query: Any, keys: Any, values: Any, words: Any, depths: Any, prefix: Any, starts: Any, text_of: Any, tiles: Any,
+        slabs: Any, *, layer: int, block: int, scale: float, softcap: float = 0.0, window: int = 0, sinks: Any = None,
+        splits: int = 1,
+    ) -> Any:  # fmt: skip
+        check(query, keys, values, words, depths, prefix, starts, text_of, tiles, slabs, sinks)
+        assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
+        assert {a.dtype for a in (words, depths, prefix, starts, text_of, tiles)} == {torch.int32}
+        assert slabs.dtype == torch.int64
+        gpu.launches["several texts"] += 1
+        own = torch.ops.pretended
+        own.store_rows(slabs, keys, values, text_of, starts, prefix, layer)
+        return own.attend_rows(
+            query, words, depths, prefix, starts, tiles, slabs, sinks, layer, block, scale, softcap, window
+        )
+
+    module.tree_attention, module.packed_tree_attention = tree_attention, packed_tree_attention
+    module.num_splits = lambda *_: 1
+    module.launch_options = lambda height, *_: {"BLOCK_M": min(16, height)}  # rows of tiny models fill several
     return module
 
 

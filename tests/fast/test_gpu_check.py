@@ -42,7 +42,7 @@ def test_a_dry_run_has_every_figure(tmp_path: Path) -> None:
     for name, found in result["conformance"].items():
         if name == "drafting kernels s":
             continue
-        for kind in ("own forward", "static", "graphs", "batch"):
+        for kind in ("own forward", "static", "graphs", "batch", "batch graphs"):
             assert found[kind]["same"] or "bfloat16" in name
             assert found[kind]["same"] or "gap" in found[kind]
     figures = result["model tiny"]

@@ -14,12 +14,12 @@ from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
-from retrieve_spec.decoding import cuda_graphs, fast_verifier
+from retrieve_spec.decoding import cuda_graphs, fast_verifier, pass_pool
 from retrieve_spec.decoding.captured_pass import CapturedPass
-from retrieve_spec.decoding.cuda_graphs import PassPool
 from retrieve_spec.decoding.fast_verifier import StaticVerifier
 from retrieve_spec.decoding.hf import HFVerifier
 from retrieve_spec.decoding.interface import read_interface
+from retrieve_spec.decoding.pass_pool import PassPool
 from retrieve_spec.decoding.slab import Slab
 from retrieve_spec.decoding.static_cache import PreallocatedCache, cache_windows
 
@@ -73,7 +73,7 @@ def test_growth_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_verifier, "MAX_NODES", 0)
     monkeypatch.setattr(fast_verifier, "PASS", PassConfig(cache_block=8, graph_rows=(1, 2, 4, 8, 16)))
     monkeypatch.setattr(cuda_graphs, "PASS", PassConfig(graph_rows=(1, 2, 4, 8, 16)))
-    monkeypatch.setattr(cuda_graphs, "FIRST_ROWS", 64)
+    monkeypatch.setattr(pass_pool, "FIRST_ROWS", 64)
     model, capture = build("gemma3_text"), Capture()
     expected = model.generate(ids(20), max_new_tokens=200, do_sample=False)
     pool = use_pool(model, expected[0], "half", capture)
@@ -100,7 +100,7 @@ def test_slabs_made_in_inference_mode_serve_outside_of_it() -> None:
 
 
 def test_a_cache_that_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "PASS", PassConfig(pool_bytes=1))
+    monkeypatch.setattr(pass_pool, "PASS", PassConfig(pool_bytes=1))
     model, capture = build("llama"), Capture()
     expected = model.generate(ids(20), max_new_tokens=12, do_sample=False)
     pool = use_pool(model, expected[0], "right", capture)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.decoding import fast_verifier
+from retrieve_spec.decoding import fast_verifier, static_build
 from retrieve_spec.decoding.captured_pass import CapturedPass
 from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.decoding.probe import probe
@@ -93,7 +93,7 @@ def test_output_and_cache_are_those_of_generate(model, rows, length):
 @pytest.mark.parametrize("chunk", [31, 12, 5])
 def test_kept_logits_and_states_are_the_models(model, rows, keep, chunk):
     finding = probe(model, read_interface(model))
-    make, _ = fast_verifier.try_build(model, finding, SpeculationConfig(static_pass="always"))
+    make, _ = static_build.try_build(model, finding, SpeculationConfig(static_pass="always"))
     verifier = make()
     prompt = ids(31)
     cache = DynamicCache(config=model.config)

@@ -14,9 +14,10 @@ from transformers import DynamicCache
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.decoding.captured_pass import CapturedPass, CaptureError
-from retrieve_spec.decoding.fast_verifier import StaticVerifier, try_build
+from retrieve_spec.decoding.fast_verifier import StaticVerifier
 from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.decoding.probe import probe
+from retrieve_spec.decoding.static_build import try_build
 
 
 def made(model: Any, **options: Any) -> Any:
