@@ -55,6 +55,11 @@ COUNT = click.IntRange(1, 1_000_000)
 SEED = Seed()
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts: `1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def quiet_loading() -> None:
     """Let a model load without a progress bar where nobody watches one."""
     from transformers.utils import logging

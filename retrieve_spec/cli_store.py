@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from retrieve_spec.cli_common import loading_bars
+from retrieve_spec.cli_common import counted, loading_bars
 from retrieve_spec.cli_store_read import JSON, QUIET, STORE
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ def _has_dense(*stores: Path) -> bool:
     return any(read_manifest(store).dense is not None for store in stores)
 
 
+def _was_given(option: str) -> bool:
+    """Whether an option of the running command stands on its command line."""
+    return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
+
+
 def _only(given: tuple[str, ...], group: tuple[str, ...]) -> str | None:
     """The one option of a group that was given, if any."""
     found = [name for name in given if name in group]
@@ -94,7 +100,9 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 )
 @click.option("--dense", metavar="MODEL", help="Also index the model's hidden states; folder, hub id or 'reference'.")
 @click.option("--layer", default="last", show_default=True, metavar="last|N", help="Layer of the dense keys.")
-@click.option("--dims", type=click.IntRange(min=1), default=64, show_default=True, help="Numbers of a dense key.")
+@click.option(
+    "--dims", type=click.IntRange(min=1), default=64, show_default=True, metavar="N", help="Numbers of a dense key."
+)
 @click.option("--max-vectors", type=click.IntRange(min=1), metavar="N", help="Dense keys at most; all by default.")
 @click.option("--thin", is_flag=True, help="No dense keys where the longest match elsewhere predicts the next token.")
 @_WORKERS
@@ -141,8 +149,9 @@ def build(
     if dense is not None:
         where: int | str = int(layer) if layer.isdigit() else layer
         config = replace(config, dense=DenseConfig(dense, where, dims, kind or "auto", max_vectors or 0, thin=thin))
-    elif kind or thin or max_vectors:
-        raise click.UsageError("Give --dense MODEL with --index auto|flat|ivf-pq|hnsw, --max-vectors and --thin.")
+    elif kind or any(map(_was_given, ("layer", "dims", "max_vectors", "thin"))):
+        names = f"--layer, --dims, --max-vectors, --thin and --index {'|'.join(_DENSE_INDEXES)}"
+        raise click.UsageError(f"Give --dense MODEL with {names}.")
     if not resume and not sources:
         raise click.UsageError("Give at least one SOURCE, or --recipe FILE.")
     if not resume and tokenizer is None:
@@ -264,9 +273,11 @@ def _print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
         return
     seconds = sum(report.seconds.values())
     click.echo(
-        f"{report.verb}: {report.documents:,} documents, {report.tokens:,} tokens in {seconds:.1f} s; "
-        f"{store} has {report.segments} segment{'s' * (report.segments != 1)}."
+        f"{report.verb}: {counted(report.documents, 'document')}, {counted(report.tokens, 'token')} "
+        f"in {seconds:.1f} s; {store} has {counted(report.segments, 'segment')}."
     )
+    if not report.documents and not report.skipped:
+        click.echo("  The sources and filters name no text that fits.")
     if report.dense:
         d = report.dense
         click.echo(

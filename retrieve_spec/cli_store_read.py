@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrieve_spec.cli_common import TEXT, loading_bars
+from retrieve_spec.cli_common import TEXT, counted, loading_bars
 from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def info(store: Path, as_json: bool) -> None:
         ("tokenizer", manifest.fingerprint[7:19]),
         ("content", manifest.content[:12]),
         *_dense_rows(manifest),
-        *((event["verb"], f"{event['at']}  {event['documents']:,} documents") for event in manifest.history),
+        *((event["verb"], f"{event['at']}  {counted(event['documents'], 'document')}") for event in manifest.history),
     ]
     click.echo(f"{store}")
     for name, value in rows:
@@ -65,12 +65,23 @@ def verify(store: Path, quiet: bool, as_json: bool) -> None:
 @click.command(short_help="Find where a text stands in a datastore.")
 @STORE
 @click.argument("text", type=TEXT)
-@click.option("--limit", type=click.IntRange(min=1), default=10, show_default=True, metavar="N")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Continuations and places to list.",
+)
 @click.option("--dense", is_flag=True, help="Find the places most like the end of TEXT to the model instead.")
 @click.option("--model", metavar="MODEL", help="With --dense: where the model is; by default where the build had it.")
 @JSON
 def search(store: Path, text: str, limit: int, dense: bool, model: str | None, as_json: bool) -> None:
     """Find the longest end of TEXT that occurs, what followed it, and in which documents."""
+    if not text:
+        raise click.UsageError("Give some TEXT to search for.")
+    if model is not None and not dense:
+        raise click.UsageError("Give --model with --dense only: the longest match needs no model.")
     if dense:
         _search_dense(store, text, limit, model, as_json)
         return
@@ -84,7 +95,13 @@ def search(store: Path, text: str, limit: int, dense: bool, model: str | None, a
     if as_json:
         click.echo(json.dumps(asdict(result)))
         return
-    click.echo(f"{result.matched} of {result.tokens} tokens match, {result.count:,} times: {result.text!r}")
+    if not result.matched:
+        click.echo(f"Nothing matches, not even the last of {counted(result.tokens, 'token')}.")
+        return
+    click.echo(
+        f"The last {result.matched} of {counted(result.tokens, 'token')} match, "
+        f"{counted(result.count, 'time')}: {result.text!r}"
+    )
     for token, count in result.continuations:
         click.echo(f"  {count:>12,.0f}  {token!r}")
     for place in result.occurrences:

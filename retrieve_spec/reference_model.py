@@ -97,14 +97,26 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
                 f"a model in folder {name!r}", "no config.json", "Give the folder that save_pretrained wrote."
             )
         return str(path), {"local_files_only": True}
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
-        got = "a file" if path.exists() else "nothing there"
+    check_hub_id(name, "a model folder")
+    return name, {}
+
+
+def check_hub_id(name: str, wanted: str) -> None:
+    """Refuse what can only be a path, and a mistyped `reference`, before the hub is asked.
+
+    Raises
+    ------
+    ModelNotFoundError
+        Saying that it is not what was wanted.
+    """
+    path = Path(name).expanduser()
+    if path.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1 or path.exists():
+        got = "a file" if path.is_file() else "a folder without one" if path.exists() else "nothing there"
         raise ModelNotFoundError(
-            f"a model folder at {name!r}", got, "Give a folder, a hub id such as 'owner/name', or 'reference'."
+            f"{wanted} at {name!r}", got, "Give a folder, a hub id such as 'owner/name', or 'reference'."
         )
     if "/" not in name and difflib.get_close_matches(name.lower(), [REFERENCE], cutoff=0.8):
         raise ModelNotFoundError("the name of a model", repr(name), f"Did you mean {REFERENCE!r}?")
-    return name, {}
 
 
 def _device(device: str) -> torch.device:

@@ -20,7 +20,7 @@ from retrieve_spec.datastore.change import (
     writer,
 )
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
-from retrieve_spec.datastore.fresh import check_free, config_of, first_manifest, write_tokenizer
+from retrieve_spec.datastore.fresh import check_folder, check_not_begun, config_of, first_manifest, write_tokenizer
 from retrieve_spec.datastore.ingest import Tokenised, texts_of, tokenise
 from retrieve_spec.datastore.manifest import CATALOG, Manifest, read_manifest
 from retrieve_spec.datastore.progress import Stopwatch
@@ -84,10 +84,12 @@ def build_datastore(
     store = Path(path)
 
     def make_plan() -> dict[str, Any]:
-        check_free(store, work)
-        plan = _plan(as_sources(sources, licence), checked(config or StoreConfig(), tokenizer), max_tokens)
+        check_not_begun(store, work)
+        plan = _plan(store, as_sources(sources, licence), checked(config or StoreConfig(), tokenizer), max_tokens)
         return plan | {"recipe": recipe, "tokenizer": write_tokenizer(store, tokenizer)}
 
+    if not resume:
+        check_folder(store)
     with writer(store) as work:
         plan = begin_or_resume(work, existing_manifest(store), "build", resume, make_plan)
         if plan is None:
@@ -115,7 +117,7 @@ def add_documents(
 
     def make_plan() -> dict[str, Any]:
         settings = checked(config or config_of(manifest), manifest.fingerprint)
-        return _plan(as_sources(sources, licence), settings, max_tokens)
+        return _plan(store, as_sources(sources, licence), settings, max_tokens)
 
     with writer(store) as work:
         manifest = read_manifest(store)
@@ -149,10 +151,10 @@ def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
     return replace(config, dense=checked_settings(config.dense, tokenizer_fingerprint(tokenizer)))
 
 
-def _plan(sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None) -> dict[str, Any]:
+def _plan(store: Path, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None) -> dict[str, Any]:
     return {
         "sources": [asdict(source) for source in sources],
-        "files": [asdict(file) for file in list_files(sources)],
+        "files": [asdict(file) for file in list_files(sources, store)],
         "config": asdict(config),
         "max_tokens": max_tokens,
     }
@@ -226,7 +228,7 @@ def grow(
     total = sum(document[4] for chunk in chunks for document in chunk.documents)
     if total == 0 and not manifest.segments:
         work.end()
-        raise nothing_to_index(skipped)
+        raise nothing_to_index(skipped, plan)
     with watch.stage("indexing", total, "tok") as bar:
         entries, documents = build_segments(
             work, chunks, manifest.next_segment, config, plan["at"], tick=lambda tokens, _: bar.update(tokens)

@@ -66,11 +66,18 @@ def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
     return dict(sorted(paths.items()))
 
 
-def nothing_to_index(skipped: Iterable[tuple[str, str, str]]) -> BuildError:
-    """Error about sources without any text, which says why each kind of file was left out."""
+def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, Any]) -> BuildError:
+    """Error about a change that found no text, which says why each kind of file was left out."""
     reasons = [f"{len(paths):,} {reason} (first: {paths[0]})" for reason, paths in by_reason(skipped).items()]
-    got = f"none: left out {', '.join(reasons)}" if reasons else "none: the sources and filters name no file"
-    return BuildError("text to index", got, "Check the sources and filters.")
+    if "files" not in plan:
+        return BuildError("documents that are not removed", "none", "Add some first.")
+    if reasons:
+        got = f"left out {', '.join(reasons)}"
+    elif not plan["files"]:
+        got = "the sources and filters name no file"
+    else:
+        got = "the files are empty" + (", or the first document exceeds max_tokens" if plan["max_tokens"] else "")
+    return BuildError("text to index", f"none: {got}", "Check the sources and filters.")
 
 
 def utc_now() -> str:

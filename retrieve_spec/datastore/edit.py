@@ -14,23 +14,28 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import checked, grow
-from retrieve_spec.datastore.catalog import Document, rows_checksum
+from retrieve_spec.datastore.catalog import Document
 from retrieve_spec.datastore.change import (
     ChangeReport,
     begin_change,
     begin_or_resume,
     existing_manifest,
     finished,
-    publish,
     writer,
 )
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.fingerprint import load_tokenizer
-from retrieve_spec.datastore.fresh import check_free, common_dense, config_of, first_manifest, write_tokenizer
+from retrieve_spec.datastore.fresh import (
+    check_folder,
+    check_not_begun,
+    common_dense,
+    config_of,
+    first_manifest,
+    write_tokenizer,
+)
 from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map
-from retrieve_spec.datastore.manifest import Manifest, read_manifest
-from retrieve_spec.datastore.progress import Stopwatch
-from retrieve_spec.datastore.removal import choose_documents, without_documents
+from retrieve_spec.datastore.manifest import CATALOG, Manifest, read_manifest
+from retrieve_spec.datastore.removal import choose_documents, remove_chosen
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
@@ -69,41 +74,11 @@ def remove_documents(
         manifest = read_manifest(store)
         chosen = choose_documents(store, manifest, documents, where)
         if not chosen:
-            raise BuildError("documents that match", "none", "See `select path from documents` in catalog.sqlite.")
+            remedy = f"`select path from documents` lists them in {store / CATALOG}."
+            raise BuildError("documents that match", "none", remedy)
         arguments = {"verb": "remove", "documents": list(documents), "where": where}
         plan = begin_change(work, manifest, {k: v for k, v in arguments.items() if v})
-        return _remove(work, manifest, plan, chosen, progress)
-
-
-def _remove(
-    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], chosen: dict[str, set[int]], progress: bool
-) -> ChangeReport:
-    store = open_datastore(work.store)
-    config = config_of(manifest)
-    watch = Stopwatch(progress)
-    segments = []
-    catalog: dict[str, list[Document]] = {}
-    with watch.stage("indexing", sum(s.tokens for s in manifest.segments if s.name in chosen), "tok") as bar:
-        for segment, entry in zip(store.segments, manifest.segments, strict=True):
-            gone = chosen.get(entry.name, set())
-            if not gone:
-                segments.append(entry)
-            elif len(gone) < entry.documents:
-                store.check_text(entry)
-                name = f"{manifest.next_segment + len(catalog):06d}"
-                rows = [
-                    replace(row, segment=name, removed_at=plan["at"] if row.number in gone else row.removed_at)
-                    for row in store.documents(entry)
-                ]
-                rewritten = without_documents(work, name, segment, entry, gone, config)
-                segments.append(replace(rewritten, catalog=rows_checksum(rows)))
-                catalog[name] = rows
-            bar.update(entry.tokens if gone else 0)
-    store.catalog.close()
-    count = sum(len(numbers) for numbers in chosen.values())
-    removed = manifest.tokens - sum(segment.tokens for segment in segments)
-    report = ChangeReport("remove", count, removed, len(segments), (), watch.seconds)
-    return publish(work, manifest, tuple(segments), catalog, plan, report)
+        return remove_chosen(work, manifest, plan, chosen, progress)
 
 
 def _documents_of(store: Datastore) -> Iterator[tuple[Document, NDArray[np.uint32]]]:
@@ -184,9 +159,11 @@ def merge_datastores(
     target = Path(out)
 
     def make_plan() -> dict[str, Any]:
-        check_free(target, work)
+        check_not_begun(target, work)
         return _plan_merge(work, [Path(store) for store in stores])
 
+    if not resume:
+        check_folder(target)
     with writer(target) as work:
         plan = begin_or_resume(work, existing_manifest(target), "merge", resume, make_plan)
         if plan is None:

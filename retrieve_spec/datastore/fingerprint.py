@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from retrieve_spec.errors import BuildError
-from retrieve_spec.reference_model import REFERENCE, reference_path
+from retrieve_spec.reference_model import REFERENCE, check_hub_id, reference_path
 
 PREFIX = "sha256:"
 
@@ -33,6 +33,8 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
     ------
     BuildError
         When there is no such file, or it is no tokenizer.
+    ModelNotFoundError
+        When a name can only be that of a file or folder, and nothing is there.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -45,9 +47,11 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
             type(tokenizer).__name__,
             "Save the tokenizer with save_pretrained() and give the folder.",
         )
-    path = reference_path() if tokenizer == REFERENCE else Path(tokenizer)
+    path = reference_path() if tokenizer == REFERENCE else Path(tokenizer).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
+    if isinstance(tokenizer, str) and not path.exists():
+        check_hub_id(tokenizer, "a tokenizer.json")
     try:
         if path.exists() or isinstance(tokenizer, Path):
             loaded = Tokenizer.from_str(path.read_text(encoding="utf-8"))

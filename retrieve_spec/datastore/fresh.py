@@ -29,23 +29,34 @@ _OURS = {
 """Names that an interrupted first build leaves, by folder."""
 
 
-def check_free(store: Path, work: WorkFolder) -> None:
-    """Check that a folder holds neither a store nor an interrupted build, nor anything else that is not a store's.
+def check_folder(store: Path) -> None:
+    """Check that a folder holds neither a store nor anything that no build made, before even a lock is put there.
 
     Raises
     ------
     BuildError
         When there is a store, or files that a build might overwrite.
-    StoreIncompleteError
-        When an interrupted build lies there.
     """
     if existing_manifest(store) is not None:
         raise BuildError(f"no datastore at {store}", "one that is there", "Use `add`, or choose another folder.")
-    if work.plan() is not None:
-        raise incomplete(store, f"an empty folder at {store}")
     foreign = next(_foreign(store), None)
     if foreign is not None:
         raise BuildError(f"an empty folder at {store}", f"one that holds {foreign.name}", "Choose another folder.")
+
+
+def check_not_begun(store: Path, work: WorkFolder) -> None:
+    """Check, as the only writer, that no build was finished meanwhile and none was interrupted.
+
+    Raises
+    ------
+    BuildError
+        When there is a store.
+    StoreIncompleteError
+        When an interrupted build lies there.
+    """
+    check_folder(store)
+    if work.plan() is not None:
+        raise incomplete(store, f"an empty folder at {store}")
 
 
 def _foreign(store: Path) -> Iterator[Path]:

@@ -233,7 +233,7 @@ def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:
         return incomplete(store, f"a finished datastore at {store}")
     return StoreNotFoundError(
         f"a datastore at {store}",
-        "no manifest.json there" if store.exists() else "no such folder",
+        "a file" if store.is_file() else "no manifest.json there" if store.exists() else "no such folder",
         "Check the path, or build one with `retrieve-spec build`.",
     )
 
@@ -246,8 +246,8 @@ def incomplete(store: Path, expected: str) -> StoreIncompleteError:
         verb = "build"
     return StoreIncompleteError(
         expected,
-        f"an interrupted {verb}",
-        f"Continue with `retrieve-spec {verb} {store} --resume`, or delete the folder.",
+        f"an interrupted {verb}, or one that is running",
+        f"Wait for it, continue it with `retrieve-spec {verb} {store} --resume`, or delete the folder.",
     )
 
 

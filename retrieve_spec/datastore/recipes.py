@@ -72,7 +72,9 @@ def load_recipe(
     file = Path(path)
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise BuildError(f"a recipe in {file}", error.strerror or str(error), "Check the path.") from error
+    except ValueError as error:
         raise BuildError(f"a recipe in {file}", str(error), "See docs/datastores.md for the keys.") from error
     _check_keys(file, content, _KEYS)
     listed = content.get("source")

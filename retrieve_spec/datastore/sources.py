@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from retrieve_spec.datastore.manifest import CATALOG, MANIFEST
 from retrieve_spec.errors import BuildError
 
 STDIN = "-"
@@ -62,20 +63,28 @@ class SourceFile:
     licence: str = ""
 
 
-def list_files(sources: tuple[Source, ...]) -> list[SourceFile]:
+def list_files(sources: tuple[Source, ...], store: Path | None = None) -> list[SourceFile]:
     """List the files of all sources, each source's in the order of their paths.
 
-    Symbolic links to folders are not followed; a link that leads out of its source is listed as skipped.
+    Symbolic links to folders are not followed; a link that leads out of its source is listed as skipped. Datastores in
+    a folder are not part of it.
+
+    Parameters
+    ----------
+    sources
+        What to go through.
+    store
+        The store that is being built, which does not look like one yet.
 
     Raises
     ------
     BuildError
         When a source does not exist, or git cannot list a checkout.
     """
-    return [file for index, source in enumerate(sources) for file in _list_source(index, source)]
+    return [file for index, source in enumerate(sources) for file in _list_source(index, source, store)]
 
 
-def _list_source(index: int, source: Source) -> Iterator[SourceFile]:
+def _list_source(index: int, source: Source, store: Path | None) -> Iterator[SourceFile]:
     if source.path == STDIN:
         kind = "jsonl" if source.field != "text" else "text"
         yield SourceFile(index, "stdin", STDIN, 0, kind, licence=source.licence)
@@ -93,7 +102,7 @@ def _list_source(index: int, source: Source) -> Iterator[SourceFile]:
         file = _describe(index, source, root.name, root, root.resolve().parent)
         yield file if wanted(root.name) else replace(file, skip="left out by a glob")
         return
-    for relative in _tracked(root) if (root / ".git").exists() else _walk(root):
+    for relative in _tracked(root) if (root / ".git").exists() else _walk(root, store):
         if wanted(relative):
             yield _describe(index, source, relative, root / relative, root.resolve())
 
@@ -122,7 +131,7 @@ def readable(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def _walk(root: Path, prefix: str = "") -> Iterator[str]:
+def _walk(root: Path, store: Path | None, prefix: str = "") -> Iterator[str]:
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
     except OSError:
@@ -130,10 +139,18 @@ def _walk(root: Path, prefix: str = "") -> Iterator[str]:
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            if entry.name not in _IGNORED_FOLDERS:
-                yield from _walk(Path(entry.path), f"{prefix}{entry.name}/")
+            folder = Path(entry.path)
+            if entry.name not in _IGNORED_FOLDERS and not _is_store(folder, store):
+                yield from _walk(folder, store, f"{prefix}{entry.name}/")
         elif not (entry.is_symlink() and entry.is_dir()):
             yield prefix + entry.name
+
+
+def _is_store(folder: Path, store: Path | None) -> bool:
+    """Whether a folder is the store that is being built, or another one."""
+    if store is not None and folder.name == store.resolve().name and folder.resolve() == store.resolve():
+        return True
+    return all((folder / name).exists() for name in (MANIFEST, CATALOG))
 
 
 def _tracked(root: Path) -> list[str]:

@@ -78,7 +78,7 @@ def test_skipped_files_are_named_by_reason(command, store, tmp_path):
     folder = skippable(tmp_path)
     (folder / "text.txt").write_text("something new")
     _, out, _ = command("add", store, folder)
-    assert "add: 1 documents" in out
+    assert "add: 1 document, " in out
     assert "  skipped 5 (binary): 0.bin, 1.bin, 2.bin, …\n  skipped 1 (empty): nothing.txt\n" in out
 
 
@@ -125,12 +125,56 @@ def test_models_load_without_bars_where_nobody_watches(command, tmp_path, texts,
         (["merge", "{tmp}/new"], 2, "STORE"),
         (["retokenize", "{tmp}/s"], 2, "--tokenizer"),
         (["search", "{tmp}/s"], 2, "TEXT"),
+        (["search", "{tmp}/s", ""], 2, "TEXT"),
+        (["search", "{tmp}/s", "cat", "--model", "reference"], 2, "--dense"),
+        (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "reference", "--layer", "3"], 2, "--dense"),
+        (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "reference", "--dims", "64"], 2, "--dense"),
+        (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "{tmp}/texts"], 1, "a folder without one"),
+        (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "./nothing"], 1, "nothing there"),
+        (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "refrence"], 1, "Did you mean 'reference'?"),
+        (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "reference", "--max-tokens", "1"], 1, "max_tokens"),
+        (["build", "{tmp}/new", "--recipe", "{tmp}/none.toml", "--tokenizer", "reference"], 1, "got No such file"),
+        (["add", "{tmp}/texts/a.txt", "{tmp}/texts"], 1, "got a file"),
+        (["remove", "{tmp}/s", "none"], 1, "{tmp}/s/catalog.sqlite"),
+        (["remove", "{tmp}/s", "--where", "1); drop table documents; --"], 1, "an SQL condition"),
     ],
 )
 def test_errors(command, store, tmp_path, arguments, code, message):
     result = command(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
     assert result[0] == code
-    assert message in result[2]
+    assert message.replace("{tmp}", str(tmp_path)) in result[2]
+    assert not (tmp_path / "new").exists()
+
+
+def test_numbers_and_what_they_count(command, store):
+    assert command("search", store, "ran")[1].startswith("The last 3 of 3 tokens match, 1 time: 'ran'\n")
+    assert command("search", store, "~")[1] == "Nothing matches, not even the last of 1 token.\n"
+    assert command("remove", store, "b.txt")[1].startswith("remove: 1 document, 39 tokens in ")
+    assert "  remove     " in (out := command("info", store)[1]) and out.endswith("  1 document\n")
+
+
+def test_nothing_to_add_and_nothing_left(command, store, texts, tmp_path):
+    assert "name no text" in command("add", store, texts, "--include", "*.rs")[1]
+    command("remove", store, "*")
+    code, _, err = command("merge", tmp_path / "m", store)
+    assert (code, "documents that are not removed, got none" in err) == (1, True)
+
+
+def test_a_refused_build_leaves_nothing_in_the_folder(command, texts):
+    before = sorted(texts.iterdir())
+    code, _, err = command("build", texts, texts, "--tokenizer", "reference")
+    assert (code, "one that holds a.txt" in err) == (1, True)
+    assert sorted(texts.iterdir()) == before
+
+
+def test_stores_inside_a_source_are_not_part_of_it(command, texts):
+    for inside in ("s", "sub/t"):
+        _, out, _ = command("build", texts / inside, texts, "--tokenizer", "reference", "--json")
+        report = json.loads(out)
+        assert (report["documents"], report["skipped"]) == (4, [])
+    report = json.loads(command("add", texts / "s", texts, "--json")[1])
+    assert report["documents"] == 0
+    assert {reason for *_, reason in report["skipped"]} == {"duplicate"}
 
 
 def test_recipe(command, tmp_path):
