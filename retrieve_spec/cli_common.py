@@ -60,14 +60,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def quiet_loading() -> None:
-    """Let a model load without a progress bar where nobody watches one."""
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-
-
 @contextlib.contextmanager
 def loading_bars(shown: bool = True) -> Iterator[None]:
     """Let models load with a progress bar if it is to be shown and somebody watches; the setting stays as it was."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from retrieve_spec.cli_common import COUNT, SEED, TEXT, FiniteRange, explained_wait, quiet_loading
+from retrieve_spec.cli_common import COUNT, SEED, TEXT, FiniteRange, explained_wait, loading_bars
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.errors import PromptError
 
@@ -190,8 +190,8 @@ def _check(config: SpeculationConfig, stores: Sequence[str]) -> None:
 def _load(model: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from retrieve_spec.reference_model import load_model
 
-    quiet_loading()
-    return load_model(model, dtype=options["dtype"], device=options["device"])
+    with loading_bars():
+        return load_model(model, dtype=options["dtype"], device=options["device"])
 
 
 def _request(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]) -> Request:

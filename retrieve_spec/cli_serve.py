@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from retrieve_spec.cli_common import quiet_loading
+from retrieve_spec.cli_common import loading_bars
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 
@@ -98,10 +98,10 @@ def serve(
 
     logging.basicConfig(level=logging.ERROR if quiet else logging.INFO, format="%(levelname)s: %(message)s")
     config = replace(_DEFAULTS, host=host, port=port, origins=origins, slots=slots)
-    quiet_loading()
     if not quiet:
         click.echo(f"Loading {model}; then serving on http://{host}:{port} (Ctrl-C ends it).", err=True)
-    run(model, config, workspaces=workspaces, stores=stores, key_file=key_file, dtype=dtype, device=device)
+    with loading_bars(not quiet):
+        run(model, config, workspaces=workspaces, stores=stores, key_file=key_file, dtype=dtype, device=device)
 
 
 @click.command(short_help="Serve inline completions as a language server.")
@@ -118,9 +118,9 @@ def lsp(model: str, workspaces: tuple[Path, ...], stores: tuple[Path, ...], dtyp
     _need_extra()
     from retrieve_spec.server.lsp import serve_stdio
 
-    quiet_loading()
     logging.basicConfig(level=logging.WARNING)  # standard error; standard output belongs to the protocol
-    serve_stdio(model, _DEFAULTS, workspaces=workspaces, stores=stores, dtype=dtype, device=device)
+    with loading_bars():
+        serve_stdio(model, _DEFAULTS, workspaces=workspaces, stores=stores, dtype=dtype, device=device)
 
 
 @click.command(short_help="Delete what is kept about workspaces.")

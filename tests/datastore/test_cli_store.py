@@ -98,6 +98,7 @@ def test_models_load_without_bars_where_nobody_watches(command, tmp_path, texts,
 
     model = save_model(tmp_path / "model")
     options = ("--tokenizer", model, "--dense", model, "--dims", 8)
+    monkeypatch.setattr(logging, "_tqdm_active", True)
     command()  # saving printed a bar
     assert command("build", tmp_path / "s", texts, *options)[::2] == (0, "")
     assert command("search", tmp_path / "s", "the cat", "--dense")[::2] == (0, "")
