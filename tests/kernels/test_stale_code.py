@@ -1,0 +1,59 @@
+"""Compiled kernels do not outlive the sources of those they call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+
+from retrieve_spec.kernels.stale_code import drop_stale
+
+CALLED = "from numba import njit\n@njit(cache=True)\ndef called(x):\n    return x + {}\n"
+CALLING = """
+import sys
+from pathlib import Path
+from retrieve_spec.kernels.stale_code import drop_stale
+from pair.called import called
+from numba import njit
+@njit(cache=True)
+def calling(x):
+    return called(x)
+if "keep" not in sys.argv:
+    drop_stale(Path(calling.stats.cache_path), Path(__file__).parent.glob("*.py"))
+print(calling(1), sum(calling.stats.cache_hits.values()))
+"""
+
+
+@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
+def test_a_kernel_is_compiled_again_when_one_it_calls_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "pair").mkdir()
+    called = tmp_path / "pair" / "called.py"
+    called.write_text(CALLED.format(1))
+    (tmp_path / "pair" / "calling.py").write_text(CALLING)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+    def run(*arguments: str) -> list[int]:
+        command = [sys.executable, "-m", "pair.calling", *arguments]
+        return [int(x) for x in subprocess.check_output(command, env=environment, text=True).split()]
+
+    assert run() == [2, 0]
+    assert run() == [2, 1]
+    called.write_text(CALLED.format(10))
+    assert run("keep") == [2, 1], "Numba notices by itself: this module is not needed any more"
+    assert run() == [11, 0]
+    assert run() == [11, 1]
+
+
+def test_only_older_code_is_dropped(tmp_path: Path) -> None:
+    source, old, new, other = (tmp_path / name for name in ("a.py", "old.nbi", "new.nbi", "old.nbc"))
+    for age, path in ((20, old), (20, other), (10, source), (0, new)):
+        path.touch()
+        os.utime(path, (1000 - age, 1000 - age))
+    assert drop_stale(tmp_path, [source]) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "new.nbi", "old.nbc"]
+    assert drop_stale(tmp_path, []) == 0
+    assert drop_stale(tmp_path / "nowhere", [source]) == 0
