@@ -13,7 +13,7 @@ KERNEL_TESTS = $(shell grep -lE "retrieve_spec\.kernels|import naive_|from naive
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint fmt docs serve setup setup-serve setup-test clean
+.PHONY: help demo test test-fast test-lowest lint fmt docs serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ test: setup-test
 ## make test-fast   the tests that take less than ten seconds each
 test-fast: setup-test
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+## make test-lowest the same with the oldest packages that pyproject.toml allows, in an environment of their own
+test-lowest:
+	$(MAKE) test-fast VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
 
 ## make lint        ruff, mypy, and whether the generated parts of the docs are current
 lint: setup-test
@@ -66,7 +70,7 @@ setup-test:
 
 ## make clean       remove .venv and caches
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
+	rm -rf $(VENV) .venv-lowest .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 check-python = if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer was not found; name one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; fi

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
-EXTRAS = {"run": (), "serve": ("serve",), "test": ("dev", "serve", "bench", "parquet")}
+EXTRAS = {"run": (), "serve": ("serve",), "test": ("dev", "serve", "bench", "parquet", "gpu")}
 FREE_BYTES = 3_000_000_000  # torch and its friends unpack to about 2.5 GB
 
 NO_VENV = """\
@@ -40,7 +40,7 @@ Installing the packages failed; pip's own words are above. The usual causes:
   no network      try again later, or point pip at a folder of wheels:
                   make {goal} PIP_ARGS="--no-index --find-links wheels/"
   a proxy/mirror  set PIP_INDEX_URL, PIP_PROXY or PIP_CERT as for any pip
-  little space    about 3 GB are needed below {root} (and in the folder for temporary files)
+  little space    about 3 GB (4 for the tests) are needed below {root} (and in the folder for temporary files)
   another Python  constraints.txt was made with 3.11; with other releases: make {goal} CONSTRAINTS=mine.txt
 The half-made environment stays and the next run goes on from there."""
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -25,7 +25,9 @@ from retrieve_spec.model_layers import decoder_blocks
 MaskForm = Literal["bool", "float", "block", "none"]
 
 _MASK_FORMS: dict[str, MaskForm] = {"sdpa": "bool", "eager": "float", "flex_attention": "block"}
-_TREE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+_TREE_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer}
+if hasattr(cache_utils, "DummyLayer"):  # since transformers 5.23, for blocks that keep no tokens
+    _TREE_LAYERS.add(cache_utils.DummyLayer)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 

@@ -115,7 +115,9 @@ def test_paths_hold_the_tokens_above_a_node() -> None:
 
 
 def penalty_behind(padding: int) -> Any:
-    return hf.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=torch.tensor([padding]))
+    penalty = hf.RepetitionPenaltyLogitsProcessor(1.2)
+    penalty.prompt_ignore_length = torch.tensor([padding])  # which older releases of transformers refuse as an argument
+    return penalty
 
 
 PENALTY, TEMPERATURE = hf.RepetitionPenaltyLogitsProcessor(1.2), hf.TemperatureLogitsWarper(0.7)

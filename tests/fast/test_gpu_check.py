@@ -109,6 +109,10 @@ def test_an_interruption_stops_the_section_and_prints_what_there_is(tmp_path: Pa
     result = json.loads(printed.splitlines()[-1])
     assert result["problems"] == {"conformance": "interrupted"}
     assert json.loads(out.read_text(encoding="utf-8")) == result
+    for _ in range(600):  # killed, but perhaps not gone yet
+        if not is_section(section):
+            break
+        time.sleep(0.1)
     assert not is_section(section)
 
 
