@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def drop_stale(folder: Path, sources: Iterable[Path]) -> int:
     A kernel is compiled with the code of those it calls. When one of these changes in another file, as by `git pull`,
     Numba would go on with the old code.
     """
-    newest = max((source.stat().st_mtime_ns for source in sources), default=0)
+    now = time.time_ns()  # files from the future, as another machine's clock makes them, would be newer for ever
+    newest = max((t for source in sources if (t := source.stat().st_mtime_ns) <= now), default=0)
     stale = [index for index in folder.glob("*.nbi") if index.stat().st_mtime_ns < newest]
     for index in stale:
         index.unlink(missing_ok=True)

@@ -53,7 +53,10 @@ def test_only_older_code_is_dropped(tmp_path: Path) -> None:
     for age, path in ((20, old), (20, other), (10, source), (0, new)):
         path.touch()
         os.utime(path, (1000 - age, 1000 - age))
-    assert drop_stale(tmp_path, [source]) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "new.nbi", "old.nbc"]
+    future = tmp_path / "future.py"
+    future.touch()
+    os.utime(future, (4e9, 4e9))
+    assert drop_stale(tmp_path, [source, future]) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "future.py", "new.nbi", "old.nbc"]
     assert drop_stale(tmp_path, []) == 0
     assert drop_stale(tmp_path / "nowhere", [source]) == 0
