@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import ConfigError
@@ -49,6 +50,11 @@ class FreshDrafter:
     def renew(self) -> None:
         """Forget all that was learned."""
         self.drafter: Any = self._make()
+
+    def prepare(self) -> None:
+        """As `Preparable`; said here because protocols look at classes (Python 3.12 and newer)."""
+        if isinstance(self.drafter, Preparable):
+            self.drafter.prepare()
 
     def __getattr__(self, name: str) -> Any:
         if name == "drafter":  # asked for before there is one

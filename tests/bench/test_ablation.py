@@ -11,7 +11,7 @@ from retrieve_spec.bench.replay import Replay, TraceRow
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.drafting.drafter import Drafter, Preparable
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.reference_model import load_model, reference_path
 
@@ -58,7 +58,8 @@ def test_all_sources_of_the_mixture_can_be_left_out(loaded):
     _, tokenizer = loaded
     for name in SOURCES:
         drafter = FreshDrafter(SpeculationConfig(), (), [name])
-        assert isinstance(drafter, Drafter)
+        assert isinstance(drafter, Preparable)
+        assert isinstance(drafter.drafter, Drafter)
         drafter.start(np.arange(9, dtype=np.int32), np.arange(5, dtype=np.int32))
         assert (drafter.prediction is None) == (name == "prediction")
         assert (drafter.top_k == 0) == (name == "recycling")
