@@ -35,6 +35,15 @@ def _fold(s, values, row_stride, n, inside, d, best, weight, acc, D: tl.constexp
     return top, weight * shrink + tl.sum(p, 1), acc
 
 
+@triton.jit
+def _slab_of(slabs, text, layer, head, heads, keys, values, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a text keeps the keys and values of one head of a layer, of the types that `keys` and `values` have."""
+    at = (layer * heads + head) * tl.load(slabs + 3 * text + 2) * D
+    key_slab = tl.multiple_of(tl.load(slabs + 3 * text).to(keys.dtype), 16)
+    value_slab = tl.multiple_of(tl.load(slabs + 3 * text + 1).to(values.dtype), 16)
+    return key_slab + at, value_slab + at
+
+
 @triton.jit(
     do_not_specialize=["total", "groups", "num_words", "layer"],
     do_not_specialize_on_alignment=["words", "depths", "prefix", "starts", "tiles", "slabs"],
@@ -84,9 +93,7 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
         begin = tl.load(starts + text)
         rows = tl.load(starts + text + 1) - begin
         past = tl.load(prefix + text)
-        at_layer = (layer * tl.num_programs(0) + head) * tl.load(slabs + 3 * text + 2) * D
-        keys = tl.multiple_of(tl.load(slabs + 3 * text).to(keys.dtype), 16) + at_layer
-        values = tl.multiple_of(tl.load(slabs + 3 * text + 1).to(values.dtype), 16) + at_layer
+        keys, values = _slab_of(slabs, text, layer, head, tl.num_programs(0), keys, values, D)
         key_row: tl.constexpr = D
         value_row: tl.constexpr = D
         words += begin * num_words
@@ -214,8 +221,7 @@ def store_rows(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)
     text = tl.load(text_of + row)
     slot = tl.load(prefix + text) + row - tl.load(starts + text)
-    at = ((layer * tl.num_programs(1) + head) * tl.load(slabs + 3 * text + 2) + slot) * D + d
-    key_slab = tl.multiple_of(tl.load(slabs + 3 * text).to(keys.dtype), 16)
-    value_slab = tl.multiple_of(tl.load(slabs + 3 * text + 1).to(values.dtype), 16)
+    key_slab, value_slab = _slab_of(slabs, text, layer, head, tl.num_programs(1), keys, values, D)
+    at = slot.to(tl.int64) * D + d
     tl.store(key_slab + at, tl.load(keys + head * key_head_stride + row * key_row_stride + d, d < D), d < D)
     tl.store(value_slab + at, tl.load(values + head * value_head_stride + row * value_row_stride + d, d < D), d < D)
