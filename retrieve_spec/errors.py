@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 
+def in_a_line(error: Exception, most: int = 160) -> str:
+    """Name of an exception and the first line of what it says, of which `most` characters are kept."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:most] if lines else ''}"
+
+
 class RetrieveSpecError(Exception):
     """Base of all errors raised by this library.
 

@@ -28,6 +28,7 @@ from retrieve_spec.decoding.interface import catch_hidden, input_device
 from retrieve_spec.decoding.model_state import ModelState, why_not_recordable
 from retrieve_spec.decoding.tree_attention import LayerRule, rule_from_call
 from retrieve_spec.drafting.drafter import Layer
+from retrieve_spec.errors import in_a_line
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 RECORDER = "retrieve_spec_recorder"
@@ -219,7 +220,7 @@ class CapturedPass:
         except (CaptureError, NotImplementedError) as error:
             raise CaptureError(str(error)) from error
         except Exception as error:  # whatever a model's own code raises while it is traced
-            raise CaptureError(f"torch.export refused it ({_first_line(error)})") from error
+            raise CaptureError(f"torch.export refused it ({in_a_line(error)})") from error
         finally:
             _log.reset(token)
 
@@ -243,11 +244,6 @@ class CapturedPass:
         with torch.inference_mode():
             logits, hidden = self._code(*self._weights, input_ids, position_ids, attend, first)
         return logits, hidden
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
 
 
 @contextlib.contextmanager

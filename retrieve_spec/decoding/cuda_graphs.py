@@ -24,6 +24,7 @@ from retrieve_spec.decoding.pass_mask import PassMask
 from retrieve_spec.decoding.slab import Slab
 from retrieve_spec.decoding.static_cache import PreallocatedCache
 from retrieve_spec.decoding.tree_attention import LayerRule, attend_triton, why_not_triton
+from retrieve_spec.errors import in_a_line
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class LazyGraphs(Generic[P]):
         try:
             made = self._made[key] = make()
         except Exception as error:  # CUDA refuses what it cannot record, Triton what it cannot compile
-            self.problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            self.problem = in_a_line(error, 200)
             logger.warning("passes run without CUDA graphs: recording %s rows failed (%s)", key, self.problem)
             return None
         self._bytes += max(0, _gpu_bytes(self._lies_on) - before)

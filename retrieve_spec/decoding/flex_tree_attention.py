@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from retrieve_spec.decoding.pass_mask import PassMask
 from retrieve_spec.decoding.tree_attention import LayerRule, merge_parts
+from retrieve_spec.errors import in_a_line
 
 
 @functools.cache
@@ -21,8 +22,7 @@ def compile_flex(device: str) -> tuple[Callable[..., Any] | None, str]:
     try:
         compiled(query, keys, keys, score_mod=lambda score, _b, _h, q, k: torch.where(k <= q, score, -float("inf")))
     except Exception as error:  # whatever the compiler raises: other backends compute the same
-        lines = str(error).strip().splitlines()
-        return None, f"flex attention does not compile here ({type(error).__name__}: {lines[0][:160] if lines else ''})"
+        return None, f"flex attention does not compile here ({in_a_line(error)})"
     return compiled, ""
 
 

@@ -20,6 +20,7 @@ from retrieve_spec.decoding.cuda_graphs import Capture, LazyGraphs, Replay
 from retrieve_spec.decoding.pass_buffer import LaidOut, PackedBuffer
 from retrieve_spec.decoding.static_cache import PreallocatedCache
 from retrieve_spec.decoding.tree_attention import processors, why_not_triton
+from retrieve_spec.errors import in_a_line
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class PackedPass:
 
     def __call__(self, laid: Sequence[LaidOut], replay: Replay | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows, vocab) logits and (rows, d) states of all texts, one behind the other, valid until the next call."""
-        self._buffer.fill(laid)
+        self.fill(laid)
         (replay or self.run)()
         assert self._outputs is not None
         logits, hidden = self._outputs
@@ -122,7 +123,7 @@ def why_not_packed(device: str) -> str:
             wrong = _deviation(torch.device(device))
             why = "" if wrong < 1e-2 else f"several texts at once give something else (off by {wrong:.2g})"
         except Exception as error:  # whatever the compiler raises: text by text computes the same
-            why = f"several texts at once fail ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]})"
+            why = f"several texts at once fail ({in_a_line(error)})"
         if why:
             logger.warning("batches attend row by row: %s", why)
     return why

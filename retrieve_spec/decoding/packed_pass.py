@@ -45,22 +45,22 @@ def forward_together(
         By text, what its own `forward` would have returned.
     """
     laid = [v.lay_out(root, tree) for v, root, tree in zip(verifiers, roots, trees, strict=True)]
+    spans = _spans(laid)
     with verifiers[0].captured.on_device():
-        logits, hidden = _run(verifiers, laid, graphs)
-    return [VerifierOutput(logits[span], None if want_hidden is None else hidden[span]) for span in _spans(laid)]
+        logits, hidden = _run(verifiers, laid, spans, graphs)
+    return [VerifierOutput(logits[span], None if want_hidden is None else hidden[span]) for span in spans]
 
 
 def _run(
-    verifiers: Sequence[StaticVerifier], laid: Sequence[LaidOut], graphs: GraphedTexts | None
+    verifiers: Sequence[StaticVerifier], laid: Sequence[LaidOut], spans: list[slice], graphs: GraphedTexts | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and hidden states of all texts, one behind the other."""
     captured = verifiers[0].captured
     if packs(captured, laid):
         if graphs is not None and (out := graphs.run(laid)) is not None:
             return out
-        rows, texts = sum(len(text.ids) for text in laid), len(laid)
+        rows, texts = spans[-1].stop, len(laid)
         return PackedPass(captured, laid, rows, texts, shares(captured, laid, rows, texts))(laid)
-    spans = _spans(laid)
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         parts = [

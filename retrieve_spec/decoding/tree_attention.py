@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from retrieve_spec.config import AUTO, PASS
 from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
+from retrieve_spec.errors import in_a_line
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +112,7 @@ def why_not_triton(device: str) -> str:
         states = torch.ones((1, 1, 2, 16), dtype=torch.float16, device=device)
         wrong = float((attend_triton(states[:, :, 1:], states, states, mask, LayerRule(1.0)) - 1.0).abs().max())
     except Exception as error:  # whatever the compiler raises: other backends compute the same
-        lines = str(error).strip().splitlines()
-        return f"triton does not compile here ({type(error).__name__}: {lines[0][:160] if lines else ''})"
+        return f"triton does not compile here ({in_a_line(error)})"
     return "" if wrong < 1e-2 else f"triton computes something else here (off by {wrong:.2g})"
 
 
