@@ -81,7 +81,8 @@ def list_files(sources: tuple[Source, ...], store: Path | None = None) -> list[S
     BuildError
         When a source does not exist, or git cannot list a checkout.
     """
-    return [file for index, source in enumerate(sources) for file in _list_source(index, source, store)]
+    own = None if store is None else store.resolve()
+    return [file for index, source in enumerate(sources) for file in _list_source(index, source, own)]
 
 
 def _list_source(index: int, source: Source, store: Path | None) -> Iterator[SourceFile]:
@@ -148,7 +149,7 @@ def _walk(root: Path, store: Path | None, prefix: str = "") -> Iterator[str]:
 
 def _is_store(folder: Path, store: Path | None) -> bool:
     """Whether a folder is the store that is being built, or another one."""
-    if store is not None and folder.name == store.resolve().name and folder.resolve() == store.resolve():
+    if store is not None and folder.name == store.name and folder.resolve() == store:
         return True
     return all((folder / name).exists() for name in (MANIFEST, CATALOG))
 
