@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable
 from functools import partial
 
-from published import ROOT, facts, markdown_table, measured, missing, origin
+from published import ROOT, facts, markdown_table, measured, missing, origin, ratio
 
 PICTURE = ROOT / "docs" / "speedup.png"
 TEMPERATURES = {"t0": "greedy", "t0.7": "T = 0.7, top-p 0.95", "t1.0": "T = 1.0"}
@@ -55,7 +55,7 @@ def speedup() -> str:
     rows = []
     for label, run in runs.items():
         auto, lookup = run["methods"]["auto"], run["methods"]["prompt-lookup"]
-        cells = [_ratio(lookup["speedup"]), _ratio(auto["speedup"]), _ratio(auto["not_looping"]["speedup"])]
+        cells = [ratio(lookup["speedup"]), ratio(auto["speedup"]), ratio(auto["not_looping"]["speedup"])]
         rows.append([label, *cells])
     first = next(iter(runs.values()))
     text = (
@@ -82,7 +82,7 @@ def _larger_models() -> list[str]:
     if made is None:
         return []
     parts = [
-        f"{_ratio(figures['methods']['auto']['speedup'])} times as fast with {figures['parameters'] / 1e9:.2f} B "
+        f"{ratio(figures['methods']['auto']['speedup'])} times as fast with {figures['parameters'] / 1e9:.2f} B "
         f"parameters (prompt lookup {figures['methods']['prompt-lookup']['speedup']['value']:.2f})"
         for figures in made["sizes"].values()
     ]
@@ -92,10 +92,6 @@ def _larger_models() -> list[str]:
         "([how](docs/benchmarks.md#results-larger-models))."
     )
     return [text, ""]
-
-
-def _ratio(value: dict[str, float]) -> str:
-    return f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
 
 
 def draw_speedup() -> None:
@@ -195,7 +191,7 @@ def left_out() -> str:
                 passes, speed = (figures[what] / whole[what] - 1 for what in ("tokens_per_pass", "speedup_pooled"))
                 rows.append([" and ".join(without) or "nothing", f"{figures['tokens_per_pass']:.2f}"])
                 rows[-1] += [f"{passes:+.1%}" if without else "", f"{figures['nodes_per_pass']:.1f}"]
-                rows[-1] += [_ratio(figures["speedup"]), f"{speed:+.1%}" if without else ""]
+                rows[-1] += [ratio(figures["speedup"]), f"{speed:+.1%}" if without else ""]
         head = ["left out", "tokens/pass", "change", "nodes/pass", f"speed over {run['baseline']} (95 %)"]
         lines += [*markdown_table([*head, "change, pooled"], rows), ""]
     return "\n".join(lines) or missing("sources")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from published import markdown_table, measured, millions, missing, origin, two
+from published import markdown_table, measured, millions, missing, origin, ratio, two
 
 
 def passes() -> str:
@@ -188,12 +188,12 @@ def larger() -> str:
     rows = []
     for figures in made["sizes"].values():
         for method, f in figures["methods"].items():
-            speed, drafted = f["speedup"], "tokens_per_pass" in f
+            drafted = "tokens_per_pass" in f
             rows.append(
                 [
                     f"{figures['parameters'] / 1e9:.2f} B",
                     method,
-                    f"{speed['value']:.2f} ({speed['low']:.2f}-{speed['high']:.2f})",
+                    ratio(f["speedup"]),
                     f"{f['speedup_pooled']:.2f}",
                     f"{f['after_prompt_pooled']:.2f}",
                     f"{f['slower_than_plain']} of {made['answers']}",

@@ -45,6 +45,11 @@ def two(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
+def ratio(value: dict[str, float]) -> str:
+    """A ratio and its interval."""
+    return f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
+
+
 def millions(value: float) -> str:
     """A number in millions."""
     return f"{two(value / 1e6)} M"
