@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.py"
 
@@ -109,10 +110,7 @@ def test_an_interruption_stops_the_section_and_prints_what_there_is(tmp_path: Pa
     result = json.loads(printed.splitlines()[-1])
     assert result["problems"] == {"conformance": "interrupted"}
     assert json.loads(out.read_text(encoding="utf-8")) == result
-    for _ in range(600):  # killed, but perhaps not gone yet
-        if not is_section(section):
-            break
-        time.sleep(0.1)
+    wait_for(lambda: not is_section(section))  # killed, but perhaps not gone yet
     assert not is_section(section)
 
 

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from retrieve_spec.server.backend import DraftHints, PassFigures
 from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.samplers import Sampling
-
-
-def wait_for(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait until a condition holds; far longer than it takes, since machines that run tests may be busy."""
-    limit = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < limit, "did not happen"
-        time.sleep(0.002)
 
 
 class ScriptedBackend:

@@ -4,7 +4,8 @@ import threading
 import time
 
 import pytest
-from scripted import Collector, ScriptedBackend, wait_for
+from scripted import Collector, ScriptedBackend
+from waiting import wait_for
 
 from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.engine import Engine, QueueFullError

@@ -5,7 +5,8 @@ import socket
 import threading
 
 import pytest
-from scripted import ScriptedBackend, wait_for
+from scripted import ScriptedBackend
+from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError

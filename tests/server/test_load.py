@@ -11,7 +11,8 @@ import time
 
 import httpx
 import pytest
-from scripted import ScriptedBackend, wait_for
+from scripted import ScriptedBackend
+from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 

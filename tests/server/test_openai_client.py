@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from scripted import ScriptedBackend, wait_for
+from scripted import ScriptedBackend
+from waiting import wait_for
 
 openai = pytest.importorskip("openai", reason="pip install openai")
 
