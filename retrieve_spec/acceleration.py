@@ -20,20 +20,20 @@ from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.readahead import read_ahead
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
-from retrieve_spec.decoding.costprobe import measure_passes
-from retrieve_spec.decoding.drafters import OFF
-from retrieve_spec.decoding.hf import HFVerifier
-from retrieve_spec.decoding.interface import attention_of, read_interface
-from retrieve_spec.decoding.pass_logits import read_logits
-from retrieve_spec.decoding.plain import StepVerifier
-from retrieve_spec.decoding.probe import Finding, probe
-from retrieve_spec.decoding.speculation import Speculation
-from retrieve_spec.decoding.static_build import try_build
-from retrieve_spec.decoding.verifier import Verifier
 from retrieve_spec.drafting.drafter import Drafter, Layer
+from retrieve_spec.engine.cost_probe import measure_passes
+from retrieve_spec.engine.drafters import OFF
+from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.generation import BEFORE, generate, generate_stream
+from retrieve_spec.recorded.recording import try_build
+from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sources.dense import DenseIndexes
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import attention_of, read_interface
+from retrieve_spec.verify.plain import StepVerifier
+from retrieve_spec.verify.probe import Finding, probe
+from retrieve_spec.verify.verifier import Verifier
 
 __all__ = ["accelerate", "accelerated", "generate_stream", "restore"]
 
@@ -102,7 +102,7 @@ def accelerate(
     read_ahead(stores)
     check_stores = functools.partial(_check_stores, model, config)
     check_stores(stores)
-    make_verifier, why_not_static = _verifier_factory(model, finding, config, _wanted_layer(drafter, stores, config))
+    make_verifier, why_not_recorded = _verifier_factory(model, finding, config, _wanted_layer(drafter, stores, config))
     speculation = Speculation(config, finding, make_verifier, tokenizer, stores, drafter, _model_key(model))
     speculation.check_stores = check_stores
     speculation.prepare_seconds = loading
@@ -115,8 +115,8 @@ def accelerate(
     model.__dict__["generate"] = types.MethodType(generate, model)
     if finding.mode != "tree":
         speculation.say_once(f"drafts are verified in {finding.mode} mode: {finding.reason}")
-    if why_not_static:
-        speculation.say_once(f"passes go through the model's own modules: {why_not_static}")
+    if why_not_recorded:
+        speculation.say_once(f"passes go through the model's own modules: {why_not_recorded}")
     if config.nodes == AUTO and config.draft != OFF:
         measure_passes(model, speculation)
     return model

@@ -18,7 +18,7 @@ from retrieve_spec.errors import PromptError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from retrieve_spec.decoding.report import GenerationReport
+    from retrieve_spec.engine.report import GenerationReport
 
 OFF = "off"
 WARM_UP_TOKENS = 8

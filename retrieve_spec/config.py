@@ -40,7 +40,7 @@ class SpeculationConfig:
     dense
         Whether `auto` drafts from the dense indexes of its stores: `"auto"` (those built with this model; a store built
         with another one is an error) or `"off"` (only what the stores hold besides).
-    static_pass
+    recorded_pass
         Record the model's forward once and verify with the recording and a preallocated cache, where that agrees with
         the model: `"auto"` (models of a million parameters and more), `"always"` or `"off"`.
     """
@@ -55,7 +55,7 @@ class SpeculationConfig:
     session_tokens: int = 1_000_000
     provenance: bool = False
     dense: Literal["auto", "off"] = AUTO
-    static_pass: Literal["auto", "always", "off"] = AUTO
+    recorded_pass: Literal["auto", "always", "off"] = AUTO
 
     def __post_init__(self) -> None:
         if self.nodes != AUTO and not (isinstance(self.nodes, int) and 0 <= self.nodes <= MAX_NODES):
@@ -67,8 +67,10 @@ class SpeculationConfig:
         for name in ("max_depth", "session_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")
-        if self.static_pass not in (AUTO, "always", "off"):
-            raise ConfigError("static_pass 'auto', 'always' or 'off'", repr(self.static_pass), "Leave it at 'auto'.")
+        if self.recorded_pass not in (AUTO, "always", "off"):
+            raise ConfigError(
+                "recorded_pass 'auto', 'always' or 'off'", repr(self.recorded_pass), "Leave it at 'auto'."
+            )
         if self.dense not in (AUTO, "off"):
             raise ConfigError("dense 'auto' or 'off'", repr(self.dense), "Leave it at 'auto'.")
         if self.prompt_logits < 0:
@@ -98,7 +100,7 @@ class PassConfig:
     layout_bytes
         Copies of weights on a CPU in a layout that products with few rows read faster, all together; 0 keeps none.
     max_rows
-        Root tokens and draft nodes of one captured pass at most.
+        Root tokens and draft nodes of one recorded pass at most.
     attention
         How a pass attends: `"auto"`, or `"masked"`, `"split"`, `"triton"` or `"flex"` where that can be used.
     batch_rows
@@ -132,7 +134,7 @@ class PassConfig:
 
 
 PASS = PassConfig()
-"""The defaults of the static pass."""
+"""The defaults of the recorded pass."""
 
 
 @dataclass(frozen=True, slots=True)

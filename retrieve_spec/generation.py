@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from retrieve_spec.decoding.batch import generate_batch
-from retrieve_spec.decoding.request import Prepared, prepare
-from retrieve_spec.decoding.running import Running
-from retrieve_spec.decoding.speculation import Speculation
-from retrieve_spec.decoding.streaming import Piece, StreamerFeed, TextDecoder
 from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.engine.batch import generate_batch
+from retrieve_spec.engine.request import Prepared, prepare
+from retrieve_spec.engine.running import Running
+from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.engine.streaming import Piece, StreamerFeed, TextDecoder
 from retrieve_spec.errors import ConfigError, PromptError
 
 BEFORE = "_generate_before_speculation"
@@ -194,7 +194,7 @@ def _result(running: Running, prepared: Prepared, wants_dict: bool) -> Any:
     sequences = torch.cat([ids, new_ids], dim=-1)  # narrower prompts become int64, as in plain decoding
     if not wants_dict:
         return sequences
-    scores, raw = running.decoding.chooser.scores, running.decoding.chooser.raw
+    scores, raw = running.decoding.sampler.scores, running.decoding.sampler.raw
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
         scores=tuple(scores) if scores is not None else None,

@@ -21,13 +21,13 @@ from transformers import DynamicCache
 
 from retrieve_spec.bench.machine import machine_facts
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.decoding.hf import HFVerifier
-from retrieve_spec.decoding.interface import input_device, read_interface
-from retrieve_spec.decoding.probe import probe
-from retrieve_spec.decoding.static_build import try_build
-from retrieve_spec.decoding.verifier import Verifier, VerifierInputs
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.recorded.recording import try_build
 from retrieve_spec.reference_model import load_model
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import input_device, read_interface
+from retrieve_spec.verify.probe import probe
+from retrieve_spec.verify.verifier import Verifier, VerifierInputs
 
 ROOT = np.array([5], np.int32)
 NOTHING = np.empty(0, np.int32)
@@ -117,10 +117,10 @@ def main() -> None:
     model, _ = load_model(options.model, dtype=options.dtype)
     finding = probe(model, read_interface(model))
     began = time.perf_counter()
-    make, why = try_build(model, finding, SpeculationConfig(static_pass="always"))
+    make, why = try_build(model, finding, SpeculationConfig(recorded_pass="always"))
     recording_s = time.perf_counter() - began
     if make is None:
-        raise SystemExit(f"no static pass: {why}")
+        raise SystemExit(f"no recorded pass: {why}")
     results = []
     print(f"{'context':>8} {'pass':>12} {'ms':>8} {'/ plain':>8}")
     with torch.no_grad():

@@ -67,7 +67,7 @@ def measure(vocab: int, nodes: int, context: int, layers: int, steps: int, draft
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     drafter = FullTrees(nodes) if draft == "script" else None
-    rs.accelerate(model, drafter=drafter, nodes=nodes if draft != "off" else 0, static_pass="off")
+    rs.accelerate(model, drafter=drafter, nodes=nodes if draft != "off" else 0, recorded_pass="off")
     inside: list[float] = []
     forward = model.forward
 

@@ -13,10 +13,10 @@ conformance
     Tiny random models in float32 and bfloat16, drafted against plain `generate`, alone and in a batch; every difference
     is listed with the gap between the two most probable tokens.
 model SIZE
-    T(n, L) of a random-weight Llama-shaped model in bfloat16: a plain one-token pass, the static pass without and with
-    CUDA graphs, next to the floor (weight bytes / measured read bandwidth). Then plain `generate`, prompt lookup and
-    ours over recorded answers. The target is *trace-driven*: random weights do all the work of a real pass, then the
-    recorded token is made the most probable one.
+    T(n, L) of a random-weight Llama-shaped model in bfloat16: a plain one-token pass, the recorded pass without and
+    with CUDA graphs, next to the floor (weight bytes / measured read bandwidth). Then plain `generate`, prompt lookup
+    and ours over recorded answers. The target is *trace-driven*: random weights do all the work of a real pass, then
+    the recorded token is made the most probable one.
 compiled SIZE
     `generate` with a static compiled cache over the same answers.
 

@@ -11,10 +11,10 @@ from gpu_setting import Attempt, Setting
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrieve_spec as rs
-from retrieve_spec.decoding import fast_verifier
-from retrieve_spec.decoding.hf import HFVerifier
-from retrieve_spec.decoding.interface import read_interface
 from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.recorded import recorded_verifier
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import read_interface
 
 FAMILIES = ("llama", "gemma3_text", "mistral", "mixtral", "qwen3", "phi3", "qwen2")
 
@@ -56,9 +56,9 @@ def compare(setting: Setting, family: str, dtype: torch.dtype) -> dict[str, Any]
     options = {"max_new_tokens": 32 if setting.dry else 96, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids[:1], **options)
     together = model.generate(ids, **options)
-    rs.accelerate(model, nodes=24, static_pass="always")
+    rs.accelerate(model, nodes=24, recorded_pass="always")
     static, interface = model.speculation._make_verifier, read_interface(model)
-    recorded = isinstance(static(), fast_verifier.StaticVerifier)
+    recorded = isinstance(static(), recorded_verifier.RecordedVerifier)
     found: dict[str, Any] = {"static": recorded}
 
     def compared(makes: Callable[[], Any], given: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:

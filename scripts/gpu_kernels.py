@@ -11,17 +11,17 @@ import torch
 from gpu_setting import Attempt, Setting, build, draft
 from torch.nn import functional
 
+from retrieve_spec.attention import tree_attention
+from retrieve_spec.attention.tree_attention import LayerRule, attend
+from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.decoding import tree_attention
-from retrieve_spec.decoding.acceptance import SamplingChooser, Warpers, walk
-from retrieve_spec.decoding.device_acceptance import DeviceChooser
-from retrieve_spec.decoding.interface import read_interface
-from retrieve_spec.decoding.pass_logits import read_logits
-from retrieve_spec.decoding.pass_mask import PassMask, row_depths, visible_rows
-from retrieve_spec.decoding.probe import probe
-from retrieve_spec.decoding.static_build import try_build
-from retrieve_spec.decoding.text import RowText
-from retrieve_spec.decoding.tree_attention import LayerRule, attend
+from retrieve_spec.recorded.recording import try_build
+from retrieve_spec.sampling.acceptance import RandomSampler, Warpers, walk
+from retrieve_spec.sampling.device_acceptance import DeviceSampler
+from retrieve_spec.sampling.pass_logits import read_logits
+from retrieve_spec.sampling.text import RowText
+from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.verify.probe import probe
 
 
 def kernels(setting: Setting, attempt: Attempt) -> None:
@@ -54,14 +54,14 @@ def acceptance(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {"walks": 0, "different": 0, "ms": {}}
     for seed, rule in enumerate(rules):
         logits = torch.from_numpy(rng.standard_normal((65, vocab)).astype(np.float32) * 3).to(setting.device)
-        host = SamplingChooser(rule, seed)
-        device = DeviceChooser(host)
+        host = RandomSampler(rule, seed)
+        device = DeviceSampler(host)
         prompt = torch.from_numpy(rng.integers(0, vocab, (1, 200)))
         for turn in range(5):
             scaled = (logits * (1 + turn / 4)).to(torch.bfloat16)
             texts = RowText(prompt, 300), RowText(prompt, 300)
             expected = walk(tree, read_logits(scaled, 8), 0, host, texts[0], lambda *_: False)
-            read = DeviceChooser(host).read(scaled, 0, tree, texts[1], 8)
+            read = DeviceSampler(host).read(scaled, 0, tree, texts[1], 8)
             got = walk(tree, read, 0, device, texts[1], lambda *_: False)
             found["walks"] += 1
             found["different"] += got.emitted.tolist() != expected.emitted.tolist()
@@ -130,19 +130,19 @@ def attention(setting: Setting, backend: Any, dtype: torch.dtype) -> dict[str, A
 
 def attention_inputs(
     setting: Setting, dtype: torch.dtype, heads: int, kv_heads: int, prefix: int, nodes: int, width: int = 64
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PassMask]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TreeMask]:
     """Random queries, keys and values of one pass, and its mask."""
     torch.manual_seed(0)
     tree = draft(nodes)
     rows = nodes + 1
     shapes = ((heads, rows), (kv_heads, prefix + rows), (kv_heads, prefix + rows))
     query, keys, values = (torch.randn(1, h, n, width, device=setting.device, dtype=dtype) for h, n in shapes)
-    mask = PassMask(heads // kv_heads, dtype, torch.device(setting.device))
+    mask = TreeMask(heads // kv_heads, dtype, torch.device(setting.device))
     mask.set(prefix, visible_rows(1, tree), row_depths(1, tree))
     return query, keys, values, mask
 
 
-def dense_attention(query: Any, keys: Any, values: Any, mask: PassMask, rule: LayerRule) -> torch.Tensor:
+def dense_attention(query: Any, keys: Any, values: Any, mask: TreeMask, rule: LayerRule) -> torch.Tensor:
     """One softmax per row in float64: (1, rows, heads, d)."""
     groups, prefix = mask.groups, mask.prefix
     depths = torch.from_numpy(mask._depths).to(query.device)
@@ -167,7 +167,7 @@ def dense_attention(query: Any, keys: Any, values: Any, mask: PassMask, rule: La
 def small_passes(setting: Setting, dtype: torch.dtype) -> dict[str, str]:
     """What is wrong with the recorded passes of a tiny model, without and with graphs; empty when nothing is."""
     model = build("tiny", 128, setting.device, dtype)
-    make, why = try_build(model, probe(model, read_interface(model)), SpeculationConfig(static_pass="always"))
+    make, why = try_build(model, probe(model, read_interface(model)), SpeculationConfig(recorded_pass="always"))
     if make is not None:
         setting.graph_maker(model)
     return {"static": why, "graphs": ""}

@@ -17,13 +17,13 @@ from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.decoding.cost import CostModel
-from retrieve_spec.decoding.costprobe import measure_passes
-from retrieve_spec.decoding.interface import read_interface
-from retrieve_spec.decoding.probe import probe
-from retrieve_spec.decoding.static_build import try_build
-from retrieve_spec.decoding.verifier import Verifier, VerifierInputs
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.cost_probe import measure_passes
+from retrieve_spec.recorded.recording import try_build
+from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.verify.probe import probe
+from retrieve_spec.verify.verifier import Verifier, VerifierInputs
 
 ROOT = np.array([5], np.int32)
 
@@ -37,7 +37,7 @@ def model(setting: Setting, attempt: Attempt, size: str) -> None:
     def record() -> dict[str, Any]:
         began = time.perf_counter()
         finding = probe(target, read_interface(target))
-        make, why = try_build(target, finding, SpeculationConfig(static_pass="always"))
+        make, why = try_build(target, finding, SpeculationConfig(recorded_pass="always"))
         if make is not None:
             makers["static"] = make
         return {"why_not": why, "recording_s": round(time.perf_counter() - began, 1)}
@@ -46,7 +46,7 @@ def model(setting: Setting, attempt: Attempt, size: str) -> None:
         makers["static graphs"] = setting.graph_maker(target)
         return "agree"
 
-    attempt("static pass", record)
+    attempt("recorded pass", record)
     if "static" in makers:
         attempt("graphs", graphs)
     curves(setting, attempt, target, makers, setting.context[-1])
@@ -150,7 +150,7 @@ def baseline(setting: Setting, target: Any, answers: Any, **extra: Any) -> dict[
 
 def ours(setting: Setting, target: Any, make: Callable[[], Verifier], answers: Any) -> dict[str, Any]:
     """Tokens per second of an accelerated model, and where the time goes."""
-    rs.accelerate(target, static_pass="always")
+    rs.accelerate(target, recorded_pass="always")
     target.speculation._make_verifier, target.speculation.cost = make, CostModel()
     measure_passes(target, target.speculation)  # of this kind of pass
     spent = dict.fromkeys(("draft_ms", "verify_ms", "commit_ms", "learn_ms"), 0.0)
@@ -197,7 +197,7 @@ def recorded_answers(setting: Setting, vocab: int) -> Iterator[tuple[list[int], 
             record = json.loads(line)
             yield read(record["prompt"])[-max(setting.context) :], read(record["output"])[: setting.new_tokens]
         return
-    names = ("decoding/hf.py", "decoding/loop.py", "decoding/speculation.py")
+    names = ("verify/hf.py", "engine/loop.py", "engine/speculation.py")
     pieces = [read((package / name).read_text(encoding="utf-8")) for name in names]
     whole = [token for piece in pieces for token in piece]
     new, longest = setting.new_tokens, max(setting.context)

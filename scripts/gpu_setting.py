@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from retrieve_spec.decoding import fast_verifier, static_build
-from retrieve_spec.decoding.captured_pass import CapturedPass
-from retrieve_spec.decoding.hf import HFVerifier
-from retrieve_spec.decoding.interface import read_interface
-from retrieve_spec.decoding.pass_pool import PassPool
-from retrieve_spec.decoding.probe import check_verifier
-from retrieve_spec.decoding.verifier import Verifier
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.recorded import recorded_verifier, recording
+from retrieve_spec.recorded.cuda.pass_pool import PassPool
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.verify.probe import check_verifier
+from retrieve_spec.verify.verifier import Verifier
 
 Attempt = Callable[[str, Callable[[], Any]], Any]
 SHAPES = {
@@ -66,17 +66,17 @@ class Setting:
                 times.append((time.perf_counter() - began) * 1e3)
         return round(statistics.median(times), 4)
 
-    def pool(self, captured: CapturedPass) -> PassPool:
+    def pool(self, captured: RecordedPass) -> PassPool:
         """Graphs; on a CPU a plain call stands in for each."""
         return PassPool(captured) if self.on_gpu else PassPool(captured, lambda run: (run(), run)[1], triton=False)
 
     def graph_maker(self, model: Any) -> Callable[[], Verifier]:
         """What makes verifiers that replay graphs; raises when their passes are not the model's."""
-        captured = static_build._recorded[model]
+        captured = recording._recorded[model]
         pool, interface = self.pool(captured), read_interface(model)
 
         def make() -> Verifier:
-            return fast_verifier.StaticVerifier(model, HFVerifier(model, interface), captured, pool)
+            return recorded_verifier.RecordedVerifier(model, HFVerifier(model, interface), captured, pool)
 
         if problem := check_verifier(model, interface, make()):
             raise RuntimeError(problem)

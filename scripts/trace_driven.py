@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrieve_spec.decoding.verifier import Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Verifier, VerifierInputs, VerifierOutput
 
 SURE = 1e4
 """Logit of the recorded token."""

@@ -203,7 +203,7 @@ def test_provenance_names_the_document_of_the_right_store(tmp_path):
     from retrieve_spec.datastore.build import build_datastore
     from retrieve_spec.datastore.provenance import ORIGIN_BITS, sourced_runs
     from retrieve_spec.datastore.store import open_datastore
-    from retrieve_spec.decoding.report import GenerationReport
+    from retrieve_spec.engine.report import GenerationReport
 
     _, tokenizer = load_model(device="cpu")
     stores = []

@@ -153,7 +153,7 @@ def reference_store(tmp_path_factory, reference_tokenizer):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_output_is_that_of_plain_decoding(name, plain_output, reference_model, reference_store):
-    rs.accelerate(reference_model, draft=name, nodes=40, datastores=[reference_store], static_pass="off")
+    rs.accelerate(reference_model, draft=name, nodes=40, datastores=[reference_store], recorded_pass="off")
     for inputs, expected in plain_output:
         found = reference_model.generate(**inputs, max_new_tokens=32, do_sample=False)
         assert found.tolist() == expected.tolist()

@@ -91,7 +91,7 @@ def test_nothing_to_save_and_wrong_stores_are_said(session, reference_tokenizer,
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
     with pytest.raises(TokenizerMismatchError):
         save_session(session, tmp_path / "s", other)
-    model = rs.accelerate(reference_model, tokenizer=reference_tokenizer, nodes=4, static_pass="off")
+    model = rs.accelerate(reference_model, tokenizer=reference_tokenizer, nodes=4, recorded_pass="off")
     with pytest.raises(ConfigError, match="session=True"):
         model.speculation.save_session(tmp_path / "s")
     rs.restore(model)
@@ -99,7 +99,7 @@ def test_nothing_to_save_and_wrong_stores_are_said(session, reference_tokenizer,
 
 def test_a_model_begins_where_another_process_ended(reference_model, reference_tokenizer, tmp_path):
     prompt = reference_tokenizer("def parse_header(line):\n", return_tensors="pt").input_ids
-    options = {"tokenizer": reference_tokenizer, "session": True, "nodes": 8, "static_pass": "off"}
+    options = {"tokenizer": reference_tokenizer, "session": True, "nodes": 8, "recorded_pass": "off"}
     model = rs.accelerate(reference_model, **options)
     first = model.generate(prompt, max_new_tokens=40, do_sample=False)
     cold = model.speculation.last.passes

@@ -1,0 +1,1 @@
+"""Tree attention: masks of draft trees, and attention backends that take them."""

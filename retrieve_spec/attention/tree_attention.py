@@ -1,0 +1,268 @@
+"""Turns queries of a draft tree and preallocated keys and values into attention outputs, without copying the prefix.
+
+Every row of a pass sees the whole committed prefix, so only the last `rows × rows` block of scores needs a mask. Three
+backends compute the same thing behind `attend`:
+
+masked
+    one `scaled_dot_product_attention`; queries that share a key head are stacked, so keys are never repeated, and the
+    mask is a view into a buffer whose prefix columns are always zero, so it is never rebuilt.
+split
+    prefix without a mask and tree block with one, merged by log-sum-exp; also applies soft-capping and sinks.
+triton
+    both parts in one launch on a GPU (`retrieve_spec.kernels.triton_tree_attention`).
+flex
+    torch's flex attention, compiled (`retrieve_spec.attention.flex_tree_attention`); only when asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
+from retrieve_spec.config import AUTO, PASS
+from retrieve_spec.errors import in_a_line
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["masked", "split", "triton", "flex"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """What one layer's attention does beyond softmax(q·k) v.
+
+    Attributes
+    ----------
+    scale
+        Factor of the scores.
+    window
+        Keys a query sees at most, itself included; 0 for all.
+    softcap
+        Scores s become softcap · tanh(s / softcap); 0 for none.
+    sinks
+        (heads,) logits of a key without a value that every query also attends to, or None.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+def choose_backend(mask: TreeMask, rule: LayerRule, width: int, value_width: int) -> Backend:
+    """Pick a layer's backend, `config.PASS.attention` if that can serve it; every backend computes the same."""
+    if PASS.attention != AUTO:
+        why = why_not_backend(PASS.attention, mask.device.type, rule, width == value_width <= 256)
+        if not why:
+            return PASS.attention
+        _say_once(f"attention {PASS.attention!r} is not used: {why}")
+    if mask.device.type == "cuda" and width == value_width <= 256 and not why_not_triton("cuda"):
+        return "triton"
+    if rule.softcap or rule.sinks is not None or mask.device.type != "cpu" or not (mask.fits or rule.window):
+        return "split"
+    return "masked"
+
+
+def why_not_backend(backend: Backend, device: str, rule: LayerRule, plain_heads: bool) -> str:
+    """Why a backend cannot serve a layer on a kind of device; empty when it can.
+
+    `plain_heads`: keys and values of one width, 256 at most.
+    """
+    if backend == "triton":
+        return why_not_triton(device) or (
+            "" if plain_heads else "keys and values differ in width, or are wider than 256"
+        )
+    if backend == "masked" and (rule.softcap or rule.sinks is not None):
+        return "the layer caps its scores or has sinks"
+    if backend == "flex":
+        from retrieve_spec.attention.flex_tree_attention import compile_flex
+
+        return compile_flex(device)[1]
+    return ""
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.info(message)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def why_not_triton(device: str) -> str:
+    """Why the GPU kernel cannot be used on a kind of device, tried once on a small input; empty when it can."""
+    if not has_triton():
+        return "triton is not installed"
+    if device != "cuda":
+        return f"the kernel runs on a GPU, the model on {device}"
+    mask = TreeMask(1, torch.float16, torch.device(device))
+    mask.set(1, visible_rows(1, None), row_depths(1, None))
+    try:
+        states = torch.ones((1, 1, 2, 16), dtype=torch.float16, device=device)
+        wrong = float((attend_triton(states[:, :, 1:], states, states, mask, LayerRule(1.0)) - 1.0).abs().max())
+    except Exception as error:  # whatever the compiler raises: other backends compute the same
+        return f"triton does not compile here ({in_a_line(error)})"
+    return "" if wrong < 1e-2 else f"triton computes something else here (off by {wrong:.2g})"
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
+) -> torch.Tensor:
+    """Attention of one pass in one layer.
+
+    Parameters
+    ----------
+    query
+        (1, heads, rows, d), rotated already.
+    keys, values
+        (1, kv_heads, held + rows, d), the pass's own rows last; all rows of the prefix, or all its window shows.
+    mask
+        The pass.
+    rule
+        The layer.
+
+    Returns
+    -------
+    Tensor
+        (1, rows, heads, d_v).
+    """
+    batch, heads, rows, width = query.shape
+    kv_heads = keys.shape[1]
+    backend = choose_backend(mask, rule, width, values.shape[-1])
+    if rule.window and (start := mask.first_key(rule.window)):
+        columns = mask.prefix + mask.rows - start
+        keys, values = keys[:, :, -columns:], values[:, :, -columns:]
+    if backend == "triton":
+        return attend_triton(query, keys, values, mask, rule)
+    packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+    if backend == "flex":
+        from retrieve_spec.attention.flex_tree_attention import attend_flex, compile_flex
+
+        out = attend_flex(packed, keys, values, mask, rule, compile_flex(mask.device.type)[0])
+    elif backend == "split":
+        out = attend_split(packed, keys, values, mask, rule)
+    else:
+        out = attend_masked(packed, keys, values, mask, rule)
+    return out.reshape(batch, heads, rows, values.shape[-1]).transpose(1, 2)
+
+
+def attend_masked(
+    packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
+) -> torch.Tensor:
+    """One fused call over prefix and tree block: (1, kv_heads, groups · rows, d) in and out."""
+    if rule.window and rule.window <= mask.prefix + mask.rows:
+        additive: torch.Tensor | None = mask.windowed(rule.window)
+    else:
+        additive = mask.packed() if mask.rows > 1 else None
+    return functional.scaled_dot_product_attention(packed, keys, values, attn_mask=additive, scale=rule.scale)
+
+
+def attend_split(
+    packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
+) -> torch.Tensor:
+    """Prefix and tree block apart, merged by log-sum-exp: (1, kv_heads, groups · rows, d) in and out."""
+    prefix = keys.shape[2] - mask.rows
+    if rule.window and rule.window <= mask.prefix + mask.rows:
+        full = mask.windowed(rule.window)
+        parts: list[tuple[slice, torch.Tensor | None]] = [
+            (slice(0, prefix), full[..., :prefix]),
+            (slice(prefix, None), full[..., prefix:]),
+        ]
+    else:
+        parts = [(slice(0, prefix), None), (slice(prefix, None), mask.block().repeat(mask.groups, 1)[None, None])]
+    if not prefix:
+        parts = parts[1:]
+    outs, lses = [], []
+    for rows, additive in parts:
+        scores = torch.matmul(packed, keys[:, :, rows].transpose(2, 3)).float() * rule.scale
+        if rule.softcap:
+            scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        if additive is not None:
+            scores = scores + additive
+        lse = torch.logsumexp(scores, -1, keepdim=True)
+        weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min))
+        outs.append(torch.matmul(weights.to(values.dtype), values[:, :, rows]).float())
+        lses.append(lse)
+    return merge_parts(outs, lses, rule).to(packed.dtype)
+
+
+def attend_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: TreeMask,
+    rule: LayerRule,
+    splits: int | None = None,
+    described: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The GPU kernel over all keys: queries (1, heads, rows, d) in, (1, rows, heads, d) out.
+
+    `described` is the pass in device memory (as `TreeMask.on_device` gives it) where keys reach beyond its rows.
+    """
+    from retrieve_spec.kernels.triton_tree_attention import num_splits, tree_attention
+
+    words, depths, prefix = described or mask.on_device(keys.shape[2] - mask.rows)
+    _, heads, rows, _ = query.shape
+    kv_heads = keys.shape[1]
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    if splits is None:
+        splits = num_splits(kv_heads, heads // kv_heads * rows, keys.shape[2], processors(query.device))
+    return tree_attention(
+        query[0], keys[0], values[0], words, depths, prefix,
+        scale=rule.scale, softcap=rule.softcap, window=rule.window, sinks=rule.sinks, splits=splits,
+    )[None]  # fmt: skip
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; one elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def merge_parts(outs: list[torch.Tensor], lses: list[torch.Tensor], rule: LayerRule) -> torch.Tensor:
+    """Weigh partial attention outputs by their share of the softmax denominator, sinks included."""
+    shares = list(lses)
+    if rule.sinks is not None:
+        _, kv_heads, height, _ = lses[0].shape
+        sinks = rule.sinks.float().view(1, kv_heads, -1, 1)
+        shares.append(sinks.repeat_interleave(height // sinks.shape[2], dim=2))
+    weights = torch.softmax(torch.cat(shares, -1), -1)
+    return sum((out * weights[..., i : i + 1] for i, out in enumerate(outs)), torch.zeros_like(outs[0]))
+
+
+KNOWN_RULES = ("sliding_window", "softcap", "s_aux")
+IGNORED_ARGUMENTS = (
+    "dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "is_causal", "cu_seq_lens_q",
+)  # fmt: skip
+
+
+def rule_from_call(scaling: float | None, width: int, arguments: dict[str, Any]) -> LayerRule:
+    """Read a layer's rule from what it passed to its attention function.
+
+    Raises
+    ------
+    NotImplementedError
+        When it passed something this module does not implement.
+    """
+    for name, value in arguments.items():
+        if value is None or name in KNOWN_RULES or name in IGNORED_ARGUMENTS:
+            continue
+        if isinstance(value, torch.Tensor) or name in ("position_bias", "cache", "head_mask"):
+            raise NotImplementedError(f"its attention takes {name}")
+    return LayerRule(
+        scale=width**-0.5 if scaling is None else float(scaling),
+        window=int(arguments.get("sliding_window") or 0),
+        softcap=float(arguments.get("softcap") or 0.0),
+        sinks=arguments.get("s_aux"),
+    )

@@ -1,1 +1,0 @@
-"""Decoding: draft, verify, commit, learn."""

@@ -1,0 +1,1 @@
+"""The engine: draft, verify, commit, learn."""

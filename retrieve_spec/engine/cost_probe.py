@@ -1,0 +1,67 @@
+"""A model in, the first entries of its cost model out: a few passes of different width, timed at `accelerate`."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.verify.interface import input_device
+from retrieve_spec.verify.verifier import VerifierInputs
+
+_CONTEXT = 128
+_WIDTHS = (0, 4, 16, 64)
+_REPEATS = 3
+_SECONDS = 0.6
+
+
+def measure_passes(model: Any, speculation: Speculation) -> None:
+    """Time passes over chains of a few widths until a time limit; wider ones are skipped when time runs out."""
+    if speculation.mode == "plain":
+        return
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    positions = speculation.interface.max_positions or _CONTEXT + max(_WIDTHS) + 1
+    context = max(min(_CONTEXT, positions - max(_WIDTHS) - 1), 1)
+    prompt = torch.as_tensor((np.arange(context) * 31 + 7) % vocab, device=input_device(model))[None]
+    kwargs: dict[str, Any] = {
+        speculation.interface.cache_name: DynamicCache(config=model.config.get_text_config(decoder=True))
+    }
+    if speculation.interface.takes_position_ids:
+        kwargs["position_ids"] = torch.arange(context, device=prompt.device)[None]
+    verifier = speculation.make_verifier()
+    nothing = np.empty(0, np.int32)
+    root = np.array([1], np.int32)
+    with torch.no_grad():
+        verifier.start(VerifierInputs(prompt, kwargs, max_length=context + max(_WIDTHS) + _REPEATS * 8))
+        verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
+        verifier.commit(nothing)
+        verifier.forward(root)  # the first pass of a kind pays for set-up
+        verifier.commit(nothing)
+        began = perf_counter()
+        for width in _WIDTHS:
+            if width > positions - context - 8:
+                break
+            tree = DraftTree.from_paths([[(i * 17 + 3) % vocab for i in range(width)]])
+            times = []
+            if prompt.device.type == "cuda":  # the first pass of a width may compile kernels and capture a graph
+                started = perf_counter()
+                float(verifier.forward(root, tree).logits[0, 0])
+                verifier.commit(nothing)
+                began += perf_counter() - started
+            for _ in range(_REPEATS):
+                started = perf_counter()
+                output = verifier.forward(root, tree)
+                float(output.logits[0, 0])  # waits for the device
+                times.append(perf_counter() - started)
+                verifier.commit(nothing)
+                if perf_counter() - began > _SECONDS:
+                    break
+            speculation.cost.observe(width, context, min(times))
+            if perf_counter() - began > _SECONDS:
+                break
+        verifier.finish()

@@ -1,0 +1,1 @@
+"""Recorded passes: a model's forward as one flat list of tensor operations over preallocated keys and values."""

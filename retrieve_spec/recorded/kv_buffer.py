@@ -1,0 +1,223 @@
+"""Turns key and value rows into preallocated, in-place storage of which a commit keeps only the accepted rows.
+
+The layers are ordinary Transformers cache layers, so any model's forward can write to them. Layers with the same window
+share one slab for keys and one for values, so that a commit is one copy per slab, not one per layer; a slab of
+sliding-window layers holds the rows of a window and some spare ones, however long the text is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from retrieve_spec.recorded.slab import Slab
+
+
+class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's window on a slab of a `KVBuffer`."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False  # windows are a matter of the mask
+
+    def __init__(self, cache: KVBuffer, index: int, slab: Slab) -> None:
+        super().__init__()
+        self._cache = cache
+        self._index = index
+        self._slab = slab
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the slab if this is the first of its layers that is written to."""
+        if self._slab.fit(key_states, value_states):
+            self._cache.refresh()
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (1, kv_heads, rows, head_dim) behind the rows held and return views of all rows the slab holds."""
+        rows = key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.length - self._slab.offset
+        if start + rows > self._slab.capacity:
+            if self._slab.make_room(self.length, rows):
+                self._cache.refresh()
+            start = self.length - self._slab.offset
+        keys, values = self._cache.layer_slabs[self._index]
+        keys.narrow(2, start, rows).copy_(key_states)
+        values.narrow(2, start, rows).copy_(value_states)
+        self.length += rows
+        self.keys, self.values = keys.narrow(2, 0, start + rows), values.narrow(2, 0, start + rows)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Key length and offset the mask of the next pass needs."""
+        return self.length + query_length - self._slab.offset, self._slab.offset
+
+    def get_seq_length(self) -> int:
+        """Rows of text behind which the next ones go."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """-1: the slabs grow."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` rows (a number ≤ 0, as in Transformers)."""
+        self.length = max(0, self.length + min(tokens_to_remove, 0))
+
+    def reset(self) -> None:
+        """Forget every row, keep the storage."""
+        self.length = self._slab.offset = 0
+
+
+class KVBuffer(Cache):  # type: ignore[misc]
+    """Keys and values of one row of text in slabs.
+
+    Parameters
+    ----------
+    windows
+        By attention layer: keys a query sees at most, 0 for all. Layers with the same window need keys of one shape
+        and values of one shape.
+    capacity
+        Rows to allocate at first; growing doubles them, `config.PASS.cache_block` rows at least.
+
+    Attributes
+    ----------
+    slabs
+        By window, the smallest (0: none) first.
+    slab_of, layer_in_slab
+        By layer, the index of its slab, and its place there.
+    layer_slabs
+        By layer, its part of the slab's tensors.
+
+    Raises
+    ------
+    UnsupportedModelError
+        From `update`, when layers with one window differ in their heads, or more than one row of text is given.
+    """
+
+    def __init__(self, windows: Sequence[int], capacity: int) -> None:
+        kinds = sorted(set(windows))
+        self.windows = tuple(windows)
+        self.slabs = [Slab(self.windows.count(window), window, capacity) for window in kinds]
+        self.slab_of = [kinds.index(window) for window in windows]
+        self.layer_in_slab = [self.slab_of[:i].count(slab) for i, slab in enumerate(self.slab_of)]
+        super().__init__(layers=[PreallocatedLayer(self, i, self.slabs[s]) for i, s in enumerate(self.slab_of)])
+        self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(torch.empty(0), torch.empty(0))] * len(windows)
+
+    @property
+    def length(self) -> int:
+        """Rows of text between two passes."""
+        return int(self.layers[0].length)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Rows each slab has room for; tensors stay where they are while this does."""
+        return tuple(slab.capacity for slab in self.slabs)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(slab.nbytes for slab in self.slabs)
+
+    def refresh(self) -> None:
+        """Find the layers' parts of the slabs anew."""
+        for i, slab in enumerate(self.slab_of):
+            if self.slabs[slab].tensors:
+                self.layer_slabs[i] = self.slabs[slab].of_layer(self.layer_in_slab[i])
+
+    def make_room(self, rows: int) -> None:
+        """Let a pass over `rows` rows fit behind the rows held."""
+        replaced = [slab.make_room(self.length, rows) for slab in self.slabs]
+        if any(replaced):
+            self.refresh()
+
+    def reserve(self, rows: int) -> None:
+        """Let a text of `rows` rows fit from the start; slabs with a window do not depend on it."""
+        replaced = [slab.make_room(0, rows) for slab in self.slabs if not slab.window]
+        if any(replaced):
+            self.refresh()
+
+    def commit(self, base: int, roots: int, path: NDArray[np.int32]) -> None:
+        """Keep the root tokens of a pass and the nodes of a path, in place.
+
+        Parameters
+        ----------
+        base
+            Rows held before the pass.
+        roots
+            Root tokens of the pass; its node i stands in row `base + roots + i`.
+        path
+            (a,) int32, accepted nodes, ascending.
+        """
+        accepted = len(path)
+        moved = int((path == np.arange(accepted)).argmin()) if accepted else 0
+        if accepted and path[moved] != moved:
+            first = base + roots
+            for slab in self.slabs:
+                slab.move(path[moved:].astype(np.int64) + first, first + moved)
+        self.set_length(base + roots + accepted)
+
+    def set_length(self, length: int) -> None:
+        """Let every layer hold the rows up to `length`."""
+        for layer in self.layers:
+            layer.length = length
+
+    def load(self, cache: DynamicCache, length: int) -> None:
+        """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards."""
+        for i, slab in enumerate(self.slabs):
+            theirs = cache.layers[self.slab_of.index(i)]
+            held = theirs.keys.shape[2]
+            slab.offset = length - held
+            slab.make_room(length - held, held)
+            slab.fit(theirs.keys, theirs.values)
+        self.refresh()
+        for i, theirs in enumerate(cache.layers):
+            self.slabs[self.slab_of[i]].fit(theirs.keys, theirs.values)
+            for part, states in zip(self.layer_slabs[i], (theirs.keys, theirs.values), strict=True):
+                part[:, :, : states.shape[2]] = states
+            self.layers[i].is_initialized = True
+            theirs.keys = theirs.values = None
+        self.set_length(length)
+
+    def unload(self, cache: DynamicCache, copy: bool = False) -> None:
+        """Give the rows back to the cache they were taken from, as copies if the slabs are to be used again."""
+        length = self.length
+        for i, layer in enumerate(cache.layers):
+            start, offset = 0, self.slabs[self.slab_of[i]].offset
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                start = max(0, length - layer.sliding_window + 1)
+                layer.cumulative_length = length
+            parts = [part[:, :, start - offset : length - offset] for part in self.layer_slabs[i]]
+            layer.keys, layer.values = [part.clone() for part in parts] if copy else parts
+        self.set_length(0)
+        if not copy:
+            self.layer_slabs = []
+            self.layers: list[Any] = []
+
+
+def cache_windows(cache: DynamicCache) -> tuple[int, ...]:
+    """By layer of a dynamic cache: keys a query sees at most, 0 for all."""
+    return tuple(
+        int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in cache.layers
+    )
+
+
+def why_not_preallocated(config: Any) -> str:
+    """Say why a model's cache cannot be held in slabs; empty when it can."""
+    if getattr(config, "attention_chunk_size", None):
+        return "its attention is cut into chunks"
+    for layer in DynamicCache(config=config).layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"its cache has layers of type {type(layer).__name__}"
+    return ""

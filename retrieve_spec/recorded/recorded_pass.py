@@ -1,0 +1,264 @@
+"""Turns a model's own forward into one flat list of tensor operations with the cache and the attention left open.
+
+`torch.export` records what the model does to a handful of tokens; Python modules, hooks and masks are gone afterwards,
+and no operation depends on how many tokens the cache holds. Recording runs on fake tensors, so a forward whose
+operations depend on the data (expert routing by loops, rotary scaling by length) cannot be recorded by mistake: it
+fails, and the caller uses the model itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from retrieve_spec.attention.tree_attention import LayerRule, rule_from_call
+from retrieve_spec.config import PASS
+from retrieve_spec.drafting.drafter import Layer
+from retrieve_spec.errors import in_a_line
+from retrieve_spec.recorded import graph_passes
+from retrieve_spec.recorded.model_state import ModelState, why_not_recordable
+from retrieve_spec.verify.interface import catch_hidden, input_device
+
+NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
+RECORDER = "retrieve_spec_recorder"
+_MOSTLY = 0.8
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+class RecordingError(Exception):
+    """A forward cannot be recorded; the message completes "the pass is not captured because …"."""
+
+
+@torch.library.custom_op("retrieve_spec::attend", mutates_args=())
+def _attend_op(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+    raise NotImplementedError("a recorded pass names its attention when it is run")
+
+
+@_attend_op.register_fake
+def _attend_shape(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[3])
+
+
+@dataclass(slots=True)
+class _Log:
+    """What the attention function saw; an object of its own because export undoes changes to a module's containers."""
+
+    rules: dict[int, LayerRule] = field(default_factory=dict)
+    sinks: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
+    cached: dict[int, torch.Tensor] = field(default_factory=dict)
+    groups: int = 0
+
+    def clear(self) -> None:
+        """Forget an earlier trace of the same forward."""
+        self.rules.clear()
+        self.sinks.clear()
+        self.cached.clear()
+
+    def live_rules(self) -> list[LayerRule]:
+        """The rules by layer, with the modules' own tensors where the trace saw stand-ins."""
+        for layer, (module, name) in self.sinks.items():
+            self.rules[layer] = replace(self.rules[layer], sinks=getattr(module, name))
+        return [self.rules[layer] for layer in sorted(self.rules)]
+
+
+_log: ContextVar[_Log] = ContextVar("_log")
+"""The log of the recording under way; a context variable, as not every model hands keyword arguments to its layers."""
+
+
+class _RecordedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A cache layer that holds nothing: keys and values go straight to the attention."""
+
+    is_sliding = False
+
+    def __init__(self, index: int, log: _Log) -> None:
+        super().__init__()
+        self._index, self._log = index, log
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._log.cached[self._index] = key_states
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _Recording(nn.Module):
+    """The function that is recorded: token ids and positions in, logits and one layer's hidden states out."""
+
+    def __init__(self, model: Any, num_layers: int, layer: Layer) -> None:
+        super().__init__()
+        self.model = model
+        self.num_layers = num_layers
+        self.layer: Layer = layer
+        self.log = _Log()
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = Cache(layers=[_RecordedLayer(i, self.log) for i in range(self.num_layers)])
+        self.log.clear()
+        with catch_hidden(self.model, self.layer) as hidden:
+            out = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return out.logits, hidden[-1]
+
+
+def _record_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    log = _log.get()
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if log.cached.get(layer) is not key:
+        raise RecordingError("its attention reads other keys than it caches")
+    log.rules[layer] = rule_from_call(scaling, query.shape[-1], arguments)
+    log.groups = query.shape[1] // key.shape[1]
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter is arguments.get("s_aux"):
+            log.sinks[layer] = (module, name)
+    if (arguments.get("s_aux") is not None) != (layer in log.sinks):
+        raise RecordingError("its attention sinks are computed")
+    return torch.ops.retrieve_spec.attend(query, key, value, layer), None
+
+
+AttentionInterface.register(RECORDER, _record_attention)
+AttentionMaskInterface.register(RECORDER, lambda *args, **kwargs: None)
+
+
+@contextlib.contextmanager
+def attention_implementation(model: Any, name: str) -> Iterator[None]:
+    """Let a model use a registered attention function for a while."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+class RecordedPass:
+    """A model's forward as flat code for any number of rows, reading the model's own weights.
+
+    Parameters
+    ----------
+    model
+        A causal language model in evaluation mode.
+    num_layers
+        Its attention layers.
+    layer
+        The layer whose hidden states are handed out.
+    fused
+        Run what a 16-bit model does to rows with GPU kernels (`retrieve_spec.kernels.triton_rows`).
+
+    Attributes
+    ----------
+    rules
+        What every layer's attention does.
+    groups
+        Query heads per key head.
+    reads_prompts
+        Whether many rows go through it faster than through the model, because its weights are packed.
+
+    Raises
+    ------
+    RecordingError
+        When its forward cannot be recorded.
+    """
+
+    def __init__(self, model: Any, num_layers: int, layer: Layer = "last", fused: bool = False) -> None:
+        if why := why_not_recordable(model):
+            raise RecordingError(why)
+        recording = _Recording(model, num_layers, layer)
+        self.layer = layer
+        self.device = input_device(model)
+        with attention_implementation(model, RECORDER), torch.no_grad(), _quiet():
+            program = self._export(recording)
+        self._code, self._weights = graph_passes.compile_program(program, recording, fused)
+        self.reads_prompts = graph_passes.packed_share(self._code) > _MOSTLY
+        self._state = ModelState(model)
+        self.rules = recording.log.live_rules()
+        recording.log.clear()
+        self.groups = recording.log.groups
+        if len(self.rules) != num_layers:
+            raise RecordingError(f"{len(self.rules)} of {num_layers} layers use the attention interface")
+
+    def _export(self, recording: _Recording) -> torch.export.ExportedProgram:
+        ids = torch.zeros((1, 4), dtype=torch.long, device=self.device)
+        positions = torch.arange(4, device=self.device)[None]
+        rows = torch.export.Dim("rows", min=2, max=PASS.max_rows)
+        shapes = {"input_ids": {1: rows}, "position_ids": {1: rows}}
+        token = _log.set(recording.log)
+        try:
+            return torch.export.export(recording, (ids, positions), dynamic_shapes=shapes, strict=False)
+        except (RecordingError, NotImplementedError) as error:
+            raise RecordingError(str(error)) from error
+        except Exception as error:  # whatever a model's own code raises while it is traced
+            raise RecordingError(f"torch.export refused it ({in_a_line(error)})") from error
+        finally:
+            _log.reset(token)
+
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
+        """Make its GPU the current one, to which kernels and graphs go; nothing on a CPU."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def is_current(self, model: Any) -> bool:
+        """Whether the model still is what was recorded: same modules and weights, unchanged, no hooks, no training."""
+        return self._state.holds(model)
+
+    def run(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the forward: (1, rows) ids and positions in, (1, rows, vocab) logits and (1, rows, d) states out.
+
+        Logits are computed for the rows from `first` on.
+
+        The results are inference tensors: copy them before changing them in place.
+        """
+        with torch.inference_mode():
+            logits, hidden = self._code(*self._weights, input_ids, position_ids, attend, first)
+        return logits, hidden
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging refusals that are reported as a reason."""
+    loggers = [logging.getLogger(name) for name in NOISY]
+    before = [logger.disabled for logger in loggers]
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # export prints the graph of a refused forward
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

@@ -1,0 +1,200 @@
+"""Verifies draft trees, and reads prompts where that is faster, with a model's recorded pass and preallocated cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
+
+from retrieve_spec.attention.tree_attention import attend
+from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
+from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.drafting.drafter import Layer
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.recorded.cuda.cuda_graphs import GraphedPasses
+from retrieve_spec.recorded.cuda.pass_pool import PassPool
+from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
+from retrieve_spec.recorded.pass_buffer import LaidOut
+from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import input_device
+from retrieve_spec.verify.verifier import Mode, VerifierInputs, VerifierOutput
+
+CHUNK = 256
+"""Prompt tokens of one recorded pass at most."""
+FEW = 32
+"""Prompt tokens that the model itself reads as fast."""
+_NOTHING = np.empty(0, np.int32)
+
+
+class RecordedVerifier:
+    """A `Verifier` whose passes cost what the arithmetic costs.
+
+    The prompt is read by an `HFVerifier`. At the first pass behind it the cache's rows move to slabs, every further
+    pass is one run of the captured code, and `finish` puts the rows back into the cache that `start` was given. A
+    generation that the recorded pass cannot serve is left to the `HFVerifier` entirely.
+    """
+
+    def __init__(self, model: Any, ordinary: HFVerifier, captured: RecordedPass, pool: PassPool | None = None) -> None:
+        self.model = model
+        self.mode: Mode = ordinary.mode
+        self.reason = ordinary.reason
+        self.not_recorded = ""
+        """Why this generation does not use the recorded pass; empty when it does."""
+        self._ordinary, self.captured = ordinary, captured
+        self._device = input_device(model)
+        self._mask = TreeMask(captured.groups, model.dtype, self._device)
+        self._slabs: KVBuffer | None = None
+        self._layers: list[Any] = []
+        self._graphs: GraphedPasses | None = None
+        self.pool = pool
+
+    def start(self, inputs: VerifierInputs) -> None:
+        """Begin a generation."""
+        self._ordinary.start(inputs)
+        self.mode, self.reason = self._ordinary.mode, self._ordinary.reason
+        self._slabs = None
+        self._max_length = inputs.max_length
+        self._past = inputs.past_length
+        self._unread = len(inputs.uncached_ids)
+        kwargs = inputs.model_kwargs
+        self._cache = kwargs.get(self._ordinary.interface.cache_name)
+        self._shift = 0
+        if (positions := kwargs.get("position_ids")) is not None:
+            self._shift = int(positions[0, -1]) + 1 - self._past - self._unread
+        self.not_recorded = self._why_not(kwargs)
+
+    def alone(self) -> RecordedVerifier:
+        """Another verifier of the same recording, with a cache of its own and without graphs."""
+        return RecordedVerifier(self.model, HFVerifier(self.model, self._ordinary.interface), self.captured)
+
+    def _why_not(self, kwargs: dict[str, Any]) -> str:
+        """Why a generation is left to the ordinary verifier."""
+        known = {self._ordinary.interface.cache_name, "attention_mask", "position_ids", "logits_to_keep", "use_cache"}
+        extras = [name for name, value in kwargs.items() if name not in known and value is not None]
+        mask = kwargs.get("attention_mask")
+        if self.mode != "tree":
+            return self.reason
+        if extras:
+            return f"the model is given {', '.join(extras)}"
+        if not isinstance(self._cache, DynamicCache) or type(self._cache) is not DynamicCache or self._cache.offloading:
+            return f"the cache is a {type(self._cache).__name__}"
+        if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
+            return "the prompt is padded"
+        if not self.captured.is_current(self.model):
+            return "the model has changed since it was recorded"
+        return ""
+
+    def forward(
+        self,
+        root_ids: NDArray[np.int32],
+        tree: DraftTree | None = None,
+        *,
+        keep: int = 1,
+        want_hidden: Layer | None = None,
+    ) -> VerifierOutput:
+        """Run one pass (`Verifier.forward`)."""
+        roots = self._pending = len(root_ids)
+        if want_hidden not in (None, self.captured.layer) and self._slabs is None:
+            self.not_recorded = self.not_recorded or f"hidden states of layer {want_hidden} are not recorded"
+        if self.not_recorded or (self._unread > 0 and not self._reads(roots, keep)):
+            return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
+        with self.captured.on_device():
+            if self._unread > 0:
+                root_ids = self._read(root_ids, max(CHUNK, keep))
+            return self._pass(root_ids, tree, keep, want_hidden)
+
+    def _reads(self, roots: int, keep: int) -> bool:
+        """Whether the recorded pass reads this part of the prompt; what it has begun it goes on with."""
+        if self._slabs is not None:
+            return True
+        return self.captured.reads_prompts and roots > max(FEW, keep) and not any(cache_windows(self._cache))
+
+    def _read(self, prompt_ids: NDArray[np.int32], size: int) -> NDArray[np.int32]:
+        """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all."""
+        self._unread -= len(prompt_ids)
+        if self._past == 0:  # an empty cache does not know yet what its rows look like
+            self._ordinary.forward(prompt_ids[:1])
+            self._ordinary.commit(_NOTHING)
+            self._past, prompt_ids = 1, prompt_ids[1:]
+        first = len(prompt_ids) % size or size
+        while len(prompt_ids) > first:
+            self._pass(prompt_ids[:first], None, 1, None)
+            self._past, prompt_ids, first = self._past + first, prompt_ids[first:], size
+        self._pending = len(prompt_ids)
+        return prompt_ids
+
+    def _pass(
+        self, root_ids: NDArray[np.int32], tree: DraftTree | None, keep: int, want_hidden: Layer | None
+    ) -> VerifierOutput:
+        """Run the recorded pass over root tokens and a tree."""
+        roots, nodes = len(root_ids), 0 if tree is None else len(tree)
+        laid = self.lay_out(root_ids, tree)
+        if self._graphs is not None and (bucket := self._graphs.bucket(len(laid.ids))) is not None:
+            out = bucket(laid.ids, laid.depths, laid.seen, self._past, self._shift)
+            return VerifierOutput(out[0][-keep - nodes :], out[1][-keep - nodes :] if want_hidden is not None else None)
+        positions = laid.depths + laid.position
+        logits, hidden = run_rows(self.captured, laid.ids, positions, self.attend, roots - keep)
+        return VerifierOutput(logits, hidden[-keep - nodes :] if want_hidden is not None else None)
+
+    def lay_out(self, root_ids: NDArray[np.int32], tree: DraftTree | None) -> LaidOut:
+        """Make cache and mask ready for a pass over root tokens and a tree."""
+        self._pending = len(root_ids)
+        slabs = self._slabs or self._adopt()
+        ids = root_ids if tree is None or not len(tree) else np.concatenate([root_ids, tree.token_ids])
+        depths = row_depths(len(root_ids), tree)
+        self._mask.set(self._past, visible_rows(len(root_ids), tree), depths)
+        slabs.set_length(self._past)
+        slabs.make_room(len(ids) if self._graphs is None else max(len(ids), *PASS.graph_rows))
+        return LaidOut(ids, depths, self._mask.seen, self._past + self._shift, slabs, self._past)
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+        """Write a layer's keys and values of the pass that was laid out and attend to all of them."""
+        all_keys, all_values = self._layers[layer].update(keys, values)
+        return attend(query, all_keys, all_values, self._mask, self.captured.rules[layer])
+
+    def _adopt(self) -> KVBuffer:
+        """Move the rows that the prompt left in the caller's cache to slabs."""
+        self._cache = self._ordinary.cache
+        held = self._past + self._unread
+        room = min(self._max_length, held + PASS.cache_block * 16) + MAX_NODES + 1
+        room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
+        if self.pool is not None:
+            self._graphs = self.pool.take(windows, room)
+        slabs = KVBuffer(windows, room) if self._graphs is None else self._graphs.cache
+        slabs.load(self._cache, self._past)
+        self._slabs, self._layers = slabs, slabs.layers
+        return slabs
+
+    def commit(self, path: NDArray[np.int32]) -> None:
+        """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
+        if self._slabs is None:
+            self._ordinary.commit(path)
+            self._unread -= self._pending
+        else:
+            self._slabs.commit(self._past, self._pending, path)
+        self._past += self._pending + len(path)
+
+    def finish(self) -> Any:
+        """Put the rows back into the cache this generation was given, and return it."""
+        if self._slabs is not None:
+            self._slabs.set_length(self._past)
+            self._slabs.unload(self._cache, copy=self._graphs is not None)
+            if self.pool is not None and self._graphs is not None:
+                self.pool.give_back(self._graphs)
+            self._slabs, self._layers, self._graphs = None, [], None
+        self._cache = None
+        return self._ordinary.finish()
+
+
+def run_rows(
+    captured: RecordedPass, ids: NDArray[Any], positions: NDArray[Any], attend: Attend, first: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a recording over (rows,) tokens: logits of the rows from `first` on, and hidden states of all of them."""
+    rows = torch.from_numpy(ids.astype(np.int64))[None].to(captured.device, non_blocking=True)
+    places = torch.from_numpy(positions)[None].to(captured.device, non_blocking=True)
+    logits, hidden = captured.run(rows, places, attend, first)
+    return logits[0], hidden[0]

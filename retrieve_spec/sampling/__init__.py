@@ -1,0 +1,1 @@
+"""Sampling: the target's next token at every node of a verified tree, and where a text stops."""

@@ -1,0 +1,241 @@
+"""Logits of a verified tree in, the target's own tokens out: the walk that makes drafting lossless.
+
+At every node the target's next token is chosen, by argmax or by a sample from its processed distribution; if a child
+carries it the walk steps down, else it stops and the token is the bonus token. The choice never looks at the draft, so
+the emitted text is that of plain decoding whatever was drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.drafting.tree import ROOT, DraftTree
+from retrieve_spec.errors import DistributionError
+from retrieve_spec.kernels.sampling import gumbel_argmax, gumbel_argmax_row, truncate_row
+from retrieve_spec.kernels.treemask import find_child
+from retrieve_spec.sampling.pass_logits import PassLogits, read_logits
+from retrieve_spec.sampling.text import RowText
+
+
+def check_drawable(scores: NDArray[np.float32]) -> None:
+    """Refuse (vocab,) scores that are no distribution, as torch's sampling does.
+
+    Raises
+    ------
+    DistributionError
+        One is NaN or infinite, or all are -inf.
+    """
+    highest = scores.max()  # NaN if one is
+    if not np.isfinite(highest):
+        raise DistributionError(
+            "scores to sample from",
+            f"{highest} as the highest of them",
+            "Load the model in bfloat16 or float32, or check the logits processors.",
+        )
+
+
+class Sampler(Protocol):
+    """Chooses the target's next token after one row of a pass."""
+
+    @property
+    def scores(self) -> list[torch.Tensor] | None:
+        """Processed scores (1, vocab) of every chosen token, where they are asked for."""
+
+    @property
+    def raw(self) -> list[torch.Tensor] | None:
+        """Raw logits (1, vocab) of every chosen token, where they are asked for."""
+
+    def read(self, logits: torch.Tensor, first_row: int, tree: DraftTree, text: RowText, top_k: int) -> PassLogits:
+        """Read what `choose` and the drafter need of the (rows, vocab) logits of a pass.
+
+        `first_row` follows the root, which is the last token of `text`; `first_row + 1 + i` follows node i of `tree`.
+        """
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return the token that follows `text`, given the logits at `row`."""
+
+    def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
+        """(seed, row, position) of the noise the token that follows `text` is drawn with, None without noise."""
+
+
+class HostReading:
+    """Reading for samplers that work on the host."""
+
+    def read(self, logits: torch.Tensor, first_row: int, tree: DraftTree, text: RowText, top_k: int) -> PassLogits:
+        """Read the most probable tokens of every row (`Sampler.read`)."""
+        return read_logits(logits, top_k)
+
+
+def penalise(scores: NDArray[np.float32], text: RowText, penalty: float) -> NDArray[np.float32]:
+    """A copy of (vocab,) scores after CTRL's penalty (Keskar et al., 2019) for the tokens of `text`."""
+    ids = text.ids
+    ids = ids[ids < len(scores)]
+    factor = np.float32(penalty)
+    before = scores[ids]
+    penalised = scores.copy()
+    penalised[ids] = np.where(before < 0, before * factor, before / factor)
+    return penalised
+
+
+class GreedySampler(HostReading):
+    """The most probable token, after a repetition penalty if there is one."""
+
+    scores = None
+    raw = None
+
+    def __init__(self, penalty: float = 1.0) -> None:
+        self.penalty = penalty
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return the argmax of the row."""
+        if self.penalty == 1.0:
+            return int(logits.top_ids[row, 0])
+        return int(penalise(logits.row(row), text, self.penalty).argmax())
+
+    def noise_at(self, text: RowText) -> None:
+        """Greedy decoding has no noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warpers:
+    """The rules that are applied without building tensors, in this order but the penalty, which comes first.
+
+    Neutral values switch them off.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    penalty: float = 1.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any token may become impossible."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+class RandomSampler(HostReading):
+    """A sample from softmax(logits) under a repetition penalty, temperature, top-k, top-p and min-p.
+
+    Gumbel-max with counted noise: the noise of a token depends on (seed, row, position, token) alone, so the sample
+    is the same whether the row came from a tree, a chain or a pass over one token.
+    """
+
+    scores = None
+    raw = None
+
+    def __init__(self, warpers: Warpers, seed: int, row: int = 0) -> None:
+        self.warpers = warpers
+        self._seed = seed
+        self._row = row
+        self._ids = np.empty(0, np.int32)
+        self._scores = np.empty(0, np.float64)
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return a sample."""
+        key = (self._seed, self._row, text.length)
+        values = logits.row(row)
+        check_drawable(values)
+        w = self.warpers
+        if w.penalty != 1.0:
+            values = penalise(values, text, w.penalty)
+        if not w.truncates:
+            return int(gumbel_argmax_row(values, w.temperature, *key))
+        if len(self._ids) < len(values):
+            self._ids = np.empty(len(values), np.int32)
+            self._scores = np.empty(len(values), np.float64)
+        count = truncate_row(values, w.temperature, w.top_k, w.top_p, w.min_p, self._ids, self._scores)
+        return int(gumbel_argmax(self._ids, self._scores, count, *key))
+
+    def noise_at(self, text: RowText) -> tuple[int, int, int]:
+        """Key of the noise of the next token."""
+        return self._seed, self._row, text.length
+
+
+class ProcessorSampler(HostReading):
+    """Any list of logits processors, called once per emitted token in order, as plain decoding calls them."""
+
+    def __init__(
+        self, processors: Any, seed: int | None, *, row: int = 0, keep_scores: bool = False, keep_raw: bool = False
+    ) -> None:
+        self._processors = processors
+        self._seed = seed
+        self._row = row
+        self.scores: list[torch.Tensor] | None = [] if keep_scores else None
+        self.raw: list[torch.Tensor] | None = [] if keep_raw else None
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return the argmax of, or a sample from, the processed scores (`seed` None: argmax)."""
+        input_ids = text.tensor()
+        raw = logits.logits[row : row + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+        scores = self._processors(input_ids, raw)
+        if self.scores is not None:
+            self.scores.append(scores)
+        if self.raw is not None:
+            self.raw.append(raw)
+        if self._seed is None:
+            return int(torch.argmax(scores, dim=-1))
+        host = np.ascontiguousarray(scores[0].detach().float().cpu().numpy())
+        check_drawable(host)
+        return int(gumbel_argmax_row(host, 1.0, self._seed, self._row, text.length))
+
+    def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
+        """Key of the noise of the next token, None when the processed argmax is taken."""
+        return None if self._seed is None else (self._seed, self._row, text.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Where a walk went.
+
+    Attributes
+    ----------
+    path
+        (a,) int32, accepted nodes from the root down.
+    emitted
+        (e,) int32 tokens: the accepted ones and the bonus token (a + 1 = e). When a stop cut the run the last of them
+        is the last visible token, and the path ends one node earlier.
+    stopped
+        Whether generation is over.
+    """
+
+    path: NDArray[np.int32]
+    emitted: NDArray[np.int32]
+    stopped: bool
+
+
+def walk(
+    tree: DraftTree,
+    logits: PassLogits,
+    first_row: int,
+    sampler: Sampler,
+    text: RowText,
+    stop: Callable[[RowText, int, tuple[Any, ...] | None], bool],
+    path: list[int] | None = None,
+) -> Walk:
+    """Follow the target's own choices down a tree, appending each to `text` (modified in place).
+
+    `first_row` is the row of `logits` that follows the root; row `first_row + 1 + i` follows node i. Accepted nodes
+    are appended to `path`, which tells how far the walk got when a processor or a criterion raises.
+    """
+    path = [] if path is None else path
+    emitted: list[int] = []
+    at = ROOT
+    while True:
+        token = sampler.choose(logits, first_row + 1 + at, text)
+        text.append(token)
+        emitted.append(token)
+        if stop(text, token, tuple(sampler.scores) if sampler.scores is not None else None):
+            return Walk(np.array(path, np.int32), np.array(emitted, np.int32), True)
+        child = find_child(tree.parent, tree.token_ids, at, token)
+        if child < 0:
+            return Walk(np.array(path, np.int32), np.array(emitted, np.int32), False)
+        path.append(child)
+        at = child

@@ -1,0 +1,85 @@
+"""A call's logits processors in, the cheapest sampler that applies them exactly out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from retrieve_spec.sampling.acceptance import GreedySampler, ProcessorSampler, RandomSampler, Sampler, Warpers
+from retrieve_spec.sampling.device_acceptance import DeviceSampler
+
+
+def make_sampler(
+    processors: Any,
+    seed: int | None,
+    *,
+    row: int = 0,
+    keep_scores: bool = False,
+    keep_raw: bool = False,
+    device: torch.device | None = None,
+) -> Sampler:
+    """Pick a sampler for a generation.
+
+    Parameters
+    ----------
+    processors
+        Logits processors in order.
+    seed
+        Of the sampling noise; None chooses greedily.
+    row
+        Of the batch; its noise is its own.
+    keep_scores, keep_raw
+        Keep processed scores or raw logits of every chosen token.
+    device
+        Where the logits are. On a GPU known rules are applied there, to all rows at once; on the host, rows are
+        looked at one by one as the walk gets to them, which is less work.
+    """
+    warpers = None if keep_scores or keep_raw else _read_warpers(processors)
+    if warpers is None or (seed is None and warpers != Warpers(penalty=warpers.penalty)):
+        return ProcessorSampler(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw)
+    host = GreedySampler(warpers.penalty) if seed is None else RandomSampler(warpers, seed, row)
+    if device is None or device.type == "cpu" or (isinstance(host, GreedySampler) and host.penalty == 1.0):
+        return host  # the argmax of every row is read anyway
+    return DeviceSampler(host)
+
+
+def processors_of_row(processors: Any, row: int) -> LogitsProcessorList:
+    """The processors of a batch for one of its rows."""
+    own = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = ignored[row : row + 1]
+        own.append(processor)
+    return own
+
+
+def _read_warpers(processors: Any) -> Warpers | None:
+    """Read the rules off a list of plain warpers in their usual order; None when anything else is in it."""
+    readers: list[tuple[type, Callable[[Any], dict[str, Any]]]] = [
+        (hf.RepetitionPenaltyLogitsProcessor, lambda p: {"penalty": float(p.penalty)}),
+        (hf.TemperatureLogitsWarper, lambda p: {"temperature": float(p.temperature)}),
+        (hf.TopKLogitsWarper, lambda p: {"top_k": int(p.top_k)}),
+        (hf.TopPLogitsWarper, lambda p: {"top_p": float(p.top_p)}),
+        (hf.MinPLogitsWarper, lambda p: {"min_p": float(p.min_p)}),
+    ]
+    rules: dict[str, Any] = {}
+    at = 0
+    for processor in processors:
+        while at < len(readers) and type(processor) is not readers[at][0]:
+            at += 1
+        if at == len(readers) or getattr(processor, "min_tokens_to_keep", 1) > 1:
+            return None
+        if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
+            return None
+        ignored = getattr(processor, "prompt_ignore_length", None)  # a tensor of zeros: the prompt has no padding
+        if ignored is not None and not (isinstance(ignored, torch.Tensor) and not ignored.any()):
+            return None
+        rules.update(readers[at][1](processor))
+        at += 1
+    return Warpers(**rules)

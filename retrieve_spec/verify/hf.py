@@ -1,0 +1,233 @@
+"""Verifies draft trees with any Hugging Face decoder, through its public forward, cache and mask arguments only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.config import MAX_NODES
+from retrieve_spec.drafting.drafter import Layer
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
+from retrieve_spec.verify.cache import keep_path, recording, set_recording, trim
+from retrieve_spec.verify.interface import ModelInterface, cache_mode, catch_hidden, input_device, weaker
+from retrieve_spec.verify.verifier import Mode, VerifierInputs, VerifierOutput
+
+_SET_EACH_PASS = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", "use_cache"}
+_NO_TREE = DraftTree()
+
+
+class HFVerifier:
+    """A `Verifier` on top of a model's own forward and a `DynamicCache`.
+
+    Trees go in as a 4-D mask (a dict of masks where layers differ) and position ids; chains and single tokens leave
+    the mask to the model. Kept rows never move except on the accepted path.
+    """
+
+    def __init__(self, model: Any, interface: ModelInterface, mode: Mode = "tree", reason: str = "") -> None:
+        self.model = model
+        self.interface = interface
+        self.mode: Mode = mode
+        self.reason = reason
+        self._device = input_device(model)
+        self._on_host = self._device.type == "cpu"
+        self._model_mode: tuple[Mode, str] = (mode, reason)
+
+    @property
+    def cache(self) -> Any:
+        """The cache in use: the caller's, or one that the model put in its place (LongRoPE models do)."""
+        return self._cache
+
+    def start(self, inputs: VerifierInputs) -> None:
+        """Begin a generation; the mode may weaken when the caller's cache cannot be rolled back."""
+        kwargs = dict(inputs.model_kwargs)
+        self._cache = kwargs.pop(self.interface.cache_name, None)
+        self.mode, self.reason = weaker(self._model_mode, cache_mode(self._cache))
+        self._attention_mask = kwargs.pop("attention_mask", None)
+        self._position_ids = kwargs.pop("position_ids", None)
+        kwargs.pop("logits_to_keep", None)
+        kwargs.pop("use_cache", None)
+        self._extras = kwargs
+        self._prompt = inputs.input_ids
+        self._past = inputs.past_length
+        self._fed = 0  # tokens given to forward since start
+        self._uncached = inputs.input_ids.shape[1] - (inputs.past_length if inputs.holds_past else 0)
+        self._template: dict[str, Any] | None = None
+        self._was_recording = recording(self._cache) if self._cache is not None else []
+        self._records = any(self._was_recording)
+        self._pending = (0, 0)
+        self._reserve(inputs.max_length + MAX_NODES + 1)
+
+    def _reserve(self, slots: int) -> None:
+        """Make the buffers that every pass slices: ids, positions, the 2-D mask when the row is padded."""
+        self._ids = torch.empty((1, max(slots, 2 * MAX_NODES)), dtype=torch.long)
+        self._ids_view = self._ids.numpy()[0]
+        self._positions = torch.empty_like(self._ids)
+        self._positions_view = self._positions.numpy()[0]
+        self._mask_buffer = np.empty(0, np.bool_)
+        self._padded = np.empty(0, np.bool_)
+        self._left_padding = 0
+        self._shift = 0  # position of a token minus its slot
+        length = self._past + self._uncached
+        if self._position_ids is not None:
+            self._shift = int(self._position_ids[0, -1]) + 1 - length
+        if self._attention_mask is not None:
+            row = self._attention_mask[0].cpu().numpy() == 0
+            self._padded = row
+            self._left_padding = int(np.argmin(row)) if len(row) else 0
+            mask = self._attention_mask
+            self._long_mask = mask.new_ones((1, max(slots, mask.shape[1])))
+            self._long_mask[:, : mask.shape[1]] = mask
+
+    def forward(
+        self,
+        root_ids: NDArray[np.int32],
+        tree: DraftTree | None = None,
+        *,
+        keep: int = 1,
+        want_hidden: Layer | None = None,
+    ) -> VerifierOutput:
+        """Run one pass (`Verifier.forward`)."""
+        nodes = 0 if tree is None else len(tree)
+        if nodes and not self._records and self._cache is not None:
+            self._cache.activate_past_recording()
+            self._records = True
+        if self._fed < self._uncached:
+            kwargs = self._prefill_inputs(len(root_ids), keep)
+        else:
+            kwargs = self._decode_inputs(root_ids, tree, keep)
+        with catch_hidden(self.model, want_hidden) as hidden:
+            outputs = self.model(**kwargs, return_dict=True)
+        self._cache = getattr(outputs, self.interface.cache_name, self._cache)
+        self._pending = (len(root_ids), nodes)
+        rows = keep + nodes
+        logits = outputs.logits[0]
+        states = hidden[-1][0, -rows:] if hidden else None
+        return VerifierOutput(logits if logits.shape[0] == rows else logits[-rows:], states)
+
+    def commit(self, path: NDArray[np.int32]) -> None:
+        """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
+        roots, nodes = self._pending
+        if self._cache is not None:
+            if nodes:
+                keep_path(self._cache, path, nodes)
+            elif self._records:
+                trim(self._cache)
+        self._past += roots + len(path)
+        self._fed += roots + len(path)
+        self._pending = (0, 0)
+
+    def finish(self) -> Any:
+        """Return the cache as plain `generate` leaves it."""
+        cache, self._cache = self._cache, None
+        if cache is not None and self._records:
+            set_recording(cache, self._was_recording)
+        return cache
+
+    def _prefill_inputs(self, num_tokens: int, keep: int) -> dict[str, Any]:
+        """Arguments of a pass over prompt tokens, made by the model itself as in plain `generate`."""
+        stop = self._prompt.shape[1] - self._uncached + self._fed + num_tokens
+        slots = self._past + num_tokens
+        mask, positions = self._attention_mask, self._position_ids
+        extras = dict(self._extras)
+        if positions is not None:
+            extras["position_ids"] = positions[..., :slots]
+        if self.interface.takes_logits_to_keep:
+            extras["logits_to_keep"] = keep
+        kwargs: dict[str, Any] = self.model.prepare_inputs_for_generation(
+            self._prompt[:, :stop],
+            next_sequence_length=num_tokens,
+            is_first_iteration=True,
+            attention_mask=None if mask is None else mask[:, :slots],
+            use_cache=True,
+            **{self.interface.cache_name: self._cache},
+            **extras,
+        )
+        return kwargs
+
+    def _decode_inputs(self, root_ids: NDArray[np.int32], tree: DraftTree | None, keep: int) -> dict[str, Any]:
+        """Arguments of a pass over root tokens and nodes."""
+        roots, nodes = len(root_ids), 0 if tree is None else len(tree)
+        length = roots + nodes
+        if self._template is None:
+            self._template = self._make_template()
+        kwargs = dict(self._template)
+        kwargs[self.interface.cache_name] = self._cache
+        drafted = _NO_TREE if tree is None else tree
+        fill_inputs(
+            self._ids_view, self._positions_view, root_ids, drafted.token_ids, drafted.depth, self._past + self._shift
+        )
+        kwargs["input_ids"] = self._to_device(self._ids[:, :length])
+        if self.interface.takes_position_ids:
+            kwargs["position_ids"] = self._to_device(self._positions[:, :length])
+        if self.interface.takes_logits_to_keep:
+            kwargs["logits_to_keep"] = keep + nodes
+        if tree is not None and nodes and self.mode == "tree":
+            kwargs["attention_mask"] = self._tree_masks(tree, roots)
+        elif self._attention_mask is not None:
+            kwargs["attention_mask"] = self._long_mask[:, : self._past + length]
+        return kwargs
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._on_host else tensor.to(self._device)
+
+    def _make_template(self) -> dict[str, Any]:
+        """What the model itself would add to a decoding pass besides what is set for each pass."""
+        extras = dict(self._extras)
+        if self._position_ids is not None:
+            extras["position_ids"] = self._positions[:, :1].to(self._device)
+        kwargs = self.model.prepare_inputs_for_generation(
+            self._prompt[:, -1:],
+            next_sequence_length=1,
+            attention_mask=None if self._attention_mask is None else self._long_mask[:, : self._past + 1],
+            use_cache=True,
+            **{self.interface.cache_name: self._cache},
+            **extras,
+        )
+        kept = {key: value for key, value in kwargs.items() if key not in _SET_EACH_PASS}
+        return {**kept, "use_cache": True}
+
+    def _tree_masks(self, tree: DraftTree, roots: int) -> Any:
+        """One mask per layer type in the form the attention implementation takes."""
+        rows = roots + len(tree)
+        masks = {}
+        for layer_type, view in self.interface.masks.items():
+            kv_length, kv_offset = self._cache.get_mask_sizes(rows, view.layer_idx)
+            if self._mask_buffer.size < rows * kv_length:
+                self._mask_buffer = np.empty(2 * rows * kv_length, np.bool_)
+            buffer = self._mask_buffer if len(self.interface.masks) == 1 else np.empty(rows * kv_length, np.bool_)
+            mask = buffer[: rows * kv_length].reshape(rows, kv_length)
+            fill_tree_mask(
+                mask,
+                tree.parent,
+                tree.depth,
+                roots,
+                self._past,
+                kv_offset,
+                view.window,
+                view.chunk,
+                self._left_padding,
+                self._padded,
+            )
+            masks[layer_type] = self._as_mask(torch.from_numpy(mask)[None, None])
+        return masks.get("", masks)
+
+    def _as_mask(self, visible: torch.Tensor) -> Any:
+        """Turn (1, 1, q, kv) bool into what the attention implementation takes."""
+        visible = self._to_device(visible)
+        if self.interface.mask_form == "bool":
+            return visible
+        if self.interface.mask_form == "float":
+            dtype = self.model.dtype
+            return torch.zeros(visible.shape, dtype=dtype, device=self._device).masked_fill_(
+                ~visible, torch.finfo(dtype).min
+            )
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        seen = visible[0, 0]
+        rows, columns = seen.shape
+        device = str(self._device)
+        return create_block_mask(lambda batch, head, q, kv: seen[q, kv], 1, None, rows, columns, device=device)

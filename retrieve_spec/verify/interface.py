@@ -1,0 +1,209 @@
+"""A Hugging Face model in, what its forward pass accepts out: argument names, mask formats, windows and limits."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from retrieve_spec.drafting.drafter import Layer
+from retrieve_spec.model_layers import decoder_blocks
+from retrieve_spec.verify.verifier import Mode
+
+MaskForm = Literal["bool", "float", "block", "none"]
+
+_MASK_FORMS: dict[str, MaskForm] = {"sdpa": "bool", "eager": "float", "flex_attention": "block"}
+_TREE_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer}
+if hasattr(cache_utils, "DummyLayer"):  # since transformers 5.23, for blocks that keep no tokens
+    _TREE_LAYERS.add(cache_utils.DummyLayer)
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """What the layers of one type may see, and which cache layer tells how much they hold."""
+
+    layer_idx: int
+    window: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInterface:
+    """What `HFVerifier` must know about a model; read once, by `read_interface`.
+
+    Attributes
+    ----------
+    cache_name
+        Name of the forward argument that carries the cache.
+    takes_position_ids, takes_logits_to_keep
+        Whether forward has these arguments.
+    mask_form
+        What the attention implementation takes as a tree mask: "bool", "float" (additive), "block" (flex attention's
+        BlockMask) or "none".
+    masks
+        Masks by layer type; the single key "" when the model takes one mask for all layers.
+    mode, reason
+        The best mode these facts allow, and what stands in the way of trees.
+    rope_switch
+        Length at which the rotary frequencies change (dynamic NTK, LongRoPE), 0 if they never do.
+    rope_rescans
+        Whether the model recomputes its whole cache at that length.
+    max_positions
+        Positions the model was made for, 0 if unknown.
+    """
+
+    cache_name: str
+    takes_position_ids: bool
+    takes_logits_to_keep: bool
+    mask_form: MaskForm
+    masks: dict[str, LayerView]
+    mode: Mode
+    reason: str
+    rope_switch: int = 0
+    rope_rescans: bool = False
+    max_positions: int = 0
+
+
+def read_interface(model: Any) -> ModelInterface:
+    """Read what a model's forward accepts from its signature and config."""
+    config = model.config.get_text_config(decoder=True)
+    parameters = inspect.signature(model.forward).parameters
+    masks, mode, reason = _read_masks(config)
+    mask_form = _MASK_FORMS.get(attention_of(model), "none")
+    if mode == "tree" and mask_form == "none":
+        mode, reason = "chain", f"{attention_of(model)} takes no tree masks"
+    if mode == "tree" and "position_ids" not in parameters:
+        mode, reason = "chain", "the model derives positions itself"
+    if getattr(model, "_is_stateful", False):
+        mode, reason = "plain", "recurrent state cannot be rolled back"
+    switch, rescans = _rope_switch(config)
+    return ModelInterface(
+        cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
+        takes_position_ids="position_ids" in parameters,
+        takes_logits_to_keep="logits_to_keep" in parameters,
+        mask_form=mask_form,
+        masks=masks,
+        mode=mode,
+        reason=reason,
+        rope_switch=switch,
+        rope_rescans=rescans,
+        max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
+    )
+
+
+def attention_of(model: Any) -> str:
+    """Name of the attention implementation that a model uses now."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "_attn_implementation", None) or "eager"
+
+
+def _read_masks(config: Any) -> tuple[dict[str, LayerView], Mode, str]:
+    """One mask per layer type, by the rule transformers' own `create_masks_for_generate` follows."""
+    if not getattr(config, "is_causal", True):
+        return {}, "plain", "the model is not causal"
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        window = getattr(config, "sliding_window", None) or 0
+        chunk = 0 if window else (getattr(config, "attention_chunk_size", None) or 0)
+        return {"": LayerView(0, window, chunk)}, "tree", ""
+    sharing = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
+    masks: dict[str, LayerView] = {}
+    for layer_idx, (layer_type, shared) in enumerate(zip(types, sharing, strict=False)):
+        if layer_type not in _LAYER_TYPES:
+            return {}, "chain", f"layers of type {layer_type!r} take no tree masks"
+        if layer_type not in masks and shared != "reuse":
+            window = config.sliding_window if layer_type == "sliding_attention" else 0
+            chunk = config.attention_chunk_size if layer_type == "chunked_attention" else 0
+            masks[layer_type] = LayerView(layer_idx, window or 0, chunk or 0)
+    return masks, "tree", ""
+
+
+def _rope_switch(config: Any) -> tuple[int, bool]:
+    """Length at which rotary frequencies change, and whether the model then recomputes its cache."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default")) if isinstance(parameters, dict) else "default"
+    original = getattr(config, "original_max_position_embeddings", None) or (
+        parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None
+    )
+    if kind == "longrope":
+        return int(original or config.max_position_embeddings), True
+    if kind == "dynamic":
+        return int(config.max_position_embeddings), False
+    return 0, False
+
+
+def cache_mode(cache: Any) -> tuple[Mode, str]:
+    """Best mode a cache allows, and why it is not "tree"."""
+    if cache is None:
+        return "tree", ""
+    if not isinstance(cache, Cache):
+        return "plain", f"a {type(cache).__name__} cannot be rolled back"
+    if type(cache) is not DynamicCache:
+        return "plain", f"a {type(cache).__name__} cannot be rolled back"
+    if getattr(cache, "offloading", False):
+        return "plain", "an offloaded cache cannot be rolled back"
+    for layer in cache.layers:
+        if type(layer) not in _TREE_LAYERS:
+            # a linear layer can tell only after its first pass; models with recurrent state are plain for that reason
+            if getattr(layer, "is_croppable", False) or isinstance(layer, LinearAttentionCacheLayerMixin):
+                return "chain", f"a {type(layer).__name__} keeps tokens in one line"
+            return "plain", f"a {type(layer).__name__} cannot be rolled back"
+    return "tree", ""
+
+
+def weaker(a: tuple[Mode, str], b: tuple[Mode, str]) -> tuple[Mode, str]:
+    """Return the more limited of two modes with its reason, the first on a tie."""
+    order = {"tree": 2, "chain": 1, "plain": 0}
+    return a if order[a[0]] <= order[b[0]] else b
+
+
+def input_device(model: Any) -> torch.device:
+    """Device that token ids go to."""
+    embeddings = model.get_input_embeddings()
+    weight = getattr(embeddings, "weight", None)
+    return weight.device if isinstance(weight, torch.Tensor) else torch.device(model.device)
+
+
+@contextlib.contextmanager
+def catch_hidden(model: Any, layer: Layer | None) -> Iterator[list[torch.Tensor]]:
+    """Catch the hidden states (1, rows, d) of one layer while the model runs; nothing is computed for it.
+
+    Parameters
+    ----------
+    layer
+        `"last"`: what goes into the output embeddings. N: what the N-th block hands on. None: nothing.
+
+    Yields
+    ------
+    list
+        The caught tensors, one per forward.
+    """
+    caught: list[torch.Tensor] = []
+    if layer is None:
+        yield caught
+        return
+    if layer == "last":
+        head = model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _module, args: caught.append(args[0]))
+    else:
+        block = decoder_blocks(model)[layer - 1]
+        hook = block.register_forward_hook(
+            lambda _module, _args, out: caught.append(out[0] if isinstance(out, tuple) else out)
+        )
+    try:
+        yield caught
+    finally:
+        hook.remove()

@@ -1,0 +1,70 @@
+"""Verifies one token per pass exactly as `generate` prepares it, for models whose state cannot be rolled back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.drafting.drafter import Layer
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.verifier import Mode, VerifierInputs, VerifierOutput
+
+
+class StepVerifier:
+    """A `Verifier` in "plain" mode for any model and cache: the model prepares every input itself."""
+
+    def __init__(self, model: Any, reason: str) -> None:
+        self.model = model
+        self.mode: Mode = "plain"
+        self.reason = reason
+        self._takes_logits_to_keep = model._supports_logits_to_keep()
+
+    def start(self, inputs: VerifierInputs) -> None:
+        """Begin a generation."""
+        self._kwargs = {**inputs.model_kwargs, "use_cache": True}
+        self._text = inputs.input_ids
+        self._uncached = len(inputs.uncached_ids)
+        self._outputs: Any = None
+
+    def forward(
+        self,
+        root_ids: NDArray[np.int32],
+        tree: DraftTree | None = None,
+        *,
+        keep: int = 1,
+        want_hidden: Layer | None = None,
+    ) -> VerifierOutput:
+        """Run one pass over the whole uncached prompt or over one token (`Verifier.forward`)."""
+        assert tree is None or not len(tree), "a plain verifier takes no drafts"
+        first = self._outputs is None
+        if first:
+            assert len(root_ids) == self._uncached, "a plain verifier takes the prompt in one piece"
+        else:
+            assert len(root_ids) == 1, "a plain verifier takes one token at a time"
+            token = torch.tensor([[int(root_ids[0])]], dtype=self._text.dtype, device=self._text.device)
+            self._text = torch.cat([self._text, token], dim=-1)
+            self._kwargs = self.model._update_model_kwargs_for_generation(self._outputs, self._kwargs)
+        if self._takes_logits_to_keep:
+            self._kwargs["logits_to_keep"] = keep
+        inputs = self.model.prepare_inputs_for_generation(
+            self._text, next_sequence_length=len(root_ids), is_first_iteration=first, **self._kwargs
+        )
+        self._outputs = self.model(**inputs, return_dict=True)
+        return VerifierOutput(self._outputs.logits[0, -keep:])
+
+    def commit(self, path: NDArray[np.int32]) -> None:
+        """Nothing to drop: every token that was fed stays."""
+
+    def finish(self) -> Any:
+        """Return the cache, whatever the model calls it."""
+        outputs, self._outputs = self._outputs, None
+        for name in ("past_key_values", "cache_params"):
+            cache = getattr(outputs, name, None)
+            if cache is None:  # some models keep their state to themselves; `generate` hands back what it made
+                cache = self._kwargs.get(name)
+            if cache is not None:
+                return cache
+        return None

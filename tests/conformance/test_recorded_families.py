@@ -1,0 +1,79 @@
+"""Every family that trees are verified for says the same through the recorded pass and the preallocated cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, Family
+from packaging.version import Version
+from scripted_drafter import ScriptedDrafter
+from test_families import NEW, assert_same_cache, greedy, ids, model_of
+
+import retrieve_spec as rs
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+
+INTERFACE = "its layers do not use transformers' attention interface"
+NOT_RECORDED = {
+    "llama-dynamic-ntk": "torch.export refused it",  # frequencies depend on the positions
+    "gptj": INTERFACE,
+    "falcon": INTERFACE,
+    "codegen": INTERFACE,
+    "stablelm": INTERFACE,
+    "deepseek_v2": "its attention reads other keys than it caches",
+    "deepseek_v3": "its attention reads other keys than it caches",
+    "llama4_text": "its attention is cut into chunks",
+    "biogpt": INTERFACE,
+    "xglm": INTERFACE,
+    "dbrx": "torch.export refused it",  # experts are looped over
+}
+if Version(transformers.__version__) < Version("5.23"):
+    NOT_RECORDED["phi3-longrope"] = "torch.export refused it"  # its frequencies depended on the positions, too
+"""Families whose forward cannot be recorded, and what the reason mentions."""
+CASES = [pytest.param(family, id=family.name) for family in FAMILIES if family.mode == "tree"]
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def accelerate(family: Family, model: Any, answer: Any, script: str, said: Any) -> bool:
+    """Accelerate with the recorded pass; whether it is used is as listed, and a refusal is logged."""
+    said.clear()
+    rs.accelerate(model, drafter=ScriptedDrafter(answer, script), nodes=24, recorded_pass="always")
+    verifier = model.speculation._make_verifier()
+    static = isinstance(verifier, RecordedVerifier)
+    assert static != (family.name in NOT_RECORDED), said.text
+    if not static:
+        assert NOT_RECORDED[family.name] in said.text
+    return static
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_the_recorded_pass_says_what_generate_says(family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    """Greedy, crossing every window; sampled; the cache handed back and continued."""
+    caplog.set_level("INFO", logger="retrieve_spec")
+    model = model_of(family, family.attention[0])
+    try:
+        for length, script in ((40, "branchy"), (5, "half")):
+            inputs = {"input_ids": ids(length)}
+            plain = greedy(model, inputs, return_dict_in_generate=True)
+            if not accelerate(family, model, plain.sequences[0], script, caplog):
+                return
+            ours = greedy(model, inputs, return_dict_in_generate=True)
+            assert torch.equal(ours.sequences, plain.sequences)
+            if model.speculation.last.mode == "tree":
+                assert model.speculation.last.tokens_per_pass > 1
+                assert_same_cache(ours.past_key_values, plain.past_key_values)
+            options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
+            model.speculation.drafter().answer = plain.sequences[0].tolist()
+            drafted = model.generate(**inputs, **options)
+            assert torch.equal(model.generate(**inputs, **options, draft="off"), drafted)
+            rs.restore(model)
+            more = {"input_ids": torch.cat([plain.sequences, ids(6, step=53)], dim=1)}
+            expected = greedy(model, more, past_key_values=plain.past_key_values)
+            accelerate(family, model, expected[0], "branchy", caplog)
+            assert torch.equal(greedy(model, more, past_key_values=ours.past_key_values), expected)
+            rs.restore(model)
+    finally:
+        rs.restore(model)

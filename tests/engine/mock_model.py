@@ -1,0 +1,100 @@
+"""A target whose next token is a function of the context, behind the verifier door, with the door's rules checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.loop import Decoding, Limits
+from retrieve_spec.sampling.acceptance import GreedySampler, Sampler
+from retrieve_spec.sampling.stopping import Stopper
+from retrieve_spec.verify.verifier import Mode, VerifierInputs, VerifierOutput
+
+
+class MockVerifier:
+    """Computes logits row by row from the context each row stands for; `cache` is the list of committed tokens."""
+
+    def __init__(self, logits_of: Callable[[list[int]], Any], mode: Mode = "tree") -> None:
+        self.logits_of, self.mode, self.reason = logits_of, mode, ""
+        self.cache: list[int] = []
+        self.passes: list[int] = []
+        self.fail_at = -1
+        self._pending: tuple[list[int], Any] | None = None
+
+    def start(self, inputs: VerifierInputs) -> None:
+        self.cache = inputs.input_ids[0, : inputs.past_length].tolist()
+
+    def forward(self, root_ids: Any, tree: Any = None, *, keep: int = 1, want_hidden: Any = None) -> VerifierOutput:
+        assert self._pending is None, "forward before commit"
+        if len(self.passes) == self.fail_at:
+            raise KeyboardInterrupt
+        self.passes.append(0 if tree is None else len(tree))
+        roots = [int(token) for token in root_ids]
+        contexts = [self.cache + roots[: len(roots) - i] for i in reversed(range(keep))]
+        base = self.cache + roots
+        for i in range(0 if tree is None else len(tree)):
+            assert self.mode != "plain"
+            path, at = [], i
+            while at >= 0:
+                path.append(int(tree.token_ids[at]))
+                at = int(tree.parent[at])
+            contexts.append(base + path[::-1])
+        if tree is not None and self.mode == "chain":
+            assert tree.is_chain
+        self._pending = (roots, tree)
+        rows = torch.stack([torch.as_tensor(self.logits_of(context), dtype=torch.float32) for context in contexts])
+        hidden = torch.arange(len(contexts), dtype=torch.float32)[:, None] if want_hidden is not None else None
+        return VerifierOutput(rows, hidden)
+
+    def commit(self, path: Any) -> None:
+        assert self._pending is not None, "commit before forward"
+        roots, tree = self._pending
+        self._pending = None
+        self.cache += roots + [int(tree.token_ids[node]) for node in path]
+
+    def finish(self) -> Any:
+        return self.cache
+
+
+def counting(vocab: int = 50) -> Callable[[list[int]], Any]:
+    """The next token is the last one plus one, modulo the vocabulary."""
+
+    def logits_of(context: list[int]) -> Any:
+        row = np.zeros(vocab, np.float32)
+        row[(context[-1] + 1) % vocab] = 3.0
+        row[(context[-1] + 2) % vocab] = 1.0
+        return row
+
+    return logits_of
+
+
+def decoding(
+    verifier: MockVerifier,
+    drafter: Any,
+    prompt: list[int],
+    *,
+    max_length: int = 30,
+    criteria: Any = (),
+    sampler: Sampler | None = None,
+    cost: CostModel | None = None,
+    on_pass: Callable[[VerifiedPass], None] | None = None,
+    **limits: Any,
+) -> Decoding:
+    """A decoding over a mock."""
+    stopper = Stopper(criteria)
+    stopper.max_length = max_length
+    return Decoding(
+        VerifierInputs(torch.tensor([prompt]), max_length=max_length),
+        verifier,
+        drafter,
+        sampler or GreedySampler(),
+        stopper,
+        Limits(**{"nodes": 8, "max_depth": 100, "max_length": max_length} | limits),
+        cost or CostModel(),
+        on_pass=on_pass,
+    )

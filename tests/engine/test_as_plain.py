@@ -1,0 +1,220 @@
+"""What a call may do besides asking for tokens goes as in plain `generate`: errors, copies, calls in calls."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from scripted_drafter import ScriptedDrafter
+from transformers import DynamicCache
+
+import retrieve_spec as rs
+from retrieve_spec.errors import DistributionError
+from retrieve_spec.sampling.acceptance import Warpers
+from retrieve_spec.sampling.device_acceptance import sample_rows
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+
+
+def accelerate(model: Any, answer: torch.Tensor, script: str = "branchy", **options: Any) -> None:
+    rs.accelerate(model, drafter=ScriptedDrafter(answer[0], script, length=9), nodes=32, **options)
+
+
+def same_accelerated(model: Any, call: Any, script: str = "branchy", **options: Any) -> Any:
+    """What a call gives on the model as it is, after checking that it gives the same on the accelerated model."""
+    expected = call()
+    answer = expected if isinstance(expected, torch.Tensor) else torch.zeros((1, 1))
+    accelerate(model, answer, script, **options)
+    got = call()
+    assert type(got) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+    else:
+        assert got == expected
+    return expected
+
+
+class Interrupted:
+    """A processor or criterion that raises at its n-th call."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def count(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+    def process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.count()
+        return scores
+
+    def stop(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.count()
+        return torch.tensor([False])
+
+
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+@pytest.mark.parametrize("script", ["right", "branchy"])
+@pytest.mark.parametrize("who", ["logits_processor", "stopping_criteria"])
+@pytest.mark.parametrize("calls", [1, 9])
+def test_a_cache_is_whole_after_an_interruption(
+    tiny: Any, prompt: torch.Tensor, who: str, calls: int, script: str, recorded_pass: Any
+) -> None:
+    answer = tiny.generate(prompt, **GREEDY)
+
+    def interrupted() -> tuple[int, DynamicCache]:
+        cache, raiser = DynamicCache(config=tiny.config), Interrupted(calls)
+        with pytest.raises(KeyboardInterrupt):
+            tiny.generate(
+                prompt,
+                past_key_values=cache,
+                **{who: [raiser.process if who == "logits_processor" else raiser.stop]},
+                **GREEDY,
+            )
+        return cache.get_seq_length(), cache
+
+    length, expected = interrupted()
+    accelerate(tiny, answer, script, recorded_pass=recorded_pass)
+    got_length, got = interrupted()
+    assert got_length == length
+    for a, b in zip(got.layers, expected.layers, strict=True):
+        torch.testing.assert_close(a.keys, b.keys, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(a.values, b.values, atol=1e-4, rtol=1e-3)
+    assert torch.equal(tiny.generate(answer, past_key_values=got, max_new_tokens=1)[0], answer_and_one(tiny, answer))
+
+
+def answer_and_one(model: Any, answer: torch.Tensor) -> torch.Tensor:
+    return model.generate(answer, max_new_tokens=1, do_sample=False)[0]
+
+
+def test_criteria_may_return_a_plain_bool(tiny: Any, prompt: torch.Tensor) -> None:
+    def long_enough(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        return input_ids.shape[1] >= 20
+
+    expected = same_accelerated(tiny, lambda: tiny.generate(prompt, stopping_criteria=[long_enough], **GREEDY))
+    assert expected.shape[1] == 20
+
+
+def test_an_accelerated_assistant_assists(tiny: Any, prompt: torch.Tensor) -> None:
+    assistant = copy.deepcopy(tiny)
+    accelerate(assistant, tiny.generate(prompt, **GREEDY))
+    same_accelerated(tiny, lambda: tiny.generate(prompt, assistant_model=assistant, **GREEDY))
+
+
+def test_narrow_prompts_become_int64(tiny: Any, prompt: torch.Tensor) -> None:
+    assert same_accelerated(tiny, lambda: tiny.generate(prompt.int(), **GREEDY)).dtype == torch.int64
+
+
+def test_processors_and_streamers_record_no_gradients(tiny: Any, prompt: torch.Tensor) -> None:
+    def recorded() -> set[bool]:
+        seen: set[bool] = set()
+
+        def look(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.add(torch.is_grad_enabled())
+            return scores
+
+        tiny.generate(prompt, logits_processor=[look], **GREEDY)
+        return seen
+
+    assert same_accelerated(tiny, recorded) == {False}
+    list(rs.generate_stream(tiny, prompt, max_new_tokens=3))
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+def test_a_generation_within_a_generation(tiny: Any, prompt: torch.Tensor, recorded_pass: Any) -> None:
+    """A processor, a criterion and a streamer that ask the same model for tokens."""
+
+    def guided(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        hint = tiny.generate(prompt[:, :5], max_new_tokens=2, do_sample=False)[0, -1]
+        return scores + 3.0 * (torch.arange(scores.shape[1]) == hint)
+
+    class Echo:
+        def put(self, value: torch.Tensor) -> None:
+            tiny.generate(prompt[:, :4], max_new_tokens=2, do_sample=False)
+
+        def end(self) -> None:
+            pass
+
+    def call() -> torch.Tensor:
+        return tiny.generate(prompt, logits_processor=[guided], streamer=Echo(), **GREEDY)
+
+    same_accelerated(tiny, call, recorded_pass=recorded_pass)
+    assert tiny.speculation.last.tokens_per_pass > 1
+    tiny.generate(prompt, **GREEDY)
+    assert tiny.speculation.last.mode == "tree", "the next call is nobody's inner call"
+
+
+def test_a_copy_can_be_accelerated_itself(tiny: Any, prompt: torch.Tensor) -> None:
+    expected = tiny.generate(prompt, **GREEDY)
+    accelerate(tiny, expected)
+    twin = copy.deepcopy(tiny)
+    accelerate(twin, expected)
+    assert torch.equal(twin.generate(prompt, **GREEDY), expected)
+    assert twin.speculation.last.tokens_per_pass > 1
+    rs.restore(twin)
+    assert "generate" not in vars(twin)
+
+
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+def test_another_attention_implementation_may_be_chosen_later(
+    tiny: Any, prompt: torch.Tensor, recorded_pass: Any
+) -> None:
+    expected = tiny.generate(prompt, **GREEDY)
+    accelerate(tiny, expected, recorded_pass=recorded_pass)
+    for name in ("eager", "sdpa"):
+        tiny.set_attn_implementation(name)
+        assert torch.equal(tiny.generate(prompt, **GREEDY), expected)
+        assert tiny.speculation.last.tokens_per_pass > 1
+
+
+def broken(model: Any, value: float, rows: slice) -> Any:
+    """A copy whose logits are `value`, or NaN, for some tokens."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight[rows] = value
+    return model
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("rows", [slice(5, 6), slice(190, 199), slice(None)], ids=["one", "tail", "all"])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_decoding_of_a_model_that_overflows(
+    tiny: Any, prompt: torch.Tensor, value: float, rows: slice, penalty: float
+) -> None:
+    model = broken(tiny, value, rows)
+    same_accelerated(model, lambda: model.generate(prompt, repetition_penalty=penalty, **GREEDY))
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_k": 5}, {"top_p": 0.9}, {"typical_p": 0.9}], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_sampling_from_no_distribution_is_an_error(
+    tiny: Any, prompt: torch.Tensor, value: float, rules: dict[str, Any]
+) -> None:
+    def leave_none(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -math.inf)
+
+    model = broken(tiny, value, slice(5, 6))
+    options = {"do_sample": True, "max_new_tokens": 8, "top_k": 0} | rules
+    own: dict[str, Any] = {"logits_processor": [leave_none]}
+    for given in ({}, own):
+        with pytest.raises(RuntimeError):
+            model.generate(prompt, **given, **options)
+    accelerate(model, prompt)
+    for given in ({}, own):
+        with pytest.raises(DistributionError, match="scores to sample from"):
+            model.generate(prompt, **given, **options)
+
+
+@pytest.mark.parametrize("rules", [Warpers(), Warpers(top_k=5), Warpers(top_p=0.9), Warpers(min_p=0.1)], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_device_leaves_rows_without_a_distribution_to_the_host(value: float, rules: Warpers) -> None:
+    scores = 5 * torch.randn(3, 3000, generator=torch.Generator().manual_seed(0))
+    scores[1, 2999] = value
+    drawn = sample_rows(scores, torch.tensor([3, 4, 5]), rules)
+    assert (drawn >= 0).tolist() == [True, False, True]

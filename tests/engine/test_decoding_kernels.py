@@ -1,0 +1,135 @@
+"""Every kernel against its obvious twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import naive_decoding as naive
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieve_spec.kernels import sampling, topk, treemask
+from retrieve_spec.sampling.pass_logits import read_logits
+
+SEEDS = st.integers(0, 2**32 - 1)
+FEW = settings(max_examples=40, deadline=None)
+
+
+def random_tree(rng: np.random.Generator, n: int) -> tuple[Any, Any, Any]:
+    parent = np.array([rng.integers(-1, i) for i in range(n)], np.int32)
+    depth = np.zeros(n, np.int32)
+    for i in range(n):
+        depth[i] = 1 if parent[i] < 0 else depth[parent[i]] + 1
+    return parent, depth, rng.integers(0, 5, n).astype(np.int32)
+
+
+@FEW
+@given(SEEDS, st.integers(1, 5), st.sampled_from([1, 3, 127, 128, 129, 300]), st.integers(1, 9))
+def test_row_topk_takes_the_largest_and_the_first_of_equals(seed: int, rows: int, vocab: int, k: int) -> None:
+    rng = np.random.default_rng(seed)
+    k = min(k, vocab)
+    logits = rng.integers(-4, 4, (rows, vocab)).astype(np.float32)  # many ties
+    if seed % 3 == 0:
+        logits[:, rng.random(vocab) < 0.3] = -np.inf
+    got = read_logits(torch.from_numpy(logits), k)
+    ids, values = naive.row_topk(logits, k)
+    np.testing.assert_array_equal(got.top_logits, values)
+    finite = np.isfinite(values)
+    np.testing.assert_array_equal(got.top_ids[finite], ids[finite])
+
+
+def test_row_topk_agrees_with_argmax_of_torch_on_ties() -> None:
+    logits = torch.zeros(3, 1000)
+    logits[1, 400:] = 2.0
+    logits[2, [7, 900]] = 5.0
+    assert read_logits(logits, 4).top_ids[:, 0].tolist() == logits.argmax(-1).tolist() == [0, 400, 7]
+
+
+@FEW
+@given(SEEDS, st.integers(1, 300), st.integers(-3, 3))
+def test_collect_at_least(seed: int, size: int, floor: int) -> None:
+    row = np.random.default_rng(seed).integers(-4, 4, size).astype(np.float32)
+    ids = np.empty(size, np.int32)
+    count = topk.collect_at_least(row, float(floor), ids)
+    assert ids[:count].tolist() == np.flatnonzero(row >= floor).tolist()
+    np.testing.assert_array_equal(topk.block_maxima(row), row[: size // 128 * 128].reshape(-1, 128).max(axis=1))
+
+
+@FEW
+@given(SEEDS, st.integers(0, 12), st.integers(1, 4), st.integers(0, 20), st.integers(0, 7), st.integers(0, 7))
+def test_tree_mask(seed: int, n: int, roots: int, past: int, window: int, chunk: int) -> None:
+    rng = np.random.default_rng(seed)
+    parent, depth, _ = random_tree(rng, n)
+    left = int(rng.integers(0, 3)) if past > 3 else 0
+    padded = np.arange(past) < left
+    offset = max(0, past - window + 1) if window else 0
+    kv = past - offset + roots + n
+    mask = np.empty((roots + n, kv), bool)
+    treemask.fill_tree_mask(mask, parent, depth, roots, past, offset, window, chunk, left, padded)
+    wanted = naive.tree_mask(parent, depth, roots, past, offset, kv, window, chunk, left, padded)
+    np.testing.assert_array_equal(mask, wanted)
+
+
+@FEW
+@given(SEEDS, st.integers(0, 20), st.integers(-1, 10), st.integers(0, 4))
+def test_find_child(seed: int, n: int, node: int, token: int) -> None:
+    parent, _, token_ids = random_tree(np.random.default_rng(seed), n)
+    assert treemask.find_child(parent, token_ids, node, token) == naive.find_child(parent, token_ids, node, token)
+
+
+def test_fill_inputs_writes_ids_and_positions() -> None:
+    _, depth, token_ids = random_tree(np.random.default_rng(0), 6)
+    ids, positions = np.full(10, -1), np.full(10, -1)
+    treemask.fill_inputs(ids, positions, np.array([7, 8], np.int32), token_ids, depth, 40)
+    assert ids.tolist() == [7, 8, *token_ids.tolist(), -1, -1]
+    assert positions.tolist() == [40, 41, *(41 + depth).tolist(), -1, -1]
+
+
+RULES = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (1.3, 5, 1.0, 0.0),
+    (0.8, 20, 0.8, 0.05),
+    (1.0, 0, 1.0, 0.1),
+    (0.5, 3, 0.5, 0.2),
+]
+
+
+@FEW
+@given(SEEDS, st.sampled_from(RULES), st.sampled_from([4, 50, 400, 3000]))
+def test_truncation_is_that_of_the_warpers(seed: int, rules: tuple[float, int, float, float], vocab: int) -> None:
+    row = (np.random.default_rng(seed).standard_normal(vocab) * 2).astype(np.float32)
+    ids, scores = np.empty(vocab, np.int32), np.empty(vocab, np.float64)
+    count = sampling.truncate_row(row, *rules, ids, scores)
+    wanted = naive.processed(row, *rules)
+    assert sorted(ids[:count].tolist()) == np.flatnonzero(np.isfinite(wanted)).tolist()
+    np.testing.assert_allclose(scores[:count], wanted[ids[:count]], rtol=1e-6)
+
+
+def test_top_k_keeps_ties() -> None:
+    row = np.array([1, 3, 2, 2, 0], np.float32)
+    ids, scores = np.empty(5, np.int32), np.empty(5, np.float64)
+    assert sampling.truncate_row(row, 1.0, 2, 1.0, 0.0, ids, scores) == 3
+    assert sorted(ids[:3].tolist()) == [1, 2, 3]
+
+
+@FEW
+@given(SEEDS, st.integers(2, 400), st.integers(0, 10_000), st.floats(0.3, 2.0))
+def test_gumbel_argmax(seed: int, vocab: int, position: int, temperature: float) -> None:
+    row = (np.random.default_rng(seed).standard_normal(vocab) * 4).astype(np.float32)
+    row[0] = -np.inf
+    scores = {i: float(np.float64(row[i] / np.float32(temperature))) for i in range(1, vocab)}
+    wanted = naive.gumbel_argmax(scores, seed, 0, position)
+    assert sampling.gumbel_argmax_row(row, temperature, seed, 0, position) == wanted
+    ids = np.arange(1, vocab, dtype=np.int32)
+    listed = np.array([scores[i] for i in ids.tolist()])
+    assert sampling.gumbel_argmax(ids, listed, vocab - 1, seed, 0, position) == wanted
+
+
+@pytest.mark.parametrize("other", [(1, 0, 5), (0, 1, 5), (0, 0, 6)])
+def test_noise_depends_on_seed_row_and_position(other: tuple[int, int, int]) -> None:
+    row = np.zeros(1000, np.float32)
+    assert sampling.gumbel_argmax_row(row, 1.0, 0, 0, 5) != sampling.gumbel_argmax_row(row, 1.0, *other)

@@ -1,0 +1,116 @@
+"""Stores with a dense index behind `generate`: same output, states of the layer the store keeps, whose they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import retrieve_spec as rs
+from retrieve_spec.config import DenseConfig, StoreConfig
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.errors import MissingSourceError, ModelMismatchError
+
+SIZE = 120
+
+
+def random_model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return random_model(0)
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return torch.tensor([[(i * 37 + 11) % SIZE for i in range(20)]])
+
+
+@pytest.fixture(scope="module")
+def stores(model, tmp_path_factory):
+    """Stores of what the model says to some prompts, with keys of the last and of the second layer."""
+    folder = tmp_path_factory.mktemp("dense")
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(SIZE)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
+    (folder / "texts").mkdir()
+    for seed in range(6):
+        torch.manual_seed(seed)
+        start = torch.randint(0, SIZE, (1, 8)) if seed else torch.tensor([[(i * 37 + 11) % SIZE for i in range(20)]])
+        said = model.generate(start, do_sample=False, max_new_tokens=80)[0].tolist()
+        (folder / "texts" / f"{seed}.txt").write_text(" ".join(map(str, said)))
+    found = {}
+    for layer in ("last", 2):
+        config = StoreConfig(index="exact", dense=DenseConfig(str(folder / "model"), layer=layer, dims=16))
+        build_datastore(folder / f"store-{layer}", str(folder / "texts"), tokenizer, config=config)
+        found[layer] = folder / f"store-{layer}"
+    return found
+
+
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+@pytest.mark.parametrize("layer", ["last", 2])
+@pytest.mark.parametrize("draft", ["dresd", "auto"])
+def test_output_stays_the_same_and_neighbours_are_found(model, prompt, stores, draft, layer, recorded_pass) -> None:
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=60)
+    rs.accelerate(model, datastores=[stores[layer]], draft=draft, recorded_pass=recorded_pass)
+    try:
+        assert model.generate(prompt, do_sample=False, max_new_tokens=60, nodes=16).tolist() == expected.tolist()
+        report = model.speculation.last
+        assert report.tokens_per_pass > 4, "the store holds the answer"
+        if draft == "dresd":
+            assert set(report.accepted_by_source) == {"dense"}
+        verifier = model.speculation._make_verifier()
+        assert getattr(verifier, "_captured", None) is None or verifier._captured.layer == layer
+    finally:
+        rs.restore(model)
+
+
+def test_the_key_of_a_token_is_the_state_that_the_pass_hands_out(model, prompt, stores) -> None:
+    """With the store's own text as the prompt, the nearest neighbour is the same place, at similarity one."""
+    for layer, path in stores.items():
+        store = open_datastore(path)
+        rs.accelerate(model, datastores=[store], draft="dresd")
+        try:
+            drafter = model.speculation.drafter()
+            model.generate(prompt, do_sample=False, max_new_tokens=1)
+            near = drafter.indexes.search(drafter._hidden, 1)
+            segment = store.segments[int(near.segment[0])]
+            position = int(near.position[0])
+            assert near.similarity[0] == pytest.approx(1, abs=1e-3)
+            tail = segment.to_global[segment.tokens[position - 9 : position + 1]]
+            np.testing.assert_array_equal(tail, prompt[0, -10:].numpy())
+            assert drafter.wants_hidden == layer
+        finally:
+            rs.restore(model)
+
+
+def test_a_store_of_another_model_names_both_and_can_be_used_without_its_dense_index(prompt, stores) -> None:
+    other = random_model(1)
+    expected = other.generate(prompt, do_sample=False, max_new_tokens=20)
+    with pytest.raises(ModelMismatchError, match="dense='off'"):
+        rs.accelerate(other, datastores=[stores["last"]])
+    assert not hasattr(other, "speculation")
+    rs.accelerate(other, datastores=[stores["last"]], dense="off")
+    assert other.speculation.drafter().wants_hidden is None
+    assert other.generate(prompt, do_sample=False, max_new_tokens=20).tolist() == expected.tolist()
+    with pytest.raises(MissingSourceError, match="dense index"):
+        other.generate(prompt, draft="dresd")
+    rs.restore(other)
+    rs.accelerate(other)
+    with pytest.raises(ModelMismatchError):
+        other.speculation.use_datastores([open_datastore(stores["last"])])
+    assert other.speculation.datastores == [], "nothing changed"

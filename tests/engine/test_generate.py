@@ -1,0 +1,464 @@
+"""`generate` of an accelerated model: same signature, same output, same side effects."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted_drafter import ScriptedDrafter
+from transformers import DynamicCache, GenerationConfig, GPT2Config, GPT2LMHeadModel, LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+import retrieve_spec as rs
+from retrieve_spec import errors
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+
+
+def answer_of(model: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+    return model.generate(prompt, **(GREEDY | options))
+
+
+def scripted(model: Any, answer: Any, script: str = "right", **options: Any) -> ScriptedDrafter:
+    drafter = ScriptedDrafter(answer[0], script, length=9)
+    rs.accelerate(model, drafter=drafter, nodes=32, **options)
+    return drafter
+
+
+class RecordingStreamer:
+    def __init__(self, fail_after: int = -1) -> None:
+        self.puts: list[list[int]] = []
+        self.ended, self.fail_after = 0, fail_after
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.puts) == self.fail_after:
+            raise RuntimeError("the reader went away")
+        self.puts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Tokenizer:
+    """Letters for tokens, enough for predictions."""
+
+    def __init__(self, size: int = 199) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+        return {"input_ids": [ord(letter) - 256 for letter in text]}
+
+
+def test_signature_and_restore(tiny: Any, prompt: torch.Tensor) -> None:
+    before = inspect.signature(tiny.generate)
+    expected = answer_of(tiny, prompt)
+    drafter = scripted(tiny, expected)
+    assert inspect.signature(tiny.generate) == before
+    assert torch.equal(answer_of(tiny, prompt), expected)
+    assert drafter.started == 1
+    assert rs.restore(tiny) is tiny
+    assert "generate" not in vars(tiny)
+    assert not hasattr(tiny, "speculation")
+    assert torch.equal(answer_of(tiny, prompt), expected)
+    assert drafter.started == 1
+    assert rs.restore(tiny) is tiny, "restoring twice does nothing"
+
+
+def test_context_manager_restores_after_an_error(tiny: Any) -> None:
+    with rs.accelerated(tiny, draft="off") as model:
+        assert model is tiny
+        assert hasattr(tiny, "speculation")
+    assert not hasattr(tiny, "speculation")
+    with pytest.raises(ZeroDivisionError), rs.accelerated(tiny, draft="off"):
+        1 / 0  # noqa: B018
+    assert not hasattr(tiny, "speculation")
+
+
+def test_a_generate_set_before_is_called_and_put_back(tiny: Any, prompt: torch.Tensor) -> None:
+    calls = []
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return type(tiny).generate(tiny, *args, **kwargs)
+
+    tiny.generate = mine
+    try:
+        rs.accelerate(tiny, draft="off")
+        answer_of(tiny, prompt)
+        assert len(calls) == 1
+        rs.restore(tiny)
+        assert tiny.generate is mine
+    finally:
+        del tiny.generate
+
+
+def test_a_copy_of_the_model_generates_with_its_own_weights(tiny: Any, prompt: torch.Tensor) -> None:
+    expected = answer_of(tiny, prompt)
+    rs.accelerate(tiny, draft="off")
+    other = copy.deepcopy(tiny)
+    assert torch.equal(answer_of(other, prompt), expected)
+    assert tiny.speculation.last is None, "a copy is not accelerated"
+    with torch.no_grad():
+        other.lm_head.weight.neg_()
+    assert torch.equal(answer_of(tiny, prompt), expected)
+    assert not torch.equal(answer_of(other, prompt), expected)
+
+
+def test_report(tiny: Any, prompt: torch.Tensor) -> None:
+    expected = answer_of(tiny, prompt)
+    scripted(tiny, expected)
+    assert tiny.speculation.last is None
+    answer_of(tiny, prompt)
+    last = tiny.speculation.last
+    assert (last.mode, last.reason, last.new_tokens, last.passes) == ("tree", "", 24, 4)
+    assert last.tokens_per_pass == 6.0
+    assert last.accepted_by_source == {"script": 20}
+    assert last.seconds > 0
+    assert last.verify_ms > 0
+    assert last.as_dict()["tokens_per_pass"] == 6.0
+
+
+def test_draft_off_and_nodes_per_call(tiny: Any, prompt: torch.Tensor) -> None:
+    expected = answer_of(tiny, prompt)
+    drafter = scripted(tiny, expected)
+    assert torch.equal(answer_of(tiny, prompt, draft="off"), expected)
+    assert tiny.speculation.last.passes == 24
+    assert (tiny.speculation.last.mode, tiny.speculation.last.reason) == ("plain", "drafting is off")
+    assert torch.equal(answer_of(tiny, prompt, nodes=0), expected)
+    assert tiny.speculation.last.nodes == 0
+    assert drafter.started == 0
+    assert torch.equal(answer_of(tiny, prompt, nodes=3), expected)
+    assert {budget.max_nodes for budget in drafter.budgets} <= {3, 0}
+    assert all(budget.cost is None for budget in drafter.budgets)
+
+
+def test_prediction_reaches_the_drafter(tiny: Any, prompt: torch.Tensor) -> None:
+    drafter = scripted(tiny, answer_of(tiny, prompt), tokenizer=Tokenizer())
+    for prediction in ([5, 6, 7], np.array([5, 6, 7]), torch.tensor([[5, 6, 7]]), chr(261) + chr(262) + chr(263)):
+        answer_of(tiny, prompt, prediction=prediction)
+        assert drafter.prediction_ids.tolist() == [5, 6, 7]
+        assert drafter.prediction_ids.dtype == np.int32
+    answer_of(tiny, prompt)
+    assert drafter.prediction_ids is None
+
+
+@pytest.mark.parametrize("stop", [[60], [60, 61]])
+def test_end_of_text_tokens(tiny: Any, prompt: torch.Tensor, stop: list[int]) -> None:
+    ids = answer_of(tiny, prompt)[0, 12:].tolist()
+    stop = [ids[7], *stop[1:]]
+    expected = answer_of(tiny, prompt, eos_token_id=stop, pad_token_id=0)
+    assert expected.shape[1] < 36
+    scripted(tiny, answer_of(tiny, prompt))
+    assert torch.equal(answer_of(tiny, prompt, eos_token_id=stop, pad_token_id=0), expected)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"max_new_tokens": None, "max_length": 20},
+    {"max_new_tokens": 1},
+    {"min_new_tokens": 10},
+    {"repetition_penalty": 1.5},
+    {"no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[7], [9, 11]]},
+    {"suppress_tokens": [5, 100, 150]},
+    {"forced_eos_token_id": 77},
+    {"sequence_bias": [[[5], 4.0]]},
+    {"exponential_decay_length_penalty": (5, 1.5)},
+    {"renormalize_logits": True},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(setting))
+@pytest.mark.parametrize("script", ["right", "branchy"])
+def test_settings_that_change_greedy_output(tiny: Any, prompt: torch.Tensor, setting: Any, script: str) -> None:
+    base = answer_of(tiny, prompt)
+    settings = {"eos_token_id": int(base[0, 17]), "pad_token_id": 0} | setting
+    if "sequence_bias" in settings:
+        settings["sequence_bias"] = {(5,): 4.0}
+    expected = answer_of(tiny, prompt, **settings)
+    scripted(tiny, expected, script)
+    assert torch.equal(answer_of(tiny, prompt, **settings), expected)
+    assert tiny.speculation.last.mode == "tree"
+
+
+def test_generation_config_is_honoured(tiny: Any, prompt: torch.Tensor) -> None:
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, repetition_penalty=1.3)
+    expected = tiny.generate(prompt, generation_config=config)
+    scripted(tiny, expected)
+    assert torch.equal(tiny.generate(prompt, generation_config=config), expected)
+    assert torch.equal(tiny.generate(prompt, config), expected), "positional"
+    ones = torch.ones_like(prompt)
+    assert torch.equal(tiny.generate(inputs=prompt, attention_mask=ones, generation_config=config), expected)
+
+
+SAMPLED = [
+    {},
+    {"temperature": 0.7, "top_k": 0, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 0},
+    {"top_k": 5},
+    {"min_p": 0.1, "top_k": 0},
+    {"temperature": 0.9, "repetition_penalty": 1.2},
+    {"typical_p": 0.8},
+    {"epsilon_cutoff": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", SAMPLED, ids=str)
+@pytest.mark.parametrize("script", ["right", "branchy"])
+def test_sampled_output_is_the_same_with_drafting(tiny: Any, prompt: torch.Tensor, options: Any, script: str) -> None:
+    options = {"do_sample": True, "max_new_tokens": 24} | options
+    rs.accelerate(tiny, draft="off")
+    torch.manual_seed(11)
+    plain = tiny.generate(prompt, **options)
+    drafter = scripted(tiny, plain, script)
+    torch.manual_seed(11)
+    assert torch.equal(tiny.generate(prompt, **options), plain)
+    assert tiny.speculation.last.tokens_per_pass > 1.2
+    torch.manual_seed(12)
+    assert not torch.equal(tiny.generate(prompt, **options), plain), "the seed comes from torch's generator"
+    assert torch.equal(tiny.generate(prompt, seed=5, **options), tiny.generate(prompt, seed=5, nodes=2, **options)), (
+        "a given seed fixes the text"
+    )
+    assert drafter.finished == 4
+
+
+class CountingProcessor(LogitsProcessor):
+    """Stateful: shifts the favourite token by the number of its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls.append(input_ids.shape[1])
+        scores = scores.clone()
+        scores[:, len(self.calls) % 7] += 2.0
+        return scores
+
+
+@pytest.mark.parametrize("script", ["right", "branchy"])
+def test_stateful_processors_are_called_once_per_token(tiny: Any, prompt: torch.Tensor, script: str) -> None:
+    expected = answer_of(tiny, prompt, logits_processor=[CountingProcessor()])
+    scripted(tiny, expected, script)
+    processor = CountingProcessor()
+    assert torch.equal(answer_of(tiny, prompt, logits_processor=[processor]), expected)
+    assert processor.calls == list(range(12, 36))
+
+
+class StopAt(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length, self.calls = length, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls += 1
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+def test_custom_criteria_cut_inside_an_accepted_run(tiny: Any, prompt: torch.Tensor) -> None:
+    scripted(tiny, answer_of(tiny, prompt))
+    stop = StopAt(19)
+    out = answer_of(tiny, prompt, stopping_criteria=[stop], return_dict_in_generate=True)
+    assert out.sequences.shape[1] == 19
+    assert out.past_key_values.get_seq_length() == 18
+    assert stop.calls == 7
+
+
+def test_scores_and_logits_are_returned(tiny: Any, prompt: torch.Tensor) -> None:
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "repetition_penalty": 1.2}
+    expected = answer_of(tiny, prompt, **options)
+    scripted(tiny, expected.sequences, "branchy")
+    got = answer_of(tiny, prompt, **options)
+    assert type(got) is type(expected)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert len(got.scores) == len(got.logits) == 24
+    for mine, wanted in zip((*got.scores, *got.logits), (*expected.scores, *expected.logits), strict=True):
+        torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_streamer_gets_every_token_once_and_the_end(tiny: Any, prompt: torch.Tensor) -> None:
+    plain, ours = RecordingStreamer(), RecordingStreamer()
+    expected = answer_of(tiny, prompt, streamer=plain)
+    scripted(tiny, expected)
+    answer_of(tiny, prompt, streamer=ours)
+    assert ours.puts == plain.puts
+    assert (ours.ended, plain.ended) == (1, 1)
+
+
+def test_streamer_hears_the_end_after_an_error(tiny: Any, prompt: torch.Tensor) -> None:
+    expected = answer_of(tiny, prompt)
+    scripted(tiny, expected)
+    streamer = RecordingStreamer(fail_after=4)
+    with pytest.raises(RuntimeError, match="went away"):
+        answer_of(tiny, prompt, streamer=streamer)
+    assert streamer.ended == 1
+    assert torch.equal(answer_of(tiny, prompt), expected), "the model is usable afterwards"
+
+
+def test_callers_cache_with_only_new_tokens(tiny: Any, prompt: torch.Tensor) -> None:
+    """A cache of the first part, and only the second part passed with a mask over both."""
+
+    def first_cache() -> DynamicCache:
+        cache = DynamicCache(config=tiny.config)
+        with torch.no_grad():
+            tiny(prompt[:, :7], past_key_values=cache)
+        return cache
+
+    options = {"attention_mask": torch.ones(1, 12, dtype=torch.long)}
+    expected = answer_of(tiny, prompt[:, 7:], past_key_values=first_cache(), **options)
+    scripted(tiny, torch.cat([prompt[:, 7:], answer_of(tiny, prompt)[:, 12:]], dim=1))
+    cache = first_cache()
+    assert torch.equal(answer_of(tiny, prompt[:, 7:], past_key_values=cache, **options), expected)
+    assert tiny.speculation.last.mode == "tree"
+    assert cache.get_seq_length() == 35
+
+
+def test_a_cache_without_config(tiny: Any, prompt: torch.Tensor) -> None:
+    expected = answer_of(tiny, prompt)
+    scripted(tiny, expected, "branchy")
+    cache = DynamicCache()
+    assert torch.equal(answer_of(tiny, prompt, past_key_values=cache), expected)
+    assert cache.get_seq_length() == 35
+
+
+DELEGATED: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 2}, "beams"),
+    ({"num_return_sequences": 2, "do_sample": True}, "several sequences"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt lookup"),
+    ({"use_cache": False}, "cache is switched off"),
+    ({"cache_implementation": "static"}, "cache implementation"),
+    ({"output_attentions": True, "return_dict_in_generate": True}, "attentions"),
+    ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states"),
+    ({"prefill_chunk_size": 4}, "in chunks"),
+    ({"guidance_scale": 1.5}, "guidance"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), DELEGATED, ids=lambda value: str(value)[:24])
+def test_what_is_left_to_the_original(tiny: Any, prompt: torch.Tensor, options: Any, reason: str) -> None:
+    torch.manual_seed(3)
+    expected = answer_of(tiny, prompt, **options)
+    scripted(tiny, answer_of(tiny, prompt))
+    torch.manual_seed(3)
+    got = answer_of(tiny, prompt, **options)
+    assert torch.equal(getattr(got, "sequences", got), getattr(expected, "sequences", expected))
+    assert tiny.speculation.last.mode == "delegated"
+    assert reason in tiny.speculation.last.reason
+
+
+def test_batches_and_embeddings_are_left_to_the_original(tiny: Any, prompt: torch.Tensor, caplog: Any) -> None:
+    both = torch.cat([prompt, prompt.flip(1)])
+    embeds = tiny.get_input_embeddings()(prompt).detach()
+    expected = [answer_of(tiny, both), tiny.generate(inputs_embeds=embeds, **GREEDY)]
+    scripted(tiny, answer_of(tiny, prompt))
+    with caplog.at_level(logging.INFO, "retrieve_spec"):
+        for _ in range(2):
+            assert torch.equal(answer_of(tiny, both), expected[0])
+            assert "one row" in tiny.speculation.last.reason
+    assert len([record for record in caplog.records if "one row" in record.message]) == 1, "said once"
+    assert torch.equal(tiny.generate(inputs_embeds=embeds, **GREEDY), expected[1])
+
+
+def test_prompt_at_the_position_limit(tiny: Any) -> None:
+    ids = torch.tensor([[3 + i % 100 for i in range(126)]])
+    expected = tiny.generate(ids, max_new_tokens=8, do_sample=False)
+    scripted(tiny, expected)
+    assert torch.equal(tiny.generate(ids, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_learned_positions_end_as_in_plain_generate() -> None:
+    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=None)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]])
+    expected = model.generate(ids, max_length=16, do_sample=False, pad_token_id=0)
+    scripted(model, expected)
+    assert torch.equal(model.generate(ids, max_length=16, do_sample=False, pad_token_id=0), expected)
+    with pytest.raises(IndexError):
+        model.generate(ids, max_length=20, do_sample=False, pad_token_id=0)
+
+
+def test_drafts_end_at_the_last_learned_position_behind_a_cache() -> None:
+    """A criterion ends the text where the positions do; the row knows only its new tokens, the cache holds the rest."""
+
+    class Full(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((1,), input_ids.shape[1] >= 12)
+
+    def continued() -> torch.Tensor:
+        cache = DynamicCache(config=config)
+        with torch.no_grad():
+            model(ids[:, :4], past_key_values=cache)
+        mask = torch.ones_like(ids)
+        return answer_of(
+            model, ids[:, 4:], past_key_values=cache, attention_mask=mask, stopping_criteria=[Full()], pad_token_id=0
+        )
+
+    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=None)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    expected = continued()
+    assert expected.shape == (1, 12)
+    drafter = ScriptedDrafter(torch.cat([expected, expected], dim=1)[0], "right", length=15)
+    rs.accelerate(model, drafter=drafter, nodes=32)
+    assert torch.equal(continued(), expected)
+    assert drafter.budgets[0].max_depth == 16 - 4 - 3, "after the cached tokens, the prompt and the first new one"
+
+
+def test_bad_input_is_a_typed_error(tiny: Any, prompt: torch.Tensor) -> None:
+    with pytest.raises(errors.UnsupportedModelError, match="got Linear"):
+        rs.accelerate(torch.nn.Linear(2, 2))
+    with pytest.raises(errors.TokenizerMismatchError, match="at most 199 tokens"):
+        rs.accelerate(tiny, Tokenizer(500))
+    with pytest.raises(errors.ConfigError, match="Did you mean 'nodes'"):
+        rs.accelerate(tiny, node=3)
+    with pytest.raises(errors.UnknownPresetError):
+        rs.accelerate(tiny, draft="nonsense")
+    assert not hasattr(tiny, "speculation"), "nothing was changed"
+    with pytest.raises(errors.ConfigError, match="accelerate"):
+        next(rs.generate_stream(tiny, prompt))
+    scripted(tiny, answer_of(tiny, prompt))
+    with pytest.raises(errors.ConfigError, match="nodes"):
+        answer_of(tiny, prompt, nodes=-1)
+    with pytest.raises(errors.UnknownPresetError):
+        answer_of(tiny, prompt, draft="nonsense")
+    with pytest.raises(errors.PromptError):
+        answer_of(tiny, prompt[:, :0])
+    with pytest.raises(errors.ConfigError, match="tokenizer"):
+        answer_of(tiny, prompt, prediction="text")
+    with pytest.raises(errors.ConfigError, match="one row"):
+        rs.generate_stream(tiny, torch.cat([prompt, prompt]))
+
+
+def test_threads_take_turns(tiny: Any, prompt: torch.Tensor) -> None:
+    expected = answer_of(tiny, prompt)
+    scripted(tiny, expected)
+    results: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(torch.equal(answer_of(tiny, prompt), expected)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 4
+
+
+def test_datastores_are_given_as_folders_or_open(tmp_path, reference_model, reference_tokenizer) -> None:
+    (tmp_path / "a.py").write_text("def first():\n    return 1\n" * 4)
+    folder = tmp_path / "store"
+    rs.build_datastore(folder, [str(tmp_path / "a.py")], reference_tokenizer)
+    for store in (str(folder), folder, rs.open_datastore(folder)):
+        rs.accelerate(reference_model, tokenizer=reference_tokenizer, datastores=[store], nodes=4, recorded_pass="off")
+        assert [s.path for s in reference_model.speculation.datastores] == [folder]
+        rs.restore(reference_model)
+    with pytest.raises(errors.StoreNotFoundError):
+        rs.accelerate(reference_model, datastores=[str(tmp_path / "none")])

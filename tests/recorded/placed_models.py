@@ -1,0 +1,58 @@
+"""Models on a pretended GPU whose verifiers share one recording."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from pretend_cuda import CudaTensor, PretendCuda, move_recording
+from scripted_drafter import ScriptedDrafter
+from small_decoders import VOCAB, build
+
+import retrieve_spec as rs
+from retrieve_spec.recorded.cuda.pass_pool import PassPool
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import read_interface
+
+
+class Placed:
+    """A model on the pretended GPU whose verifiers share a recording, and the counts at the begin of every pass."""
+
+    def __init__(self, gpu: PretendCuda, family: str = "llama", index: int = 0) -> None:
+        self.host = build(family)
+        self.gpu, self.device = gpu, torch.device("cuda", index)
+        self.begins: list[tuple[Counter[str], Counter[str]]] = []
+        captured = RecordedPass(self.host, 2)
+        self.model = copy.deepcopy(self.host).to(self.device)
+        move_recording(captured, self.model, index)
+        self.captured = captured
+
+    def accelerate(self, answer: Any, script: str = "branchy", graphs: bool = True) -> PassPool:
+        model, interface, captured = self.model, read_interface(self.model), self.captured
+        rs.accelerate(model, drafter=ScriptedDrafter(answer, script, vocab=VOCAB), nodes=24, recorded_pass="off")
+        pool, placed = PassPool(captured), self
+
+        class Counted(RecordedVerifier):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                placed.begins.append((Counter(placed.gpu.waits), Counter(placed.gpu.uploads)))
+                return super().forward(*args, **kwargs)
+
+        model.speculation._make_verifier = lambda: Counted(
+            model, HFVerifier(model, interface), captured, pool if graphs else None
+        )
+        return pool
+
+    def generate(self, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+        self.begins.clear()
+        out = self.model.generate(prompt.to(self.device), **options)
+        assert isinstance(out, CudaTensor) and out.device == self.device
+        return out.host
+
+    def steps(self) -> list[tuple[Counter[str], Counter[str]]]:
+        """What every step but the prompt's and the last one counted: waits and uploads."""
+        pairs = zip(self.begins[1:-1], self.begins[2:], strict=True)
+        return [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]

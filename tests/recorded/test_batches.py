@@ -1,0 +1,223 @@
+"""Batches whose rows are decoded in step: the tokens of plain `generate`, and of every row alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted_drafter import ScriptedDrafter
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
+
+import retrieve_spec as rs
+from retrieve_spec.engine import batch as batches
+from retrieve_spec.engine import speculation
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.sampling.samplers import make_sampler
+
+LENGTHS = (5, 17, 1, 11)
+
+
+def left_padded(lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
+    """Rows of different text and length, as a tokenizer with `padding_side="left"` gives them."""
+    longest = max(lengths)
+    ids, mask = torch.zeros((2, len(lengths), longest), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, longest - length :] = torch.tensor([3 + (i * 37 + 11 * row + 7) % 190 for i in range(length)])
+        mask[row, longest - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def script(model: Any, monkeypatch: pytest.MonkeyPatch, answers: Any, name: str) -> list[ScriptedDrafter]:
+    """Accelerate a model whose rows draft what `answers` say, in the manner of a script."""
+    rs.accelerate(model, nodes=12, recorded_pass="always")
+    drafters = []
+
+    def row_drafters(_self: Any, draft: Any, rows: int) -> list[Any]:
+        if draft == "off":
+            return [None] * rows
+        drafters[:] = [ScriptedDrafter(answer[answer != 0], name) for answer in answers]
+        return drafters
+
+    monkeypatch.setattr(speculation.Speculation, "row_drafters", row_drafters)
+    return drafters
+
+
+@pytest.mark.parametrize("name", ["right", "wrong", "half", "branchy"])
+def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left-padded rows that end at different times; whatever is drafted, tokens and padding are plain `generate`'s."""
+    inputs, options = left_padded(), {"max_new_tokens": 40, "do_sample": False}
+    free = tiny.generate(**inputs, **options)
+    options["eos_token_id"] = [int(free[0, 17 + 9]), int(free[1, 17 + 22])]
+    plain = tiny.generate(**inputs, **options)
+    ends = {int((row[17:] != 0).sum()) for row in plain}
+    assert len(ends) > 2, "rows of different length"
+    drafters = script(tiny, monkeypatch, free, name)
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+    report = tiny.speculation.last
+    assert (report.mode, report.rows) == ("tree", 4)
+    assert report.new_tokens == int((plain[:, 17:] != 0).sum())
+    assert [len(d.text) for d in drafters] == [int((row != 0).sum()) for row in plain]
+    assert [d.finished for d in drafters] == [1] * 4
+    most = max(len(d.seen) for d in drafters)
+    assert report.passes == most, "as many passes as the row that needs most of them"
+    if name == "right":
+        assert report.passes < max(ends) / 3
+    assert torch.equal(tiny.generate(**inputs, **options, draft="off"), plain)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"temperature": 0.9},
+        {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"no_repeat_ngram_size": 2, "min_new_tokens": 5},
+    ],
+)
+def test_sampled_rows_are_those_of_each_row_alone(
+    tiny: Any, rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts and without, and row by row through the ordinary verifier with the noise of that row."""
+    inputs = left_padded()
+    options = {"max_new_tokens": 24, "do_sample": True, "top_k": 0, "seed": 5} | rules
+    rs.accelerate(tiny, draft="off", recorded_pass="always")
+    undrafted = tiny.generate(**inputs, **options)
+    assert tiny.speculation.last.rows == 4
+    assert len({tuple(row[17:].tolist()) for row in undrafted}) == 4
+    script(tiny, monkeypatch, undrafted, "branchy")
+    assert torch.equal(tiny.generate(**inputs, **options), undrafted)
+    assert tiny.speculation.last.tokens_per_pass > 4.5
+    for row in range(4):
+        alone = {name: part[row : row + 1] for name, part in inputs.items()}
+        monkeypatch.setattr(
+            speculation, "make_sampler", lambda *given, row=row, **named: make_sampler(*given, row=row, **named)
+        )
+        assert torch.equal(tiny.generate(**alone, **options, draft="off"), undrafted[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [
+        ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("gemma2", {"sliding_window": 8, "attn_implementation": "eager"}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_windows_capping_and_experts(model_type: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    common: dict[str, Any] = {
+        "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+        "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    }  # fmt: skip
+    attention = extra.pop("attn_implementation", "sdpa")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **common, **extra)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    inputs, options = left_padded((20, 3, 29)), {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(**inputs, **options)
+    script(model, monkeypatch, plain, "branchy")
+    assert torch.equal(model.generate(**inputs, **options), plain)
+    assert model.speculation.last.rows == 3
+    assert model.speculation.last.tokens_per_pass > 3.5
+
+
+def test_rows_draft_for_themselves_and_budgets_are_shared(tiny: Any) -> None:
+    """`auto`: nothing of one row is drafted in another, and one pass never holds more nodes than a pass may."""
+    inputs, options = left_padded(), {"max_new_tokens": 60, "do_sample": False}
+    plain = tiny.generate(**inputs, **options)
+    rs.accelerate(tiny, recorded_pass="always")
+    own = [row[17 - length :].tolist() for row, length in zip(plain, LENGTHS, strict=True)]
+    ours = tiny.generate(**inputs, **options, prediction=own, nodes=256)
+    assert torch.equal(ours, plain)
+    guided = tiny.speculation.last
+    assert guided.passes < 20
+    assert max(nodes for nodes, *_ in guided.per_pass) <= 257 // 4
+    again = tiny.generate(**inputs, **options)
+    assert torch.equal(again, plain)
+    drafters = tiny.speculation.row_drafters(None, 4)
+    assert len({id(d) for d in drafters}) == len({id(d.context) for d in drafters}) == 4
+    assert len({id(d.calibration) for d in drafters}) == 1
+    first = tiny.speculation.last.passes
+    assert torch.equal(tiny.generate(**inputs, **options, prediction=own[0]), plain), "one prediction for all rows"
+    with pytest.raises(ConfigError, match="each of 4 rows"):
+        tiny.generate(**inputs, **options, prediction=own[:3])
+    rs.accelerate(tiny, recorded_pass="always", session=True)
+    tiny.generate(**inputs, **options)
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+    assert tiny.speculation.last.passes < first, "a session remembers the rows"
+
+
+class Marked(LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"return_dict_in_generate": True}, "handed back"),
+        ({"logits_processor": [Marked()]}, "Marked may tell the rows"),
+        ({"max_time": 100.0}, "MaxTimeCriteria may tell the rows"),
+        ({"num_beams": 2}, "beams"),
+        (
+            {"attention_mask": torch.ones(4, 17, dtype=torch.long).index_fill(1, torch.tensor([3]), 0)},
+            "padded elsewhere",
+        ),
+        ({"inputs": left_padded((3,) * 9)["input_ids"]}, "more than 8 rows"),
+    ],
+)
+def test_what_is_left_to_generate(tiny: Any, change: dict[str, Any], reason: str) -> None:
+    inputs = left_padded()
+    if "inputs" in change:
+        inputs, change = {"input_ids": change["inputs"]}, {}
+    options = inputs | {"max_new_tokens": 6, "do_sample": False} | change
+    plain = tiny.generate(**options)
+    rs.accelerate(tiny, recorded_pass="always")
+    ours = tiny.generate(**options)
+    assert torch.equal(getattr(ours, "sequences", ours), getattr(plain, "sequences", plain))
+    assert tiny.speculation.last.mode == "delegated"
+    assert reason in tiny.speculation.last.reason
+
+
+def test_without_a_recording_batches_are_left_to_generate(tiny: Any) -> None:
+    inputs, options = left_padded(), {"max_new_tokens": 6, "do_sample": False}
+    plain = tiny.generate(**inputs, **options)
+    for given in ({"recorded_pass": "off"}, {"recorded_pass": "always", "drafter": ScriptedDrafter(plain[0])}):
+        rs.accelerate(tiny, **given)
+        assert torch.equal(tiny.generate(**inputs, **options), plain)
+        assert "more than one row" in tiny.speculation.last.reason
+
+
+def test_an_interrupted_batch_leaves_the_model_usable(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, options = left_padded(), {"max_new_tokens": 20, "do_sample": False}
+    plain = tiny.generate(**inputs, **options)
+    drafters = script(tiny, monkeypatch, plain, "half")
+    together, calls = batches.forward_together, []
+
+    def failing(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return together(*given)
+
+    monkeypatch.setattr(batches, "forward_together", failing)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.generate(**inputs, **options)
+    assert [d.finished for d in drafters] == [1] * 4
+    assert tiny.speculation.last.passes == 3
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+
+
+def test_costs_are_of_passes_over_as_many_rows(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's n nodes cost what n nodes in every row do; what is measured of batches stays out of the cost of one."""
+    rs.accelerate(tiny, recorded_pass="always")
+    before = tiny.speculation.cost.seconds(64, 256).copy()
+    costs = tiny.speculation.batch_costs(3)
+    assert sorted(costs) == [1, 2, 3]
+    np.testing.assert_allclose(costs[3].seconds(1, 256), before - tiny.speculation.cost.overhead, rtol=0.2, atol=1e-5)
+    made = batches.Batch([], [], costs, True)
+    curve, most = made._budget(3, 100)
+    assert most == 84 and curve.tolist() == costs[3].seconds(100, 256)[2::3][:85].tolist()
+    tiny.generate(**left_padded(), max_new_tokens=12, do_sample=False)
+    assert tiny.speculation.cost.seconds(64, 256).tolist() == before.tolist()

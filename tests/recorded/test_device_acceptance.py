@@ -1,0 +1,172 @@
+"""What is chosen on the device is what the host chooses, row for row and token for token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_drafter import ScriptedDrafter
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+import retrieve_spec as rs
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine import speculation
+from retrieve_spec.kernels import sampling
+from retrieve_spec.sampling import device_acceptance, samplers
+from retrieve_spec.sampling.acceptance import GreedySampler, ProcessorSampler, RandomSampler, Warpers, walk
+from retrieve_spec.sampling.device_acceptance import DeviceSampler, noise_keys, path_tokens, sample_rows, uniform
+from retrieve_spec.sampling.pass_logits import read_logits
+from retrieve_spec.sampling.samplers import make_sampler
+from retrieve_spec.sampling.text import RowText
+
+RULES = st.builds(
+    Warpers,
+    temperature=st.sampled_from([0.1, 0.7, 1.0, 1.9]),
+    top_k=st.sampled_from([0, 1, 3, 50, 5000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3]),
+    penalty=st.sampled_from([1.0, 1.3, 0.8]),
+)
+
+
+def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> DraftTree:
+    paths = [rng.integers(0, vocab, rng.integers(1, 7)).tolist() for _ in range(nodes // 4)]
+    paths += [path[:2] + rng.integers(0, vocab, 2).tolist() for path in paths]
+    return DraftTree.from_paths(paths)
+
+
+def text_of(ids: list[int]) -> RowText:
+    return RowText(torch.tensor([ids]), len(ids) + 64)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rules=RULES, seed=st.integers(0, 2**62), vocab=st.sampled_from([5, 300, 3000]), half=st.booleans(),
+    spread=st.sampled_from([0.5, 3.0, 8.0]), first_row=st.integers(0, 2), greedy=st.booleans(),
+)  # fmt: skip
+def test_a_walk_goes_where_the_hosts_goes(
+    rules: Warpers, seed: int, vocab: int, half: bool, spread: float, first_row: int, greedy: bool
+) -> None:
+    """Random trees whose tokens often are what is chosen, float32 and bfloat16 (many equal logits), all rules."""
+    rng = np.random.default_rng(seed)
+    host: Any = GreedySampler(rules.penalty) if greedy else RandomSampler(rules, seed)
+    tree = random_tree(rng, int(rng.integers(0, 24)), vocab)
+    prompt = rng.integers(0, vocab + 1, 9).tolist()  # an id without a logit, too
+    rows = first_row + 1 + len(tree)
+    logits = torch.from_numpy(rng.standard_normal((rows, vocab)).astype(np.float32) * spread)
+    logits = logits.to(torch.bfloat16) if half else logits
+    for i in range(len(tree)):  # make the drafted tokens likely
+        logits[first_row + 1 + tree.parent[i], tree.token_ids[i]] += 2 * spread
+    device = DeviceSampler(host)
+    for _ in range(2):  # the second time the text goes on, so that marks are kept up
+        texts = text_of(prompt), text_of(prompt)
+        expected = walk(tree, read_logits(logits, 4), first_row, host, texts[0], lambda *_: False)
+        read = device.read(logits, first_row, tree, texts[1], 4)
+        got = walk(tree, read, first_row, device, texts[1], lambda *_: False)
+        assert got.emitted.tolist() == expected.emitted.tolist()
+        assert got.path.tolist() == expected.path.tolist()
+        assert read.top_ids[:, 0].tolist() == read_logits(logits, 4).top_ids[:, 0].tolist()
+        prompt = texts[0].ids.tolist()
+
+
+def test_noise_is_that_of_the_kernel_bit_for_bit() -> None:
+    rng = np.random.default_rng(0)
+    tree = DraftTree.from_paths([[1, 2, 3], [4]])
+    for seed in (0, 1, 2**62 - 1, *rng.integers(0, 2**62, 20).tolist()):
+        keys = noise_keys((seed, 3, 17), tree)
+        tokens = torch.from_numpy(rng.integers(0, 300_000, 500))
+        got = uniform(keys[:, None], tokens[None])
+        for row, depth in enumerate((0, 1, 2, 3, 1)):
+            key = np.uint64(sampling.noise_key(seed, 3, 17 + depth))
+            assert int(keys[row]) & (2**64 - 1) == int(key)
+            assert got[row].tolist() == [sampling.uniform(key, int(token)) for token in tokens]
+
+
+def test_most_rows_are_decided_on_the_device() -> None:
+    """The margin is for last digits only; equal logits at the k-th place are no reason to ask the host."""
+    torch.manual_seed(0)
+    keys = noise_keys((5, 0, 9), DraftTree())
+    for dtype in (torch.float32, torch.bfloat16):
+        scores = (torch.randn(60, 32_000) * 3).to(dtype).float()
+        for rules in (Warpers(0.8), Warpers(0.8, 50), Warpers(0.8, 50, 0.9), Warpers(0.6, 0, 0.8), Warpers(min_p=0.05)):
+            undecided = int((sample_rows(scores, keys.expand(60), rules) < 0).sum())
+            assert undecided <= 3, (dtype, rules)
+
+
+def test_unsure_rows_are_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_acceptance, "_MARGIN", 1e3)
+    logits = torch.randn(1, 300)
+    device = DeviceSampler(host := RandomSampler(Warpers(), 5))
+    text = text_of([1, 2, 3])
+    read = device.read(logits, 0, DraftTree(), text, 1)
+    assert read.chosen is not None and read.chosen.tolist() == [-1]
+    assert device.choose(read, 0, text) == host.choose(read, 0, text)
+
+
+def test_paths_hold_the_tokens_above_a_node() -> None:
+    tree = DraftTree.from_paths([[7, 8], [7, 9, 4], [5]])
+    rows = [set(row) for row in path_tokens(tree, 1).tolist()]
+    expected = [{1}] + [{1} | {int(t) for t in tree.token_ids[np.flatnonzero(seen)]} for seen in tree.ancestor_mask()]
+    assert [row | {1} for row in rows] == expected
+
+
+def penalty_behind(padding: int) -> Any:
+    penalty = hf.RepetitionPenaltyLogitsProcessor(1.2)
+    penalty.prompt_ignore_length = torch.tensor([padding])  # which older releases of transformers refuse as an argument
+    return penalty
+
+
+PENALTY, TEMPERATURE = hf.RepetitionPenaltyLogitsProcessor(1.2), hf.TemperatureLogitsWarper(0.7)
+
+
+@pytest.mark.parametrize(
+    ("processors", "seed", "device", "kind"),
+    [
+        ([], None, "cuda", GreedySampler),  # the argmax of every row comes over anyway
+        ([PENALTY], None, "cuda", DeviceSampler),
+        ([PENALTY], None, "cpu", GreedySampler),
+        ([PENALTY, TEMPERATURE], 1, "cuda", DeviceSampler),
+        ([PENALTY, TEMPERATURE], 1, "cpu", RandomSampler),
+        ([TEMPERATURE, PENALTY], 1, "cuda", ProcessorSampler),  # not the usual order
+        ([TEMPERATURE], None, "cuda", ProcessorSampler),
+        ([hf.MinLengthLogitsProcessor(5, 1), TEMPERATURE], 1, "cuda", ProcessorSampler),
+        ([hf.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)], None, "cuda", ProcessorSampler),
+        ([penalty_behind(0)], None, "cpu", GreedySampler),  # as `generate` makes it for a prompt without padding
+        ([penalty_behind(3)], None, "cpu", ProcessorSampler),
+    ],
+)
+def test_who_chooses(processors: list[Any], seed: int | None, device: str, kind: type) -> None:
+    sampler = make_sampler(LogitsProcessorList(processors), seed, device=torch.device(device))
+    assert type(sampler) is kind
+    assert type(make_sampler(processors, seed, device=torch.device(device), keep_raw=True)) is ProcessorSampler
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_generations_are_those_of_the_host(
+    tiny: Any, prompt: torch.Tensor, sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole generations with drafts, chosen by rows, against the host's; greedy ones against plain `generate`."""
+    options = {"max_new_tokens": 40, "repetition_penalty": 1.3, "do_sample": sample}
+    options |= {"temperature": 0.9, "top_k": 40, "top_p": 0.95} if sample else {}
+    plain = tiny.generate(prompt, **options)
+    rs.accelerate(tiny, draft="off")
+    host = tiny.generate(prompt, **options, **({"seed": 3} if sample else {}))
+    if not sample:
+        assert torch.equal(host, plain)
+    rs.accelerate(tiny, drafter=ScriptedDrafter(host[0], "branchy"), nodes=24)
+    made: list[Any] = []
+
+    def on_device(*arguments: Any, **named: Any) -> Any:
+        made.append(make_sampler(*arguments, **{**named, "device": torch.device("cuda")}))
+        return made[-1]
+
+    monkeypatch.setattr(speculation, "make_sampler", on_device)
+    got = tiny.generate(prompt, **options, **({"seed": 3} if sample else {}))
+    assert isinstance(made[0], samplers.DeviceSampler)
+    assert torch.equal(got, host)
+    assert tiny.speculation.last.tokens_per_pass > 1.3

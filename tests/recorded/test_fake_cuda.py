@@ -1,0 +1,257 @@
+"""Passes, acceptance and batches on a pretended GPU: nothing is mixed, captures read nothing, a step waits once."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from placed_models import Placed
+from pretend_cuda import CudaError, PretendCuda, move_recording
+from small_decoders import build, ids
+
+import retrieve_spec as rs
+import retrieve_spec.kernels
+from retrieve_spec.config import PassConfig
+from retrieve_spec.recorded import graph_rewrites, recorded_verifier, recording
+from retrieve_spec.recorded.cuda import cuda_graphs, pass_pool
+from retrieve_spec.recorded.cuda.cuda_graphs import CudaGraphCapture
+from retrieve_spec.recorded.pass_buffer import PassBuffer
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def plain_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings as a GPU has them: no weights packed for a CPU."""
+    monkeypatch.setattr(graph_rewrites, "PASS", PassConfig(layout_bytes=0))
+
+
+@pytest.mark.parametrize(
+    ("family", "graphs"),
+    [
+        ("llama", True),
+        ("llama", False),
+        ("gemma3_text", True),
+        ("gemma3_text", False),
+        ("gpt_oss", True),
+        ("gemma2", True),
+    ],
+)
+def test_steps_wait_once(gpu: PretendCuda, family: str, graphs: bool) -> None:
+    """Torch's attention: the tokens of plain `generate`; a step copies in without waiting and waits for the tokens."""
+    check_steps(Placed(gpu, family), graphs)
+
+
+@pytest.mark.parametrize(
+    ("family", "graphs", "index"),
+    [
+        ("llama", True, 0),
+        ("llama", False, 1),
+        ("gemma3_text", True, 1),
+        ("gemma3_text", False, 0),
+        ("gpt_oss", False, 0),
+    ],
+)
+def test_steps_wait_once_with_a_kernel(
+    gpu: PretendCuda, with_triton: None, family: str, graphs: bool, index: int
+) -> None:
+    """The same with a stand-in for the Triton kernel; on the second GPU, too, while the first one is the current."""
+    check_steps(Placed(gpu, family, index), graphs)
+
+
+def check_steps(placed: Placed, graphs: bool) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    expected = placed.host.generate(ids(30), **options)
+    pool = placed.accelerate(expected[0], graphs=graphs)
+    for _ in range(2):  # the second time everything is captured
+        assert torch.equal(placed.generate(ids(30), **options), expected)
+        assert placed.model.speculation.last.tokens_per_pass > 1.5
+    steps = placed.steps()
+    assert len(steps) > 8
+    for waits, uploads in steps:
+        assert waits == {"copy to the host": 1}
+        assert not uploads["blocking"]
+        if graphs:  # besides the pass, the rows that a commit moves in each kind of slab
+            assert uploads["pinned"] == 1 and uploads["pageable"] <= 2
+    if graphs:
+        assert pool._idle is not None and not pool._idle.problem and pool._idle.captures > 2
+    rs.restore(placed.model)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": True, "temperature": 0.9},
+        {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2},
+        {"do_sample": True, "min_p": 0.05},
+    ],
+)
+def test_tokens_chosen_on_the_device_come_in_one_copy(gpu: PretendCuda, rules: dict[str, Any]) -> None:
+    placed = Placed(gpu)
+    options = {"max_new_tokens": 40, **rules, **({"seed": 3} if rules["do_sample"] else {})}
+    rs.accelerate(placed.host, draft="off", recorded_pass="off")
+    expected = placed.host.generate(ids(30), **options)
+    placed.accelerate(expected[0])
+    for _ in range(2):
+        assert torch.equal(placed.generate(ids(30), **options), expected)
+    asked = [waits["copy to the host"] - 1 for waits, _ in placed.steps()]
+    assert sum(asked) <= 2, "rows that the host decides are rare"
+    for waits, uploads in placed.steps():
+        assert set(waits) == {"copy to the host"}
+        assert not uploads["blocking"]
+
+
+def test_slabs_grow_while_the_last_pass_is_still_held(gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of the old slabs go before the new ones are captured; their memory pool is not asked for again."""
+    monkeypatch.setattr(recorded_verifier, "MAX_NODES", 0)
+    sizes = (1, 2, 4, 8, 16, 32)
+    monkeypatch.setattr(recorded_verifier, "PASS", PassConfig(cache_block=8, graph_rows=sizes))
+    monkeypatch.setattr(cuda_graphs, "PASS", PassConfig(graph_rows=sizes))
+    monkeypatch.setattr(pass_pool, "FIRST_ROWS", 64)
+    placed = Placed(gpu)
+    options: dict[str, Any] = {"max_new_tokens": 200, "do_sample": False}
+    expected = placed.host.generate(ids(30), **options)
+    pool = placed.accelerate(expected[0], "half")
+    assert torch.equal(placed.generate(ids(30), **options), expected)
+    assert pool._idle is not None and not pool._idle.problem
+    assert pool._idle.captures > len(pool._idle._made)
+    rs.restore(placed.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_a_recording_stays_on_its_models_device(family: str, dtype: torch.dtype) -> None:
+    """Constants and intermediate results are made where the model is; `meta` is a device like any other to export."""
+    recorded = RecordedPass(build(family, dtype).to("meta"), 2)
+    values = [node.meta.get("val") for node in recorded._code.__self__.graph.nodes]  # type: ignore[attr-defined]
+    tensors = [value for value in (*values, *recorded._weights) if isinstance(value, torch.Tensor)]
+    assert len(tensors) > 20
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["kernels", "conformance", "model"])
+def test_sections_of_the_gpu_check(
+    gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    """What `scripts/gpu_check.py` runs on a GPU mixes no devices, and every part has a figure."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
+    import gpu_conformance
+    import gpu_kernels
+    import gpu_models
+    from gpu_setting import Setting
+
+    monkeypatch.setattr(recording, "RecordedPass", record)
+    monkeypatch.setattr(recording, "_fuses", lambda model: False)
+    setting = Setting(Namespace(device="cuda", dry_run=True, context=[64], nodes=[0, 4], trace=None))
+    setting.repeats, setting.new_tokens = 1, 12
+    found: dict[str, Any] = {}
+    if section == "kernels":
+        for backend in ("triton", "split", "masked"):
+            found[backend] = gpu_kernels.attention(setting, backend, torch.float32)
+            assert max(found[backend]["error"].values()) < 1e-4
+        assert gpu_kernels.acceptance(setting)["different"] == 0
+        assert gpu_kernels.small_passes(setting, torch.bfloat16) == {"static": "", "graphs": ""}
+    elif section == "conformance":
+        found = gpu_conformance.compare(setting, "llama", torch.float32)
+        assert all(found[kind]["same"] for kind in ("own forward", "static", "graphs", "batch", "batch graphs")), found
+    else:
+        with torch.no_grad():
+            gpu_models.model(setting, lambda name, run: found.setdefault(name, run()), "tiny")
+        decoded = [figures for name, figures in found.items() if name.startswith("decode")]
+        assert len(decoded) == 4 and all(figures["same"] for figures in decoded)
+
+
+def record(model: Any, num_layers: int, layer: Any = "last", fused: bool = False) -> RecordedPass:
+    """Record a copy of a model on the host and let that stand for the model on the pretended GPU."""
+    host = type(model)(model.config).to(model.dtype).eval()
+    theirs = [*model.parameters(), *model.buffers()]
+    for own, there in zip([*host.parameters(), *host.buffers()], theirs, strict=True):
+        own.data.copy_(there.host)
+    recorded = RecordedPass(host, num_layers, layer, fused)
+    move_recording(recorded, model)
+    return recorded
+
+
+def test_a_failed_capture_leaves_no_stream_behind(gpu: PretendCuda) -> None:
+    before, capture = torch.cuda.current_stream(), CudaGraphCapture()
+    ones = torch.ones(3, device="cuda")
+    calls: list[int] = []
+
+    def run() -> None:
+        calls.append(1)
+        if len(calls) == 3:  # behind the warm-up
+            ones.sum().item()
+
+    with pytest.raises(CudaError, match="while a graph is captured"):
+        capture(run)
+    assert torch.cuda.current_stream() is before
+
+
+def test_a_pass_buffer_waits_for_its_last_copy(gpu: PretendCuda) -> None:
+    """Passes that nobody waits for follow each other; what one copies is not overwritten by the next."""
+    with torch.cuda.device(1):
+        buffer = PassBuffer(4, 1, torch.device("cuda", 1))
+        for token in (5, 6, 7):
+            buffer.fill(np.array([token]), np.zeros(1), np.ones((1, 1), np.bool_), 9, [2])
+            assert buffer.ids[0].host == token
+        gpu.wait("test")
+    assert gpu.uploads == {"pinned": 3}
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    return CudaGraphCapture()(run)
+
+
+def overwrite() -> None:
+    host = torch.zeros(3, pin_memory=True)
+    torch.ones(3, device="cuda").copy_(host, non_blocking=True)
+    host.add_(1)
+    torch.cuda.synchronize()
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "mixed": lambda: torch.ones(3, device="cuda") + torch.ones(3),
+    "indexed from the host": lambda: torch.ones(3, device="cuda")[torch.tensor([1])],
+    "two GPUs": lambda: torch.ones(3, device="cuda:0") + torch.ones(3, device="cuda:1"),
+    "read in a capture": lambda: captured(lambda: bool(torch.ones(3, device="cuda").any())),
+    "sized in a capture": lambda: captured(lambda: torch.ones(3, device="cuda").nonzero()),
+    "copied in a capture": lambda: captured(lambda: torch.tensor([1.0], device="cuda")),
+    "computed on the host in a capture": lambda: captured(lambda: torch.zeros(3).add_(1)),
+    "captured on another GPU": lambda: captured(lambda: torch.ones(3, device="cuda:1").add_(1)),
+    "overwritten under a copy": overwrite,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_gpu_would_refuse_fails(gpu: PretendCuda, name: str) -> None:
+    with pytest.raises(CudaError):
+        WRONG[name]()
+
+
+def test_replays_read_what_stands_in_their_inputs_and_spoil_other_graphs(gpu: PretendCuda) -> None:
+    """The pretended graphs do what real ones do: static inputs, nothing runs while capturing, one pool."""
+    capture, given, outs = CudaGraphCapture(), torch.zeros(2, device="cuda"), {}
+    total = torch.zeros(2, device="cuda")
+
+    def run(name: str) -> Callable[[], None]:
+        def call() -> None:
+            total.add_(given)
+            outs[name] = given * 2
+
+        return call
+
+    first, second = capture(run("first")), capture(run("second"))
+    given.fill_(3)
+    total.zero_()
+    first()
+    assert total.host.tolist() == [3, 3] and outs["first"].host.tolist() == [6, 6]
+    second()
+    assert outs["first"].host.isnan().all() and outs["second"].host.tolist() == [6, 6]

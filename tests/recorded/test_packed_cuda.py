@@ -1,0 +1,142 @@
+"""Batches on a pretended GPU: the tokens of plain `generate`, one launch for all rows, graphs that serve any slabs."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from placed_models import Placed
+from pretend_cuda import PretendCuda
+from small_decoders import ids
+
+import retrieve_spec as rs
+from retrieve_spec.config import PassConfig
+from retrieve_spec.recorded import graph_rewrites, recorded_verifier, slab
+from retrieve_spec.recorded.cuda import packed_graphs
+from retrieve_spec.recorded.cuda.packed_graphs import GraphedTexts
+from retrieve_spec.recorded.cuda.pass_pool import PassPool
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.recorded.slab import Slab
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import read_interface
+
+
+@pytest.fixture(autouse=True)
+def plain_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings as a GPU has them: no weights packed for a CPU."""
+    monkeypatch.setattr(graph_rewrites, "PASS", PassConfig(layout_bytes=0))
+
+
+class Together:
+    """Left-padded rows of a model on the pretended GPU, and what plain `generate` says to them."""
+
+    def __init__(self, gpu: PretendCuda, family: str = "llama", index: int = 0, new_tokens: int = 32) -> None:
+        self.placed = Placed(gpu, family, index)
+        longest = ids(30)[0]
+        rows = [longest, longest.flip(0)[:23], longest[3:10]]
+        prompt = torch.stack([torch.cat([torch.zeros(30 - len(row), dtype=torch.long), row]) for row in rows])
+        mask = (prompt != 0).long()
+        self.options = {"max_new_tokens": new_tokens, "do_sample": False}
+        free = self.placed.host.generate(prompt, attention_mask=mask, **self.options)
+        ends = {int(free[0, 30 + 22]), int(free[2, 30 + 14])}
+        self.options["eos_token_id"] = sorted(ends)  # rows end at different times
+        self.expected = self.placed.host.generate(prompt, attention_mask=mask, **self.options)
+        wrong = torch.arange(new_tokens) % 5 == 4
+        self.answers = [torch.where(wrong, 7, row[30:]).tolist() for row in free]
+        self.prompt, self.mask = prompt, mask.to(self.placed.device)
+        self.pool = PassPool(self.placed.captured)
+
+    def accelerate(self, graphs: bool) -> None:
+        model, captured, pool = self.placed.model, self.placed.captured, self.pool if graphs else None
+        rs.accelerate(model, nodes=12, recorded_pass="off")
+        interface = read_interface(model)
+        model.speculation._make_verifier = lambda: RecordedVerifier(model, HFVerifier(model, interface), captured, pool)
+
+    def generate(self) -> torch.Tensor:
+        return self.placed.generate(self.prompt, attention_mask=self.mask, prediction=self.answers, **self.options)
+
+
+@pytest.mark.parametrize(("family", "index"), [("llama", 1), ("gemma3_text", 0), ("gpt_oss", 0)])
+def test_rows_of_a_batch_attend_in_one_launch(
+    gpu: PretendCuda, with_triton: None, family: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One launch per layer serves all rows, whose slabs move as they grow, under captured passes, too."""
+    monkeypatch.setattr(recorded_verifier, "MAX_NODES", 0)
+    monkeypatch.setattr(recorded_verifier, "PASS", PassConfig(cache_block=1))
+    monkeypatch.setattr(slab, "PASS", PassConfig(cache_block=1))
+    grown: list[bool] = []
+    make_room = Slab.make_room
+    monkeypatch.setattr(Slab, "make_room", lambda *given: grown.append(make_room(*given)) or grown[-1])
+    rows = Together(gpu, family, index)
+    assert not packed_graphs.why_not_packed("cuda")
+    captures = []
+    for graphs in (False, True, True):
+        rows.accelerate(graphs)
+        gpu.launches.clear()
+        grown.clear()
+        assert torch.equal(rows.generate(), rows.expected)
+        report = rows.placed.model.speculation.last
+        assert report.rows == 3 and report.tokens_per_pass > 3 and report.passes > 2
+        assert any(grown)
+        assert not gpu.launches["one text"]
+        if not graphs:
+            assert gpu.launches["several texts"] == 2 * (report.passes - 1)
+            continue
+        idle = rows.pool._idle_texts
+        assert idle is not None and not idle.problem
+        captures.append(idle.captures)
+    assert 0 < captures[-1] == len(idle._made), "slabs elsewhere are no reason to capture again"
+    assert captures[1] - captures[0] < report.passes - 1, "a second batch replays"
+    rs.restore(rows.placed.model)
+
+
+def test_a_batch_copies_its_inputs_at_once(gpu: PretendCuda, with_triton: None) -> None:
+    """However many rows there are, a pass is described in one copy that nobody waits for."""
+    rows = Together(gpu)
+    rows.accelerate(graphs=True)
+    rows.generate()
+    filled: list[Counter[str]] = []
+    run = GraphedTexts.run
+
+    def counted(self: Any, laid: Any) -> Any:
+        began, waited, captures = Counter(gpu.uploads), Counter(gpu.waits), self.captures
+        out = run(self, laid)
+        if captures == self.captures:
+            filled.append(gpu.uploads - began)
+            assert gpu.waits == waited
+        return out
+
+    with mock.patch.object(GraphedTexts, "run", counted):
+        assert torch.equal(rows.generate(), rows.expected)
+    assert len(filled) > 2
+    assert all(uploads == {"pinned": 1} for uploads in filled)
+
+
+def test_batches_go_on_where_several_texts_cannot_share_a_launch_or_a_capture_fails(
+    gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = Together(gpu)
+    tried: list[int] = []
+
+    def refused(run: Callable[[], None]) -> Callable[[], None]:
+        tried.append(1)
+        run()
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    rows.pool = PassPool(rows.placed.captured, refused)
+    rows.accelerate(graphs=True)
+    for _ in range(2):
+        assert torch.equal(rows.generate(), rows.expected)
+    assert len(tried) == 1 and "not permitted" in caplog.text
+    module = sys.modules["retrieve_spec.kernels.triton_tree_attention"]
+    monkeypatch.setattr(module, "packed_tree_attention", refused)
+    packed_graphs.why_not_packed.cache_clear()
+    gpu.launches.clear()
+    assert torch.equal(rows.generate(), rows.expected)
+    assert gpu.launches["one text"] > 6 and not gpu.launches["several texts"]
+    assert "batches attend row by row" in caplog.text

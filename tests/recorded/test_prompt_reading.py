@@ -1,0 +1,149 @@
+"""Prompts read by the recorded pass: same tokens and cache as the model's own reading, in chunks or in turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted_drafter import ScriptedDrafter
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig
+
+import retrieve_spec as rs
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.recorded import recorded_verifier, recording
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.verify.probe import probe
+from retrieve_spec.verify.verifier import VerifierInputs
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_eight(monkeypatch):
+    monkeypatch.setattr(recorded_verifier, "CHUNK", 8)
+    monkeypatch.setattr(recorded_verifier, "FEW", 4)
+
+
+def build(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture
+def model():
+    return build(LlamaConfig(**SIZES))
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Rows of every recorded pass, which reads prompts whether or not that is faster here."""
+    seen: list[int] = []
+    run = RecordedPass.run
+
+    def watched(self, input_ids, *arguments):
+        seen.append(input_ids.shape[1])
+        return run(self, input_ids, *arguments)
+
+    monkeypatch.setattr(RecordedPass, "reads_prompts", True, raising=False)
+    monkeypatch.setattr(RecordedPass, "__setattr__", _keep_reading, raising=False)
+    monkeypatch.setattr(RecordedPass, "run", watched)
+    return seen
+
+
+def _keep_reading(self, name, value):
+    if name != "reads_prompts":
+        object.__setattr__(self, name, value)
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.tensor([[3 + (i * 37 + 11) % 196 for i in range(length)]])
+
+
+@pytest.mark.parametrize("length", [5, 8, 9, 17, 31])
+def test_output_and_cache_are_those_of_generate(model, rows, length):
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(ids(length), **options)
+    rs.accelerate(
+        model,
+        drafter=ScriptedDrafter(plain.sequences[0], "branchy", vocab=199),
+        nodes=6,
+        recorded_pass="always",
+        prompt_logits=1,
+    )
+    rows.clear()
+    ours = model.generate(ids(length), **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    chunks = [(length - 1) % 8 or 8, *[8] * ((length - 2) // 8)]  # behind the first token
+    assert rows[: len(chunks)] == chunks
+    for layer, wanted in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        size = min(layer.keys.shape[2], wanted.keys.shape[2])
+        torch.testing.assert_close(layer.keys[:, :, :size], wanted.keys[:, :, :size], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("keep", [1, 5, 8, 13])
+@pytest.mark.parametrize("chunk", [31, 12, 5])
+def test_kept_logits_and_states_are_the_models(model, rows, keep, chunk):
+    finding = probe(model, read_interface(model))
+    make, _ = recording.try_build(model, finding, SpeculationConfig(recorded_pass="always"))
+    verifier = make()
+    prompt = ids(31)
+    cache = DynamicCache(config=model.config)
+    verifier.start(
+        VerifierInputs(prompt, {"past_key_values": cache, "position_ids": torch.arange(31)[None]}, max_length=64)
+    )
+    rows.clear()
+    tokens = prompt[0].numpy().astype(np.int32)
+    with torch.no_grad():
+        while len(tokens) > chunk:
+            verifier.forward(tokens[:chunk], want_hidden="last")
+            verifier.commit(np.empty(0, np.int32))
+            tokens = tokens[chunk:]
+        out = verifier.forward(tokens, keep=min(keep, len(tokens)), want_hidden="last")
+        verifier.commit(np.empty(0, np.int32))
+        whole = model(prompt, output_hidden_states=True)
+    assert rows
+    kept = min(keep, len(tokens))
+    assert out.logits.shape[0] == out.hidden.shape[0] == kept
+    torch.testing.assert_close(out.logits, whole.logits[0, -kept:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out.hidden, whole.hidden_states[-1][0, -kept:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_second_turn_is_read_on_the_cache_of_the_first(model, rows):
+    expected = model.generate(ids(20), max_new_tokens=60, do_sample=False)
+    rs.accelerate(
+        model,
+        drafter=ScriptedDrafter(expected[0], "right", vocab=199),
+        nodes=6,
+        recorded_pass="always",
+        prompt_logits=1,
+    )
+    cache = DynamicCache(config=model.config)
+    model.generate(ids(20), max_new_tokens=10, do_sample=False, past_key_values=cache)
+    rows.clear()
+    ours = model.generate(expected[:, :60], max_new_tokens=20, do_sample=False, past_key_values=cache)
+    assert torch.equal(ours, expected)
+    assert rows[:4] == [7, 8, 8, 8]  # 31 tokens behind the 29 that the cache holds
+
+
+def test_windows_are_left_to_the_model(rows):
+    model = build(MistralConfig(**SIZES, sliding_window=12))
+    expected = model.generate(ids(31), max_new_tokens=12, do_sample=False)
+    rs.accelerate(
+        model,
+        drafter=ScriptedDrafter(expected[0], "wrong", vocab=199),
+        nodes=2,
+        recorded_pass="always",
+        prompt_logits=1,
+    )
+    rows.clear()
+    assert torch.equal(model.generate(ids(31), max_new_tokens=12, do_sample=False), expected)
+    assert max(rows) == 3

@@ -1,0 +1,182 @@
+"""The recorded verifier: same tokens as plain `generate`, cache handed back, refusals with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted_drafter import SCRIPTS, ScriptedDrafter
+from small_decoders import FAMILIES, VOCAB, build, ids
+from transformers import DynamicCache
+
+import retrieve_spec as rs
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.recorded.recording import try_build
+from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.verify.probe import probe
+
+
+def made(model: Any, **options: Any) -> Any:
+    finding = probe(model, read_interface(model))
+    return try_build(model, finding, SpeculationConfig(**{"recorded_pass": "always", **options}))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_output_and_cache_are_those_of_generate(model_type: str) -> None:
+    model = build(model_type)
+    options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(ids(30), **options)
+    for script in SCRIPTS:
+        drafter = ScriptedDrafter(plain.sequences[0], script, vocab=VOCAB)
+        rs.accelerate(model, drafter=drafter, nodes=24, recorded_pass="always")
+        assert isinstance(model.speculation._make_verifier(), RecordedVerifier)
+        ours = model.generate(ids(30), **options)
+        assert torch.equal(ours.sequences, plain.sequences), script
+        assert (model.speculation.last.tokens_per_pass > 3) == (script == "right")
+        if script == "right":
+            for layer, wanted in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+                torch.testing.assert_close(layer.keys, wanted.keys, atol=2e-5, rtol=2e-5)
+                torch.testing.assert_close(layer.values, wanted.values, atol=2e-5, rtol=2e-5)
+        rs.restore(model)
+    assert model.config._attn_implementation == ("eager" if model_type in ("gemma2", "gpt_oss") else "sdpa")
+
+
+def test_cache_grows_and_is_continued() -> None:
+    """More tokens than one block, and a second turn on the cache of the first."""
+    model = build("llama")
+    expected = model.generate(ids(20), max_new_tokens=300, do_sample=False)
+    rs.accelerate(model, drafter=ScriptedDrafter(expected[0], "branchy", vocab=VOCAB), nodes=24, recorded_pass="always")
+    cache = DynamicCache(config=model.config)
+    first = model.generate(ids(20), max_new_tokens=100, do_sample=False, past_key_values=cache)
+    assert torch.equal(first, expected[:, :120])
+    assert cache.get_seq_length() == 119
+    assert torch.equal(model.generate(first, max_new_tokens=200, do_sample=False, past_key_values=cache), expected)
+    rs.restore(model)
+
+
+def test_padded_prompt_is_left_to_the_ordinary_verifier() -> None:
+    model = build("llama")
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids(20)], dim=1)
+    mask = torch.tensor([[0] * 4 + [1] * 20])
+    expected = model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    rs.accelerate(model, drafter=ScriptedDrafter(expected[0], "right", vocab=VOCAB), nodes=8, recorded_pass="always")
+    assert torch.equal(model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False), expected)
+    rs.restore(model)
+
+
+def test_changed_weights_hooks_and_training_are_noticed() -> None:
+    model = build("llama")
+    captured = RecordedPass(model, 2)
+    assert captured.is_current(model)
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert not captured.is_current(model)
+    handle.remove()
+    model.train()
+    assert not captured.is_current(model)
+    model.eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    assert not captured.is_current(model)
+
+
+def _double_data(model: Any) -> None:
+    for weight in model.parameters():
+        weight.data.mul_(2.0)  # no version counter sees this
+
+
+def _merge_adapter(model: Any) -> None:
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data += torch.ones_like(weight)
+
+
+def _swap_module(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+def _patch_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x, before=mlp.forward: 2 * before(x)
+
+
+def _swap_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def _edit_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "change", [_double_data, _merge_adapter, _swap_module, _patch_forward, _swap_buffer, _edit_buffer]
+)
+def test_changes_behind_the_models_back_are_noticed(change: Any) -> None:
+    model = build("llama")
+    rs.accelerate(model, drafter=ScriptedDrafter([0] * 80, "wrong", vocab=VOCAB), nodes=4, recorded_pass="always")
+    model.generate(ids(20), max_new_tokens=8, do_sample=False)
+    change(model)
+    ours = model.generate(ids(20), max_new_tokens=8, do_sample=False)
+    rs.restore(model)
+    assert torch.equal(ours, model.generate(ids(20), max_new_tokens=8, do_sample=False))
+
+
+def test_changed_weights_change_the_output() -> None:
+    model = build("llama")
+    rs.accelerate(model, drafter=ScriptedDrafter([0] * 80, "wrong", vocab=VOCAB), nodes=4, recorded_pass="always")
+    model.generate(ids(20), max_new_tokens=8, do_sample=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight))
+    ours = model.generate(ids(20), max_new_tokens=8, do_sample=False)
+    rs.restore(model)
+    assert torch.equal(ours, model.generate(ids(20), max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra", "reason"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "torch.export"),
+        ("gptj", FAMILIES["gpt2"] | {"rotary_dim": 4}, "attention interface"),
+    ],
+)
+def test_what_cannot_be_recorded_says_why(model_type: str, extra: dict[str, Any], reason: str) -> None:
+    make, why = made(build(model_type, **extra))
+    assert make is None
+    assert reason in why
+
+
+def test_switches() -> None:
+    model = build("llama")
+    assert made(model, recorded_pass="off") == (None, "recorded_pass is off")
+    assert made(model, recorded_pass="auto")[1] == "the model has fewer than 1,000,000 parameters"
+    with pytest.raises(RecordingError, match="training"):
+        RecordedPass(model.train(), 2)
+
+
+def test_recording_agrees_for_every_number_of_rows() -> None:
+    """One recording serves any number of rows, one included."""
+    model = build("qwen3")
+    captured = RecordedPass(model, 2)
+    tokens = ids(40)
+    expected = model(tokens).logits[0]
+    from retrieve_spec.attention.tree_attention import attend
+    from retrieve_spec.attention.tree_mask import TreeMask
+    from retrieve_spec.recorded.kv_buffer import KVBuffer
+
+    for rows in (1, 2, 7, 40):
+        cache = KVBuffer([0, 0], 64)
+        mask = TreeMask(captured.groups, torch.float32, torch.device("cpu"))
+        got = []
+        for start in range(0, 40, rows):
+            part = tokens[:, start : start + rows]
+            n = part.shape[1]
+            mask.set(start, np.tri(n, dtype=np.bool_), np.arange(n))
+
+            def run(q: Any, k: Any, v: Any, layer: int, cache: Any = cache, mask: Any = mask) -> Any:
+                keys, values = cache.layers[layer].update(k, v)
+                return attend(q, keys, values, mask, captured.rules[layer])
+
+            got.append(captured.run(part, torch.arange(start, start + n)[None], run)[0][0])
+        torch.testing.assert_close(torch.cat(got), expected, atol=1e-4, rtol=1e-4)

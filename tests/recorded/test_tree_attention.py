@@ -1,0 +1,203 @@
+"""Tree attention backends and the preallocated cache against obvious twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import DynamicCache, LlamaConfig
+
+from retrieve_spec.attention import flex_tree_attention, tree_attention, tree_mask
+from retrieve_spec.attention.tree_attention import (
+    LayerRule,
+    attend,
+    choose_backend,
+    has_triton,
+)
+from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
+from retrieve_spec.config import PassConfig
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.recorded.kv_buffer import KVBuffer, why_not_preallocated
+
+TREE = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6, 7, 8], [9]])
+CPU = torch.device("cpu")
+
+
+def naive(query: Any, keys: Any, values: Any, seen: Any, depths: Any, prefix: int, rule: LayerRule) -> torch.Tensor:
+    """One softmax per head and row over the keys it may see."""
+    _, heads, rows, _ = query.shape
+    groups = heads // keys.shape[1]
+    position = np.concatenate([np.arange(prefix), prefix + depths])
+    out = torch.zeros(1, rows, heads, values.shape[-1])
+    for head in range(heads):
+        for row in range(rows):
+            visible = np.concatenate([np.ones(prefix, bool), seen[row]])
+            if rule.window:
+                visible &= prefix + depths[row] - position < rule.window
+            index = torch.from_numpy(np.flatnonzero(visible))
+            scores = keys[0, head // groups, index] @ query[0, head, row] * rule.scale
+            if rule.softcap:
+                scores = torch.tanh(scores / rule.softcap) * rule.softcap
+            if rule.sinks is not None:
+                scores = torch.cat([scores, rule.sinks[head : head + 1]])
+            weights = torch.softmax(scores, 0)[: len(index)]
+            out[0, row, head] = weights @ values[0, head // groups, index]
+    return out
+
+
+RULES = [
+    LayerRule(0.3),
+    LayerRule(0.3, window=4),
+    LayerRule(0.3, window=30),
+    LayerRule(0.3, softcap=3.0),
+    LayerRule(0.3, window=4, softcap=3.0),
+    LayerRule(0.3, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"w{rule.window}c{rule.softcap}s{rule.sinks is not None}")
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("prefix", "roots", "tree"), [(20, 1, TREE), (0, 3, TREE), (25, 1, None), (7, 2, None)])
+def test_attend_is_naive_attention(
+    rule: LayerRule, split: bool, prefix: int, roots: int, tree: DraftTree | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if split:
+        monkeypatch.setattr(tree_mask, "PASS", PassConfig(mask_bytes=0))
+    torch.manual_seed(1)
+    seen, depths = visible_rows(roots, tree), row_depths(roots, tree)
+    rows = len(seen)
+    query = torch.randn(1, 4, rows, 8)
+    keys, values = torch.randn(1, 2, prefix + rows, 8), torch.randn(1, 2, prefix + rows, 6)
+    mask = TreeMask(2, torch.float32, CPU)
+    mask.set(prefix, seen, depths)
+    got = attend(query, keys, values, mask, rule)
+    torch.testing.assert_close(got, naive(query, keys, values, seen, depths, prefix, rule), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"w{rule.window}c{rule.softcap}s{rule.sinks is not None}")
+def test_flex_is_naive_attention(rule: LayerRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, which torch offers for such tests."""
+    torch.manual_seed(1)
+    seen, depths = visible_rows(1, TREE), row_depths(1, TREE)
+    query, keys, values = (torch.randn(1, heads, n, 16) for heads, n in ((4, 10), (2, 30), (2, 30)))
+    mask = TreeMask(2, torch.float32, CPU)
+    mask.set(20, seen, depths)
+    monkeypatch.setattr(tree_attention, "PASS", PassConfig(attention="flex"))
+    monkeypatch.setattr(flex_tree_attention, "compile_flex", lambda _device: (flex_attention, ""))
+    assert choose_backend(mask, rule, 16, 16) == "flex"
+    got = attend(query, keys, values, mask, rule)
+    torch.testing.assert_close(got, naive(query, keys, values, seen, depths, 20, rule), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "rule", "reason"),
+    [
+        ("flex", RULES[0], "flex attention does not compile here (RuntimeError: no compiler)"),
+        ("triton", RULES[0], "triton is not installed" if not has_triton() else "the kernel runs on a GPU"),
+        ("masked", RULES[3], "the layer caps its scores or has sinks"),
+        ("masked", RULES[5], "the layer caps its scores or has sinks"),
+    ],
+)
+def test_a_backend_that_cannot_serve_says_why(
+    backend: Any, rule: LayerRule, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_compiler(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    caplog.set_level("INFO", logger="retrieve_spec")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: no_compiler)
+    monkeypatch.setattr(tree_attention, "PASS", PassConfig(attention=backend))
+    flex_tree_attention.compile_flex.cache_clear()
+    tree_attention._say_once.cache_clear()
+    mask = TreeMask(2, torch.float32, CPU)
+    mask.set(5, np.ones((1, 1), bool), np.zeros(1, np.int64))
+    assert choose_backend(mask, rule, 16, 16) == ("split" if rule.softcap or rule.sinks is not None else "masked")
+    assert choose_backend(mask, rule, 16, 16) != backend
+    flex_tree_attention.compile_flex.cache_clear()
+    assert len(caplog.records) == 1
+    assert f"attention {backend!r} is not used: {reason}" in caplog.text
+
+
+def test_a_gpu_on_which_triton_fails_gets_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here because there is no GPU; tried once, not at every layer."""
+    calls: list[str] = []
+
+    def failing(*_: Any, **__: Any) -> Any:
+        calls.append("tried")
+        raise RuntimeError("no such instruction\nmore")
+
+    monkeypatch.setattr(tree_attention, "has_triton", lambda: True)
+    monkeypatch.setattr(tree_attention, "attend_triton", failing)
+    monkeypatch.setattr(tree_attention, "TreeMask", lambda *_: TreeMask(1, torch.float16, CPU))
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1, 1, 2, 16))
+    tree_attention.why_not_triton.cache_clear()
+    mask = TreeMask(2, torch.float16, CPU)
+    mask.device = torch.device("cuda")
+    for _ in range(3):
+        assert choose_backend(mask, RULES[0], 16, 16) == "split"
+    assert len(calls) == 1
+    assert tree_attention.why_not_triton("cuda") == "triton does not compile here (RuntimeError: no such instruction)"
+    tree_attention.why_not_triton.cache_clear()
+
+
+def test_mask_buffer_is_right_after_any_sequence_of_passes() -> None:
+    """The buffer is reused as prefixes and trees change; its prefix columns stay visible."""
+    mask = TreeMask(2, torch.float32, CPU)
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        prefix, rows = int(rng.integers(0, 900)), int(rng.integers(2, 70))
+        seen = np.tri(rows, dtype=bool) & (rng.random((rows, rows)) < 0.5) | np.eye(rows, dtype=bool)
+        mask.set(prefix, seen, np.arange(rows))
+        visible = mask.packed()[0, 0] == 0
+        assert visible.shape == (2 * rows, prefix + rows)
+        assert visible[:, :prefix].all()
+        assert (visible[:rows, prefix:].numpy() == seen).all()
+        assert (visible[rows:, prefix:].numpy() == seen).all()
+
+
+def rows_of(value: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    states = torch.arange(rows, dtype=torch.float32).view(1, 1, rows, 1).expand(1, 2, rows, 4) + value
+    return states, -states
+
+
+def test_commit_keeps_the_path() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        cache = KVBuffer([0] * 3, 8)
+        kept: list[float] = []
+        for turn in range(6):
+            base, nodes = len(kept), int(rng.integers(0, 9))
+            for layer in range(3):
+                cache.update(*rows_of(100 * turn, 1 + nodes), layer)
+            path = np.flatnonzero(rng.random(nodes) < 0.4).astype(np.int32)
+            cache.commit(base, 1, path)
+            kept += [100 * turn, *(100 * turn + 1 + path).tolist()]
+            assert cache.length == len(kept)
+            for keys, values in cache.layer_slabs:
+                assert keys[0, 1, : len(kept), 3].tolist() == kept
+                assert (values[0, :, : len(kept)] == -keys[0, :, : len(kept)]).all()
+
+
+def test_cache_goes_back_where_it_came_from() -> None:
+    config = LlamaConfig(num_hidden_layers=2)
+    dynamic = DynamicCache(config=config)
+    for layer in range(2):
+        dynamic.update(*rows_of(layer, 5), layer)
+    cache = KVBuffer([0, 0], 4)
+    cache.load(dynamic, 5)
+    assert dynamic.layers[0].keys is None
+    for layer in range(2):
+        cache.update(*rows_of(50 + layer, 3), layer)
+    cache.commit(5, 1, np.array([1], np.int32))
+    cache.unload(dynamic)
+    assert dynamic.get_seq_length() == 7
+    assert dynamic.layers[1].keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 5, 51, 53]
+
+
+def test_which_caches_are_preallocated() -> None:
+    assert why_not_preallocated(LlamaConfig(num_hidden_layers=2)) == ""
+    chunked = LlamaConfig(num_hidden_layers=2, attention_chunk_size=8)
+    assert "chunks" in why_not_preallocated(chunked)

@@ -1,0 +1,100 @@
+"""The GPU kernels for rows, run by Triton's interpreter on the CPU, against the operations they stand for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+AGREES = """
+import torch
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.attention.tree_mask import TreeMask
+from retrieve_spec.attention.tree_attention import attend_split
+from retrieve_spec.kernels import triton_rows as kernels
+
+torch.manual_seed(0)
+dtype = torch.float16  # the interpreter cuts bfloat16 off where a GPU rounds
+for rows, width in ((1, 32), (7, 48), (3, 200)):
+    x, weight = (torch.randn(1, rows, width) * 3).to(dtype), torch.randn(width).to(dtype)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), weight * normed.to(dtype), atol=1e-6, rtol=2e-3)
+    up = torch.randn(1, rows, width).to(dtype)
+    assert torch.equal(kernels.gate(x, up), functional.silu(x) * up)
+heads = torch.randn(1, 5, 3, 24).to(dtype).transpose(1, 2)
+cos, sin = (torch.randn(1, 1, 5, 24).to(dtype) for _ in range(2))
+low, high = heads[..., :12], heads[..., 12:]
+got = kernels.rotate(heads, cos, sin)
+assert torch.equal(got, heads * cos + torch.cat([-high, low], -1) * sin)
+assert got.transpose(1, 2).is_contiguous()
+
+sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, initializer_range=0.2)
+for model, norms in (
+    (LlamaForCausalLM(LlamaConfig(**sizes)), 5), (Qwen3ForCausalLM(Qwen3Config(**sizes)), 9),  # on heads, too
+):
+    model = model.to(dtype).eval()
+    ids, positions = torch.arange(3, 14)[None], torch.arange(11)[None]
+    outs = []
+    for fused in (False, True):
+        captured = RecordedPass(model, 2, fused=fused)
+        mask = TreeMask(captured.groups, dtype, torch.device("cpu"))
+        mask.set(0, torch.ones(11, 11).tril().bool().numpy(), positions[0].numpy())
+
+        def attend(query, keys, values, layer):
+            packed = query.reshape(1, 2, 22, 8)
+            return attend_split(packed, keys, values, mask, captured.rules[layer]).reshape(1, 4, 11, 8).transpose(1, 2)
+
+        outs.append(captured.run(ids, positions, attend)[0].float())
+        called = [node.target for node in captured._code.__self__.graph.nodes if node.op == "call_function"]
+        counts = [called.count(kernel) for kernel in (kernels.rms_norm, kernels.rotate, kernels.gate)]
+        assert counts == ([norms, 4, 2] if fused else [0, 0, 0]), counts
+    assert (outs[0] - outs[1]).abs().max() <= 0.01 * outs[0].std(), (outs[0] - outs[1]).abs().max()
+print("same")
+"""
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from retrieve_spec.kernels import triton_rows as kernels
+
+def compiles(kernel, constants):
+    types = {name: "*bf16" for name in ("x", "weight", "out", "cos", "sin", "gate", "up")} | {"eps": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+
+compiles(kernels._rms_norm, {"D": 4096, "BLOCK_D": 4096})
+compiles(kernels._rotate, {"HALF": 64, "BLOCK_HALF": 64})
+compiles(kernels._gate, {"BLOCK": 1024})
+print("compiled")
+"""
+
+
+def run(script: str, **extra: str) -> str:
+    """In a process of its own: Triton decides at import whether it interprets."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **extra}
+    if "TRITON_INTERPRET" not in extra:
+        environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_kernels_and_passes_agree_with_torch() -> None:
+    assert run(AGREES, TRITON_INTERPRET="1") == "same"
+
+
+def test_kernels_compile(tmp_path: Path) -> None:
+    """By Triton's compiler and assembler, which need no GPU."""
+    assert run(COMPILED, TRITON_CACHE_DIR=str(tmp_path)) == "compiled"

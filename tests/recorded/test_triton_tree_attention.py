@@ -1,0 +1,250 @@
+"""The Triton kernel, run by Triton's interpreter on the CPU, against the torch backend."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import itertools
+import numpy as np, torch
+from retrieve_spec.attention.tree_attention import LayerRule, attend_split, attend_triton
+from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
+from retrieve_spec.drafting.tree import DraftTree
+
+torch.manual_seed(0)
+tree = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6, 7, 8], [9]])
+wide = DraftTree.from_paths([[i, i + 1] for i in range(0, 80, 2)])
+cases = [
+    (None, 37, 2, 3, 64, LayerRule(0.125), 1),
+    (tree, 100, 2, 3, 64, LayerRule(0.125), 1),
+    (tree, 100, 2, 1, 40, LayerRule(0.2), 3),
+    (tree, 0, 1, 4, 16, LayerRule(0.2), 1),
+    (tree, 130, 2, 2, 32, LayerRule(0.2, window=9), 2),
+    (tree, 70, 2, 2, 32, LayerRule(0.2, window=70), 1),
+    (tree, 70, 2, 2, 32, LayerRule(0.2, softcap=5.0), 2),
+    (tree, 70, 2, 2, 32, LayerRule(0.2, sinks=torch.randn(4)), 2),
+    (wide, 33, 1, 2, 16, LayerRule(0.25), 4),
+]
+for tree, prefix, kv_heads, groups, width, rule, splits in cases:
+    seen, depths = visible_rows(1, tree), row_depths(1, tree)
+    rows = len(seen)
+    mask = TreeMask(groups, torch.float32, torch.device("cpu"))
+    mask.set(prefix, seen, depths)
+    query = torch.randn(1, kv_heads, groups * rows, width)
+    keys, values = (torch.randn(1, kv_heads, prefix + rows + 11, width) for _ in range(2))
+    keys, values = keys[:, :, : prefix + rows], values[:, :, : prefix + rows]
+    start = mask.first_key(rule.window) if rule.window else 0
+    expected = attend_split(query, keys[:, :, start:], values[:, :, start:], mask, rule)
+    expected = expected.reshape(1, kv_heads * groups, rows, width).transpose(1, 2)
+    heads = query.reshape(1, kv_heads * groups, rows, width)
+    for first in {0, start // 2, start}:  # a sliding layer's slab holds some of the rows before the window
+        by_row = first == start  # as models hand it over
+        given = heads.transpose(1, 2).contiguous().transpose(1, 2) if by_row else heads
+        got = attend_triton(given, keys[:, :, first:], values[:, :, first:], mask, rule, splits=splits)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+print("same", len(cases))
+"""
+
+
+BUCKETS = """
+import numpy as np, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Gemma3TextConfig, Gemma3ForCausalLM
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.recorded.cuda.cuda_graphs import GraphedPasses
+from retrieve_spec.recorded.kv_buffer import KVBuffer
+
+def no_graph(run):
+    run()
+    return run
+
+common = dict(
+    vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, initializer_range=0.2, head_dim=8,
+)
+sliding = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+for model, windows in (
+    (LlamaForCausalLM(LlamaConfig(**common)), [0, 0]),
+    (Gemma3ForCausalLM(Gemma3TextConfig(**common, **sliding)), [8, 0]),
+):
+    model = model.eval()
+    captured = RecordedPass(model, 2)
+    cache = KVBuffer(windows, 128)
+    for slab in cache.slabs:
+        slab.fit(torch.empty(1, 2, 1, 8), torch.empty(1, 2, 1, 8))
+    cache.refresh()
+    passes = GraphedPasses(captured, cache, no_graph, triton=True)
+    ids = torch.tensor([[(i * 37 + 11) % 99 for i in range(40)]])
+    expected = model(ids).logits[0]
+    past = 0
+    for rows in (13, 1, 3, 7, 1, 15):  # buckets of 16, 1, 4, 8, 1 and 16 rows, the first replayed on a longer prefix
+        part = ids[0, past : past + rows].numpy()
+        cache.set_length(past)
+        cache.make_room(16)
+        logits, _ = passes.bucket(rows)(part, np.arange(rows), np.tri(rows, dtype=bool), past, 0)
+        torch.testing.assert_close(logits, expected[past : past + rows], atol=1e-4, rtol=1e-4)
+        past += rows
+    print("same", past)
+"""
+
+
+PACKED = """
+import numpy as np, torch
+from retrieve_spec.recorded.pass_buffer import LaidOut, PackedBuffer
+from retrieve_spec.attention.tree_mask import row_depths, visible_rows
+from retrieve_spec.recorded.slab import Slab
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels.triton_tree_attention import launch_options, packed_tree_attention, tree_attention
+
+torch.manual_seed(0)
+tree = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6, 7, 8], [9]])
+wide = DraftTree.from_paths([[i, i + 1] for i in range(0, 40, 2)])
+LAYERS = 2
+
+class Cache:
+    def __init__(self, held, offset, room, kv_heads, width):
+        self.slabs = [Slab(LAYERS, 0, room)]
+        self.slabs[0].offset = offset
+        self.slabs[0].fit(torch.empty(1, kv_heads, 1, width), torch.empty(1, kv_heads, 1, width))
+        for slab in self.slabs[0].tensors:
+            slab.normal_()
+            slab[:, :, held - offset :] = float("nan")  # what no pass has written
+
+cases = [
+    ([(37, 0, tree), (5, 0, None), (0, 0, tree)], 2, 3, 64, {}, 1, 0, 3),
+    ([(130, 0, tree), (70, 0, wide)], 2, 2, 40, {}, 3, 7, 4),
+    ([(9, 0, None), (300, 200, tree), (64, 0, tree)], 1, 4, 16, {"window": 9}, 2, 1, 3),
+    ([(70, 0, tree), (3, 0, None)], 2, 2, 32, {"softcap": 5.0}, 2, 3, 2),
+    ([(70, 0, tree), (33, 0, tree)], 2, 2, 32, {"sinks": torch.randn(4)}, 2, 0, 2),
+    ([(20, 0, wide)], 1, 1, 16, {}, 1, 24, 2),  # padding beyond a word of bits
+]
+for given, kv_heads, groups, width, rules, splits, padding, texts in cases:
+    laid = []
+    for held, offset, drafted in given:
+        seen, depths = visible_rows(1, drafted), row_depths(1, drafted)
+        cache = Cache(held, offset, held - offset + len(seen) + padding + 5, kv_heads, width)
+        laid.append(LaidOut(np.zeros(len(seen), np.int32), depths, seen, held + 3, cache, held))
+    real = sum(len(text.ids) for text in laid)
+    rows, block = real + padding, 16
+    buffer = PackedBuffer(rows, texts, 1, groups, block, torch.device("cpu"))
+    for text in reversed(laid):
+        buffer.fill([text])  # a buffer says what was written last
+    buffer.fill(laid)
+    query = torch.randn(rows, kv_heads * groups, width).transpose(0, 1)  # as models hand it over
+    keys, values = (torch.randn(rows, kv_heads, width).transpose(0, 1) for _ in range(2))
+    for layer in range(LAYERS):
+        before = [slab.clone() for text in laid for slab in text.cache.slabs[0].tensors]
+        got = packed_tree_attention(
+            query, keys, values, buffer.words, buffer.depths, buffer.held[0], buffer.starts, buffer.text_of,
+            buffer.tiles, buffer.slabs[0], layer=layer, block=block, scale=0.2, splits=splits, **rules,
+        )
+        start = 0
+        for i, text in enumerate(laid):
+            n, (held, offset) = len(text.ids), given[i][:2]
+            span, behind = slice(start, start + n), held - offset + n
+            own = [slab[layer] for slab in text.cache.slabs[0].tensors]
+            for slab, was, new in zip(own, before[2 * i : 2 * i + 2], (keys, values), strict=True):
+                assert torch.equal(slab[:, held - offset : behind], new[:, span])
+                assert torch.equal(slab[:, : held - offset], was[layer][:, : held - offset])
+                written = behind + (padding if i == len(laid) - 1 else 0)
+                assert slab[:, written:].isnan().all()
+            alone = PackedBuffer(n, 1, 1, groups, block, torch.device("cpu"))
+            alone.fill([text])
+            expected = tree_attention(
+                query[:, span], own[0], own[1], alone.words, alone.depths, alone.held[0], scale=0.2, splits=splits,
+                **rules,
+            )
+            torch.testing.assert_close(got[span], expected, atol=1e-6, rtol=1e-6)
+            start += n
+        assert got.isfinite().all()  # padding, too
+        now = [slab for text in laid for slab in text.cache.slabs[0].tensors]
+        for slab, was in zip(now, before, strict=True):
+            torch.testing.assert_close(slab[1 - layer], was[1 - layer], atol=0, rtol=0, equal_nan=True)
+print("same", len(cases))
+"""
+
+
+def test_several_texts_in_one_launch_are_each_alone() -> None:
+    """Texts, trees, slabs and padding of any size: what the kernel says of one text, and where it writes."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PACKED], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["same", "6"]
+
+
+def test_bucket_passes_agree_with_the_model() -> None:
+    """Padding, slots and replay of the CUDA graph buckets, with a plain call in place of the graph."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", BUCKETS], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["same", "40"] * 2
+
+
+def test_kernel_agrees_with_torch() -> None:
+    """In a process of its own: Triton decides at import whether it interprets."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "same 9"
+
+
+COMPILED = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from retrieve_spec.kernels import triton_tree_kernels as kernels
+from retrieve_spec.kernels.triton_tree_attention import launch_options
+
+INTS = ("words", "depths", "prefix", "starts", "tiles", "text_of")
+POINTERS = dict.fromkeys(INTS, "*i32") | {"slabs": "*i64", "lse": "*fp32", "parts": "*fp32"}
+ALIGNED = ("query", "keys", "values", "out", "lse")
+
+def compiled(kernel, dtype, constants, architecture, **options):
+    given = {"out": "*fp32"} | POINTERS | {"scale": "fp32", "softcap": "fp32"}
+    given |= {name: "*" + dtype for name in ("query", "keys", "values", "sinks")}
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: given.get(name, "i32") for name in names} | dict.fromkeys(constants, "constexpr")
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name in ALIGNED or name.endswith("stride")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}  # as torch's tensors are
+    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+for architecture, dtype, size, width, window, capped in (
+    (90, "bf16", 2, 128, 0, False), (86, "bf16", 2, 256, 64, True), (86, "fp32", 4, 128, 64, False),
+):
+    wide = []
+    for packed in (False, True):
+        options = launch_options(260, width, size)
+        stages = options.pop("num_stages")
+        constants = {"D": width, "WINDOW": window, "CAPPED": capped, "PACKED": packed, **options}
+        made = compiled(kernels.attend_split, dtype, constants, architecture, num_stages=stages)
+        held = made.metadata.shared
+        assert held <= {86: 99, 90: 227}[architecture] * 1024, (dtype, width, packed, held)
+        lines = [line for line in made.asm["ptx"].splitlines() if "cp.async" in line and ".shared.global" in line]
+        wide.append(sum("0x10" in line for line in lines))
+        if size == 2:  # keys and values come in 16 bytes at a time, from addresses read from memory, too; bits are few
+            assert len(lines) - wide[-1] < wide[-1] / 2 and wide[-1] > 8, (width, packed, wide, len(lines))
+    assert wide[0] == wide[1], wide
+for sinks in (False, True):
+    constants = {"D": 128, "BLOCK_D": 128, "BLOCK_S": 32, "SINKS": sinks}
+    assert compiled(kernels.merge_splits, "bf16", constants, 90).metadata.shared <= 48 * 1024
+assert "st.global.v2" in compiled(kernels.store_rows, "bf16", {"D": 128, "BLOCK_D": 128}, 90, num_warps=1).asm["ptx"]
+print("compiled")
+"""
+
+
+def test_kernels_compile_within_the_shared_memory_of_gpus(tmp_path: Path) -> None:
+    """By Triton's compiler and assembler, which need no GPU."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "compiled"
