@@ -1,0 +1,126 @@
+"""Intra-op threads of a pass: how many torch may use on a CPU, chosen by the times of the passes themselves.
+
+A parallel region of OpenMP ends when its slowest thread does. On a machine whose cores are shared with other programs
+a thread that waits for a taken core makes every operation wait, and one thread can be several times faster than two;
+on an idle machine it is the other way round. Only measured passes tell, and what they tell changes while one types.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from statistics import median
+
+import torch
+
+_PAIRS = 3
+"""Passes with either number of threads that one comparison takes."""
+_HOPELESS = 0.25
+"""Logarithm of the ratio of two times from which one pair of passes is enough to give up on the other number."""
+_WORTH = 0.05
+"""Logarithm of the ratio of two times that a change must gain."""
+_FIRST_TRIAL, _NEXT_TRIAL, _LAST_TRIAL = 4, 64, 1024
+"""Passes before the first comparison, after a change, and at most while nothing changes (doubled each time)."""
+_TOLERATED, _ALARM = 0.15, 1.0
+"""How much slower than expected a pass may be (logarithm), and the sum of what exceeds it that calls for a comparison.
+"""
+
+
+class PassThreads:
+    """How many threads passes use: the setting of the user, or fewer where passes turn out to be faster so.
+
+    The number in use is compared with the user's setting, half of it, a quarter … in turn, pass by pass, so that a
+    machine whose speed drifts favours neither; now and then, and at once when passes become slow.
+
+    Parameters
+    ----------
+    most
+        Threads at most: the user's setting. With 1 there is nothing to choose.
+
+    Attributes
+    ----------
+    chosen
+        Threads of the next pass unless it is one of a comparison.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = self.chosen = self._challenged = max(most, 1)
+        self._numbers = [self.most >> i for i in range(self.most.bit_length())]
+        self._other = 0  # what `chosen` is compared with; 0 while nothing is compared
+        self._scores: dict[int, list[float]] = {}
+        self._wait = self._interval = _FIRST_TRIAL
+        self._excess = 0.0
+
+    @property
+    def comparing(self) -> bool:
+        """Whether the next pass is one of a comparison: its time says nothing of passes to come."""
+        return self._other != 0
+
+    @property
+    def next(self) -> int:
+        """Threads of the next pass."""
+        if self._other and len(self._scores[self._other]) <= len(self._scores[self.chosen]):
+            return self._other
+        return self.chosen
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Run a pass with `next` threads; the user's setting is back afterwards."""
+        before = torch.get_num_threads()
+        if self.next == before:
+            yield
+            return
+        torch.set_num_threads(self.next)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def observe(self, seconds: float, expected: float) -> None:
+        """Learn from the pass that ran with `next` threads.
+
+        Parameters
+        ----------
+        seconds
+            What it took.
+        expected
+            What a pass of its width and context was expected to take (any unit, the same from pass to pass).
+        """
+        if self.most == 1:
+            return
+        score = math.log(max(seconds, 1e-9) / max(expected, 1e-9))
+        if self._other:
+            self._compare(score)
+            return
+        self._wait -= 1
+        self._excess = max(0.0, self._excess + min(score, 3 * _TOLERATED) - _TOLERATED)
+        if self._wait <= 0 or self._excess > _ALARM:
+            self._begin(self._challenger())
+
+    def _challenger(self) -> int:
+        """What to compare with: the other numbers in turn, the next smaller one first."""
+        place = self._numbers.index(self._challenged) + 1
+        turn = self._numbers[place:] + self._numbers[:place]
+        self._challenged = next(number for number in turn if number != self.chosen)
+        return self._challenged
+
+    def _begin(self, other: int) -> None:
+        """Begin a comparison."""
+        self._other, self._excess = other, 0.0
+        self._scores = {other: [], self.chosen: []}
+
+    def _compare(self, score: float) -> None:
+        """Take in one pass of a comparison, and end it when it has said enough."""
+        self._scores[self.next].append(score)
+        others, own = self._scores[self._other], self._scores[self.chosen]
+        if len(own) < len(others):
+            return
+        gain = median(b - a for a, b in zip(others, own, strict=True))
+        if len(own) < _PAIRS and gain > -_HOPELESS:
+            return
+        changed = gain > _WORTH
+        if changed:
+            self.chosen = self._other
+        self._other, self._scores = 0, {}
+        self._interval = self._wait = _NEXT_TRIAL if changed else min(max(2 * self._interval, _NEXT_TRIAL), _LAST_TRIAL)

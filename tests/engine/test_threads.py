@@ -1,0 +1,88 @@
+"""Intra-op threads of passes, on machines whose times are made up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from retrieve_spec.engine.threads import PassThreads
+
+
+class Machine:
+    """Times of passes by number of threads; `busy` cores are taken by other programs."""
+
+    def __init__(self, cores: int, seed: int = 0) -> None:
+        self.cores, self.busy, self.random = cores, 0, np.random.default_rng(seed)
+
+    def seconds(self, threads: int, width: int) -> float:
+        alone = 1.0 + 0.02 * width
+        time = alone * (0.3 + 0.7 / threads)
+        if threads > self.cores - self.busy:
+            time *= 4.0  # every region waits for a taken core
+        return time * float(np.exp(0.1 * self.random.normal()))
+
+
+def run(machine: Machine, threads: PassThreads, passes: int) -> list[int]:
+    """Numbers of threads used; the expected time follows what passes took, as a cost model does."""
+    used, level = [], 1.0
+    for _ in range(passes):
+        width = int(machine.random.integers(0, 64))
+        seconds, comparing = machine.seconds(threads.next, width), threads.comparing
+        used.append(threads.next)
+        threads.observe(seconds, level * (1.0 + 0.02 * width))
+        if not comparing:
+            level *= (seconds / (level * (1.0 + 0.02 * width))) ** 0.3
+    return used
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_idle_machine_uses_what_the_user_set(seed):
+    threads = PassThreads(2)
+    used = run(Machine(2, seed), threads, 2000)
+    assert threads.chosen == 2
+    assert used.count(1) <= 0.015 * len(used)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_taken_core_is_not_waited_for(seed):
+    machine, threads = Machine(2, seed), PassThreads(2)
+    machine.busy = 1
+    used = run(machine, threads, 400)
+    assert threads.chosen == 1
+    assert used[20:].count(2) <= 0.03 * len(used)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_machine_that_gets_busy_and_idle_again_is_followed(seed):
+    machine, threads = Machine(2, seed), PassThreads(2)
+    run(machine, threads, 600)
+    machine.busy = 1
+    assert run(machine, threads, 60)[-1] == 1  # noticed within passes, not at the next comparison
+    machine.busy = 0
+    run(machine, threads, 1200)
+    assert threads.chosen == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_many_cores_settle_below_those_that_are_taken(seed):
+    machine, threads = Machine(16, seed), PassThreads(16)
+    machine.busy = 9
+    run(machine, threads, 1500)
+    assert threads.chosen == 4
+
+
+def test_one_thread_stays_one():
+    threads = PassThreads(1)
+    assert run(Machine(1), threads, 200) == [1] * 200
+
+
+def test_the_users_setting_is_back_after_a_pass_also_when_it_fails():
+    before = torch.get_num_threads()
+    threads = PassThreads(before + 3)
+    with threads.used():
+        assert torch.get_num_threads() == before + 3
+    assert torch.get_num_threads() == before
+    with pytest.raises(KeyboardInterrupt), threads.used():
+        raise KeyboardInterrupt
+    assert torch.get_num_threads() == before
