@@ -36,13 +36,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "`1` keeps Hugging Face libraries from asking the hub.",
 }
 SENTENCE = 100
-TREE_FOLDERS = {
-    "datastores": "recipes of the stores one can build",
-    "docs": "how it works, how to use it, what was measured",
-    "scripts": "training, docs, reproduction of every published number",
-    "tests": "by room; naive twins of every kernel; conformance over model families",
-    "tools": "comparison with peers, editor settings",
-}
 
 
 def commands(
@@ -126,24 +119,7 @@ def first_sentence(path: Path) -> str:
     return textwrap.shorten(text, SENTENCE, placeholder=" …") if text else ""
 
 
-def tree() -> str:
-    """The package as a file tree, each file with its first sentence."""
-    package = ROOT / "retrieve_spec"
-    lines = ["```text", "retrieve_spec/"]
-    lines += [f"  {path.name:<22}{first_sentence(path)}" for path in _modules(package)]
-    for folder in sorted(path.parent for path in package.glob("*/__init__.py")):
-        lines.append(f"  {folder.name + '/':<22}{first_sentence(folder / '__init__.py')}".rstrip())
-        lines += [f"    {path.name + ' ':<20}{first_sentence(path)}" for path in _modules(folder)]
-    lines.append("  reference/            the bundled model, its tokenizer and its card")
-    lines += [f"{name + '/':<24}{text}" for name, text in TREE_FOLDERS.items()]
-    return "\n".join([*lines, "```", ""])
-
-
-def _modules(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
-
-
-PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment, "tree": tree}
+PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment}
 PARTS |= benchmark_tables.TABLES | cost_tables.TABLES
 
 
