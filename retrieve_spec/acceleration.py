@@ -25,6 +25,7 @@ from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError
+from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation import BEFORE, generate, generate_stream
 from retrieve_spec.recorded.recording import try_build
 from retrieve_spec.sampling.pass_logits import read_logits
@@ -91,6 +92,7 @@ def accelerate(
             type(model).__name__,
             "Load it with AutoModelForCausalLM.from_pretrained.",
         )
+    survive_forks()
     config = (config or SpeculationConfig()).with_options(**options)
     if tokenizer is not None:
         _check_tokenizer(model, tokenizer)

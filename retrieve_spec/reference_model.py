@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieve_spec.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from retrieve_spec.forks import survive_forks
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,7 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
+    survive_forks()
     target = _device(device)
     source, options = _locate(name)
     wanted = _dtype(dtype, name, target)

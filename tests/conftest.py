@@ -6,10 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 import retrieve_spec
 
 REFERENCE = Path(retrieve_spec.__file__).parent / "reference"
+SLOW = 3
+"""How many times the limit of pyproject.toml a test marked slow may take, unless it says otherwise."""
+
+settings.register_profile("compiled", deadline=None)  # the first example compiles
+settings.load_profile("compiled")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    limit = float(config.getini("timeout"))
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW * limit))
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.files import FileEntry
+from retrieve_spec.forks import survive_forks
 
 FLAT_BELOW = 50_000
 """Keys from which on `"auto"` approximates."""
@@ -48,6 +49,7 @@ def choose_kind(kind: str, count: int) -> Kind:
 
 def _faiss() -> Any:
     """FAISS, imported on first use; its type stubs lack half of it."""
+    survive_forks()
     return import_module("faiss")
 
 

@@ -9,6 +9,8 @@ from numba import njit
 from numpy.typing import NDArray
 from pydivsufsort import divsufsort
 
+from retrieve_spec.forks import survive_forks
+
 
 @njit(cache=True, nogil=True)
 def _keep_tokens(tokens, byte_positions, width, out):  # type: ignore[no-untyped-def]
@@ -39,6 +41,7 @@ def suffix_array(tokens: NDArray[Any]) -> NDArray[np.uint32]:
     numpy.ndarray
         (m,) uint32 positions of tokens, m ≤ n, in the order of the text that starts there.
     """
+    survive_forks()
     highest = int(tokens.max(initial=0))
     width = max(1, (highest.bit_length() + 7) // 8)
     content = np.empty((len(tokens), width), np.uint8)

@@ -4,11 +4,7 @@ import json
 
 import pytest
 from byte_tokenizers import byte_tokenizer
-from hypothesis import settings
 from tokenizers import Tokenizer
-
-settings.register_profile("compiled", deadline=None)  # the first example compiles
-settings.load_profile("compiled")
 
 
 @pytest.fixture(scope="session")

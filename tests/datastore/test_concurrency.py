@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 from byte_tokenizers import byte_tokenizer
+from children import exit_code, start
 from test_build import contents
 
 from retrieve_spec.config import StoreConfig
@@ -31,6 +31,13 @@ def test_a_reader_keeps_what_it_opened(tokenizer, texts, tmp_path):
     assert opened.document_at(0, 0).path == "a.txt"
 
 
+def change_again_and_again(store, answers):
+    for _ in range(ROUNDS):
+        add_documents(store, answers)
+        compact_datastore(store)
+        remove_documents(store, ["answers*"])
+
+
 def test_readers_see_one_state_or_the_next(tokenizer, texts, records, tmp_path):
     store = tmp_path / "s"
     answers = Source(str(records), field="output")
@@ -39,22 +46,12 @@ def test_readers_see_one_state_or_the_next(tokenizer, texts, records, tmp_path):
     add_documents(store, answers)
     after = contents(store)
     remove_documents(store, ["answers*"])
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            for _ in range(ROUNDS):
-                add_documents(store, answers)
-                compact_datastore(store)
-                remove_documents(store, ["answers*"])
-            code = 0
-        finally:
-            os._exit(code)
+    writer = start(change_again_and_again, store, answers)
     seen = []
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+    while writer.is_alive():
         seen.append(contents(store))
         verify_datastore(store)
         assert seen[-1] in (before, after)
-    assert ended == (child, 0)
+    assert exit_code(writer) == 0
     assert contents(store) == before
     assert after in seen

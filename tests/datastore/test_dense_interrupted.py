@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import shutil
+import sys
+from functools import partial
 
 import pytest
+from children import exit_code, limit_files, start
 from dense_models import save_model
 from test_dense_kill import keys_of
 
@@ -26,51 +27,48 @@ def model(tmp_path):
     return save_model(tmp_path / "model")
 
 
+def build_in_small_shards(texts, tokenizer, config, path, resume=False):
+    dense_keys.SHARD = 64
+    build_datastore(path, texts, tokenizer, config=config, resume=resume, workers=1)
+
+
 @pytest.fixture
 def build(model, tmp_path, texts, tokenizer, monkeypatch):
-    monkeypatch.setattr(dense_keys, "SHARD", 64)
+    monkeypatch.setattr(dense_keys, "SHARD", 64)  # so that it is put back
     config = StoreConfig(dense=DenseConfig(model, dims=4, window=16, overlap=4))
+    build = partial(build_in_small_shards, str(texts), tokenizer, config)
 
     def call(name, resume=False):
-        build_datastore(tmp_path / name, str(texts), tokenizer, config=config, resume=resume, workers=1)
+        build(tmp_path / name, resume)
         return tmp_path / name
 
+    call.limited = lambda limit, at_index=False: exit_code(start(with_limit, limit, at_index, build, tmp_path / "s"))
     return call
 
 
-def limit_files(limit):
-    """Let no file of this process grow further, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+def with_limit(limit, at_index, build, path):
+    """Build on a full disk, from the start or from where an index is written; exits with FULL after a `BuildError`."""
+    if at_index:
+        write_files = dense_build._write
 
+        def write_on_a_full_disk(*arguments):
+            limit_files(limit)
+            return write_files(*arguments)
 
-def in_child(action):
-    """Exit code of a child process that does something: FULL after a `BuildError` about writing."""
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            action()
-            code = 0
-        except BuildError as error:
-            code = FULL if error.expected.startswith("to write to") else 98
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        dense_build._write = write_on_a_full_disk
+    else:
+        limit_files(limit)
+    try:
+        build(path)
+    except BuildError as error:
+        sys.exit(FULL if error.expected.startswith("to write to") else 98)
 
 
 @pytest.mark.parametrize("missing", [1, 40, 1000])
-def test_no_room_for_the_end_of_an_index(build, tmp_path, monkeypatch, missing):
+def test_no_room_for_the_end_of_an_index(build, tmp_path, missing):
     whole = build("whole")
     size = (whole / "segments" / "000001" / INDEX).stat().st_size
-    write_files = dense_build._write
-
-    def write_on_a_full_disk(*arguments):
-        limit_files(size - missing)
-        return write_files(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dense_build, "_write", write_on_a_full_disk)
-        assert in_child(lambda: build("s")) == FULL
+    assert build.limited(size - missing, at_index=True) == FULL
     with pytest.raises(StoreIncompleteError):
         open_datastore(tmp_path / "s")
     assert keys_of(build("s", resume=True)) == keys_of(whole)
@@ -83,7 +81,7 @@ def test_no_room_at_any_point(build, tmp_path):
     outcomes = set()
     for limit in [0, *(size - 1 for size in sizes if size), sizes[-1]]:
         shutil.rmtree(tmp_path / "s", ignore_errors=True)
-        outcome = in_child(lambda limit=limit: (limit_files(limit), build("s")))
+        outcome = build.limited(limit)
         outcomes.add(outcome)
         assert outcome in (FULL, 0), limit
         if outcome == 0:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+from functools import partial
+
 import numpy as np
 import pytest
 from dense_models import save_model
@@ -22,16 +26,16 @@ def keys_of(store):
     }
 
 
+def build_in_small_shards(texts, tokenizer, config, path, resume=False):
+    dense_keys.SHARD = 16
+    build_datastore(path, texts, tokenizer, config=config, resume=resume)
+
+
 @pytest.fixture
 def change(tmp_path, texts, tokenizer, monkeypatch):
-    model = save_model(tmp_path / "model")
-    monkeypatch.setattr(dense_keys, "SHARD", 16)
-    config = StoreConfig(segment_tokens=90, dense=DenseConfig(model, dims=4, window=16, overlap=4))
-
-    def build(path, resume=False):
-        build_datastore(path, str(texts), tokenizer, config=config, resume=resume)
-
-    return build
+    monkeypatch.setattr(dense_keys, "SHARD", 16)  # so that it is put back
+    dense = DenseConfig(save_model(tmp_path / "model"), dims=4, window=16, overlap=4)
+    return partial(build_in_small_shards, str(texts), tokenizer, StoreConfig(segment_tokens=90, dense=dense))
 
 
 @pytest.mark.parametrize("done", [0, 1, 5])
@@ -60,19 +64,16 @@ def test_a_build_stopped_between_checkpoints_goes_on_there(change, tmp_path, mon
 
 @pytest.mark.slow
 def test_kill_at_any_moment(change, tmp_path):
-    import shutil
-    import time
-
     target = tmp_path / "s"
     started = time.perf_counter()
-    run(lambda resume: change(target, resume))
+    run(partial(change, target))
     duration = time.perf_counter() - started
     new, keys = state(target), keys_of(target)
     random = np.random.default_rng(0)
     for _ in range(12):
         shutil.rmtree(target)
         target.mkdir()
-        killed = run(lambda resume: change(target, resume), float(random.uniform(0.2, 0.95)) * duration)
+        killed = run(partial(change, target), float(random.uniform(0.2, 0.95)) * duration)
         assert state(target) in (None, new)
         if killed and (target / "work" / "plan.json").exists():
             change(target, resume=True)

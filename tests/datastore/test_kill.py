@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import signal
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
+import children
 import numpy as np
 import pytest
 from byte_tokenizers import byte_tokenizer
@@ -32,20 +34,22 @@ KILLS = int(os.environ.get("RETRIEVE_SPEC_KILLS", "35"))
 """Per verb; 210 in all."""
 
 
-def run(action, kill_after=None, *, resume=False):
-    """Run an action in a child process, killed after some seconds; says whether it was killed before its end."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action(resume=resume)
-        except BuildError:  # nothing to resume
-            pass
-        finally:
-            os._exit(0)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
-    return os.waitpid(child, 0)[1] == signal.SIGKILL
+def attempt(change, resume):
+    with contextlib.suppress(BuildError):  # nothing to resume
+        change(resume=resume)
+
+
+def run(change, kill_after=None, *, resume=False):
+    """Run a change in a child process, killed after some seconds; says whether it was killed before its end."""
+    return children.run(attempt, change, resume, kill_after=kill_after)
+
+
+def remove(target, resume):  # has no --resume: it is short; run again
+    try:
+        remove_documents(target, ["*.txt"])
+    except BuildError as error:
+        if "documents that match" not in str(error) or contents(target).keys() & {"a.txt", "b.txt"}:
+            raise
 
 
 @pytest.fixture
@@ -69,32 +73,15 @@ def verbs(tokenizer, texts, records, folder):
     add_documents(grown, answers)
     remove_documents(grown, ["c.py"])
 
-    def build(resume):
-        build_datastore(target, [str(texts), answers], tokenizer, config=config, workers=2, resume=resume)
-
-    def add(resume):
-        add_documents(target, answers, workers=2, resume=resume)
-
-    def remove(resume):  # has no --resume: it is short; run again
-        try:
-            remove_documents(target, ["*.txt"])
-        except BuildError as error:
-            if not done(error):
-                raise
-
-    def done(error):
-        return "documents that match" in str(error) and contents(target).keys().isdisjoint({"a.txt", "b.txt"})
-
-    def compact(resume):
-        compact_datastore(target, resume=resume)
-
-    def merge(resume):
-        merge_datastores(target, [base, grown], resume=resume)
-
-    def retokenize(resume):
-        retokenize_datastore(target, byte_tokenizer(offset=300), workers=2, resume=resume)
-
-    changes = (None, build), (base, add), (grown, remove), (grown, compact), (None, merge), (grown, retokenize)
+    other = byte_tokenizer(offset=300)
+    changes = (
+        (None, partial(build_datastore, target, [str(texts), answers], tokenizer, config=config, workers=2)),
+        (base, partial(add_documents, target, answers, workers=2)),
+        (grown, partial(remove, target)),
+        (grown, partial(compact_datastore, target)),
+        (None, partial(merge_datastores, target, [base, grown])),
+        (grown, partial(retokenize_datastore, target, other, workers=2)),
+    )
     return target, dict(zip(VERBS, changes, strict=True))
 
 

@@ -10,7 +10,7 @@ import retrieve_spec
 
 PACKAGE = Path(retrieve_spec.__file__).parent
 ORDER = [
-    {"_version", "errors"},
+    {"_version", "errors", "forks"},
     {"config", "paths", "model_layers", "reference_model"},
     {"kernels"},
     {"datastore"},

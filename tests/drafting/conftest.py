@@ -2,16 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from retrieve_spec.bench.replay import walk
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
-
-settings.register_profile("compiled", deadline=None)  # the first example compiles
-settings.load_profile("compiled")
 
 
 def number_tokenizer(size=1000):

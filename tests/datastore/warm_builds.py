@@ -1,0 +1,39 @@
+"""What is imported and compiled before the first child of `children` starts, so that a kill hits a build and no import.
+
+It builds in a thread: what computes in parallel keeps threads for the one that asked for them, and lets go of them when
+that one ends. The process that forks has none.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from pathlib import Path
+
+from byte_tokenizers import byte_tokenizer
+from dense_models import save_model
+
+from retrieve_spec.config import DenseConfig, StoreConfig
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.edit import compact_datastore, remove_documents
+from retrieve_spec.datastore.verify import verify_datastore
+
+
+def _build() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "texts").mkdir()
+        for i in range(3):
+            (folder / "texts" / f"{i}.txt").write_text(f"{i} squared is {i * i}. " * 9)
+        dense = DenseConfig(save_model(folder / "model"), dims=4, window=16, overlap=4)
+        build_datastore(
+            folder / "store", str(folder / "texts"), byte_tokenizer(), config=StoreConfig(dense=dense), workers=2
+        )
+        remove_documents(folder / "store", ["0.txt"])
+        compact_datastore(folder / "store")
+        verify_datastore(folder / "store")
+
+
+_builder = threading.Thread(target=_build)
+_builder.start()
+_builder.join()
