@@ -147,14 +147,14 @@ class MixtureDrafter(OpenSources):
             return DraftTree()
         self._catch_up()
         cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
-        s = self._scratch
-        self._sync()
         self._hear(budget.noise)
         depth = min(budget.max_depth, self.config.max_depth)
-        if self._queries is not None:
-            self._ask(self._queries, cost, limit, depth)
-        n = self._grow(cost, limit, depth)
-        expected = float(s.node_p[:n].sum())
+        with self._at_rest:
+            self._sync()
+            if self._queries is not None:
+                self._ask(self._queries, cost, limit, depth)
+            n = self._grow(cost, limit, depth)
+        expected = float(self._scratch.node_p[:n].sum())
         if budget.cost is not None:
             self._misses = 0 if n else self._misses + 1
             self._rest = min(self._misses // 2, _LONGEST_REST)
@@ -166,7 +166,7 @@ class MixtureDrafter(OpenSources):
         """Grow the tree in scratch; how many of its nodes are worth verifying."""
         s = self._scratch
         n, _grown = expand.expand(
-            self._table,
+            self._table.words,
             self._cursors,
             self._tail,
             self._tail_len,
@@ -219,7 +219,7 @@ class MixtureDrafter(OpenSources):
         known = len(self.stores.exact) + (self.dense is not None)
         if self.config.provenance and known:
             origin = np.empty(n, np.int64)
-            order.find_origins(self._table, self._scratch.cursors, self._exact_row, known, n, origin)
+            order.find_origins(self._table.words, self._scratch.cursors, self._exact_row, known, n, origin)
         tree = DraftTree.unfilled(n)
         order.depth_first(
             self._scratch.nodes,
@@ -259,25 +259,26 @@ class MixtureDrafter(OpenSources):
             return
         emitted = self._fresh[0] if len(self._fresh) == 1 else np.concatenate(self._fresh)
         self._fresh = []
-        self._sync()
         roots = self._exact_cursors()
         self._noise[3] = self._tail_len + self._noise_offset
         self._wake()
-        learn.learn(
-            self._table,
-            self._cursors,
-            self._tail,
-            self._tail_len,
-            self.calibration.cells,
-            self.calibration.scale,
-            self._trust,
-            self._use,
-            self._noise,
-            self.config.min_path_probability,
-            emitted,
-            self._learn_every(),
-            self._scratch.memory,
-        )
+        with self._at_rest:
+            self._sync()
+            learn.learn(
+                self._table.words,
+                self._cursors,
+                self._tail,
+                self._tail_len,
+                self.calibration.cells,
+                self.calibration.scale,
+                self._trust,
+                self._use,
+                self._noise,
+                self.config.min_path_probability,
+                emitted,
+                self._learn_every(),
+                self._scratch.memory,
+            )
         self._choose_sources()
         self._learned += len(emitted)
         self._tail_len += len(emitted)

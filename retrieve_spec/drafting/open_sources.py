@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,14 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.kernels import blend, levels, order, weights
-from retrieve_spec.kernels.source_table import CURSOR, NUMBER, RESTING, ROW, TAIL
+from retrieve_spec.kernels.source_table import CURSOR, NUMBER, RESTING, TAIL
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 from retrieve_spec.sources.prediction import HYPOTHESES, Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
-from retrieve_spec.sources.session import SessionMemory
+from retrieve_spec.sources.rows import SourceRow, SourceTable
+from retrieve_spec.sources.session import FOLLOWED, SessionMemory
 from retrieve_spec.sources.stores import StoreRows
 
 if TYPE_CHECKING:
@@ -84,6 +86,8 @@ class OpenSources:
     ) -> None:
         self.context = SuffixAutomaton(4096)
         self.session = session
+        self._at_rest = nullcontext() if session is None else session
+        """Entered while kernels read the table: drafters of other threads may add to the session."""
         self.stores = StoreRows.of(list(datastores), NGRAM, EXACT)
         self.recycling = RecyclingTable() if recycling else None
         self.prediction: Prediction | None = None
@@ -101,15 +105,17 @@ class OpenSources:
 
     def _open(self) -> None:
         """Build the source table for this request; earlier rows win ties in match length."""
-        table: list[NDArray[np.int64]] = []
+        table: list[SourceRow] = []
         if self.prediction:
             table += [self.prediction.row(PREDICTION)] * HYPOTHESES
         self._context_row = len(table)
-        self._context_moved = self.context.moved
         table.append(self.context.row(CONTEXT))
         self._session_row = len(table)
+        self._earlier: list[SuffixAutomaton] = []
         if self.session is not None:
-            table += self.session.rows(SESSION)
+            with self.session:
+                self._earlier = list(self.session.automata)
+                table += [automaton.row(SESSION) for automaton in self._earlier]
         self._exact_row = len(table)
         table += self.stores.exact
         self._dense_row = len(table)
@@ -118,10 +124,10 @@ class OpenSources:
         if self.recycling:
             table.append(self.recycling.row(RECYCLING))
         table += self.stores.ngram
-        self._table = np.array(table, np.int64).reshape(len(table), ROW)
+        self._table = SourceTable(table)
         if len(self._use) != len(table):
             self._use = np.full(len(table), _SLOW_WAKE_AT)
-        self._numbers = self._table[:, NUMBER].astype(np.uint8)
+        self._numbers = self._table.words[:, NUMBER].astype(np.uint8)
         self._slow = (self._numbers == NGRAM) | (self._numbers == EXACT)
         self._cursors = np.zeros((len(table), CURSOR), np.int64)
         if self._scratch.rows != len(table):
@@ -132,18 +138,18 @@ class OpenSources:
         self._window = np.empty(0, np.int32)
 
     def _sync(self) -> None:
-        """Bring table and cursors up to date with sources that changed under them."""
-        if self._context_moved != self.context.moved:
-            self._table[self._context_row] = self.context.row(CONTEXT)
-            self._context_moved = self.context.moved
+        """Bring table and cursors up to date with sources that changed under them; the session must be at rest."""
+        self._table.put(self._context_row, self.context.row(CONTEXT))
+        for i, automaton in enumerate(self._earlier):
+            self._table.put(self._session_row + i, automaton.row(SESSION))
         self._cursors[self._context_row, :2] = self.context.root()
         if self.prediction:
             self._cursors[:HYPOTHESES] = self.prediction.cursors
 
     def _place_session(self, token_ids: NDArray[np.int32]) -> None:
-        if self.session is not None:
-            cursors = self.session.cursors_after(token_ids)
-            self._cursors[self._session_row : self._session_row + len(cursors), :2] = cursors
+        with self._at_rest:
+            for i, automaton in enumerate(self._earlier):
+                self._cursors[self._session_row + i, :2] = automaton.follow(token_ids[-FOLLOWED:])
 
     def _exact_cursors(self) -> NDArray[np.int64]:
         return self._cursors[self._exact_row : self._exact_row + len(self.stores.exact)].copy()
@@ -154,20 +160,20 @@ class OpenSources:
             return
         self._window = np.concatenate([self._window, token_ids])[-order.MATCH - len(token_ids) :]
         for i in range(len(roots)):
-            order.follow_exact(self._table, self._exact_row + i, roots, i, self._window, len(token_ids))
+            order.follow_exact(self._table.words, self._exact_row + i, roots, i, self._window, len(token_ids))
         self._cursors[self._exact_row : self._exact_row + len(roots)] = roots
 
     def _longest_match(self) -> int:
         """Longest match of the text with anything but neighbours."""
         asked = range(self._exact_row + len(self.stores.exact))
-        return max(int(levels.open_row(self._table, s, self._cursors, s, _NO_HASHES, 0)[1]) for s in asked)
+        return max(int(levels.open_row(self._table.words, s, self._cursors, s, _NO_HASHES, 0)[1]) for s in asked)
 
     def _wake(self) -> None:
         """Let learning see every source, but stores that rest only now and then: looking into them is what costs."""
         self._catches += 1
         if not self._rests:
             return
-        resting = self._table[:, RESTING]
+        resting = self._table.words[:, RESTING]
         if self._catches % _LOOK_IN == 0:
             resting[:] = 0
         else:
@@ -186,7 +192,7 @@ class OpenSources:
         """
         if not self._rests and self._catches % _LOOK_IN:
             return
-        resting = self._table[:, RESTING]
+        resting = self._table.words[:, RESTING]
         resting[self._use < np.where(self._slow, _SLOW_REST_BELOW, _REST_BELOW)] = 1
         resting[self._use >= np.where(self._slow, _SLOW_WAKE_AT, _WAKE_AT)] = 0
         resting[: self._context_row + 1] = 0

@@ -1,8 +1,8 @@
 """One source as a row of integers: what the row holds, and Numba kernels that read the arrays behind it.
 
 Source table: one int64 row per source, its `KIND`, its `NUMBER` (index into `retrieve_spec.sources.SOURCE_NAMES`), and
-addresses and sizes of the arrays that a source of this kind keeps. Cursors: (rows, `CURSOR`) int64 per node; what their
-columns mean is up to the kind as well:
+addresses and sizes of the arrays that a source of this kind keeps (`sources/rows.py` holds them together). Cursors:
+(rows, `CURSOR`) int64 per node; what their columns mean is up to the kind as well:
 
 ==========  ==================================================================================================
 kind        cursor
@@ -17,8 +17,6 @@ DENSE       lo, hi (rows of the trie), depth, what stands for the match length
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numba import njit
@@ -60,20 +58,6 @@ TAIL = 8
 """How many of the newest tokens every node knows."""
 READ_LIMIT = 32
 """Continuations read per level, most recent or most frequent first."""
-
-
-def make_row(kind: int, number: int, columns: dict[int, int]) -> NDArray[np.int64]:
-    """(ROW,) int64 row of a source; it holds addresses, so whoever makes it keeps the arrays alive and in place."""
-    row = np.zeros(ROW, np.int64)
-    row[KIND], row[NUMBER] = kind, number
-    for column, value in columns.items():
-        row[column] = value
-    return row
-
-
-def address(array: NDArray[Any]) -> int:
-    """Where an array's data begin."""
-    return int(array.__array_interface__["data"][0])
 
 
 @njit(cache=True, nogil=True)

@@ -1,6 +1,7 @@
 """Arrays from addresses: lets one compiled kernel walk any number of sources without recompiling.
 
-A source hands the mixture a row of integers (addresses and sizes) and keeps the arrays alive itself.
+A source hands out a row of integers (addresses and sizes) together with the arrays (`sources/rows.py`); whoever calls
+a kernel holds both.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels import automaton as kernels
 from retrieve_spec.kernels import automaton_growth as growth
 from retrieve_spec.kernels import source_table
-from retrieve_spec.kernels.source_table import address
+from retrieve_spec.sources.rows import SourceRow
 
 BOUNDARY = -1
 """In place of a token id: no context reaches back over this point."""
@@ -33,10 +33,9 @@ class SuffixAutomaton:
 
     def __init__(self, capacity: int = 1024) -> None:
         self._capacity = max(capacity, 16)
-        self.moved = 0  # how often an array was replaced by a larger one; `row` is stale then
-        self._allocate()
-
-    def _allocate(self) -> None:
+        self.moved = 0
+        """How often an array was replaced by a larger one."""
+        self._row: SourceRow | None = None  # of the arrays as they are
         self.states: NDArray[np.int32] = np.empty((2 * self._capacity, 5), np.int32)
         self.edges: NDArray[np.int32] = np.empty((self._capacity, 6), np.int32)
         self.slots: NDArray[np.int32] = np.empty(_power_of_two(self._capacity * 4 // 3 + 1), np.int32)
@@ -72,16 +71,18 @@ class SuffixAutomaton:
 
     def _grow(self) -> None:
         """Half as much room again for the array that is full; the hash table always has room for all edges."""
-        self.moved += 1
         num_states, num_edges = int(self.meta[kernels.M_STATES]), int(self.meta[kernels.M_EDGES])
         if num_states + 2 > len(self.states):
             self.states = _grown(self.states, num_states)
-            return
-        self.edges = _grown(self.edges, num_edges)
-        size = _power_of_two(len(self.edges) * 4 // 3 + 1)
-        if size > len(self.slots):
-            self.slots = np.full(size, -1, np.int32)
-            growth.rehash(self.edges, self.slots, num_edges)
+        else:
+            self.edges = _grown(self.edges, num_edges)
+            size = _power_of_two(len(self.edges) * 4 // 3 + 1)
+            if size > len(self.slots):
+                slots = np.full(size, -1, np.int32)
+                growth.rehash(self.edges, slots, num_edges)
+                self.slots = slots
+        self.moved += 1
+        self._row = None
 
     def root(self) -> tuple[int, int]:
         """(state, matched length) of the text so far."""
@@ -93,26 +94,36 @@ class SuffixAutomaton:
         s, m = kernels.advance(self.states, self.edges, self.slots, state, matched, token_id)
         return int(s), int(m)
 
+    def follow(self, token_ids: NDArray[np.int32], state: int = 0, matched: int = 0) -> tuple[int, int]:
+        """(state, matched length) after a text, (n,) int32, that is followed and not appended."""
+        for token in token_ids.tolist():
+            state, matched = self.advance(state, matched, token)
+        return state, matched
+
     def successors(self, state: int, limit: int = 64) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
         """Continuations of a state: token ids and counts, most recent first, and the total count."""
         ids, counts = np.empty(limit, np.int32), np.empty(limit, np.int32)
         n = kernels.successors(self.states, self.edges, state, limit, ids, counts)
         return ids[:n], counts[:n], int(self.states[state, kernels.COUNT])
 
-    def row(self, number: int) -> NDArray[np.int64]:
-        """Descriptor for the mixture's source table; valid until the next `extend`."""
-        return source_table.make_row(
-            source_table.AUTOMATON,
-            number,
-            {
-                source_table.AUTOMATON_STATES: address(self.states),
-                source_table.AUTOMATON_NUM_STATES: len(self.states),
-                source_table.AUTOMATON_EDGES: address(self.edges),
-                source_table.AUTOMATON_NUM_EDGES: len(self.edges),
-                source_table.AUTOMATON_SLOTS: address(self.slots),
-                source_table.AUTOMATON_NUM_SLOTS: len(self.slots),
-            },
-        )
+    def row(self, number: int) -> SourceRow:
+        """Row of the mixture's source table: the same one until `extend` has replaced an array."""
+        if self._row is None or self._row.words[source_table.NUMBER] != number:
+            self._row = SourceRow.of(
+                source_table.AUTOMATON,
+                number,
+                {
+                    source_table.AUTOMATON_STATES: self.states,
+                    source_table.AUTOMATON_EDGES: self.edges,
+                    source_table.AUTOMATON_SLOTS: self.slots,
+                },
+                {
+                    source_table.AUTOMATON_NUM_STATES: len(self.states),
+                    source_table.AUTOMATON_NUM_EDGES: len(self.edges),
+                    source_table.AUTOMATON_NUM_SLOTS: len(self.slots),
+                },
+            )
+        return self._row
 
 
 def _power_of_two(n: int) -> int:

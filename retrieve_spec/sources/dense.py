@@ -13,7 +13,7 @@ from retrieve_spec.datastore.dense import DenseIndex, continuation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.kernels import source_table, trie
 from retrieve_spec.kernels.order import ORIGIN_BITS
-from retrieve_spec.kernels.source_table import address
+from retrieve_spec.sources.rows import SourceRow
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.segment import Segment
@@ -161,17 +161,16 @@ class DenseSource:
         cursor[3] = trie.dense_length(self.similarity, self.spans, 0, self.count, 1)
         return cursor
 
-    def row(self, number: int) -> NDArray[np.int64]:
-        """Descriptor for the mixture's source table."""
-        return source_table.make_row(
+    def row(self, number: int) -> SourceRow:
+        """Row of the mixture's source table."""
+        return SourceRow.of(
             source_table.DENSE,
             number,
             {
-                source_table.DENSE_SPANS: address(self.spans),
-                source_table.DENSE_NUM_SPANS: self.spans.shape[0],
-                source_table.DENSE_WIDTH: self.spans.shape[1],
-                source_table.DENSE_SIMILARITY: address(self.similarity),
-                source_table.DENSE_WEIGHTS: address(self.weight),
-                source_table.DENSE_ORIGINS: address(self.origins),
+                source_table.DENSE_SPANS: self.spans,
+                source_table.DENSE_SIMILARITY: self.similarity,
+                source_table.DENSE_WEIGHTS: self.weight,
+                source_table.DENSE_ORIGINS: self.origins,
             },
+            {source_table.DENSE_NUM_SPANS: self.spans.shape[0], source_table.DENSE_WIDTH: self.spans.shape[1]},
         )

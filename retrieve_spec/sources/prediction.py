@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import prediction as kernels
 from retrieve_spec.kernels import source_table
-from retrieve_spec.kernels.source_table import address
+from retrieve_spec.sources.rows import SourceRow
 
 HYPOTHESES = 3
 """Places in the text that are followed at once: found again, one token replaced, tokens inserted."""
@@ -38,10 +38,11 @@ class Prediction:
         """
         kernels.follow(self.text, self.cursors, emitted, recent)
 
-    def row(self, number: int) -> NDArray[np.int64]:
-        """Descriptor for the mixture's source table (the same for each cursor)."""
-        return source_table.make_row(
+    def row(self, number: int) -> SourceRow:
+        """Row of the mixture's source table (the same for each cursor)."""
+        return SourceRow.of(
             source_table.PREDICTION,
             number,
-            {source_table.PREDICTION_TEXT: address(self.text), source_table.PREDICTION_LENGTH: len(self.text)},
+            {source_table.PREDICTION_TEXT: self.text},
+            {source_table.PREDICTION_LENGTH: len(self.text)},
         )

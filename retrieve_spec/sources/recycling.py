@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling as kernels
 from retrieve_spec.kernels import source_table
-from retrieve_spec.kernels.source_table import address
+from retrieve_spec.sources.rows import SourceRow
 
 
 class RecyclingTable:
@@ -73,17 +73,16 @@ class RecyclingTable:
                 return self.tokens[e][kept], self.probs[e][kept], order
         return np.empty(0, np.int32), np.empty(0, np.float32), 0
 
-    def row(self, number: int) -> NDArray[np.int64]:
-        """Descriptor for the mixture's source table."""
-        return source_table.make_row(
+    def row(self, number: int) -> SourceRow:
+        """Row of the mixture's source table."""
+        return SourceRow.of(
             source_table.RECYCLING,
             number,
             {
-                source_table.RECYCLING_KEYS: address(self.keys),
-                source_table.RECYCLING_CAPACITY: len(self.keys),
-                source_table.RECYCLING_INFO: address(self.info),
-                source_table.RECYCLING_TOKENS: address(self.tokens),
-                source_table.RECYCLING_PROBS: address(self.probs),
-                source_table.RECYCLING_K: self.k,
+                source_table.RECYCLING_KEYS: self.keys,
+                source_table.RECYCLING_INFO: self.info,
+                source_table.RECYCLING_TOKENS: self.tokens,
+                source_table.RECYCLING_PROBS: self.probs,
             },
+            {source_table.RECYCLING_CAPACITY: len(self.keys), source_table.RECYCLING_K: self.k},
         )

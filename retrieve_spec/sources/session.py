@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from types import TracebackType
+from typing import Self
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,6 +40,9 @@ class SessionMemory:
     New texts go to the young automaton; when it holds half the bound it becomes the old one and the old one is
     forgotten. Nothing is ever rebuilt, so remembering costs the same at any size.
 
+    Drafters of several requests, on several threads, may share a memory: `with memory:` keeps it as it is while kernels
+    read its automata. A request goes on reading the automata it began with, however old they have become.
+
     Parameters
     ----------
     max_tokens
@@ -45,17 +53,43 @@ class SessionMemory:
         self.max_tokens = max_tokens
         self.automata = [SuffixAutomaton(1024), SuffixAutomaton(1024)]
         self._texts: list[list[NDArray[np.int32]]] = [[], []]
+        self._lock = threading.RLock()
+        self._busy = 0  # readers and writers of the thread that has the lock, one inside the other
+        self._waiting: deque[NDArray[np.int32]] = deque()
+
+    def __enter__(self) -> Self:
+        self._lock.acquire()
+        self._busy += 1
+        while self._busy == 1 and self._waiting:
+            self._add(self._waiting.popleft())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._busy -= 1
+        self._lock.release()
 
     @property
     def texts(self) -> list[NDArray[np.int32]]:
         """The texts still remembered, oldest first, each (n,) int32."""
-        return [text for texts in self._texts for text in texts]
+        with self:
+            return [text for texts in self._texts for text in texts]
 
     def __len__(self) -> int:
-        return sum(len(a) for a in self.automata)
+        with self:
+            return sum(len(a) for a in self.automata)
 
     def remember(self, token_ids: NDArray[np.int32]) -> None:
-        """Add one generated text, (n,) int32."""
+        """Add one generated text, (n,) int32.
+
+        It waits while kernels read, even where the garbage collector ends a request in the middle of another's step.
+        """
+        self._waiting.append(token_ids.astype(np.int32))
+        with self:  # takes in what waits
+            pass
+
+    def _add(self, token_ids: NDArray[np.int32]) -> None:
         half = self.max_tokens // 2
         text = token_ids[: loop_start(token_ids)]
         if not len(text) or not half:
@@ -63,20 +97,11 @@ class SessionMemory:
         if len(self.automata[1]) + len(text) > half:
             self.automata = [self.automata[1], SuffixAutomaton(1024)]
             self._texts = [self._texts[1], []]
-        kept = np.array(text[max(len(text) - half, 0) :], np.int32)
+        kept = text[max(len(text) - half, 0) :].copy()
         self._texts[1].append(kept)
         self.automata[1].extend(np.append(kept, np.int32(BOUNDARY)))
 
     def cursors_after(self, token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
         """(2, 2) int64 (state, matched length) per automaton after a text that is followed, not remembered."""
-        cursors = np.zeros((len(self.automata), 2), np.int64)
-        for i, automaton in enumerate(self.automata):
-            state, matched = 0, 0
-            for token in token_ids[-FOLLOWED:]:
-                state, matched = automaton.advance(state, matched, int(token))
-            cursors[i] = state, matched
-        return cursors
-
-    def rows(self, number: int) -> list[NDArray[np.int64]]:
-        """Descriptors for the mixture's source table."""
-        return [a.row(number) for a in self.automata]
+        with self:
+            return np.array([automaton.follow(token_ids[-FOLLOWED:]) for automaton in self.automata], np.int64)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from retrieve_spec.kernels import source_table
 from retrieve_spec.kernels.ngram import MAX_ORDER
-from retrieve_spec.kernels.source_table import address
+from retrieve_spec.sources.rows import SourceRow
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.ngrams import NgramTable
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StoreRows:
-    """Descriptors of all stores, and the stores themselves so that their maps stay open.
+    """Rows of all stores, which keep their maps open, and the stores themselves.
 
     Attributes
     ----------
@@ -31,8 +28,8 @@ class StoreRows:
     """
 
     stores: list[Datastore]
-    ngram: list[NDArray[np.int64]] = field(default_factory=list)
-    exact: list[NDArray[np.int64]] = field(default_factory=list)
+    ngram: list[SourceRow] = field(default_factory=list)
+    exact: list[SourceRow] = field(default_factory=list)
 
     @classmethod
     def of(cls, stores: list[Datastore], ngram_number: int, exact_number: int) -> StoreRows:
@@ -48,15 +45,17 @@ class StoreRows:
         return made
 
 
-def _ngram_row(table: NgramTable, number: int, vocabulary: int) -> NDArray[np.int64]:
-    return source_table.make_row(
+def _ngram_row(table: NgramTable, number: int, vocabulary: int) -> SourceRow:
+    return SourceRow.of(
         source_table.NGRAM,
         number,
         {
-            source_table.NGRAM_SLOTS: address(table.slots),
+            source_table.NGRAM_SLOTS: table.slots,
+            source_table.NGRAM_TOKENS: table.succ_tokens,
+            source_table.NGRAM_COUNTS: table.succ_counts,
+        },
+        {
             source_table.NGRAM_NUM_SLOTS: len(table.slots),
-            source_table.NGRAM_TOKENS: address(table.succ_tokens),
-            source_table.NGRAM_COUNTS: address(table.succ_counts),
             source_table.NGRAM_SIZE: len(table.succ_tokens),
             source_table.NGRAM_ITEMSIZE: table.succ_tokens.dtype.itemsize,
             source_table.NGRAM_ORDERS: MAX_ORDER,
@@ -65,21 +64,23 @@ def _ngram_row(table: NgramTable, number: int, vocabulary: int) -> NDArray[np.in
     )
 
 
-def _exact_row(segment: Segment, number: int, min_depth: int, place: int) -> NDArray[np.int64]:
-    return source_table.make_row(
+def _exact_row(segment: Segment, number: int, min_depth: int, place: int) -> SourceRow:
+    return SourceRow.of(
         source_table.EXACT,
         number,
         {
-            source_table.EXACT_TOKENS: address(segment.tokens),
+            source_table.EXACT_TOKENS: segment.tokens,
+            source_table.EXACT_SUFFIXES: segment.suffix_array,
+            source_table.EXACT_TO_LOCAL: segment.to_local,
+            source_table.EXACT_TO_GLOBAL: segment.to_global,
+            source_table.EXACT_TOP: segment.top,
+        },
+        {
             source_table.EXACT_LENGTH: len(segment.tokens),
             source_table.EXACT_ITEMSIZE: segment.tokens.dtype.itemsize,
-            source_table.EXACT_SUFFIXES: address(segment.suffix_array),
             source_table.EXACT_NUM_SUFFIXES: len(segment.suffix_array),
-            source_table.EXACT_TO_LOCAL: address(segment.to_local),
             source_table.EXACT_VOCABULARY: len(segment.to_local),
-            source_table.EXACT_TO_GLOBAL: address(segment.to_global),
             source_table.EXACT_NUM_LOCAL: len(segment.to_global),
-            source_table.EXACT_TOP: address(segment.top),
             source_table.EXACT_TOP_SIZE: len(segment.top),
             source_table.EXACT_TOP_BITS: segment.bits,
             source_table.EXACT_MIN_DEPTH: min_depth,

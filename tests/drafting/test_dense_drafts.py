@@ -320,8 +320,8 @@ def test_neighbours_do_not_rest(store):
     drafter = auto(store)
     unlike = np.random.default_rng(5).integers(100, 900, 2500).tolist()
     generate(drafter, unlike[:20], unlike[20:])
-    assert drafter._table[:, RESTING].any(), "the store's text was no help"
-    assert not drafter._table[drafter._dense_row, RESTING]
+    assert drafter._table.words[:, RESTING].any(), "the store's text was no help"
+    assert not drafter._table.words[drafter._dense_row, RESTING]
 
 
 def test_what_a_query_adds_is_counted_exactly(store):

@@ -16,6 +16,7 @@ from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.sources.rows import SourceTable
 from retrieve_spec.sources.stores import StoreRows
 
 NO_NOISE = (0, 0, 0, 0)
@@ -117,11 +118,12 @@ def make_world(rng, alphabet, stores=(), documents=()):
         naive.Prediction(expected, len(text), position, matched),
         naive.Automaton(0, naive_context),
         naive.Automaton(1, naive_session),
-        *[naive.Exact(documents, int(row[source_table.EXACT_MIN_DEPTH]), len(text)) for row in opened.exact],
+        *[naive.Exact(documents, int(row.words[source_table.EXACT_MIN_DEPTH]), len(text)) for row in opened.exact],
         naive.Recycling(naive_table),
         *[naive.Ngram(documents) for _ in opened.ngram],
     ]
-    table = np.array(rows, np.int64)
+    held = SourceTable(rows)
+    table = held.words
     cursors = np.zeros((len(rows), source_table.CURSOR), np.int64)
     cursors[0, :2] = position, matched
     cursors[1, :2] = context.root()
@@ -132,8 +134,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
     window = np.array(text, np.int32)
     for i in range(len(opened.exact)):
         order.follow_exact(table, 3 + i, cursors, 3 + i, window, len(text))
-    alive = [context, session, recycling, prediction, opened]
-    return World(text, sources, table, cursors, newest_first(text), alive)
+    return World(text, sources, table, cursors, newest_first(text), [held])
 
 
 def learned(rng, strength=5.0):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from retrieve_spec.kernels import levels, source_table, trie
 from retrieve_spec.kernels.learn import _share_of
+from retrieve_spec.sources.rows import SourceRow
 
 WIDTH = 5
 spans_of = st.lists(
@@ -32,14 +33,13 @@ def table_of(found):
 
 
 def row_of(spans, similarity, weight):
-    columns = {
-        source_table.DENSE_SPANS: spans.ctypes.data,
-        source_table.DENSE_NUM_SPANS: spans.shape[0],
-        source_table.DENSE_WIDTH: spans.shape[1],
-        source_table.DENSE_SIMILARITY: similarity.ctypes.data,
-        source_table.DENSE_WEIGHTS: weight.ctypes.data,
+    arrays = {
+        source_table.DENSE_SPANS: spans,
+        source_table.DENSE_SIMILARITY: similarity,
+        source_table.DENSE_WEIGHTS: weight,
     }
-    return source_table.make_row(source_table.DENSE, 6, columns)[None]
+    sizes = {source_table.DENSE_NUM_SPANS: spans.shape[0], source_table.DENSE_WIDTH: spans.shape[1]}
+    return SourceRow.of(source_table.DENSE, 6, arrays, sizes).words[None]
 
 
 @settings(deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,6 +175,7 @@ class PublishedDrafter:
 
     def __init__(self, session: SessionMemory | None = None) -> None:
         self.session = session
+        self._at_rest = nullcontext() if session is None else session
         self.text = Text()
         self._generated: list[NDArray[np.int32]] = []
 
@@ -181,14 +183,16 @@ class PublishedDrafter:
         """Begin a request: forget the last one's text, read the prompt."""
         self.text.clear()
         self._generated = []
-        self._reset()
+        with self._at_rest:
+            self._reset()
         self.feed(prompt_ids)
 
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
         ids = np.ascontiguousarray(token_ids, np.int32)
         self.text.append(ids)
-        self._read(ids)
+        with self._at_rest:
+            self._read(ids)
 
     def observe_prompt(
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
@@ -201,7 +205,8 @@ class PublishedDrafter:
         if limit <= 0 or budget.max_depth <= 0 or len(self.text) == 0:
             return DraftTree()
         builder = TreeBuilder(limit, budget.max_depth)
-        self._draft(builder)
+        with self._at_rest:
+            self._draft(builder)
         tree = builder.tree()
         self._proposed(builder, tree)
         return tree
@@ -213,7 +218,8 @@ class PublishedDrafter:
         if self.session is not None:
             self._generated.append(emitted)
         self.text.append(emitted)
-        self._read(emitted)
+        with self._at_rest:
+            self._read(emitted)
 
     def finish(self) -> None:
         """End the request: the session, if there is one, remembers what was generated."""

@@ -41,16 +41,13 @@ class SuffixDecoding(PublishedDrafter):
 
     def _reset(self) -> None:
         self._context.reset()
+        self._earlier: list[SuffixAutomaton] = [] if self.session is None else list(self.session.automata)
         self._cursors = np.zeros((2, 2), np.int64)
 
     def _read(self, token_ids: NDArray[np.int32]) -> None:
         self._context.extend(token_ids)
-        if self.session is not None:
-            for i, automaton in enumerate(self.session.automata):
-                state, matched = self._cursors[i].tolist()
-                for token in token_ids[-self.depth :].tolist():
-                    state, matched = automaton.advance(state, matched, token)
-                self._cursors[i] = state, matched
+        for i, automaton in enumerate(self._earlier):
+            self._cursors[i] = automaton.follow(token_ids[-self.depth :], *self._cursors[i].tolist())
 
     def _draft(self, builder: TreeBuilder) -> None:
         context = self._context
@@ -58,12 +55,11 @@ class SuffixDecoding(PublishedDrafter):
         matched = int(context.states[link, kernels.LENGTH]) if link > 0 else 0
         n, score = self._speculate(context, link, matched, 1, builder, 0)
         source, room = CONTEXT, 1  # the other buffer is free
-        if self.session is not None:
-            for i, automaton in enumerate(self.session.automata):
-                state, matched = self._cursors[i].tolist()
-                found = self._speculate(automaton, state, matched, 1, builder, room)
-                if found[1] > score:
-                    (n, score), source, room = found, SESSION, 1 - room
+        for i, automaton in enumerate(self._earlier):
+            state, matched = self._cursors[i].tolist()
+            found = self._speculate(automaton, state, matched, 1, builder, room)
+            if found[1] > score:
+                (n, score), source, room = found, SESSION, 1 - room
         at = 1 - room
         numbers: list[int] = []
         for (token, parent), p in zip(self._nodes[at, :n].tolist(), self._node_p[at, :n].tolist(), strict=True):

@@ -1,0 +1,86 @@
+"""Source row: a source as the kernels read it, held together with the arrays that it points into.
+
+Kernels read any number of sources through one table of integers (`kernels/source_table.py`), and some of the integers
+are addresses. An address says nothing about whether its array still exists, so none is ever kept alone: a row holds the
+arrays that its addresses were taken from, a table holds its rows, and a source whose arrays were replaced gives another
+row. What is read through an old row is old, and never freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.source_table import KIND, NUMBER, RESTING, ROW
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceRow:
+    """One source as integers, and what these point into.
+
+    Attributes
+    ----------
+    words
+        (ROW,) int64 as `kernels/source_table.py` says.
+    arrays
+        The arrays whose addresses are in it.
+    """
+
+    words: NDArray[np.int64]
+    arrays: tuple[NDArray[Any], ...]
+
+    @classmethod
+    def of(cls, kind: int, number: int, arrays: Mapping[int, NDArray[Any]], numbers: Mapping[int, int]) -> SourceRow:
+        """Row of a source.
+
+        Parameters
+        ----------
+        kind, number
+            What it is, and its place in `retrieve_spec.sources.SOURCE_NAMES`.
+        arrays, numbers
+            By column, the arrays to point to (contiguous, and never resized in place), and all other integers.
+        """
+        words = np.zeros(ROW, np.int64)
+        words[KIND], words[NUMBER] = kind, number
+        for column, array in arrays.items():
+            words[column] = array.__array_interface__["data"][0]
+        for column, value in numbers.items():
+            words[column] = value
+        return cls(words, tuple(arrays.values()))
+
+
+class SourceTable:
+    """Rows of all sources of a request.
+
+    Whoever hands `words` to a kernel holds the table until the kernel returns.
+
+    Parameters
+    ----------
+    rows
+        In the order in which they win ties in match length.
+
+    Attributes
+    ----------
+    words
+        (s, ROW) int64, what kernels read. Only their `RESTING` column is written to.
+    """
+
+    def __init__(self, rows: Sequence[SourceRow]) -> None:
+        self._rows = list(rows)
+        self.words = np.array([row.words for row in rows], np.int64).reshape(len(rows), ROW)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def put(self, place: int, row: SourceRow) -> None:
+        """Let a source be read through this row from now on; it rests as it did."""
+        if row is self._rows[place]:
+            return
+        resting = self.words[place, RESTING]
+        self.words[place] = row.words
+        self.words[place, RESTING] = resting
+        self._rows[place] = row
