@@ -34,6 +34,7 @@ from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import attention_of, read_interface
 from retrieve_spec.verify.plain import StepVerifier
 from retrieve_spec.verify.probe import Finding, probe
+from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import Verifier
 
 __all__ = ["accelerate", "accelerated", "generate_stream", "restore"]
@@ -107,6 +108,7 @@ def accelerate(
     make_verifier, why_not_recorded = _verifier_factory(model, finding, config, _wanted_layer(drafter, stores, config))
     speculation = Speculation(config, finding, make_verifier, tokenizer, stores, drafter, _model_key(model))
     speculation.check_stores = check_stores
+    speculation.ranks = Ranks.of(model)
     speculation.prepare_seconds = loading
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation

@@ -53,6 +53,10 @@ class SupersededError(RetrieveSpecError, RuntimeError):
     """A stream was continued after another generation of the same model had begun."""
 
 
+class RankError(RetrieveSpecError, RuntimeError):
+    """The first rank of a tensor-parallel model raised while the others waited for its decision."""
+
+
 class TokenizerMismatchError(RetrieveSpecError, ValueError):
     """The tokenizer does not belong to the model, or a store was built with another one."""
 

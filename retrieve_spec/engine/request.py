@@ -15,6 +15,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from retrieve_spec.errors import PromptError
 from retrieve_spec.verify.interface import ModelInterface
+from retrieve_spec.verify.tensor_parallel import why_in_step
 from retrieve_spec.verify.verifier import VerifierInputs
 
 Generate = Callable[..., Any]
@@ -142,6 +143,8 @@ def _reason_from_arguments(model: Any, arguments: dict[str, Any], max_rows: int)
     """Why a call must be delegated, as far as its arguments tell."""
     if model.config.is_encoder_decoder:
         return "encoder-decoder models are not drafted for"
+    if why := why_in_step(model):
+        return why
     for name, reason in _OTHER_MODES.items():
         value = arguments.get(name)
         if value is not None and value is not False:

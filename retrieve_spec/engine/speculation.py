@@ -30,6 +30,7 @@ from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.session_store import load_session, save_session
 from retrieve_spec.verify.probe import Finding
+from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import Verifier
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class Speculation:
         Raises a typed error for stores that are not for this model.
     turns
         Whose turn it is to decode.
+    ranks
+        Processes that hold the model together, None where this one holds it alone.
     prepare_seconds
         How long kernels took to get ready at `accelerate` (compiled, or loaded from Numba's cache).
     """
@@ -77,6 +80,7 @@ class Speculation:
         self.model_key = model_key
         self.prepare_seconds = 0.0
         self.check_stores: Callable[[Sequence[Any]], None] = lambda stores: None
+        self.ranks: Ranks | None = None
         self._make_verifier = make_verifier
         self._drafters = Drafters(config, datastores, drafter, model_key)
         self._batch_costs: dict[int, CostModel] = {}
@@ -181,8 +185,10 @@ class Speculation:
         """Set up the decoding of a prepared call; nothing runs before the first item is asked for."""
         most = self.dial(nodes)
         drafter = self.drafter(draft) if most != 0 else None
-        seed = self.draw_seed(prepared, seed)
-        stopper = Stopper(prepared.criteria)
+        seed, criteria = self.draw_seed(prepared, seed), prepared.criteria
+        if self.ranks is not None:
+            drafter, seed, criteria = self.ranks.drafter(drafter), self.ranks.seed(seed), self.ranks.criteria(criteria)
+        stopper = Stopper(criteria)
         device = prepared.inputs.input_ids.device
         sampler = make_sampler(prepared.processors, seed, keep_scores=keep_scores, keep_raw=keep_raw, device=device)
         limits = self.limits(prepared, stopper, most, provenance=self.config.provenance)

@@ -20,6 +20,7 @@ from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device
 from retrieve_spec.verify.probe import Finding, check_verifier
+from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import Verifier
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ def _why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) -
         return "recorded_pass is off"
     if config.recorded_pass == AUTO and model.num_parameters() < PASS.min_parameters:
         return f"the model has fewer than {PASS.min_parameters:,} parameters"
+    if Ranks.of(model) is not None:
+        return "the model is spread over several processes"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "the model is spread over several devices"
     return ""
