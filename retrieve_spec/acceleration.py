@@ -26,7 +26,7 @@ from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
-from retrieve_spec.generation import BEFORE, generate, generate_stream
+from retrieve_spec.generation import BEFORE, generate, generate_stream, own_generate, why_delegated
 from retrieve_spec.recorded.recording import try_build
 from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sources.dense import DenseIndexes
@@ -117,7 +117,9 @@ def accelerate(
         original = model.__dict__.get(BEFORE)
     model.__dict__[BEFORE] = original
     model.__dict__["generate"] = types.MethodType(generate, model)
-    if finding.mode != "tree":
+    if why := why_delegated(model):
+        speculation.mode, speculation.reason = "delegated", why
+    elif finding.mode != "tree":
         speculation.say_once(f"drafts are verified in {finding.mode} mode: {finding.reason}")
     if why_not_recorded:
         speculation.say_once(f"passes go through the model's own modules: {why_not_recorded}")
@@ -193,6 +195,8 @@ def _find_mode(model: Any) -> Finding:
     interface = read_interface(model)
     if model.config.is_encoder_decoder:
         return Finding("plain", "encoder-decoder models are not drafted for", interface)
+    if reason := own_generate(model):
+        return Finding("plain", reason, interface)
     training = model.training
     model.eval()
     try:

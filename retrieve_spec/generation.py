@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -20,7 +21,7 @@ from retrieve_spec.engine.request import Prepared, prepare
 from retrieve_spec.engine.running import Running
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.streaming import Piece, StreamerFeed, TextDecoder
-from retrieve_spec.errors import ConfigError, PromptError
+from retrieve_spec.errors import ConfigError, PromptError, in_a_line
 
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
@@ -105,13 +106,18 @@ def generate_stream(
 
 
 def _stream(
-    model: Any, arguments: dict[str, Any], prediction: Any, begin: Callable[..., Running], decoder: TextDecoder | None
+    model: Any,
+    arguments: dict[str, Any],
+    prediction: Any,
+    begin: functools.partial[Running],
+    decoder: TextDecoder | None,
 ) -> Iterator[Piece]:
     """Prepare a call when the first piece is asked for, `begin` its decoding, and show what every pass brings."""
     prepared = _prepare(model, arguments)
     if isinstance(prepared, str):
         _speculation_of(model).delegated(prepared)
-        runs: Any = iter([_delegate_row(model, arguments)])
+        with _seeded(begin.keywords["seed"], model):
+            runs: Any = iter([_delegate_row(model, arguments)])
     else:
         running = begin(prepared, prediction_ids=_prediction_ids(prediction, arguments["tokenizer"]))
         runs = iter(running)
@@ -133,6 +139,10 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _original(self)(*args, **kwargs)  # a copy of an accelerated model
     speculation = _speculation_of(self)
     own = {name: kwargs.pop(name, None) for name in _OWN_OPTIONS}
+    if reason := own_generate(self):  # its arguments are its own, too
+        with speculation.turns.lock, _seeded(own["seed"], self):
+            speculation.delegated(reason)
+            return _original(self)(*args, **kwargs)
     arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
     arguments.pop("self")
     arguments |= arguments.pop("kwargs", {})
@@ -151,7 +161,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             prepared = output
         if isinstance(prepared, str):
             speculation.delegated(prepared)
-            return _original(self)(*args, **kwargs)
+            with _seeded(own["seed"], self):
+                return _original(self)(*args, **kwargs)
         config = prepared.config
         wants_dict = bool(config.return_dict_in_generate)
         running = speculation.decode(
@@ -168,10 +179,31 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _result(running, prepared, wants_dict)
 
 
+def own_generate(model: Any) -> str:
+    """Why every call of a model is left to it: its class has a `generate` of its own; empty when it has not."""
+    if type(model).generate is GenerationMixin.generate:
+        return ""
+    return f"{type(model).__name__} has a generate of its own"
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None, model: Any) -> Iterator[None]:
+    """Let the original `generate` draw from a seed, and leave torch's generators as they were."""
+    if seed is None:
+        yield
+        return
+    device = model.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
 def _prepare(model: Any, arguments: dict[str, Any], max_rows: int = 1) -> Prepared | str:
     """Prepare a call, or say why the original `generate` decodes it."""
     if model.speculation.turns.is_decoding:
         return "it is asked for in the middle of another generation"
+    if reason := own_generate(model):
+        return reason
     return prepare(model, _original(model), model.speculation.interface, arguments, max_rows)
 
 
@@ -201,6 +233,19 @@ def _result(running: Running, prepared: Prepared, wants_dict: bool) -> Any:
         logits=tuple(raw) if raw is not None else None,
         past_key_values=running.cache,
     )
+
+
+def why_delegated(model: Any) -> str:
+    """Why a plain call with text alone is left to the original `generate`; empty when it is not."""
+    if reason := own_generate(model):
+        return reason
+    ids = torch.full((1, 4), 3, dtype=torch.long, device=model.device)
+    try:
+        arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 1}
+        prepared = prepare(model, _original(model), model.speculation.interface, arguments)
+    except Exception as error:  # whatever a model says to a prompt without what it is made for
+        return f"a prompt of text alone fails ({in_a_line(error)})"
+    return prepared if isinstance(prepared, str) else ""
 
 
 def _speculation_of(model: Any) -> Speculation:

@@ -14,7 +14,7 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from retrieve_spec.errors import PromptError
-from retrieve_spec.verify.interface import ModelInterface
+from retrieve_spec.verify.interface import ModelInterface, seq_length
 from retrieve_spec.verify.tensor_parallel import why_in_step
 from retrieve_spec.verify.verifier import VerifierInputs
 
@@ -170,14 +170,16 @@ def _reason_from_captured(captured: _Captured, interface: ModelInterface, max_ro
     if captured.input_ids.ndim != 2 or captured.input_ids.shape[0] > max_rows:
         return _too_many(max_rows)
     positions = kwargs.get("position_ids")
-    if positions is not None and positions.ndim != 2:
-        return "positions have more than one axis"
+    if positions is not None and positions.ndim != 2 and len(captured.input_ids) > 1:
+        return "positions of a batch have more than one axis"
     if kwargs.get("use_cache") is False:
         return "the cache is switched off"
     length, past = captured.input_ids.shape[1], _past_length(kwargs)
     if past and _holds_past(captured) and past >= length:
         return "the cache already holds the whole prompt"
-    reached = length if positions is None else min(length, int(positions[0, -1]) + 1)  # padding takes no positions
+    reached = (
+        length if positions is None else min(length, int(positions.flatten()[-1]) + 1)
+    )  # padding takes no positions
     if interface.rope_rescans and reached <= interface.rope_switch < captured.generation_config.max_length:
         return f"the model recomputes its cache at {interface.rope_switch} tokens"
     return ""
@@ -189,7 +191,7 @@ def _too_many(max_rows: int) -> str:
 
 def _past_length(kwargs: dict[str, Any]) -> int:
     cache = kwargs.get("past_key_values")
-    return 0 if cache is None else int(cache.get_seq_length())
+    return 0 if cache is None else seq_length(cache)
 
 
 def _holds_past(captured: _Captured) -> bool:

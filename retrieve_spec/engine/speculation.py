@@ -44,7 +44,8 @@ class Speculation:
     config
         How the model drafts unless a call says otherwise.
     mode, reason
-        How drafts are verified ("tree", "chain" or "plain") and why not better.
+        How drafts are verified ("tree", "chain" or "plain") and why not better; "delegated" where calls with text
+        alone are left to the original `generate`.
     cost
         Measured seconds per pass.
     last
@@ -73,7 +74,8 @@ class Speculation:
     ) -> None:
         self.config = config
         self.interface = finding.interface
-        self.mode, self.reason = finding.mode, finding.reason
+        self.mode: str = finding.mode
+        self.reason = finding.reason
         self.tokenizer = tokenizer
         self.cost = CostModel()
         self.last: GenerationReport | None = None

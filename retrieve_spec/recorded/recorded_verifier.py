@@ -64,7 +64,7 @@ class RecordedVerifier:
         self._cache = kwargs.get(self._ordinary.interface.cache_name)
         self._shift = 0
         if (positions := kwargs.get("position_ids")) is not None:
-            self._shift = int(positions[0, -1]) + 1 - self._past - self._unread
+            self._shift = int(positions.flatten()[-1]) + 1 - self._past - self._unread
         self.not_recorded = self._why_not(kwargs)
 
     def alone(self) -> RecordedVerifier:
@@ -82,6 +82,9 @@ class RecordedVerifier:
             return f"the model is given {', '.join(extras)}"
         if not isinstance(self._cache, DynamicCache) or type(self._cache) is not DynamicCache or self._cache.offloading:
             return f"the cache is a {type(self._cache).__name__}"
+        positions = kwargs.get("position_ids")
+        if positions is not None and len(positions[..., -1].unique()) > 1:
+            return "positions differ from axis to axis"
         if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             return "the prompt is padded"
         if not self.captured.is_current(self.model):

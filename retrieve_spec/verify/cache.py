@@ -7,27 +7,45 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 
 def keep_path(cache: Any, path: NDArray[np.int32], num_nodes: int) -> None:
     """Drop the last `num_nodes` rows of every layer but those of `path` (a,) int32, ascending node indices.
 
     The first branch is a crop; otherwise only the accepted rows move. Layers that record their past (sliding
-    windows, convolutions) are cropped even when nothing is dropped, because cropping is what trims them.
+    windows) are cropped even when nothing is dropped, because cropping is what trims them. Recurrent state is none of
+    this module's business (`retrieve_spec.verify.recurrent`).
     """
     accepted = len(path)
     if accepted and path[-1] != accepted - 1:
         _move_rows(cache, path, num_nodes)
     if num_nodes > accepted:
-        cache.crop(accepted - num_nodes)
+        crop(cache, accepted - num_nodes)
     elif num_nodes:
         trim(cache)
+
+
+def crop(cache: Any, tokens: int) -> None:
+    """Drop the last `-tokens` rows of keys and values in every layer."""
+    for layer in cache.layers:
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            layer.crop(tokens)
+        elif isinstance(layer, DynamicLayer):  # keys and values beside a recurrent state
+            DynamicLayer.crop(layer, tokens)
+
+
+def record_past(cache: Any) -> None:
+    """Let sliding windows keep the rows that leave them until the next crop."""
+    for layer in cache.layers:
+        if not isinstance(layer, LinearAttentionCacheLayerMixin) and hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
 
 
 def trim(cache: Any) -> None:
     """Let layers that record their past forget what no later token can see."""
     for layer in cache.layers:
-        if getattr(layer, "record_past", False):
+        if getattr(layer, "record_past", False) and not isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.crop(0)
 
 
@@ -55,5 +73,5 @@ def recording(cache: Any) -> list[bool]:
 def set_recording(cache: Any, flags: list[bool]) -> None:
     """Put the layers' recording back to what `recording` saw; layers made since then do not record."""
     for i, layer in enumerate(cache.layers):
-        if getattr(layer, "record_past", None) is not None:
+        if getattr(layer, "record_past", None) is not None and not isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.record_past = flags[i] if i < len(flags) else False

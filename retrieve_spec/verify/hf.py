@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
-from retrieve_spec.verify.cache import keep_path, recording, set_recording, trim
+from retrieve_spec.verify.cache import keep_path, record_past, recording, set_recording, trim
 from retrieve_spec.verify.interface import ModelInterface, cache_mode, catch_hidden, input_device, weaker
+from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.verifier import Mode, VerifierInputs, VerifierOutput
 
 _SET_EACH_PASS = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", "use_cache"}
@@ -35,6 +37,7 @@ class HFVerifier:
         self._device = input_device(model)
         self._on_host = self._device.type == "cpu"
         self._model_mode: tuple[Mode, str] = (mode, reason)
+        self._state = RecurrentState(interface.recurrence) if interface.recurrence is not None else None
 
     @property
     def cache(self) -> Any:
@@ -55,11 +58,14 @@ class HFVerifier:
         self._past = inputs.past_length
         self._fed = 0  # tokens given to forward since start
         self._uncached = inputs.input_ids.shape[1] - (inputs.past_length if inputs.holds_past else 0)
+        self._length = self._past + self._uncached  # of the prompt
         self._template: dict[str, Any] | None = None
         self._was_recording = recording(self._cache) if self._cache is not None else []
         self._records = any(self._was_recording)
         self._pending = (0, 0)
         self._reserve(inputs.max_length + MAX_NODES + 1)
+        if self._state is not None:
+            self._state.attach()
 
     def _reserve(self, slots: int) -> None:
         """Make the buffers that every pass slices: ids, positions, the 2-D mask when the row is padded."""
@@ -71,9 +77,8 @@ class HFVerifier:
         self._padded = np.empty(0, np.bool_)
         self._left_padding = 0
         self._shift = 0  # position of a token minus its slot
-        length = self._past + self._uncached
-        if self._position_ids is not None:
-            self._shift = int(self._position_ids[0, -1]) + 1 - length
+        self._masks_padding = False
+        self._axes: torch.Tensor | None = None  # (…, 1) the same on every axis, where positions have several
         if self._attention_mask is not None:
             row = self._attention_mask[0].cpu().numpy() == 0
             self._padded = row
@@ -93,13 +98,13 @@ class HFVerifier:
         """Run one pass (`Verifier.forward`)."""
         nodes = 0 if tree is None else len(tree)
         if nodes and not self._records and self._cache is not None:
-            self._cache.activate_past_recording()
+            record_past(self._cache)
             self._records = True
         if self._fed < self._uncached:
             kwargs = self._prefill_inputs(len(root_ids), keep)
         else:
             kwargs = self._decode_inputs(root_ids, tree, keep)
-        with catch_hidden(self.model, want_hidden) as hidden:
+        with catch_hidden(self.model, want_hidden) as hidden, self._draft(len(root_ids), tree):
             outputs = self.model(**kwargs, return_dict=True)
         self._cache = getattr(outputs, self.interface.cache_name, self._cache)
         self._pending = (len(root_ids), nodes)
@@ -108,10 +113,18 @@ class HFVerifier:
         states = hidden[-1][0, -rows:] if hidden else None
         return VerifierOutput(logits if logits.shape[0] == rows else logits[-rows:], states)
 
+    def _draft(self, roots: int, tree: DraftTree | None) -> contextlib.AbstractContextManager[None]:
+        """Keep recurrent state as it is while a draft is verified."""
+        if self._state is None or tree is None or not len(tree):
+            return contextlib.nullcontext()
+        return self._state.verifying(self._cache, roots, tree, self._device)
+
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
         roots, nodes = self._pending
         if self._cache is not None:
+            if nodes and self._state is not None:
+                self._state.commit(self._cache, path)
             if nodes:
                 keep_path(self._cache, path, nodes)
             elif self._records:
@@ -119,10 +132,15 @@ class HFVerifier:
         self._past += roots + len(path)
         self._fed += roots + len(path)
         self._pending = (0, 0)
+        if self.interface.scale_step and self._model_mode[0] == "tree":
+            room = -self._past % self.interface.scale_step
+            self.mode = "chain" if room <= MAX_NODES + 1 else weaker(self._model_mode, cache_mode(self._cache))[0]
 
     def finish(self) -> Any:
         """Return the cache as plain `generate` leaves it."""
         cache, self._cache = self._cache, None
+        if self._state is not None:
+            self._state.detach()
         if cache is not None and self._records:
             set_recording(cache, self._was_recording)
         return cache
@@ -135,8 +153,6 @@ class HFVerifier:
         extras = dict(self._extras)
         if positions is not None:
             extras["position_ids"] = positions[..., :slots]
-        if self.interface.takes_logits_to_keep:
-            extras["logits_to_keep"] = keep
         kwargs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             self._prompt[:, :stop],
             next_sequence_length=num_tokens,
@@ -146,6 +162,8 @@ class HFVerifier:
             **{self.interface.cache_name: self._cache},
             **extras,
         )
+        if self.interface.takes_logits_to_keep:
+            kwargs["logits_to_keep"] = keep
         return kwargs
 
     def _decode_inputs(self, root_ids: NDArray[np.int32], tree: DraftTree | None, keep: int) -> dict[str, Any]:
@@ -162,12 +180,13 @@ class HFVerifier:
         )
         kwargs["input_ids"] = self._to_device(self._ids[:, :length])
         if self.interface.takes_position_ids:
-            kwargs["position_ids"] = self._to_device(self._positions[:, :length])
+            positions = self._positions[:, :length]
+            kwargs["position_ids"] = self._to_device(positions if self._axes is None else positions + self._axes)
         if self.interface.takes_logits_to_keep:
             kwargs["logits_to_keep"] = keep + nodes
         if tree is not None and nodes and self.mode == "tree":
             kwargs["attention_mask"] = self._tree_masks(tree, roots)
-        elif self._attention_mask is not None:
+        elif self._masks_padding:
             kwargs["attention_mask"] = self._long_mask[:, : self._past + length]
         return kwargs
 
@@ -175,10 +194,10 @@ class HFVerifier:
         return tensor if self._on_host else tensor.to(self._device)
 
     def _make_template(self) -> dict[str, Any]:
-        """What the model itself would add to a decoding pass besides what is set for each pass."""
+        """What the model itself would add to a decoding pass besides what is set for each pass; its next position."""
         extras = dict(self._extras)
         if self._position_ids is not None:
-            extras["position_ids"] = self._positions[:, :1].to(self._device)
+            extras["position_ids"] = self._position_ids[..., -1:] + (self._past + 1 - self._length)
         kwargs = self.model.prepare_inputs_for_generation(
             self._prompt[:, -1:],
             next_sequence_length=1,
@@ -187,14 +206,28 @@ class HFVerifier:
             **{self.interface.cache_name: self._cache},
             **extras,
         )
+        self._read_positions(kwargs.get("position_ids"))
+        self._masks_padding = self._attention_mask is not None and kwargs.get("attention_mask") is not None
         kept = {key: value for key, value in kwargs.items() if key not in _SET_EACH_PASS}
         return {**kept, "use_cache": True}
+
+    def _read_positions(self, position_ids: torch.Tensor | None) -> None:
+        """Where the next token stands; models that are given no positions count slots, padding included."""
+        if position_ids is None:
+            return
+        if position_ids.ndim == 2:
+            self._shift = int(position_ids[0, -1]) - self._past
+        else:
+            self._axes = position_ids[..., -1:].cpu() - self._past
 
     def _tree_masks(self, tree: DraftTree, roots: int) -> Any:
         """One mask per layer type in the form the attention implementation takes."""
         rows = roots + len(tree)
-        masks = {}
+        masks: dict[str, Any] = {}
         for layer_type, view in self.interface.masks.items():
+            if view is None:
+                masks[layer_type] = None
+                continue
             kv_length, kv_offset = self._cache.get_mask_sizes(rows, view.layer_idx)
             if self._mask_buffer.size < rows * kv_length:
                 self._mask_buffer = np.empty(2 * rows * kv_length, np.bool_)
@@ -213,7 +246,7 @@ class HFVerifier:
                 self._padded,
             )
             masks[layer_type] = self._as_mask(torch.from_numpy(mask)[None, None])
-        return masks.get("", masks)
+        return masks.get("", masks) if self.interface.attends else None
 
     def _as_mask(self, visible: torch.Tensor) -> Any:
         """Turn (1, 1, q, kv) bool into what the attention implementation takes."""

@@ -15,11 +15,14 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.model_layers import decoder_blocks
+from retrieve_spec.verify.mixers import Mixer
 from retrieve_spec.verify.verifier import Mode
 
 MaskForm = Literal["bool", "float", "block", "none"]
@@ -28,7 +31,11 @@ _MASK_FORMS: dict[str, MaskForm] = {"sdpa": "bool", "eager": "float", "flex_atte
 _TREE_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer}
 if hasattr(cache_utils, "DummyLayer"):  # since transformers 5.23, for blocks that keep no tokens
     _TREE_LAYERS.add(cache_utils.DummyLayer)
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_RECURRENT_LAYERS = {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
+_ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_OTHER_TYPES = ("linear_attention", "conv", "moe", "mlp", "dummy")
+Way = Literal["scan", "steps"]
+"""How mixers verify drafts: one scan over all paths, or a step of their one-token path per depth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,14 @@ class LayerView:
     layer_idx: int
     window: int = 0
     chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The modules that keep recurrent state, and how they verify drafts."""
+
+    mixers: tuple[Mixer, ...]
+    way: Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,8 @@ class ModelInterface:
         What the attention implementation takes as a tree mask: "bool", "float" (additive), "block" (flex attention's
         BlockMask) or "none".
     masks
-        Masks by layer type; the single key "" when the model takes one mask for all layers.
+        Masks by layer type; the single key "" when the model takes one mask for all layers. None for layers that take
+        no mask over a cache; empty when no layer attends.
     mode, reason
         The best mode these facts allow, and what stands in the way of trees.
     rope_switch
@@ -63,18 +79,33 @@ class ModelInterface:
         Whether the model recomputes its whole cache at that length.
     max_positions
         Positions the model was made for, 0 if unknown.
+    scale_step
+        Queries are scaled anew at every multiple of so many tokens, counted by slot: siblings must not lie on both
+        sides of one. 0 if they never are.
+    recurrent
+        Whether layers keep recurrent or convolution state.
+    recurrence
+        How that state is verified, once a probe has found out.
     """
 
     cache_name: str
     takes_position_ids: bool
     takes_logits_to_keep: bool
     mask_form: MaskForm
-    masks: dict[str, LayerView]
+    masks: dict[str, LayerView | None]
     mode: Mode
     reason: str
     rope_switch: int = 0
     rope_rescans: bool = False
     max_positions: int = 0
+    scale_step: int = 0
+    recurrent: bool = False
+    recurrence: Recurrence | None = None
+
+    @property
+    def attends(self) -> bool:
+        """Whether any layer takes a mask over its cache."""
+        return any(view is not None for view in self.masks.values())
 
 
 def read_interface(model: Any) -> ModelInterface:
@@ -83,12 +114,16 @@ def read_interface(model: Any) -> ModelInterface:
     parameters = inspect.signature(model.forward).parameters
     masks, mode, reason = _read_masks(config)
     mask_form = _MASK_FORMS.get(attention_of(model), "none")
-    if mode == "tree" and mask_form == "none":
+    recurrent = _keeps_state(model, config)
+    attends = any(view is not None for view in masks.values())
+    if mode == "tree" and attends and mask_form == "none":
         mode, reason = "chain", f"{attention_of(model)} takes no tree masks"
-    if mode == "tree" and "position_ids" not in parameters:
+    if mode == "tree" and attends and "position_ids" not in parameters:
         mode, reason = "chain", "the model derives positions itself"
-    if getattr(model, "_is_stateful", False):
-        mode, reason = "plain", "recurrent state cannot be rolled back"
+    if recurrent and mode == "chain":  # mixers are verified along with tree masks only
+        mode = "plain"
+    if getattr(model, "_is_stateful", False) and not recurrent:
+        mode, reason = "plain", "recurrent state outside of its cache cannot be rolled back"
     switch, rescans = _rope_switch(config)
     return ModelInterface(
         cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
@@ -100,8 +135,22 @@ def read_interface(model: Any) -> ModelInterface:
         reason=reason,
         rope_switch=switch,
         rope_rescans=rescans,
-        max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
+        max_positions=int(getattr(config, "max_position_embeddings", 0) or 0) if attends else 0,
+        scale_step=int(getattr(config, "floor_scale", 0) or 0) if getattr(config, "attn_temperature_tuning", 0) else 0,
+        recurrent=recurrent,
     )
+
+
+def new_cache(model: Any) -> DynamicCache:
+    """An empty cache as `generate` makes it."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def _keeps_state(model: Any, config: Any) -> bool:
+    """Whether layers of a model's cache keep recurrent or convolution state."""
+    if config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+        return False
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
 
 
 def attention_of(model: Any) -> str:
@@ -110,7 +159,7 @@ def attention_of(model: Any) -> str:
     return getattr(config, "_attn_implementation", None) or "eager"
 
 
-def _read_masks(config: Any) -> tuple[dict[str, LayerView], Mode, str]:
+def _read_masks(config: Any) -> tuple[dict[str, LayerView | None], Mode, str]:
     """One mask per layer type, by the rule transformers' own `create_masks_for_generate` follows."""
     if not getattr(config, "is_causal", True):
         return {}, "plain", "the model is not causal"
@@ -120,9 +169,15 @@ def _read_masks(config: Any) -> tuple[dict[str, LayerView], Mode, str]:
         chunk = 0 if window else (getattr(config, "attention_chunk_size", None) or 0)
         return {"": LayerView(0, window, chunk)}, "tree", ""
     sharing = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
-    masks: dict[str, LayerView] = {}
+    masks: dict[str, LayerView | None] = {}
     for layer_idx, (layer_type, shared) in enumerate(zip(types, sharing, strict=False)):
-        if layer_type not in _LAYER_TYPES:
+        if layer_type in _OTHER_TYPES:
+            masks.setdefault(layer_type, None)
+            continue
+        if layer_type == "hybrid":  # attention and a mixer side by side
+            masks.setdefault("linear_attention", None)
+            layer_type = "full_attention"
+        if layer_type not in _ATTENTION_TYPES:
             return {}, "chain", f"layers of type {layer_type!r} take no tree masks"
         if layer_type not in masks and shared != "reuse":
             window = config.sliding_window if layer_type == "sliding_attention" else 0
@@ -157,11 +212,20 @@ def cache_mode(cache: Any) -> tuple[Mode, str]:
         return "plain", "an offloaded cache cannot be rolled back"
     for layer in cache.layers:
         if type(layer) not in _TREE_LAYERS:
-            # a linear layer can tell only after its first pass; models with recurrent state are plain for that reason
-            if getattr(layer, "is_croppable", False) or isinstance(layer, LinearAttentionCacheLayerMixin):
+            if type(layer) in _RECURRENT_LAYERS and not layer.record_past:
+                continue
+            if getattr(layer, "is_croppable", False):
                 return "chain", f"a {type(layer).__name__} keeps tokens in one line"
             return "plain", f"a {type(layer).__name__} cannot be rolled back"
     return "tree", ""
+
+
+def seq_length(cache: Any) -> int:
+    """Tokens that a cache holds; 0 for one of recurrent states alone, which does not say."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return 0
 
 
 def weaker(a: tuple[Mode, str], b: tuple[Mode, str]) -> tuple[Mode, str]:

@@ -13,7 +13,8 @@ from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 
 Mode = Literal["tree", "chain", "plain"]
-"""What a verifier can check in one pass: any tree, one chain of tokens, or nothing but the next token."""
+"""What a verifier can check in one pass: any tree, one chain of tokens, or nothing but the next token. It may be less
+for some passes of a generation than for others."""
 
 
 @dataclass(slots=True)

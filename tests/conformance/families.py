@@ -193,22 +193,19 @@ FAMILIES = [
             "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
         },
     ),
-    Family("lfm2", mode="chain", extra={"layer_types": ["conv", "full_attention"]}),
-    Family("mamba", mode="plain", extra={"state_size": 4}, attention=("eager",)),
+    Family("lfm2", extra={"layer_types": ["conv", "full_attention"]}),
+    Family("mamba", extra={"state_size": 4}, attention=("eager",)),
     Family(
         "mamba2",
-        mode="plain",
         extra={"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
         attention=("eager",),
     ),
     Family(
         "falcon_h1",
-        mode="plain",
         extra={"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
     ),
     Family(
         "jamba",
-        mode="plain",
         extra={
             **_MOE,
             "attn_layer_period": 2,
@@ -221,7 +218,6 @@ FAMILIES = [
     ),
     Family(
         "qwen3_next",
-        mode="plain",
         extra={
             **_MOE,
             "shared_expert_intermediate_size": 24,

@@ -1,0 +1,415 @@
+"""Recurrent state under drafts: mixers follow every path of a tree over scratch states; accepted rows alone are kept.
+
+Inside a mixer the paths of a tree become rows of a batch that start from the committed state, which nothing writes to.
+Afterwards only what depends on the state is computed again, over the accepted rows and over the real cache:
+projections are known from the pass. Where a mixer's forward ignores the state when it gets several tokens, every depth
+of the tree is one step of the mixer's own one-token path, from its parents' states, and nothing is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.interface import Recurrence, Way
+from retrieve_spec.verify.mixers import Mixer, takes_anything
+
+_CHUNK = 8
+"""Rows that a chunked scan is padded to while it verifies: drafts are short."""
+
+
+class ScratchLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """A cache layer that reads the states of another and keeps what is written to itself."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__(base.number_of_states)
+        for name in ("conv_states", "recurrent_states", "is_conv_states_initialized", "conv_kernel_size",
+                     "is_recurrent_states_initialized", "has_previous_state"):  # fmt: skip
+            setattr(self, name, dict(getattr(base, name)))
+
+    def rows(self, take: Any) -> None:
+        """Let `take` make the rows of every state from those there are."""
+        for states in (self.conv_states, self.recurrent_states):
+            for i, state in states.items():
+                if state is not None:
+                    states[i] = take(state)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_kwargs: Any
+    ) -> torch.Tensor:
+        """See the states before; keep the newest."""
+        before = self.conv_states[state_idx]
+        assert before is not None
+        full = torch.cat([before, conv_states], dim=-1)
+        self.conv_states[state_idx] = full[..., -before.shape[-1] :]
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **_kwargs: Any
+    ) -> torch.Tensor:
+        """Keep the state."""
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+    def write_to(self, base: Any, row: int) -> None:
+        """Make the states of one row those of a real layer."""
+        for name in ("conv_states", "recurrent_states"):
+            for i, state in getattr(self, name).items():
+                if state is not None:
+                    getattr(base, name)[i].copy_(state[row : row + 1])
+
+
+@dataclass(slots=True)
+class Paths:
+    """The root-to-leaf paths of one pass as rows of a batch.
+
+    Attributes
+    ----------
+    rows
+        Rows of the pass: root tokens, then nodes.
+    depth
+        (rows,) offset of a row from the first.
+    parent
+        (rows,) row in front of it, -1 for the first.
+    index
+        (paths · longest,) the row at each place; paths that end early repeat their last row.
+    first
+        (rows,) a place at which each row stands.
+    ends
+        The paths of full length, by their last row.
+    levels
+        By depth: the rows, and where their parents stand in the level above.
+    """
+
+    rows: int
+    depth: NDArray[np.int64]
+    parent: NDArray[np.int64]
+    paths: int
+    longest: int
+    index: torch.Tensor | None
+    first: torch.Tensor | None
+    ends: dict[int, int]
+    levels: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, roots: int, tree: DraftTree, device: torch.device) -> Paths:
+        """Paths of a pass over `roots` root tokens and a tree."""
+        rows = roots + len(tree)
+        parent = np.arange(-1, rows - 1)
+        parent[roots:] = np.where(tree.parent < 0, roots - 1, tree.parent + roots)
+        depth = np.arange(rows)
+        depth[roots:] = tree.depth + roots - 1
+        levels = _levels(depth, parent, device)
+        if tree.is_chain:
+            return cls(rows, depth, parent, 1, rows, None, None, {rows - 1: 0}, levels)
+        leaves = np.setdiff1d(np.arange(rows), parent)
+        longest = int(depth.max()) + 1
+        places = np.empty((len(leaves), longest), np.int64)
+        for path, leaf in enumerate(leaves):
+            places[path, depth[leaf] :] = row = leaf
+            while row >= 0:
+                places[path, depth[row]] = row
+                row = parent[row]
+        _, first = np.unique(places, return_index=True)
+        ends = {int(leaf): path for path, leaf in enumerate(leaves) if depth[leaf] == longest - 1}
+        index, at = (torch.from_numpy(rows).to(device) for rows in (places.ravel(), first))
+        return cls(rows, depth, parent, len(leaves), longest, index, at, ends, levels)
+
+    def spread(self, states: torch.Tensor) -> torch.Tensor:
+        """(1, rows, d) → (paths, longest, d)."""
+        if self.index is None:
+            return states
+        return states[0].index_select(0, self.index).view(self.paths, self.longest, *states.shape[2:])
+
+    def gather(self, states: torch.Tensor) -> torch.Tensor:
+        """(paths, longest, d) → (1, rows, d)."""
+        if self.first is None:
+            return states
+        return states.reshape(self.paths * self.longest, *states.shape[2:]).index_select(0, self.first)[None]
+
+    def accepted(self, roots: int, path: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Rows of the pass that stay."""
+        return np.concatenate([np.arange(roots), path.astype(np.int64) + roots])
+
+
+def _levels(
+    depth: NDArray[np.int64], parent: NDArray[np.int64], device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    levels = []
+    place = np.zeros(len(depth) + 1, np.int64)  # of a row in its level; the last entry is that of no row
+    for level in range(int(depth.max()) + 1):
+        rows = np.flatnonzero(depth == level)
+        place[rows] = np.arange(len(rows))
+        levels.append((torch.from_numpy(rows).to(device), torch.from_numpy(place[parent[rows]]).to(device)))
+    return levels
+
+
+class _Site:
+    """One mixer under drafts: its hooks, its twin, and what the last pass computed."""
+
+    def __init__(self, mixer: Mixer, way: Way) -> None:
+        self.mixer, self.way = mixer, way
+        replaced = mixer.projections if way == "scan" else (*mixer.inputs, *mixer.projections[-1:])
+        self.twin, self.given = mixer.twin(replaced)
+        self.tensors = mixer.tensors
+        self.projections = {name: mixer.module.get_submodule(name) for name in mixer.projections}
+        self.known: dict[str, torch.Tensor] = {}
+        self.paths: Paths | None = None  # of the pass that runs, None in between
+        self.thread = 0
+        module = mixer.module
+        self._settings: dict[str, Any] = {}
+        if hasattr(module, "time_step_limit"):
+            self._settings["time_step_limit"] = (0.0, float("inf"))  # single steps do not clamp
+        if hasattr(module, "chunk_size"):
+            self._settings["chunk_size"] = _CHUNK
+        self._keywords = {} if hasattr(module, "chunk_size") or not takes_anything(module) else {"chunk_size": _CHUNK}
+        for name, value in self._settings.items():
+            setattr(self.twin, name, value)
+
+    def hooks(self) -> list[Any]:
+        """Register on the mixer and its projections; they do nothing outside of passes over drafts."""
+        module, last = self.mixer.module, self.mixer.projections[-1:]
+        scans = self.way == "scan"
+        handles = [
+            module.register_forward_pre_hook(self._before_scan if scans else self._before_steps, with_kwargs=True),
+            module.register_forward_hook(self._after_scan if scans else self._after_steps, always_call=True),
+        ]
+        for name, child in self.projections.items():
+            if scans:
+                hooks: Any = self._before_projection, self._after_projection(name)
+            elif name in last:
+                hooks = self._before_output, self._after_output
+            elif name in self.mixer.inputs:
+                hooks = self._before_input, self._after_input(name)
+            else:
+                continue
+            handles += [child.register_forward_pre_hook(hooks[0]), child.register_forward_hook(hooks[1])]
+        return handles
+
+    @property
+    def running(self) -> Paths | None:
+        """The paths of the pass that this thread runs."""
+        return self.paths if self.thread == get_ident() else None
+
+    def begin(self, paths: Paths, cache: Any) -> None:
+        """Verify a pass from the states of a cache, until `paths` is None again."""
+        self.paths, self.cache, self.thread = paths, cache, get_ident()
+        self.scratch = ScratchLayer(cache.layers[self.mixer.layer_idx])
+        self.known.clear()
+
+    def _arguments(self, args: Any, kwargs: Any, states: torch.Tensor, scratch: Any) -> tuple[Any, dict[str, Any]]:
+        """A call with other hidden states and another cache."""
+        layers: list[Any] = [None] * self.mixer.layer_idx + [scratch]
+        own = Cache(layers=layers)
+        args = [own if value is self.cache else value for value in args]
+        kwargs = {name: own if value is self.cache else value for name, value in kwargs.items()}
+        if args:
+            args[0] = states
+        else:
+            kwargs["hidden_states"] = states
+        if kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = None  # nothing is padded behind the prompt
+        return tuple(args), kwargs
+
+    # -- one scan over all paths --------------------------------------------------------------------------------------
+
+    def _before_scan(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        paths = self.running
+        if paths is None:
+            return None
+        self.hidden = args[0] if args else kwargs["hidden_states"]
+        self.call = args, kwargs
+        if paths.paths > 1:
+            self.scratch.rows(lambda state: state.expand(paths.paths, *state.shape[1:]))
+        args, kwargs = self._arguments(args, kwargs, paths.spread(self.hidden), self.scratch)
+        self._settings_before = {name: getattr(module, name) for name in self._settings}
+        for name, value in self._settings.items():
+            setattr(module, name, value)
+        return args, {**kwargs, **self._keywords}
+
+    def _after_scan(self, module: nn.Module, _args: Any, out: Any) -> Any:
+        paths = self.running
+        if paths is None:
+            return None
+        for name, value in self._settings_before.items():
+            setattr(module, name, value)
+        if out is None:  # the pass raised
+            return None
+        return (paths.gather(out[0]), *out[1:]) if isinstance(out, tuple) else paths.gather(out)
+
+    def _before_projection(self, _module: nn.Module, args: Any) -> Any:
+        paths = self.running
+        if paths is None or paths.index is None or args[0].shape[:2] != (paths.paths, paths.longest):
+            return None
+        return (paths.gather(args[0]), *args[1:])
+
+    def _after_projection(self, name: str) -> Any:
+        def after(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor | None:
+            paths = self.running
+            if paths is None or out.shape[:2] != (1, paths.rows):
+                return None
+            self.known[name] = out
+            return None if paths.index is None else paths.spread(out)
+
+        return after
+
+    def replay(self, rows: torch.Tensor) -> None:
+        """Run the twin over accepted rows and the real cache."""
+        for name, stand_in in self.given.items():
+            out = self.known.get(name)
+            if out is None:
+                raise RuntimeError(f"projection {name!r} was not seen")
+            stand_in.value = out.index_select(1, rows)
+        args, kwargs = self.call
+        states = self.hidden.index_select(1, rows)
+        args = [states if i == 0 else value for i, value in enumerate(args)]
+        if not args:
+            kwargs = {**kwargs, "hidden_states": states}
+        if kwargs.get("attention_mask") is not None:
+            kwargs = {**kwargs, "attention_mask": None}
+        self.twin(*args, **kwargs, **(self._keywords if len(rows) > 1 else {}))
+
+    # -- one step of the mixer's own one-token path per depth ---------------------------------------------------------
+
+    def _before_steps(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.running is None:
+            return None
+        self.hidden = args[0] if args else kwargs["hidden_states"]
+        self.call = args, kwargs
+        self.scratch.rows(torch.clone)
+        self.levels = [self.scratch]
+        return self._arguments(args, kwargs, self.hidden[:, :1], self.scratch)
+
+    def _after_steps(self, _module: nn.Module, _args: Any, out: Any) -> Any:
+        if self.running is None or out is None:
+            return None
+        return (self.out, *out[1:]) if isinstance(out, tuple) else self.out
+
+    def _before_input(self, _module: nn.Module, args: Any) -> Any:
+        return None if self.running is None else (self.hidden, *args[1:])
+
+    def _after_input(self, name: str) -> Any:
+        def after(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor | None:
+            if self.running is None:
+                return None
+            self.known[name] = out
+            return out[:, :1]
+
+        return after
+
+    def _before_output(self, _module: nn.Module, args: Any) -> Any:
+        paths = self.running
+        if paths is None:
+            return None
+        states = args[0].new_empty((1, paths.rows, args[0].shape[-1]))
+        states[:, :1] = args[0]
+        for rows, above in paths.levels[1:]:
+            layer = ScratchLayer(self.levels[-1])
+            layer.rows(lambda state, above=above: state.index_select(0, above))
+            for name in self.mixer.inputs:
+                self.given[name].value = self.known[name][0].index_select(0, rows)[:, None]
+            hidden = self.hidden[0].index_select(0, rows)[:, None]
+            own, keywords = self._arguments(*self.call, hidden, layer)
+            out = self.twin(*own, **keywords)
+            states[0].index_copy_(0, rows, (out[0] if isinstance(out, tuple) else out)[:, 0])
+            self.levels.append(layer)
+        return (states, *args[1:])
+
+    def _after_output(self, _module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor | None:
+        if self.running is None:
+            return None
+        self.out = out
+        return out[:, :1]
+
+    def adopt(self, base: Any, paths: Paths, last: int) -> None:
+        """Make the state behind an accepted row that of the real layer."""
+        if self.way == "scan":
+            self.scratch.write_to(base, paths.ends[last])
+            return
+        depth = int(paths.depth[last])
+        at = int((paths.levels[depth][0] == last).nonzero()[0])
+        self.levels[depth].write_to(base, at)
+
+    def end(self) -> None:
+        self.paths = None
+        self.call = self.hidden = self.scratch = self.cache = self.out = None  # type: ignore[assignment]
+        self.levels = []
+        self.known.clear()
+        for stand_in in self.given.values():
+            stand_in.value = None
+
+
+class RecurrentState:
+    """The recurrent layers of a cache under drafts, for one verifier.
+
+    Parameters
+    ----------
+    recurrence
+        The modules that keep state, and how they verify.
+    """
+
+    def __init__(self, recurrence: Recurrence) -> None:
+        self._way = recurrence.way
+        self._sites = [_Site(mixer, self._way) for mixer in recurrence.mixers]
+        self._paths: Paths | None = None
+        self._roots = 0
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Put hooks on the mixers; they do nothing but inside `verifying`."""
+        self.detach()
+        self._sites = [
+            site if site.tensors == site.mixer.tensors else _Site(site.mixer, self._way) for site in self._sites
+        ]
+        self._handles = [handle for site in self._sites for handle in site.hooks()]
+
+    def detach(self) -> None:
+        """Take the hooks off and forget the last pass."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._forget()
+
+    @contextlib.contextmanager
+    def verifying(self, cache: Any, roots: int, tree: DraftTree, device: torch.device) -> Iterator[None]:
+        """Let the pass inside verify a draft; the cache's states stay as they are."""
+        self._paths, self._roots = Paths.of(roots, tree, device), roots
+        for site in self._sites:
+            site.begin(self._paths, cache)
+        try:
+            yield
+        finally:
+            for site in self._sites:
+                site.paths = None
+
+    def commit(self, cache: Any, path: NDArray[np.int32]) -> None:
+        """Advance the cache's states over the root tokens and the accepted nodes of the last pass."""
+        paths = self._paths
+        if paths is None:
+            return
+        rows = paths.accepted(self._roots, path)
+        last = int(rows[-1])
+        if self._way == "steps" or last in paths.ends:
+            for site in self._sites:
+                site.adopt(cache.layers[site.mixer.layer_idx], paths, last)
+        else:
+            with torch.no_grad():
+                index = torch.from_numpy(rows)
+                for site in self._sites:
+                    site.replay(index.to(site.hidden.device))
+        self._forget()
+
+    def _forget(self) -> None:
+        self._paths = None
+        for site in self._sites:
+            site.end()

@@ -1,0 +1,81 @@
+"""Single steps from a cache, as plain `generate` takes them: what every pass over a draft is compared with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+
+class PreparedCall:
+    """What `generate` hands its decoding method for a prompt.
+
+    Attributes
+    ----------
+    input_ids
+        (1, L) long.
+    model_kwargs
+        Keyword arguments of the forward: cache, mask, positions and whatever the model adds.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        self.input_ids, self.model_kwargs = input_ids, model_kwargs
+
+    def take(self) -> dict[str, Any]:
+        """The keyword arguments with a cache of their own."""
+        return {name: copy.deepcopy(value) for name, value in self.model_kwargs.items()}
+
+
+def _take_down(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    **model_kwargs: Any,
+) -> PreparedCall:
+    """Stand in for a decoding method."""
+    return PreparedCall(input_ids, model_kwargs)
+
+
+def prepare_call(model: Any, ids: torch.Tensor, attention_mask: torch.Tensor) -> PreparedCall:
+    """Let `generate` prepare a prompt of (1, L) tokens."""
+    prepared = GenerationMixin.generate(
+        model, ids, attention_mask=attention_mask, max_new_tokens=64, num_beams=1, do_sample=False,
+        use_cache=True, custom_generate=_take_down,
+    )  # fmt: skip
+    assert isinstance(prepared, PreparedCall)
+    return prepared
+
+
+class SingleSteps:
+    """A text that the model reads as plain `generate` would: the prompt in one pass, then token by token."""
+
+    def __init__(self, model: Any, call: PreparedCall) -> None:
+        self._model = model
+        self._text = call.input_ids
+        self._kwargs = {**call.take(), "use_cache": True}
+        self._first = True
+
+    def feed(self, token: int | None = None) -> torch.Tensor:
+        """(vocab,) logits behind the prompt, or behind one more token."""
+        if token is not None:
+            more = torch.tensor([[token]], dtype=self._text.dtype, device=self._text.device)
+            self._text = torch.cat([self._text, more], dim=-1)
+        length = self._text.shape[1] if self._first else 1
+        inputs = self._model.prepare_inputs_for_generation(
+            self._text, next_sequence_length=length, is_first_iteration=self._first, **self._kwargs
+        )
+        outputs = self._model(**inputs, return_dict=True)
+        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
+        self._first = False
+        logits: torch.Tensor = outputs.logits[0, -1]
+        return logits.float()
+
+    def fork(self) -> SingleSteps:
+        """The same text to be continued otherwise."""
+        twin = copy.copy(self)
+        twin._kwargs = {name: copy.deepcopy(value) for name, value in self._kwargs.items()}
+        return twin
