@@ -1,0 +1,154 @@
+"""Models whose calls or forwards are unlike others': each says what its own `generate` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from census import build, prompt
+from scripted_drafter import ScriptedDrafter
+from transformers import GenerationMixin, MistralConfig, MistralForCausalLM
+
+import retrieve_spec as rs
+from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.verify.probe import probe
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+def padded(model: Any, length: int = 24, padding: int = 7) -> dict[str, torch.Tensor]:
+    ids = torch.cat([torch.zeros(1, padding, dtype=torch.long), prompt(model, length)], dim=1)
+    return {"input_ids": ids, "attention_mask": torch.tensor([[0] * padding + [1] * length])}
+
+
+@pytest.mark.parametrize("name", ["exaone4_5", "hyperclovax_vision_v2", "unlimited_ocr", "paligemma", "git"])
+def test_padded_rows_of_vision_models_with_text_alone(name: str) -> None:
+    model = build(name, "image")
+    inputs = padded(model)
+    wanted = model.generate(**inputs, **GREEDY)
+    for script in ("off", "branchy"):
+        drafter = None if script == "off" else ScriptedDrafter(wanted[0], script, vocab=200)
+        rs.accelerate(model, drafter=drafter, draft="off" if drafter is None else "auto", nodes=12)
+        assert torch.equal(model.generate(**inputs, **GREEDY), wanted), script
+        rs.restore(model)
+
+
+def test_queries_that_are_scaled_anew_every_so_many_tokens() -> None:
+    """Llama 4 scales by slot, not by position: nodes of a tree must not lie on both sides of a multiple."""
+    from families import FAMILIES, Family
+    from families import build as build_family
+
+    plain = next(family for family in FAMILIES if family.name == "llama4_text")
+    extra = plain.extra | {"attn_temperature_tuning": True, "floor_scale": 400, "attn_scale": 4.0}
+    model = build_family(Family("llama4_text", extra=extra | {"max_position_embeddings": 1024}), "sdpa")
+    ids = prompt(model, 388)
+    wanted = model.generate(ids, max_new_tokens=24, do_sample=False)
+    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=199), nodes=24)
+    assert model.speculation.mode == "tree"
+    assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False), wanted)
+    assert model.speculation.last.tokens_per_pass > 1.2
+    rs.restore(model)
+
+
+def test_a_model_with_a_generate_of_its_own_decodes_every_call_itself() -> None:
+    model = build("blip", "image")
+    pixels = torch.zeros(1, 3, *[model.config.vision_config.image_size] * 2)
+    wanted = model.generate(pixel_values=pixels, max_new_tokens=5)
+    rs.accelerate(model, nodes=4)
+    assert type(model).generate is not GenerationMixin.generate
+    assert model.speculation.mode == "delegated"
+    assert torch.equal(model.generate(pixel_values=pixels, max_new_tokens=5), wanted)
+    assert torch.equal(model.generate(pixels, max_new_tokens=5), wanted)
+    assert "generate of its own" in model.speculation.last.reason
+
+
+def test_a_seed_counts_where_the_original_generate_decodes(tiny: Any, prompt: torch.Tensor) -> None:
+    rs.accelerate(tiny, nodes=4)
+    options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 12, "top_k": 0}
+    torch.manual_seed(5)
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    first = tiny.generate(prompt, seed=11, **options)
+    assert tiny.speculation.last.mode == "delegated"
+    assert torch.equal(torch.rand(1), after)  # torch's own generator is left as it was
+    assert torch.equal(tiny.generate(prompt, seed=11, **options), first)
+    assert not torch.equal(tiny.generate(prompt, seed=12, **options), first)
+    rs.restore(tiny)
+
+
+def test_mode_says_that_calls_are_delegated(tiny: Any) -> None:
+    tiny.generation_config.num_beams = 2
+    try:
+        rs.accelerate(tiny, nodes=4)
+        assert tiny.speculation.mode == "delegated"
+        assert "beams" in tiny.speculation.reason
+    finally:
+        tiny.generation_config.num_beams = 1
+        rs.restore(tiny)
+
+
+class _WrongBeyondItsWindow(MistralForCausalLM):  # type: ignore[misc]
+    """Several tokens at once are read a little wrong once the text is longer than the window."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        held = 0 if past_key_values is None else past_key_values.get_seq_length()
+        out = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        if held > self.config.sliding_window and input_ids.shape[1] > 1:
+            out.logits[..., 5] += out.logits.std() * 0.5
+        return out
+
+
+def _mistral(kind: type[Any], window: int, dtype: torch.dtype) -> Any:
+    config = MistralConfig(
+        vocab_size=199, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=window, initializer_range=0.2,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    return kind(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [16, 4096])
+def test_the_probe_reads_beyond_every_window(window: int, dtype: torch.dtype) -> None:
+    good, bad = (_mistral(kind, window, dtype) for kind in (MistralForCausalLM, _WrongBeyondItsWindow))
+    assert probe(good, read_interface(good)).mode == "tree"
+    finding = probe(bad, read_interface(bad))
+    assert finding.mode == "plain"
+    assert "single steps" in finding.reason
+
+
+class _Imprecise(MistralForCausalLM):  # type: ignore[misc]
+    """Passes over a few cached tokens are off by a sixth of the logits' spread: far beyond rounding."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        held = 0 if past_key_values is None else past_key_values.get_seq_length()
+        out = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        if held and 1 < input_ids.shape[1] < 8:
+            out.logits[..., 5] += out.logits.float().std().to(out.logits.dtype) / 6
+        return out
+
+
+def test_sixteen_bits_are_no_excuse() -> None:
+    good, bad = (_mistral(kind, 0, torch.bfloat16) for kind in (MistralForCausalLM, _Imprecise))
+    for model in (good, bad):
+        model.config.sliding_window = None
+    assert probe(good, read_interface(good)).mode == "tree"
+    assert probe(bad, read_interface(bad)).mode == "plain"
+
+
+def test_a_length_that_cannot_be_tried_is_not_drafted_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrieve_spec.verify import probe as probing
+
+    monkeypatch.setattr(probing, "shrunk", lambda model: (None, "no copy"))
+    model = _mistral(MistralForCausalLM, 60, torch.float32)
+    ids = prompt(model, 50)
+    wanted = model.generate(ids, max_new_tokens=24, do_sample=False)
+    drafter = ScriptedDrafter(wanted[0], "right", vocab=199)
+    rs.accelerate(model, drafter=drafter, nodes=8)
+    assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False), wanted)
+    widths = [len(seen.tree) for seen in drafter.seen]
+    assert np.count_nonzero(widths) == 2  # up to the window, and no further
