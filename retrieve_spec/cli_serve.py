@@ -51,7 +51,6 @@ def _need_extra() -> None:
         "prometheus_client",
         "pygls",
         "watchfiles",
-        "pathspec",
     ):
         if find_spec(package) is None:
             raise ServeError(

@@ -1,0 +1,319 @@
+"""What may enter a store: git's rules, secrets, links, generated files, encodings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from retrieve_spec.datastore import git_rules
+from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
+from retrieve_spec.datastore.secret_rules import secret_name, secret_text
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def git(folder, *arguments):
+    subprocess.run(
+        ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments], cwd=folder, check=True, capture_output=True
+    )
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory, monkeypatch):
+    """A user of its own, whose global ignore file names `*.mine`."""
+    home = tmp_path_factory.mktemp("home")
+    write(home, {".config/git/ignore": "*.mine\n"})
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("GIT_CONFIG_GLOBAL", raising=False)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout with rules of every kind; its folder `work` is what is opened."""
+    top = tmp_path.resolve() / "top"
+    write(
+        top,
+        {
+            ".gitignore": "*.log\n/work/private/\n",
+            "work/a.py": "a = 1\n",
+            "work/new.py": "new = 1\n",
+            "work/noise.log": "noise\n",
+            "work/tracked.log": "tracked\n",
+            "work/private/b.py": "b = 1\n",
+            "work/excluded.py": "c = 1\n",
+            "work/global.mine": "d = 1\n",
+            "work/build/kept.py": "tracked = 1\n",
+            "work/build/made.py": "made = 1\n",
+            "work/sub/.gitignore": "local.py\n!loud.log\n",
+            "work/sub/local.py": "e = 1\n",
+            "work/sub/loud.log": "f\n",
+            "work/ignored_by_rg.py": "g = 1\n",
+            "work/.ignore": "ignored_by_rg.py\n",
+            "work/node_modules/x.js": "x\n",
+            "outside.py": "h = 1\n",
+        },
+    )
+    git(top, "init", "-q")
+    write(top, {".git/info/exclude": "excluded.py\n"})
+    git(top, "add", "-f", "work/a.py", "work/tracked.log", "work/build/kept.py")
+    inner = top / "work" / "inner"
+    write(inner, {"in.py": "i = 1\n", "in.log": "j\n", ".gitignore": "hidden.py\n", "hidden.py": "k = 1\n"})
+    git(inner, "init", "-q")
+    return top / "work"
+
+
+ENTERS = {
+    "a.py", "new.py", "tracked.log", "build/kept.py", "sub/.gitignore", "sub/loud.log", ".ignore", "inner/in.py",
+    "inner/.gitignore",
+}  # fmt: skip
+
+
+def entering(filter):
+    return {str(path.relative_to(filter.roots[0])) for path, v in filter.list() if isinstance(v, Candidate)}
+
+
+def everything(root):
+    return [path for path in root.rglob("*") if path.is_file() and ".git" not in path.relative_to(root).parts]
+
+
+def test_what_git_ignores_stays_out_through_any_of_its_files(checkout):
+    filter = EntryFilter([checkout])
+    # `in.log` is no business of the outer checkout's rules
+    assert entering(filter) == ENTERS | {"inner/in.log"}
+
+
+def test_verdicts_are_those_of_the_listing(checkout):
+    filter = EntryFilter([checkout])
+    paths = everything(checkout)
+    verdicts = filter.verdicts([*paths, checkout.parent / "outside.py", checkout / "gone.py"])
+    passed = {str(p.relative_to(checkout)) for p, v in verdicts.items() if isinstance(v, Candidate)}
+    assert passed == entering(filter)
+    assert verdicts[checkout / "private/b.py"] is Reason.IGNORED
+    assert verdicts[checkout.parent / "outside.py"] is Reason.OUTSIDE
+    assert verdicts[checkout / "gone.py"] is Reason.GONE
+
+
+def test_where_git_cannot_be_asked_its_files_are_read(checkout, monkeypatch):
+    monkeypatch.setattr(git_rules, "_git", lambda *_: None)
+    filter = EntryFilter([checkout])
+    # without git nobody knows what is tracked: fewer files enter, none more
+    assert entering(filter) == (ENTERS | {"inner/in.log"}) - {"tracked.log", "build/kept.py"}
+    passed = {p for p, v in filter.verdicts(everything(checkout)).items() if isinstance(v, Candidate)}
+    assert {str(p.relative_to(checkout)) for p in passed} == entering(filter)
+
+
+def test_a_folder_that_is_no_checkout_follows_its_ignore_files(tmp_path):
+    write(tmp_path, {".gitignore": "x.py\nd/\n", "x.py": "x", "y.py": "y", "d/z.py": "z", "dist/w.js": "w"})
+    filter = EntryFilter([tmp_path])
+    assert entering(filter) == {".gitignore", "y.py"}
+    assert filter.verdicts([tmp_path / "d/z.py"]) == {tmp_path / "d/z.py": Reason.IGNORED}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+def test_a_checkout_cannot_make_git_run_its_programs(checkout, tmp_path):
+    ran = tmp_path / "ran"
+    program = tmp_path / "program.sh"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    program.chmod(0o755)
+    git(checkout, "config", "core.fsmonitor", str(program))
+    assert "a.py" in entering(EntryFilter([checkout]))
+    EntryFilter([checkout]).verdicts([checkout / "a.py"])
+    assert not ran.exists()
+
+
+def test_variables_of_a_hook_do_not_lead_elsewhere(checkout, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    assert "a.py" in entering(EntryFilter([checkout]))
+
+
+def test_nothing_behind_a_link_enters(tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    write(root, {"a.py": "a = 1\n", "folder/b.py": "b = 1\n"})
+    write(elsewhere, {"secret.py": "c = 1\n"})
+    (root / "out").symlink_to(elsewhere)
+    (root / "in").symlink_to(root / "folder")
+    (root / "file.py").symlink_to(elsewhere / "secret.py")
+    filter = EntryFilter([root])
+    assert entering(filter) == {"a.py", "folder/b.py"}
+    for name in ("out/secret.py", "in/b.py", "file.py"):
+        assert filter.verdicts([root / name])[root / name] is Reason.LINK
+        assert filter.read(root / name) is Reason.LINK
+        assert filter.admit(root / name, "c = 1\n") is Reason.LINK
+    assert filter.read(root / "../elsewhere/secret.py") is Reason.LINK
+    assert filter.verdicts([root / "../elsewhere/secret.py"])[root / "../elsewhere/secret.py"] is Reason.LINK
+
+
+def test_a_root_that_is_a_link_is_what_it_leads_to(tmp_path):
+    write(tmp_path / "real", {"a.py": "a = 1\n"})
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    filter = EntryFilter([tmp_path / "link"])
+    assert filter.read(filter.roots[0] / "a.py") == "a = 1\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".env", ".env.local", ".envrc", "prod.env", "a/terraform.tfstate", "terraform.tfstate.backup",
+        "terraform.tfstate.1700000000.backup", "secrets/prod.yaml", "config/secrets/db", "app/.secrets/x.json",
+        ".bash_history", ".zsh_history", ".python_history", ".psql_history", "fish_history", ".node_repl_history",
+        "server.pem", "id_ed25519", "x/id_rsa.pub", "credentials", ".npmrc", ".pypirc", ".netrc", ".git-credentials",
+        "AuthKey_X.p8", "vpn.ovpn", "putty.ppk", "client_secret_123.json", "application_default_credentials.json",
+        "kubeconfig", ".kube/config", ".aws/config", ".docker/config.json", "wp-config.php", ".vault-token",
+        "prod.auto.tfvars", "SECRETS.YAML", "My.Key",
+    ],
+)  # fmt: skip
+def test_names_of_secrets(name):
+    assert secret_name(Path(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "environment.py",
+        ".env.example",
+        "secrets/manager.py",
+        "tokenizer.py",
+        "keys.py",
+        "history.md",
+        "a/secretary.txt",
+    ],
+)
+def test_names_that_are_no_secrets(name):
+    assert not secret_name(Path(name))
+
+
+A, D, H = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7", "0123456789", "0123456789abcdef" * 4
+TOKENS = {
+    "github": "ghp_" + (A * 2)[:36],
+    "github fine-grained": "github_pat_" + (A * 4)[:82],
+    "gitlab": "glpat-" + A[:20],
+    "hugging face": "hf_" + (A * 2)[:34],
+    "npm": "npm_" + (A * 2)[:36],
+    "pypi": "pypi-AgEIcHlwaS5vcmc" + A * 4,
+    "stripe": "sk_live_" + A[:24],
+    "slack": "xoxb-123456789012-" + A[:24].lower(),
+    "slack hook": "https://hooks.slack.com/services/T00000000/B00000000/" + A[:24],
+    "openai": "sk-" + "proj-" + A * 2,
+    "anthropic": "sk-ant-api03-" + A * 3,
+    "google": "AIza" + (A * 2)[:35],
+    "aws id": "AKIA" + "ABCDEFGHIJKLMNOP",
+    "aws secret": "aws_secret_access_key = " + (A * 2)[:40],
+    "aws secret, quoted": 'AWS_SECRET_KEY: "' + (A * 2)[:40] + '"',
+    "azure storage": "AccountKey=" + (A * 4)[:86] + "==",
+    "azure app": "abc8Q~" + (A * 2)[:34],
+    "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0." + A,
+    "private key": "-----BEGIN OPENSSH " + "PRIVATE KEY-----",
+    "twilio": "SK" + H[:32],
+    "sendgrid": "SG." + A[:22] + "." + (A * 2)[:43],
+    "telegram": "123456789:" + (A * 2)[:35],
+    "discord": "M" + A[:24] + ".aB3dE6." + A[:27],
+    "digitalocean": "dop_v1_" + H,
+    "mailchimp": H[:32] + "-us12",
+    "vault": "hvs." + A,
+    "docker": "dckr_pat_" + A,
+    "age": "AGE-SECRET-KEY-1" + "QPZRY9X8GF2TVDW0S3JN54KHCE6MUA7L" * 2,
+}
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+def test_tokens_in_a_text(kind, tmp_path):
+    text = f"import os\n\nvalue = '{TOKENS[kind]}'\nprint(value)\n"
+    assert secret_text(text)
+    assert secret_text(f"x={TOKENS[kind]}\r\n")
+    write(tmp_path, {"settings.py": text})
+    filter = EntryFilter([tmp_path])
+    assert filter.read(filter.roots[0] / "settings.py") is Reason.SECRET_TEXT
+    assert filter.admit(filter.roots[0] / "settings.py", text) is Reason.SECRET_TEXT
+
+
+def test_ordinary_sources_hold_no_secrets():
+    import retrieve_spec
+
+    for path in Path(retrieve_spec.__file__).parent.rglob("*.py"):
+        assert not secret_text(path.read_text("utf-8")), path
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("bom.py", b"\xef\xbb\xbfa = 1\n", "a = 1\n"),
+        ("wide.py", "ä = 1\n".encode("utf-16"), "ä = 1\n"),
+        ("latin.py", b"# \xe9t\xe9\n", Reason.ENCODING),
+        ("empty.py", b"", Reason.EMPTY),
+        ("only_bom.py", b"\xef\xbb\xbf", Reason.EMPTY),
+        ("zero.bin", b"a\0b", Reason.BINARY),
+        ("late.bin", b"a" * 9000 + b"\0", Reason.BINARY),
+        ("large.py", b"x = 1\n" * 50_000, Reason.LARGE),
+        ("min.js", b"a=1;" * 2000, Reason.GENERATED),
+        ("made.go", b"// Code generated by protoc-gen-go. DO NOT EDIT.\npackage x\n", Reason.GENERATED),
+        ("made.py", b"# @generated by a tool\nx = 1\n", Reason.GENERATED),
+    ],
+)
+def test_texts(tmp_path, name, data, expected):
+    write(tmp_path, {name: data})
+    filter = EntryFilter([tmp_path])
+    assert filter.read(filter.roots[0] / name) == expected
+
+
+def test_generated_names(tmp_path):
+    names = ["a.min.js", "package-lock.json", "uv.lock", "x_pb2.py", "bundle.js.map"]
+    write(tmp_path, dict.fromkeys(names, "x\n"))
+    filter = EntryFilter([tmp_path])
+    assert set(dict(filter.list()).values()) == {Reason.GENERATED}
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="names there are always Unicode")
+def test_a_name_that_is_not_utf8(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/caf\xe9.py", "w") as file:
+        file.write("x = 1\n")
+    write(tmp_path, {"a.py": "a = 1\n"})
+    filter = EntryFilter([tmp_path])
+    verdicts = dict(filter.list())
+    assert sorted(map(str, verdicts.values()))[-1] == Reason.NAME
+    assert entering(filter) == {"a.py"}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_pipe_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    filter = EntryFilter([tmp_path])
+    assert dict(filter.list()) == {filter.roots[0] / "pipe": Reason.NOT_A_FILE}
+    answers = []
+    reader = threading.Thread(target=lambda: answers.append(filter.read(filter.roots[0] / "pipe")), daemon=True)
+    reader.start()
+    reader.join(30)
+    assert answers == [Reason.NOT_A_FILE]
+
+
+def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkeypatch):
+    from retrieve_spec.datastore import entry_filter
+
+    write(tmp_path, {"a.py": "a = 1\n"})
+    path = tmp_path.resolve() / "a.py"
+    real = os.fstat
+
+    def touched(handle):
+        status = real(handle)
+        write(tmp_path, {"a.py": f"a = {status.st_mtime_ns}\n" + "x" * (status.st_size % 7)})
+        os.utime(path, ns=(0, status.st_mtime_ns + 1_000_000))
+        return status
+
+    monkeypatch.setattr(entry_filter.os, "fstat", touched)
+    assert EntryFilter([tmp_path]).read(path) is Reason.CHANGING
+    monkeypatch.undo()
+    assert EntryFilter([tmp_path]).read(path).startswith("a = ")
