@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from retrieve_spec.server.branches import Branch, BranchCollector
@@ -28,12 +28,19 @@ class DraftHints:
         front of the completion. Empty: the prompt.
     session
         A `retrieve_spec.sources.session.SessionMemory` to draft from and to add the completion to, None for none.
+    scope
+        Whose text this is: what the model said to somebody else is not drafted from.
     """
 
     enabled: bool = True
     prediction: tuple[int, ...] = ()
     context: tuple[int, ...] = ()
     session: Any = None
+    scope: str = ""
+
+    def after(self, token_ids: Sequence[int]) -> DraftHints:
+        """The same, once some tokens have been said."""
+        return replace(self, context=(*self.context, *token_ids)) if self.context and token_ids else self
 
 
 @dataclass(slots=True)
@@ -48,6 +55,12 @@ class PassFigures:
     def accepted(self) -> int:
         """Accepted draft tokens of all sources."""
         return sum(self.accepted_by_source.values())
+
+    def __add__(self, other: PassFigures) -> PassFigures:
+        sources = dict(self.accepted_by_source)
+        for source, count in other.accepted_by_source.items():
+            sources[source] = sources.get(source, 0) + count
+        return PassFigures(self.passes + other.passes, self.drafted + other.drafted, sources)
 
 
 class Backend(Protocol):
@@ -86,6 +99,9 @@ class Backend(Protocol):
     def branches(self) -> list[Branch]:
         """What the last `decode` with ``branches`` noted, the likeliest first; nothing where nothing was drafted."""
 
+    def forget(self, scope: str) -> None:
+        """Drop what was learned from the text of a scope, caches and sessions aside (their owners drop those)."""
+
 
 class HuggingFaceBackend:
     """A Hugging Face causal language model behind the engine's door.
@@ -105,6 +121,7 @@ class HuggingFaceBackend:
         self.tokenizer = tokenizer
         self._stream = generate_stream
         self._infill: Any = None
+        self._scope = ""
         self._branches = BranchCollector(follow=True)
         config = model.config.get_text_config()
         self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
@@ -170,15 +187,34 @@ class HuggingFaceBackend:
             options["on_pass"] = self._branches
         if not sampling.greedy:
             options["seed"] = sampling.seed
-        drafter: Any = self.model.speculation.drafter() if hints.enabled else None
-        if hasattr(drafter, "session"):
-            drafter.session = hints.session  # each user's own: nobody's text is drafted for somebody else
+        if hints.enabled:
+            self._draft_for(hints)
         stream = self._stream(self.model, ids, tokenizer=self.tokenizer, past_key_values=cache, **options)
         try:
             for run in stream:
-                yield list(run.token_ids)
+                yield run.token_ids.tolist()
         finally:
             stream.close()
+
+    def _draft_for(self, hints: DraftHints) -> None:
+        """Let the drafter see the text of one scope only: its session, and no logits of another's text."""
+        drafter: Any = self.model.speculation.drafter()
+        if hasattr(drafter, "session"):
+            drafter.session = hints.session
+        if hints.scope != self._scope:
+            self._scope = hints.scope
+            self._forget_logits(drafter)
+
+    def forget(self, scope: str) -> None:
+        """Drop what was learned from the text of a scope."""
+        if scope == self._scope:
+            self._forget_logits(self.model.speculation.drafter())
+
+    @staticmethod
+    def _forget_logits(drafter: Any) -> None:
+        recycling = getattr(drafter, "recycling", None)
+        if recycling is not None:
+            recycling.reset()
 
     def figures(self) -> PassFigures:
         """What the last `decode` cost."""
