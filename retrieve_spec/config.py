@@ -149,6 +149,8 @@ class ServeConfig:
         Tokens of prefix and suffix together in a fill-in-the-middle prompt.
     slots
         Key-value caches kept for reuse.
+    chats
+        Answers that are decoded beside one another, in turns; completions at a cursor come before all of them.
     max_queue
         Requests that may wait for the model.
     prefill_chunk
@@ -175,6 +177,7 @@ class ServeConfig:
     port: int = 8012
     fim_window: int = 1024
     slots: int = 4
+    chats: int = 4
     max_queue: int = 32
     prefill_chunk: int = 512
     max_body_bytes: int = 4 << 20

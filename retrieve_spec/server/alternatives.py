@@ -84,7 +84,7 @@ class Alternatives:
             max_tokens=self._rules.max_tokens,
             end_ids=self._rules.end_ids,
             sampling=self._task.sampling,
-            hints=DraftHints(enabled=self._task.drafting),
+            hints=DraftHints(enabled=self._task.drafting, scope=self._task.scope),
         )
         try:
             for token_ids in runs:

@@ -71,6 +71,7 @@ def create_app(
         route("/tokenize", about.tokenize, "POST"),
         route("/detokenize", about.detokenize, "POST"),
         route("/apply-template", about.apply_template, "POST"),
+        route("/v1/workspace", about.kept, "GET"),
         route("/v1/workspace", about.forget, "DELETE"),
         route("/metrics", about.expose, "GET"),
         route("/openapi.json", about.openapi, "GET"),

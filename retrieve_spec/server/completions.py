@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 from sse_starlette import EventSourceResponse
@@ -17,7 +18,7 @@ from retrieve_spec.server.fim import FimParts
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.provenance import Provenance
-from retrieve_spec.server.reading import Reader, caller
+from retrieve_spec.server.reading import Reader, caller, scope_of
 from retrieve_spec.server.service import Caller, Prepared, Service
 from retrieve_spec.server.stream import Stream
 
@@ -26,7 +27,6 @@ _CHAT_TOKENS = 512
 _OPENAI_TOKENS = 16
 _FIM_TOKENS = 128
 _CLIENT_CLOSED = 499
-_SUGGESTIONS = 256
 
 
 class CompletionHandlers:
@@ -43,81 +43,86 @@ class CompletionHandlers:
     def __init__(self, service: Service, provenance: Provenance) -> None:
         self.service, self.provenance = service, provenance
         self._reader = Reader(service.config.max_body_bytes)
-        self._suggested: OrderedDict[str, tuple[Prepared, str]] = OrderedDict()
 
     async def infill(self, request: Request) -> Response:
         """`POST /infill`."""
+        arrived = monotonic()
         body = await self._reader.read(request, schemas.InfillRequest)
-        prepared = self.service.infill(body, caller(request, body))
+        prepared = await asyncio.to_thread(self.service.infill, body, caller(request, body, arrived))
         return await self._llama(request, body, prepared)
 
     async def completion(self, request: Request) -> Response:
         """`POST /completion`."""
+        arrived = monotonic()
         body = await self._reader.read(request, schemas.CompletionRequest)
-        ids = self.service.codec.encode_prompt(body.prompt) if isinstance(body.prompt, str) else body.prompt
         wanted = body.n_predict if body.n_predict is not None else -1
-        prepared = self.service.raw(ids, body, caller(request, body), wanted)
-        return await self._llama(request, body, prepared)
+        who = caller(request, body, arrived)
+        return await self._llama(request, body, await asyncio.to_thread(self._one, body.prompt, body, who, wanted))
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`: OpenAI's dialect, and Tabby's when there are `segments`."""
+        arrived = monotonic()
         fields = await self._reader.json(request)
         if isinstance(fields, dict) and "segments" in fields:
-            return await self._tabby(request, self._reader.check(schemas.TabbyRequest, fields))
-        body = self._reader.check(schemas.OpenAICompletionRequest, fields)
+            return await self._tabby(request, self._reader.check(schemas.TabbyRequest, fields), arrived)
+        body = await asyncio.to_thread(self._reader.check, schemas.OpenAICompletionRequest, fields)
         if body.prompt is None:
             raise Refusal(400, '"prompt" is required')
-        who = caller(request, body)
+        who = caller(request, body, arrived)
         wanted = _first(body.max_tokens, body.n_predict, _OPENAI_TOKENS)
         several = isinstance(body.prompt, list) and all(isinstance(prompt, str) for prompt in body.prompt)
-        prompts = body.prompt if several and body.prompt else [body.prompt]
+        prompts: Any = body.prompt if several and body.prompt else [body.prompt]
         if len(prompts) > 1:
-            who = Caller(who.scope)  # one request may not replace its own other half
-        prepared = [self._one(prompt, body, who, wanted) for prompt in prompts]
+            who = replace(who, client=None)  # one request may not replace its own other half
+        prepared = [await asyncio.to_thread(self._one, prompt, body, who, wanted) for prompt in prompts]
         return await self._openai(request, body, prepared)
 
     async def fim(self, request: Request) -> Response:
         """`POST /v1/fim/completions`: Mistral's dialect, `prompt` and `suffix` in, a chat's answer out."""
+        arrived = monotonic()
         body = await self._reader.read(request, schemas.OpenAICompletionRequest)
         if not isinstance(body.prompt, str):
             raise Refusal(400, '"prompt" must be a string')
         wanted = _first(body.max_tokens, body.n_predict, _FIM_TOKENS)
-        parts = FimParts(body.prompt, body.suffix or "")
-        prepared = self.service.fill(parts, body, caller(request, body), wanted)
+        parts, who = FimParts(body.prompt, body.suffix or ""), caller(request, body, arrived)
+        prepared = await asyncio.to_thread(self.service.fill, parts, body, who, wanted)
         return await self._openai(request, body, [prepared], chat=True)
 
-    def _one(self, prompt: Any, body: schemas.OpenAICompletionRequest, who: Caller, wanted: int) -> Prepared:
-        if body.suffix and isinstance(prompt, str):
-            return self.service.fill(FimParts(prompt, body.suffix), body, who, wanted)
-        ids = self.service.codec.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-        return self.service.raw(ids, body, who, wanted)
+    def _one(self, prompt: Any, body: schemas.Common, who: Caller, wanted: int) -> Prepared:
+        suffix = getattr(body, "suffix", None)
+        if suffix and isinstance(prompt, str):
+            return self.service.fill(FimParts(prompt, suffix), body, who, wanted)
+        return self.service.raw(prompt, body, who, wanted)
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
+        arrived = monotonic()
         body = await self._reader.read(request, schemas.ChatRequest)
-        ids = self.service.chat_prompt(body.messages)
         wanted = _first(body.max_completion_tokens, body.max_tokens, body.n_predict, _CHAT_TOKENS)
-        who = caller(request, body)
-        prepared = self.service.raw(ids, body, who if who.explicit else Caller(who.scope), wanted)
-        return await self._openai(request, body, [prepared], chat=True)
+        who = caller(request, body, arrived)
+        who = who if who.explicit else replace(who, client=None)
 
-    async def _tabby(self, request: Request, body: schemas.TabbyRequest) -> Response:
-        prepared = self.service.tabby(body, caller(request, body))
+        def prepare() -> Prepared:
+            return self.service.raw(self.service.chat_prompt(body.messages), body, who, wanted)
+
+        return await self._openai(request, body, [await asyncio.to_thread(prepare)], chat=True)
+
+    async def _tabby(self, request: Request, body: schemas.TabbyRequest, arrived: float) -> Response:
+        who = caller(request, body, arrived)
+        prepared = await asyncio.to_thread(self.service.tabby, body, who)
         (done,) = await self._collect(request, [prepared])
         text = done.text if done.outcome == "done" else ""
         choices = [{"index": 0, "text": text}] if text else []
         answer = wire.OpenAIAnswer(self.service.name, chat=False).chunk("")
         out = {"id": answer["id"], "choices": choices, "mode": body.mode or "standard"}
         if text:
-            self._suggested[str(answer["id"])] = (prepared, text)
-            while len(self._suggested) > _SUGGESTIONS:
-                self._suggested.popitem(last=False)
+            self.service.account(who.scope).suggest(str(answer["id"]), prepared, text)
         return JSONResponse(out)
 
     async def events(self, request: Request) -> Response:
         """`POST /v1/events`: a selected Tabby suggestion is remembered as accepted."""
         body = await self._reader.read(request, schemas.TabbyEvent)
-        known = self._suggested.get(body.completion_id or "")
+        known = self.service.account(scope_of(request)).suggestions.get(body.completion_id or "")
         if known is not None and body.type == "select":
             prepared, text = known
             prepared.memory.note_accepted(prepared.left[prepared.left.rfind("\n") + 1 :] + text)
@@ -140,7 +145,7 @@ class CompletionHandlers:
         if body.stream:
             return self._stream(prepared, body, answer)
         (done,) = await self._collect(request, [prepared], answer.delta)
-        self._remember(prepared, done)
+        prepared.remember(done)
         whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
         if not done.alternatives:
             return JSONResponse(whole)  # an object, not an array of one: llama.vscode prefetches from objects only
@@ -167,7 +172,7 @@ class CompletionHandlers:
             return self._stream(prepared[0], body, answer)
         finished = await self._collect(request, prepared)
         for item, done in zip(prepared, finished, strict=True):
-            self._remember(item, done)
+            item.remember(done)
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
         extra = self.provenance.of(body, finished[0], prepared[0].left)
@@ -192,7 +197,7 @@ class CompletionHandlers:
                 elif event.outcome == "failed":
                     shown = [{"error": {"code": 500, "message": event.error, "type": "server_error"}}]
                 else:
-                    self._remember(stream.prepared, event)
+                    stream.prepared.remember(event)
                     shown = answer.end(event, self.provenance.of(body, event, stream.prepared.left))
                 for item in shown:
                     yield wire.event(item)
@@ -227,10 +232,6 @@ class CompletionHandlers:
             raise Refusal(500, failed.error, "server_error")
         request.state.model_s = sum(done.prompt_s + done.predict_s + done.waited_s for done in finished)
         return finished
-
-    def _remember(self, prepared: Prepared, done: Completion) -> None:
-        if done.outcome == "done" and prepared.left:
-            prepared.memory.note_answer(prepared.left, done.text)
 
 
 def _first(*values: int | None) -> int:

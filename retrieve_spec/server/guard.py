@@ -156,7 +156,8 @@ def given_key(headers: Headers) -> bytes:
     """The key a request carries, empty when none."""
     value = headers.get("authorization", "")
     scheme, _, key = value.partition(" ")
-    return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip().encode("utf-8", "replace")
+    # headers are bytes that Starlette reads as Latin-1; clients send keys of other characters as UTF-8
+    return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip().encode("latin-1", "replace")
 
 
 def _host_name(host: str) -> str:

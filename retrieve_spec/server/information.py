@@ -13,7 +13,7 @@ from retrieve_spec.server import schemas
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.metrics import Metrics
 from retrieve_spec.server.openapi import describe
-from retrieve_spec.server.reading import Reader
+from retrieve_spec.server.reading import Reader, scope_of
 from retrieve_spec.server.service import Service
 
 
@@ -36,26 +36,30 @@ class InformationHandlers:
         """`POST /tokenize`."""
         body = await self._reader.read(request, schemas.TokenizeRequest)
         codec = self.service.codec
-        if body.parse_special:
-            ids = codec.encode_prompt(body.content, add_special_tokens=body.add_special)
-        else:
-            ids = codec.encode(body.content)
-        if not body.with_pieces:
-            return JSONResponse({"tokens": ids})
-        pieces = [{"id": i, "piece": piece} for i, piece in zip(ids, codec.pieces(ids), strict=True)]
-        return JSONResponse({"tokens": pieces})
+
+        def encode() -> list[Any]:
+            if body.parse_special:
+                ids = codec.encode_prompt(body.content, add_special_tokens=body.add_special)
+            else:
+                ids = codec.encode(body.content)
+            if not body.with_pieces:
+                return ids
+            return [{"id": i, "piece": piece} for i, piece in zip(ids, codec.pieces(ids), strict=True)]
+
+        return await asyncio.to_thread(lambda: JSONResponse({"tokens": encode()}))
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
         body = await self._reader.read(request, schemas.DetokenizeRequest)
         if any(i >= self.service.backend_vocabulary for i in body.tokens):
             raise Refusal(400, f"token ids must be below {self.service.backend_vocabulary}")
-        return JSONResponse({"content": self.service.codec.decode(body.tokens)})
+        return await asyncio.to_thread(lambda: JSONResponse({"content": self.service.codec.decode(body.tokens)}))
 
     async def apply_template(self, request: Request) -> Response:
         """`POST /apply-template`."""
         body = await self._reader.read(request, schemas.TemplateRequest)
-        return JSONResponse({"prompt": self.service.codec.decode(self.service.chat_prompt(body.messages))})
+        ids = await asyncio.to_thread(self.service.chat_prompt, body.messages)
+        return JSONResponse({"prompt": self.service.codec.decode(ids)})
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`: the model, and the alias under which Continue sends predictions."""
@@ -106,10 +110,14 @@ class InformationHandlers:
         """`GET /v1beta/server_setting`, asked for by Tabby's clients."""
         return JSONResponse({"disable_client_side_telemetry": True})
 
+    async def kept(self, request: Request) -> Response:
+        """`GET /v1/workspace`: what there is to forget of this user."""
+        return JSONResponse(await asyncio.to_thread(self.service.kept, scope_of(request)))
+
     async def forget(self, request: Request) -> Response:
-        """`DELETE /v1/workspace`: drop everything remembered, in memory and on disk."""
-        await asyncio.to_thread(self.service.forget)
-        return JSONResponse({"forgotten": True})
+        """`DELETE /v1/workspace`: drop everything that is kept of this user, and of the workspace if it is theirs."""
+        kept = await asyncio.to_thread(self.service.forget, scope_of(request))
+        return JSONResponse({"forgotten": True, "kept": kept})
 
     async def expose(self, request: Request) -> Response:
         """`GET /metrics`."""

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event
-from typing import Literal
+from typing import Any, Literal
 
 from retrieve_spec.server.backend import DraftHints, PassFigures
 from retrieve_spec.server.samplers import Sampling
@@ -24,14 +24,20 @@ class Task:
     ----------
     prompt_ids
         The prompt.
+    scope
+        Whose task it is: nothing of it is seen by tasks of another scope.
+    typing
+        It completes text at somebody's cursor, and comes before all that does not.
     rules, sampling, hints
         When to stop, how to choose tokens, what to draft from. ``hints`` is called when the work begins.
+    arrived
+        When it was asked for, by a clock of any kind: requests may overtake one another while they are read.
     client
         Who asks; a newer task of the same client replaces an older one. None never replaces.
     document
         Text before the cursor; without an explicit client id only a task about the same document is replaced.
     deadline_s
-        Seconds from submission after which decoding ends with what there is (None: none).
+        Seconds of work, from the first pass on, after which decoding ends with what there is (None: none).
     stale_s
         Seconds of waiting after which an answer is of no use any more (None: none).
     warm
@@ -46,6 +52,9 @@ class Task:
     rules: StopRules
     sampling: Sampling = field(default_factory=Sampling)
     hints: Callable[[], DraftHints] = DraftHints
+    scope: str = ""
+    typing: bool = False
+    arrived: float = 0.0
     client: str | None = None
     document: str | None = None
     deadline_s: float | None = None
@@ -58,9 +67,23 @@ class Task:
     def fingerprint(self) -> bytes:
         """Equal for tasks that must give the same text."""
         digest = hashlib.blake2b(array("q", self.prompt_ids).tobytes(), digest_size=16)
-        parts = (self.rules, self.sampling, self.warm, self.reuse, self.alternatives, self.drafting, self.deadline_s)
-        digest.update(repr(parts).encode())
+        how = (self.rules, self.sampling, self.warm, self.reuse, self.alternatives, self.drafting, self.deadline_s)
+        digest.update(repr((self.scope, self.typing, *how)).encode("utf-8", "surrogatepass"))
         return digest.digest()
+
+    @property
+    def rank(self) -> int:
+        """What comes first: text at a cursor (0), other text (1), prompts that are only read ahead (2)."""
+        return 2 if self.warm else 0 if self.typing else 1
+
+    def replaced_by(self, newer: Task) -> bool:
+        """Whether a newer task makes this one useless."""
+        if self.client is None or self.warm or newer.warm or newer.client != self.client:
+            return False
+        if newer.arrived < self.arrived:
+            return False
+        old, new = self.document, newer.document
+        return old is None or new is None or same_document(old, new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +141,39 @@ Sink = Callable[[Delta | Completion], None]
 """Called from the engine's thread: any number of deltas, then one completion."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """Somebody who waits for a job: the task as they asked for it, and where what comes of it goes."""
+
+    task: Task
+    sink: Sink
+
+
 class Job:
-    """A task under way and everyone who waits for it; ``key`` is the task's fingerprint."""
+    """A task under way and everyone who waits for it.
+
+    Attributes
+    ----------
+    key
+        The task's fingerprint.
+    turn
+        When it may work next, among jobs of its rank.
+    begun
+        Its work so far, None before the first pass (`retrieve_spec.server.decode.Decode`).
+    """
 
     def __init__(self, task: Task, key: bytes, sink: Sink, submitted: float) -> None:
         self.task = task
         self.key = key
         self.submitted = submitted
+        self.waited = 0.0
+        self.turn = 0
+        self.begun: Any = None
         self.cancel = Event()
         self.superseded = False
-        self.sinks: list[Sink] = [sink]
+        self.waiters = [Waiter(task, sink)]
         self.text = ""
         self.token_ids: list[int] = []
-
-    @property
-    def keystroke(self) -> bool:
-        """Whether the task belongs to somebody typing, so that a newer one makes it useless."""
-        return self.task.client is not None and not self.task.warm
-
-    def replaced_by(self, newer: Task) -> bool:
-        """Whether a newer task makes this one useless."""
-        if not self.keystroke or newer.warm or newer.client != self.task.client:
-            return False
-        old, new = self.task.document, newer.document
-        return old is None or new is None or same_document(old, new)
 
 
 def same_document(old: str, new: str) -> bool:

@@ -151,7 +151,8 @@ def _add_documents(server: CompletionServer) -> None:
     @server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
     def did_change(params: lsp.DidChangeTextDocumentParams) -> None:
         uri = params.text_document.uri
-        server.remember(uri, server.workspace.get_text_document(uri).source)
+        if (document := server.workspace.text_documents.get(uri)) is not None:
+            server.remember(uri, document.source)
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_SAVE)
     def did_save(params: lsp.DidSaveTextDocumentParams) -> None:
@@ -170,7 +171,9 @@ def _add_completion(server: CompletionServer) -> None:
         service = await server.ready()
         if service is None or service.fim is None:
             return None
-        document = server.workspace.get_text_document(params.text_document.uri)
+        document = server.workspace.text_documents.get(params.text_document.uri)
+        if document is None:  # nothing is read from disk that the client has not opened
+            return None
         offset = document.offset_at_position(params.position)
         source, chosen = document.source, params.context.selected_completion_info
         left, right, given = source[:offset], source[offset:], ""
@@ -183,7 +186,10 @@ def _add_completion(server: CompletionServer) -> None:
         others = 2 if kind == lsp.InlineCompletionTriggerKind.Invoked else 0
         caller = Caller("", f"lsp\0{document.uri}", explicit=True)
         try:
-            stream = Stream(service, service.fill(FimParts(left, right), request, caller, _TOKENS[kind], others))
+            prepared = await asyncio.to_thread(
+                service.fill, FimParts(left, right), request, caller, _TOKENS[kind], others
+            )
+            stream = Stream(service, prepared)
         except Refusal as refusal:
             log.warning("%s", refusal.message)
             return None
@@ -194,8 +200,7 @@ def _add_completion(server: CompletionServer) -> None:
         if done.outcome != "done":
             return None
         texts = [text for text in (done.text, *done.alternatives) if text.strip()]
-        if texts:
-            service.memory("").note_answer(left, texts[0])
+        prepared.remember(done)
         where = chosen.range if chosen is not None else None
         return lsp.InlineCompletionList([_item(document.uri, left, given + text, where) for text in texts])
 

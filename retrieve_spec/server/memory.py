@@ -7,10 +7,11 @@ user accepted, open buffers, the rest of the workspace. Drafts are verified, so 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.continuations import Continuation, key_starts, scan_texts
@@ -23,6 +24,8 @@ _TAIL_TOKENS = 8
 _ANSWERS = 64
 _RECENT_ANSWERS = 8
 _READ_TEXTS = 20_000
+_ENCODED_AT_ONCE = 200_000
+"""Characters for the drafter's memory that are encoded with one request."""
 
 
 class RecentTexts:
@@ -79,6 +82,8 @@ class Memory:
         Text codec of the model.
     workspace
         Indexed folders, if any.
+    scope
+        Whose memory it is.
     max_chars
         Bound of chunks, buffers and accepted completions, each.
     accepted_tokens
@@ -92,21 +97,25 @@ class Memory:
         codec: TextCodec,
         workspace: Workspace | None,
         *,
+        scope: str = "",
         max_chars: int = 2_000_000,
         accepted_tokens: int = 512,
         session_tokens: int = 1_000_000,
     ) -> None:
         self.codec = codec
         self.workspace = workspace
+        self.scope = scope
         self.chunks = RecentTexts(max_chars)
         self.buffers = RecentTexts(max_chars)
         self.accepted = RecentTexts(max_chars // 4)
         self._answers: OrderedDict[str, str] = OrderedDict()
         self._session = SessionMemory(session_tokens)
-        self._unread: list[str] = []
+        self._unread: deque[str] = deque()
+        self._encoded: list[NDArray[np.int32]] = []
         self._read: set[int] = set()
         self._accepted_tokens = accepted_tokens
         self._lock = threading.Lock()
+        self.times_forgotten = 0
 
     def note_chunks(self, chunks: Sequence[tuple[str | None, str]]) -> None:
         """Remember pieces of other files that came with a request."""
@@ -151,8 +160,34 @@ class Memory:
             for texts in (self.chunks, self.buffers, self.accepted):
                 texts.clear()
             self._answers.clear()
+            self.times_forgotten += 1
             self._session = SessionMemory(self._session.max_tokens)
-            self._unread, self._read = [], set()
+            self._unread, self._encoded, self._read = deque(), [], set()
+
+    def contents(self) -> dict[str, int]:
+        """What there is to forget: how much of each kind."""
+        with self._lock:
+            return {
+                "chunks": len(self.chunks),
+                "buffers": len(self.buffers),
+                "accepted": len(self.accepted),
+                "answers": len(self._answers),
+                "session_tokens": len(self._session),
+            }
+
+    def encode_new(self) -> None:
+        """Encode texts for the drafter's memory, a bounded part of those that wait; not for the engine's thread."""
+        room = _ENCODED_AT_ONCE
+        while room > 0:
+            with self._lock:
+                if not self._unread:
+                    return
+                text = self._unread.popleft()
+            ids = np.asarray(self.codec.encode_cached(text), np.int32)
+            room -= len(text)
+            with self._lock:
+                if hash(text) in self._read:  # not forgotten meanwhile
+                    self._encoded.append(ids)
 
     def continuations(self, left: str, right: str) -> list[Continuation]:
         """What followed the text left of the cursor before, the best guess first."""
@@ -170,7 +205,7 @@ class Memory:
         best = sorted({hit.text: hit for hit in reversed(found)}.values(), key=lambda hit: -hit.matched)
         return best[:_CANDIDATES]
 
-    def hints(self, left: str, right: str, context_ids: Sequence[int], prediction: str | None = None) -> DraftHints:
+    def hints(self, left: str, right: str, context_ids: Sequence[int], expected: Sequence[int] = ()) -> DraftHints:
         """What to draft a completion between two texts from.
 
         ``context_ids`` are what the model was shown, the text left of the cursor last. A continuation found by
@@ -179,15 +214,15 @@ class Memory:
         trusted too much, even after a long match.
         """
         candidates = [self.codec.encode(hit.text) for hit in self.continuations(left, right)]
-        expected = self.codec.encode(prediction) if prediction else []
         tail = list(context_ids[-_TAIL_TOKENS:])
         context = [i for ids in self._accepted() for i in ids]
         for ids in reversed(candidates):
             context += tail + ids
-        return DraftHints(True, tuple(expected), (*context, *context_ids), self._session_now())
+        return DraftHints(True, tuple(expected), (*context, *context_ids), self._session_now(), self.scope)
 
     def _have_read(self, text: str) -> None:
         """Queue a text for the drafter's memory, once."""
+        text = text[:_ENCODED_AT_ONCE]
         key = hash(text)
         if text and key not in self._read:
             if len(self._read) >= _READ_TEXTS:
@@ -198,10 +233,11 @@ class Memory:
     def _session_now(self) -> SessionMemory:
         """The drafter's memory with everything read so far; for the engine's thread only."""
         with self._lock:
-            unread, self._unread = self._unread, []
-        for text in unread:
-            self._session.remember(np.asarray(self.codec.encode_cached(text), np.int32))
-        return self._session
+            encoded, self._encoded = self._encoded, []
+            session = self._session
+        for ids in encoded:
+            session.remember(ids)
+        return session
 
     def _accepted(self) -> list[list[int]]:
         """Accepted completions as tokens, the latest last, within the bound."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -13,6 +14,8 @@ from retrieve_spec.server.guard import Refusal, given_key, read_body
 from retrieve_spec.server.service import Caller
 
 M = TypeVar("M", bound=BaseModel)
+_INLINE = 64 << 10
+"""Bytes of a body that is parsed where other requests wait; larger ones are parsed in a thread."""
 
 
 class Reader:
@@ -36,14 +39,19 @@ class Reader:
             400: no JSON; 413: too large.
         """
         data = await read_body(request, self._max_body_bytes)
-        try:
-            return pydantic_core.from_json(data, allow_inf_nan=False)
-        except ValueError as error:
-            raise Refusal(400, f"the body is not JSON: {error}") from error
+
+        def parse() -> Any:
+            try:
+                return pydantic_core.from_json(data, allow_inf_nan=False)
+            except ValueError as error:
+                raise Refusal(400, f"the body is not JSON: {error}") from error
+
+        return parse() if len(data) < _INLINE else await asyncio.to_thread(parse)
 
     async def read(self, request: Request, schema: type[M]) -> M:
         """The body of a request as a schema; raises as `json` and `check`."""
-        return self.check(schema, await self.json(request))
+        fields = await self.json(request)
+        return await asyncio.to_thread(self.check, schema, fields)
 
     def check(self, schema: type[M], fields: Any) -> M:
         """Fields as a schema.
@@ -61,11 +69,16 @@ class Reader:
             raise Refusal(400, schemas.reason(error)) from error
 
 
-def caller(request: Request, body: schemas.Common) -> Caller:
-    """The key under which newer requests replace older ones: what the client says, else where it sits."""
-    key = given_key(request.headers).decode("utf-8", "replace")
+def scope_of(request: Request) -> str:
+    """The user who sends a request: their API key, "" without one."""
+    return given_key(request.headers).decode("utf-8", "backslashreplace")
+
+
+def caller(request: Request, body: schemas.Common, arrived: float) -> Caller:
+    """Who sends a request; newer ones replace older ones under what the client says, else under where it sits."""
+    key = scope_of(request)
     explicit = request.headers.get("x-client-id") or body.user
     if explicit:
-        return Caller(key, f"{key}\0{explicit[:256]}", explicit=True)
+        return Caller(key, f"{key}\0{explicit[:256]}", explicit=True, arrived=arrived)
     host = request.client.host if request.client else ""
-    return Caller(key, f"{key}\0{host}\0{request.url.path}\0{body.id_slot}")
+    return Caller(key, f"{key}\0{host}\0{request.url.path}\0{body.id_slot}", arrived=arrived)

@@ -47,6 +47,7 @@ def build_service(
     model_name: str,
     config: ServeConfig,
     *,
+    shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path] = (),
     dtype: str = "auto",
@@ -66,12 +67,14 @@ def build_service(
         Datastores to draft from.
     dtype, device
         As in `retrieve_spec.reference_model.load_model`.
+    shared
+        Whether users with keys of their own share the server.
     """
     from retrieve_spec.reference_model import load_model
 
     model, tokenizer = load_model(model_name, dtype=dtype, device=device)
     name = display_name(model_name)
-    return assemble(model, tokenizer, name, config, workspaces=workspaces, stores=stores)
+    return assemble(model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores)
 
 
 def assemble(
@@ -80,6 +83,7 @@ def assemble(
     name: str,
     config: ServeConfig,
     *,
+    shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path] = (),
 ) -> Served:
@@ -100,7 +104,7 @@ def assemble(
         if metrics is not None:
             metrics.completion(task, done)
 
-    service = Service(backend, tokenizer, name, config, workspace, on_done)
+    service = Service(backend, tokenizer, name, config, workspace, on_done, shared=shared)
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     backend.set_infill(make_infill_processor(service.codec, service.end_ids, end_of_text))
     metrics = Metrics(lambda: service.engine.queue_length)
@@ -180,7 +184,9 @@ def serve(
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
     listener = listen(config.host, config.port)  # a taken address is said now, and early requests wait for the model
-    served = build_service(model_name, config, workspaces=workspaces, stores=stores, dtype=dtype, device=device)
+    served = build_service(
+        model_name, config, shared=bool(keys), workspaces=workspaces, stores=stores, dtype=dtype, device=device
+    )
     app = make_app(served, keys)
     fim = served.service.fim
     log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.server.accounts import Account, Accounts
 from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.engine import Engine
 from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
@@ -22,16 +25,29 @@ from retrieve_spec.server.workspace import Workspace
 
 _FIM_TOKENS = 128
 _TABBY_TOKENS = 64
-_SCOPES = 64
+_MAX_SEED = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request: the memory they share, and the key under which newer requests replace older ones."""
+    """Who sent a request, and when.
+
+    Attributes
+    ----------
+    scope
+        The user, by their API key: what the server keeps of one is never seen by another.
+    client
+        The key under which newer requests replace older ones.
+    explicit
+        Whether the client said so itself.
+    arrived
+        When the request came in.
+    """
 
     scope: str = ""
     client: str | None = None
     explicit: bool = False
+    arrived: float = field(default_factory=monotonic)
 
 
 @dataclass(slots=True)
@@ -43,6 +59,12 @@ class Prepared:
     truncated: bool = False
     left: str = ""
     predicted_tokens: int = 0
+    times_forgotten: int = 0
+
+    def remember(self, done: Completion) -> None:
+        """Note what was suggested, unless the user had everything forgotten meanwhile."""
+        if done.outcome == "done" and self.left and self.memory.times_forgotten == self.times_forgotten:
+            self.memory.note_answer(self.left, done.text)
 
 
 class Service:
@@ -62,6 +84,8 @@ class Service:
         Opened folders, if any.
     on_done
         Called with every finished task.
+    shared
+        Several users with keys of their own share the server: none may fill the queue, or forget for the others.
     """
 
     def __init__(
@@ -72,12 +96,13 @@ class Service:
         config: ServeConfig,
         workspace: Workspace | None = None,
         on_done: Callable[[Task, Completion], None] | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
         self.workspace = workspace
         self.codec = TextCodec(tokenizer)
         self.fim = find_format(self.codec)
-        self.assembler = FimAssembler(self.codec, self.fim, backend.n_ctx, config.fim_window) if self.fim else None
         eos = tokenizer.eos_token_id
         self.end_ids = (self.fim.end if self.fim else frozenset()) | (frozenset() if eos is None else {eos})
         self.engine = Engine(
@@ -85,33 +110,50 @@ class Service:
             self.codec,
             slots=config.slots,
             max_queue=config.max_queue,
+            max_begun=config.chats,
+            share=max(1, config.max_queue // 2) if shared else None,
             prefill_chunk=config.prefill_chunk,
             on_done=on_done,
         )
-        self._memories: dict[str, Memory] = {}
+        self._shared = shared
+        self._accounts = Accounts(self._open_account)
+        self.most_chars = backend.n_ctx * self.codec.longest
+
+    def _open_account(self, scope: str) -> Account:
+        config, codec = self.config, self.codec.apart()
+        memory = Memory(
+            codec, self.workspace, scope=scope, max_chars=config.memory_chars, accepted_tokens=config.accepted_tokens
+        )
+        assembler = FimAssembler(codec, self.fim, self.backend.n_ctx, config.fim_window) if self.fim else None
+        return Account(scope, codec, assembler, memory)
+
+    def account(self, scope: str) -> Account:
+        """What is kept of one user."""
+        return self._accounts.of(scope)
 
     def memory(self, scope: str) -> Memory:
         """What the editors of one user have shown; users do not draft from one another."""
-        memory = self._memories.pop(scope, None)
-        if memory is None:
-            config = self.config
-            memory = Memory(
-                self.codec,
-                self.workspace,
-                max_chars=config.memory_chars,
-                accepted_tokens=config.accepted_tokens,
-            )
-        self._memories[scope] = memory
-        while len(self._memories) > _SCOPES:
-            self._memories.pop(next(iter(self._memories)))
-        return memory
+        return self.account(scope).memory
 
-    def forget(self, scope: str | None = None) -> None:
-        """Drop what was remembered of one user, or of everybody and the workspace."""
-        for memory in self._memories.values() if scope is None else [self.memory(scope)]:
-            memory.forget()
-        if scope is None and self.workspace is not None:
+    def kept(self, scope: str) -> dict[str, Any]:
+        """What there is to forget of one user, and of the workspace where it is theirs alone."""
+        kept: dict[str, Any] = {**self.account(scope).contents(), "caches": self.engine.caches(scope)}
+        if self.workspace is not None:
+            kept["workspace"] = {
+                "folders": [str(root) for root in self.workspace.roots],
+                "files": len(self.workspace.texts),
+                "forgettable": not self._shared,
+            }
+        return kept
+
+    def forget(self, scope: str = "") -> dict[str, Any]:
+        """Drop all that is kept of one user, and of the workspace unless others share it; what there was."""
+        kept = self.kept(scope)
+        self.account(scope).forget()
+        self.engine.forget(scope)
+        if self.workspace is not None and not self._shared:
             self.workspace.forget()
+        return kept
 
     def infill(self, request: InfillRequest, caller: Caller) -> Prepared:
         """A task for the text between prefix and suffix.
@@ -141,26 +183,30 @@ class Service:
 
     def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int, alternatives: int = 0) -> Prepared:
         """A task for the text between two texts."""
-        if self.assembler is None:
+        account = self.account(caller.scope)
+        if account.assembler is None:
             raise Refusal(501, self.no_fim(), "not_supported_error")
-        prompt = self.assembler.assemble(parts, 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8))
-        memory = self.memory(caller.scope)
+        forgotten = account.memory.times_forgotten
+        prompt = account.assembler.assemble(parts, 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8))
+        memory, expected = account.memory, self._expected(request)
         memory.note_chunks([(chunk.filename, chunk.text) for chunk in parts.extra])
         memory.note_typed(parts.prefix)
+        memory.encode_new()
         task = self._task(
             prompt.token_ids,
             request,
             wanted,
             caller,
             document=parts.prefix,
-            hints=self._hints(memory, parts.prefix, parts.suffix, prompt.context_ids, request),
+            typing=True,
+            hints=lambda: memory.hints(parts.prefix, parts.suffix, prompt.context_ids, expected),
             alternatives=alternatives,
         )
-        return Prepared(task, memory, prompt.truncated, parts.prefix, self._predicted(request))
+        return Prepared(task, memory, prompt.truncated, parts.prefix, len(expected), forgotten)
 
-    def raw(self, prompt_ids: Sequence[int], request: Common, caller: Caller, wanted: int) -> Prepared:
+    def raw(self, prompt: str | Sequence[int], request: Common, caller: Caller, wanted: int) -> Prepared:
         """A task for what follows a prompt; one that spells fill-in-the-middle tokens is treated as typing."""
-        ids = list(prompt_ids)
+        ids = self.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             ids = [self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else next(iter(self.end_ids))]
         if max(ids) >= self.backend_vocabulary:
@@ -171,21 +217,43 @@ class Service:
             raise Refusal(
                 400, f"the prompt has {len(ids)} tokens; the model reads at most {limit - 1}", "exceed_context"
             )
-        memory = self.memory(caller.scope)
-        cursor = self._split(ids)
+        memory, expected = self.memory(caller.scope), self._expected(request)
+        forgotten, cursor = memory.times_forgotten, self._split(ids)
         if cursor is None:
-            left = self.codec.decode(ids[-512:], skip_special=True)
-            typing = caller if caller.explicit else Caller(caller.scope)
-            hints = self._hints(memory, left, "", ids, request)
-            return Prepared(
-                self._task(ids, request, wanted, typing, hints=hints), memory, False, "", self._predicted(request)
-            )
+            tail = self.codec.decode(ids[-512:], skip_special=True)
+            who = caller if caller.explicit else replace(caller, client=None)
+            task = self._task(ids, request, wanted, who, hints=lambda: memory.hints(tail, "", ids, expected))
+            return Prepared(task, memory, False, "", len(expected), forgotten)
         before, after = cursor
         left, right = self.codec.decode(before), self.codec.decode(after)
         memory.note_typed(left)
-        hints = self._hints(memory, left, right, [*after, *before], request)
-        task = self._task(ids, request, wanted, caller, document=left, hints=hints)
-        return Prepared(task, memory, False, left, self._predicted(request))
+        task = self._task(
+            ids,
+            request,
+            wanted,
+            caller,
+            document=left,
+            typing=True,
+            hints=lambda: memory.hints(left, right, [*after, *before], expected),
+        )
+        return Prepared(task, memory, False, left, len(expected), forgotten)
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; one that cannot fit is refused by its length, before it is encoded.
+
+        Raises
+        ------
+        Refusal
+            400: too long.
+        """
+        if len(text) > self.most_chars:
+            raise Refusal(
+                400,
+                f"the prompt has {len(text)} characters; the model reads {self.backend.n_ctx} tokens, which are at most"
+                f" {self.most_chars} characters",
+                "exceed_context",
+            )
+        return self.codec.encode_prompt(text, add_special_tokens=add_special_tokens)
 
     @property
     def backend_vocabulary(self) -> int:
@@ -208,7 +276,9 @@ class Service:
                 text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
             except Exception as error:  # templates raise what they like
                 raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
-            return self.codec.encode_prompt(text, add_special_tokens=False)
+            return self.encode_prompt(text, add_special_tokens=False)
+        if (size := sum(len(turn["content"]) for turn in turns)) > self.most_chars:
+            return self.encode_prompt(" " * size)  # refused
         return self._plain_chat(turns)
 
     def _plain_chat(self, turns: Sequence[dict[str, str]]) -> list[int]:
@@ -236,14 +306,9 @@ class Service:
             return [*ids[:prefix], *ids[prefix + 1 : suffix]], ids[suffix + 1 : last]
         return [*ids[:suffix], *ids[prefix + 1 : last]], ids[suffix + 1 : prefix]
 
-    def _hints(
-        self, memory: Memory, left: str, right: str, ids: Sequence[int], request: Common
-    ) -> Callable[[], DraftHints]:
-        expected = request.prediction.as_text() if request.prediction else None
-        return lambda: memory.hints(left, right, ids, expected)
-
-    def _predicted(self, request: Common) -> int:
-        return len(self.codec.encode(request.prediction.as_text())) if request.prediction else 0
+    def _expected(self, request: Common) -> list[int]:
+        """Tokens of the text a client expects; what the model could not say for its length is left out."""
+        return self.codec.encode(request.prediction.as_text()[: self.most_chars]) if request.prediction else []
 
     def _task(
         self,
@@ -254,10 +319,10 @@ class Service:
         *,
         hints: Callable[[], DraftHints],
         document: str | None = None,
+        typing: bool = False,
         alternatives: int = 0,
     ) -> Task:
         config = self.config
-        typing = caller.client is not None
         limit = config.max_predict if wanted < 0 else min(wanted, config.max_predict)
         deadline = config.deadline_s
         if request.deadline_ms is not None:
@@ -275,10 +340,13 @@ class Service:
             ),
             self._sampling(request),
             hints,
+            scope=caller.scope,
+            typing=typing,
+            arrived=caller.arrived,
             client=caller.client,
             document=None if caller.explicit else document,
             deadline_s=deadline,
-            stale_s=config.stale_s if typing else None,
+            stale_s=config.stale_s if typing and caller.client is not None else None,
             warm=wanted == 0,
             reuse=request.cache_prompt is not False,
             alternatives=alternatives,
@@ -286,8 +354,9 @@ class Service:
         )
 
     def _sampling(self, request: Common) -> Sampling:
-        seed = request.seed if request.seed is not None and request.seed >= 0 else 0
-        return Sampling(
+        """How tokens are chosen; without a seed every answer is another sample."""
+        seed = request.seed if request.seed is not None and request.seed >= 0 else secrets.randbelow(_MAX_SEED)
+        sampling = Sampling(
             request.temperature if request.temperature is not None else 0.0,
             request.top_k or 0,
             request.top_p if request.top_p is not None else 1.0,
@@ -295,6 +364,7 @@ class Service:
             normalise_chain(request.samplers),
             seed,
         )
+        return replace(sampling, seed=0) if sampling.greedy else sampling
 
     def _stops(self, request: Common) -> tuple[tuple[str, ...], frozenset[int]]:
         """Stop strings; one that spells a control token can only be seen as a token."""

@@ -1,7 +1,11 @@
-"""Keeps the key-value caches of recent prompts and finds the one a new prompt can continue."""
+"""Keeps the key-value caches of recent prompts and finds the one a new prompt can continue.
+
+A cache serves the scope that filled it and no other: how much of a prompt is cached would tell what somebody else sent.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +19,20 @@ _COPY_FROM = 64
 """A shared beginning of at least so many tokens is copied rather than read again."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
-    """One cache and the (n,) int64 tokens whose keys and values it holds."""
+    """One cache, the (n,) int64 tokens whose keys and values it holds, and whose they are.
+
+    While a slot is `held` by a task under way nobody else works on it; one that was `dropped` is not kept any longer
+    than that.
+    """
 
     cache: Any
+    scope: str = ""
     token_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     used: int = 0
+    held: bool = True
+    dropped: bool = False
 
 
 def common_prefix(a: ArrayLike, b: ArrayLike) -> int:
@@ -33,14 +44,14 @@ def common_prefix(a: ArrayLike, b: ArrayLike) -> int:
 
 
 class SlotPool:
-    """A fixed number of caches, reused by longest common prefix.
+    """A fixed number of caches besides those that are worked on, reused by longest common prefix.
 
     Parameters
     ----------
     backend
         Owner of the caches.
     size
-        Caches at most.
+        Caches kept at most.
     """
 
     def __init__(self, backend: Backend, size: int) -> None:
@@ -49,25 +60,26 @@ class SlotPool:
         self._slots: list[Slot] = []
         self._ticks = 0
 
-    def take(self, prompt_ids: Sequence[int], *, reuse: bool = True) -> tuple[Slot, int]:
-        """A cache that holds the beginning of a prompt, and how many tokens of it (at most all but the last)."""
+    def take(self, prompt_ids: Sequence[int], scope: str = "", *, reuse: bool = True) -> tuple[Slot, int]:
+        """Hold a cache with the beginning of a prompt in it; how many tokens of it (at most all but the last)."""
         self._ticks += 1
         prompt = np.asarray(prompt_ids, np.int64)
         best, shared = None, 0
         if reuse:
             for slot in self._slots:
-                n = common_prefix(slot.token_ids, prompt)
-                if n > shared:
+                n = common_prefix(slot.token_ids, prompt) if slot.scope == scope and not slot.dropped else 0
+                if n > shared or (n == shared and best is not None and best.held):
                     best, shared = slot, n
         keep = min(shared, len(prompt) - 1)
-        slot, keep = self._prepare(best, keep)
+        slot, keep = self._prepare(best, keep, scope)
         slot.token_ids = prompt[:keep]
-        slot.used = self._ticks
+        slot.used, slot.held = self._ticks, True
+        self._shrink()
         return slot, keep
 
-    def _prepare(self, best: Slot | None, keep: int) -> tuple[Slot, int]:
+    def _prepare(self, best: Slot | None, keep: int, scope: str) -> tuple[Slot, int]:
         if best is not None and keep > 0:
-            continues = 2 * keep >= len(best.token_ids)
+            continues = 2 * keep >= len(best.token_ids) and not best.held
             if continues:
                 if self._backend.crop(best.cache, keep):
                     return best, keep
@@ -75,16 +87,20 @@ class SlotPool:
             elif keep >= _COPY_FROM:
                 copy = self._backend.clone(best.cache)
                 if self._backend.crop(copy, keep):
-                    return self._fresh(copy), keep
-        return self._fresh(self._backend.new_cache()), 0
+                    return self._fresh(copy, scope), keep
+        return self._fresh(self._backend.new_cache(), scope), 0
 
-    def _fresh(self, cache: Any) -> Slot:
-        slot = Slot(cache)
+    def _fresh(self, cache: Any, scope: str) -> Slot:
+        slot = Slot(cache, scope)
         self._slots.append(slot)
-        while len(self._slots) > self._size:
-            others = [other for other in self._slots if other is not slot]
-            self.drop(min(others, key=lambda other: other.used) if others else slot)
         return slot
+
+    def _shrink(self) -> None:
+        """Let go of what is too much: of the scope that keeps most caches the one that was used longest ago."""
+        while len(free := [slot for slot in self._slots if not slot.held]) > self._size:
+            kept = Counter(slot.scope for slot in free)
+            most = max(kept.values())
+            self.drop(min((slot for slot in free if kept[slot.scope] == most), key=lambda slot: slot.used))
 
     def settle(self, slot: Slot, token_ids: Sequence[int]) -> None:
         """Record what a cache holds after it was worked on: a prefix of these tokens, as long as the cache is."""
@@ -94,10 +110,32 @@ class SlotPool:
             return
         slot.token_ids = np.asarray(token_ids[:length], np.int64)
 
+    def release(self, slot: Slot) -> None:
+        """Give a cache back that was taken."""
+        slot.held = False
+        if slot.dropped:
+            self._slots = [other for other in self._slots if other is not slot]
+        self._shrink()
+
     def drop(self, slot: Slot) -> None:
-        """Forget a cache."""
-        self._slots = [other for other in self._slots if other is not slot]
+        """Forget a cache, at the latest when it is given back."""
+        slot.dropped = True
+        slot.token_ids = slot.token_ids[:0]
+        if not slot.held:
+            self._slots = [other for other in self._slots if other is not slot]
+
+    def forget(self, scope: str) -> int:
+        """Forget all caches of a scope; how many there were."""
+        mine = [slot for slot in self._slots if slot.scope == scope and not slot.dropped]
+        for slot in mine:
+            self.drop(slot)
+        return len(mine)
+
+    def count(self, scope: str) -> int:
+        """Caches kept of a scope."""
+        return sum(slot.scope == scope and not slot.dropped for slot in self._slots)
 
     def clear(self) -> None:
         """Forget all caches."""
-        self._slots = []
+        for slot in list(self._slots):
+            self.drop(slot)

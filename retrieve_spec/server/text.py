@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import threading
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 _CONTROL = re.compile(r"^[▁\s]*[<\[].*[>\]]$", re.DOTALL)
 """What an added token that steers a model looks like; runs of blanks, which some vocabularies add, do not."""
@@ -18,6 +20,8 @@ _CACHED_CHARS = 2_000_000
 _BORDER = re.compile(r"\n(?=[A-Za-z])|\n +(?= [A-Za-z])")
 """Behind this every tokenizer begins a new word, whatever follows: a line's first word, with one blank before it."""
 _BEGINNINGS = 8
+_LONG = 4096
+"""Longer texts are encoded as a batch of one: other threads go on meanwhile."""
 
 
 class TextCodec:
@@ -47,10 +51,28 @@ class TextCodec:
         self._plain = Tokenizer.from_str(json.dumps(described))
         self._full: Tokenizer = tokenizer.backend_tokenizer
         self.vocab: dict[str, int] = tokenizer.get_vocab()
+        self.longest = max(map(len, self.vocab))
+        """Characters of the longest token: a text has at least as many tokens as this goes into its length."""
         self._guard = self._sentinel_ids()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is remembered of texts that were encoded."""
+        self._lock = threading.Lock()
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
         self._cached_chars = 0
         self._beginnings: deque[tuple[str, int, list[int]]] = deque(maxlen=_BEGINNINGS)
+
+    def apart(self) -> TextCodec:
+        """The same codec with nothing remembered, and a memory of its own."""
+        other = copy.copy(self)
+        other.forget()
+        return other
+
+    @property
+    def cached(self) -> int:
+        """Texts whose encoding is remembered."""
+        return len(self._cache)
 
     def _sentinel_ids(self) -> list[int]:
         """Ids to strip where the tokenizer puts a blank before a text, so that a segment starts as written."""
@@ -61,9 +83,7 @@ class TextCodec:
         """Token ids of a piece of code; control tokens in it are ordinary characters."""
         if not text:
             return []
-        if not self._guard:
-            return list(self._plain.encode(text, add_special_tokens=False).ids)
-        ids = self._plain.encode(_SENTINEL + text, add_special_tokens=False).ids
+        ids = _encoding(self._plain, _SENTINEL + text if self._guard else text).ids
         return list(ids[len(self._guard) :])
 
     def encode_cached(self, text: str, *, grows: bool = False) -> list[int]:
@@ -71,24 +91,27 @@ class TextCodec:
 
         Of a text that ``grows`` at its end, only what was added since a recent one is read.
         """
-        known = self._cache.get(text)
-        if known is not None:
-            self._cache.move_to_end(text)
-            return known
+        with self._lock:
+            known = self._cache.get(text)
+            if known is not None:
+                self._cache.move_to_end(text)
+                return known
         ids = self._encode_grown(text) if grows else self.encode(text)
-        self._cache[text] = ids
-        self._cached_chars += len(text)
-        while self._cached_chars > _CACHED_CHARS and len(self._cache) > 1:
-            dropped, _ = self._cache.popitem(last=False)
-            self._cached_chars -= len(dropped)
+        with self._lock:
+            if text not in self._cache:
+                self._cache[text] = ids
+                self._cached_chars += len(text)
+            while self._cached_chars > _CACHED_CHARS and len(self._cache) > 1:
+                dropped, _ = self._cache.popitem(last=False)
+                self._cached_chars -= len(dropped)
         return ids
 
     def _encode_grown(self, text: str) -> list[int]:
         """`encode`, going on from the longest known beginning of the text."""
-        known = (begun for begun in self._beginnings if text.startswith(begun[0]))
+        known = (begun for begun in list(self._beginnings) if text.startswith(begun[0]))
         _, cut, before = max(known, key=lambda begun: begun[1], default=("", 0, []))
         lead = _SENTINEL if self._guard else ""
-        encoding = self._plain.encode(lead + text[cut:], add_special_tokens=False)
+        encoding = _encoding(self._plain, lead + text[cut:])
         ids = encoding.ids[len(self._guard) :]
         border = max((m.end() for m in _BORDER.finditer(text, cut)), default=0)
         starts = [start + cut - len(lead) for start, _ in encoding.offsets[len(self._guard) :]]
@@ -100,7 +123,7 @@ class TextCodec:
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw prompt, control tokens spelled in it included (the OpenAI dialects need that)."""
-        return list(self._full.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(_encoding(self._full, text, add_special_tokens).ids)
 
     def token_id(self, spelling: str) -> int | None:
         """Id of a text that is exactly one entry of the vocabulary."""
@@ -113,6 +136,13 @@ class TextCodec:
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Text of each token on its own."""
         return self._full.decode_batch([[i] for i in token_ids], skip_special_tokens=False)
+
+
+def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> Encoding:
+    """Encoding of one text; while a long one is encoded other threads go on, which only the batch call allows."""
+    if len(text) < _LONG:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 class IncrementalText:

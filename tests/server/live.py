@@ -20,7 +20,9 @@ class Live:
         self.done = []
         self.metrics = None
         self.backend = backend
-        self.service = service or Service(backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done)
+        self.service = service or Service(
+            backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done, shared=bool(keys)
+        )
         self.metrics = Metrics(lambda: self.service.engine.queue_length)
         self.app = app = create_app(self.service, self.metrics, keys=keys)
         listener = listen("127.0.0.1", 0)

@@ -88,6 +88,9 @@ class ScriptedBackend:
     def branches(self) -> list[Branch]:
         return self.beside
 
+    def forget(self, scope: str) -> None:
+        self.forgotten = scope
+
 
 class Collector:
     """A sink that keeps what it is told."""

@@ -70,7 +70,7 @@ def test_accepted_completions_are_read_with_every_request(codec):
 
 
 def test_the_clients_prediction_comes_first(codec):
-    hints = Memory(codec, None).hints("x = ", "\n", [1], "value + 1")
+    hints = Memory(codec, None).hints("x = ", "\n", [1], codec.encode("value + 1"))
     assert codec.decode(hints.prediction) == "value + 1"
 
 

@@ -182,13 +182,19 @@ def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, backend):
     backend.gate = threading.Semaphore(0)
     ask(engine, [500])
     wait_for(lambda: engine.busy)
-    old = ask(engine, [510], client="a")
-    ask(engine, [520])
-    ask(engine, [530])
+    old = ask(engine, [510], client="a", document="import os\nos")
+    other = ask(engine, [520], client="b", document="import re\nre")
+    ahead = ask(engine, [530], warm=True)
     ask(engine, [540])
-    assert old.result().outcome == "superseded"
+    assert ahead.result().outcome == "superseded"
     with pytest.raises(QueueFullError, match="Try again"):
-        ask(engine, [550])
+        ask(engine, [550])  # nobody's keystroke goes for somebody else's
+    with pytest.raises(QueueFullError, match="Try again"):
+        ask(engine, [555], client="c", document="import io\nio")
+    new = ask(engine, [560], client="a", document="class A:\n    x")
+    assert old.result().outcome == "superseded"
+    backend.gate.release(1000)
+    assert other.result().outcome == new.result().outcome == "done"
 
 
 def test_stale_keystrokes_are_not_served(engine, backend):

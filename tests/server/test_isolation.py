@@ -1,0 +1,158 @@
+"""With the bundled model: nothing that one key sent can be told from the answers to another, and each forgets alone."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx
+import pytest
+from live import Live
+from waiting import wait_for
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.server.run import assemble
+
+SOURCE = "".join(
+    f"def area_{i}(width, height):\n    total = width * height + {i}\n    return total\n\n\n" for i in range(12)
+)
+INFILL = {"input_prefix": SOURCE, "input_suffix": "\n", "prompt": "def area_13(", "n_predict": 16}
+
+
+@pytest.fixture(scope="module")
+def shared(reference):
+    """The bundled model behind a server with two keys."""
+    served, _, tokenizer = reference
+    own = assemble(served.service.backend.model, tokenizer, "reference", ServeConfig(), shared=True)
+    server = Live(own.service.backend, tokenizer, service=own.service, keys=(b"alice", "bänker".encode()))
+    server.metrics = own.metrics
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def clean(shared):
+    for key in (ALICE, BOB):
+        assert ask(shared, key, "DELETE", "/v1/workspace").status_code == 200
+
+
+ALICE, BOB = b"alice", "bänker".encode()
+
+
+def ask(server, key, method, path, body=None):
+    headers = {b"authorization": b"Bearer " + key}
+    return httpx.request(method, server.url + path, json=body, headers=headers, timeout=120, trust_env=False)
+
+
+def infill(server, key, **fields):
+    answer = ask(server, key, "POST", "/infill", {**INFILL, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_what_is_cached_of_one_key_is_not_cached_for_another(shared):
+    assert infill(shared, ALICE)["timings"]["cache_n"] == 0
+    assert infill(shared, ALICE)["timings"]["cache_n"] > 100
+    guessed = infill(shared, BOB)
+    assert guessed["timings"]["cache_n"] == 0
+    assert guessed["tokens_evaluated"] == guessed["timings"]["prompt_n"]
+
+
+def test_a_request_of_one_key_leaves_the_cache_of_another_as_it_was(shared):
+    infill(shared, ALICE)
+    before = infill(shared, ALICE)["timings"]["cache_n"]
+    infill(shared, BOB, prompt="", input_prefix=SOURCE[: len(SOURCE) * 2 // 3])  # the same beginning, cut off
+    for _ in range(8):
+        infill(shared, BOB, prompt="", input_prefix="x" * 50 + SOURCE)
+    assert infill(shared, ALICE)["timings"]["cache_n"] >= before
+
+
+def test_what_the_model_said_to_one_key_is_not_drafted_for_another(shared):
+    recycling = shared.service.backend.model.speculation.drafter().recycling
+    said = shared.service.codec.encode(infill(shared, ALICE)["content"])
+
+    def known():
+        return sum(recycling.lookup(said[at - 3 : at])[2] == 3 for at in range(3, len(said)))
+
+    assert known() > 5
+    infill(shared, BOB, input_prefix="import os\n", prompt="", n_predict=2)
+    assert known() == 0
+
+
+def test_identical_requests_of_two_keys_are_two(shared):
+    chat = {"messages": [{"role": "user", "content": SOURCE}], "max_tokens": 200, "stream": True}
+    texts = {}
+
+    def read(key, stop_after):
+        lines = []
+        headers = {b"authorization": b"Bearer " + key}
+        with httpx.stream("POST", shared.url + "/v1/chat/completions", json=chat, headers=headers, timeout=120) as r:
+            for line in r.iter_lines():
+                lines += [line] if line else []
+                if len(lines) == stop_after:
+                    break
+        texts[key] = lines
+
+    readers = [threading.Thread(target=read, args=(ALICE, 3)), threading.Thread(target=read, args=(BOB, 0))]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(120)
+    assert len(texts[ALICE]) == 3
+    assert texts[BOB][-1] == "data: [DONE]"
+    assert len(texts[BOB]) > 5
+
+
+def test_identical_requests_of_one_key_are_not_cancelled_together(shared):
+    """Two clients of a key send the same; one types on, which replaces its own request and not the other's."""
+    done, body = {}, {**INFILL, "n_predict": 150, "prompt": "def area_14("}
+    started = shared.service.engine
+
+    def send(client, fields, name):
+        headers = {b"authorization": b"Bearer " + ALICE, b"x-client-id": client}
+        done[name] = httpx.post(shared.url + "/infill", json={**body, **fields}, headers=headers, timeout=120).json()
+
+    blocker = threading.Thread(target=send, args=(b"other", {"prompt": "class Blocker:\n    "}, "blocker"))
+    blocker.start()
+    wait_for(lambda: started.busy)
+    both = [threading.Thread(target=send, args=(client, {}, client)) for client in (b"one", b"two")]
+    for thread in both:
+        thread.start()
+    wait_for(lambda: started.queue_length or started.begun == 0)
+    send(b"one", {"prompt": "def area_14(w"}, "newer")
+    for thread in [*both, blocker]:
+        thread.join(120)
+    assert done[b"two"]["content"] and "superseded" not in done[b"two"]
+    assert done["newer"]["content"] and "superseded" not in done["newer"]
+
+
+def test_each_key_forgets_its_own(shared):
+    chunk = [{"text": "def helper():\n    return 42\n", "filename": "h.py"}]
+    for key in (ALICE, BOB):
+        infill(shared, key, input_extra=chunk)
+    kept = ask(shared, ALICE, "GET", "/v1/workspace").json()
+    assert kept["chunks"] == 1 and kept["caches"] >= 1 and kept["session_tokens"] > 0 and kept["encodings"] > 0
+    told = ask(shared, ALICE, "DELETE", "/v1/workspace").json()
+    assert told == {"forgotten": True, "kept": kept}
+    left = ask(shared, ALICE, "GET", "/v1/workspace").json()
+    assert set(left.values()) == {0}
+    assert infill(shared, BOB, input_extra=chunk)["timings"]["cache_n"] > 100
+    assert infill(shared, ALICE, input_extra=chunk)["timings"]["cache_n"] == 0
+
+
+def test_forgetting_holds_for_what_is_under_way(shared):
+    chat = {"messages": [{"role": "user", "content": SOURCE}], "max_tokens": 150}
+    answers = []
+    talk = threading.Thread(target=lambda: answers.append(ask(shared, ALICE, "POST", "/v1/chat/completions", chat)))
+    talk.start()
+    wait_for(lambda: shared.service.engine.begun)
+    ask(shared, ALICE, "DELETE", "/v1/workspace")
+    talk.join(120)
+    assert answers[0].status_code == 200
+    assert set(ask(shared, ALICE, "GET", "/v1/workspace").json().values()) == {0}
+
+
+def test_keys_of_other_characters(shared):
+    assert ask(shared, BOB, "GET", "/v1/models").status_code == 200
+    for wrong in ("banker", "bänker".encode("latin-1"), "bänke"):
+        wrong = wrong if isinstance(wrong, bytes) else wrong.encode()
+        assert ask(shared, wrong, "GET", "/v1/models").status_code == 401
