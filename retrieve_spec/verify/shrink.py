@@ -19,7 +19,8 @@ _LENGTHS = {
 }  # fmt: skip
 """What a config calls the lengths at which layers begin to see less or otherwise, and what they are in a small copy."""
 _SIZES = {
-    "hidden_size": 32, "d_model": 32, "encoder_hidden_size": 32, "n_embd": 32, "embed_dim": 32, "intermediate_size": 48, "ffn_dim": 48,
+    "hidden_size": 32, "d_model": 32, "encoder_hidden_size": 32, "n_embd": 32, "embed_dim": 32,
+    "intermediate_size": 48, "ffn_dim": 48,
     "n_inner": 48, "ffn_hidden_size": 48, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
     "intermediate_size_mlp": 48, "shared_intermediate_size": 24, "head_dim": _HEAD, "global_head_dim": _HEAD,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
