@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -27,15 +27,13 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation import BEFORE, generate, generate_stream, own_generate, why_delegated
-from retrieve_spec.recorded.recording import try_build
+from retrieve_spec.model_layers import base_model
+from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sources.dense import DenseIndexes
-from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import attention_of, read_interface
-from retrieve_spec.verify.plain import StepVerifier
+from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import Finding, probe
 from retrieve_spec.verify.tensor_parallel import Ranks
-from retrieve_spec.verify.verifier import Verifier
 
 __all__ = ["accelerate", "accelerated", "generate_stream", "restore"]
 
@@ -59,7 +57,7 @@ def accelerate(
     Parameters
     ----------
     model
-        A `transformers` causal language model.
+        A `transformers` causal language model, or a `peft` model around one.
     tokenizer
         Its tokenizer, for text predictions and streams of text.
     datastores
@@ -77,7 +75,7 @@ def accelerate(
     Raises
     ------
     UnsupportedModelError
-        The object cannot generate.
+        The object cannot generate, or its adapter changes the prompt.
     TokenizerMismatchError
         The tokenizer has tokens the model does not know, or a store was built with another one.
     ModelMismatchError
@@ -87,6 +85,7 @@ def accelerate(
     ConfigError
         An option is unknown or out of range; also for an unknown preset or one that misses a source.
     """
+    wrapper, model = model, base_model(model)
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
         raise UnsupportedModelError(
             "a transformers model that can generate",
@@ -105,8 +104,8 @@ def accelerate(
     read_ahead(stores)
     check_stores = functools.partial(_check_stores, model, config)
     check_stores(stores)
-    make_verifier, why_not_recorded = _verifier_factory(model, finding, config, _wanted_layer(drafter, stores, config))
-    speculation = Speculation(config, finding, make_verifier, tokenizer, stores, drafter, _model_key(model))
+    passes = VerifierFactory(model, config, _wanted_layer(drafter, stores, config), _find_mode, finding)
+    speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model))
     speculation.check_stores = check_stores
     speculation.ranks = Ranks.of(model)
     speculation.prepare_seconds = loading
@@ -121,11 +120,11 @@ def accelerate(
         speculation.mode, speculation.reason = "delegated", why
     elif finding.mode != "tree":
         speculation.say_once(f"drafts are verified in {finding.mode} mode: {finding.reason}")
-    if why_not_recorded:
-        speculation.say_once(f"passes go through the model's own modules: {why_not_recorded}")
+    if passes.pass_kind == "model's own":
+        speculation.say_once(f"passes go through the model's own modules: {passes.pass_reason}")
     if config.nodes == AUTO and config.draft != OFF:
         measure_passes(model, speculation)
-    return model
+    return wrapper
 
 
 def _open_store(store: Any, tokenizer: Any) -> Datastore:
@@ -170,14 +169,16 @@ def _model_key(model: Any) -> str:
 
 
 def restore(model: Any) -> Any:
-    """Undo `accelerate`; a model that was not accelerated is returned as it is."""
+    """Undo `accelerate`, copies of weights included; a model that was not accelerated is returned as it is."""
+    wrapper, model = model, base_model(model)
     if isinstance(getattr(model, "speculation", None), Speculation):
+        model.speculation.invalidate()
         original = model.__dict__.pop(BEFORE, None)
         model.__dict__.pop("generate", None)
         if original is not None:
             model.__dict__["generate"] = original
         del model.speculation
-    return model
+    return wrapper
 
 
 @contextlib.contextmanager
@@ -197,34 +198,13 @@ def _find_mode(model: Any) -> Finding:
         return Finding("plain", "encoder-decoder models are not drafted for", interface)
     if reason := own_generate(model):
         return Finding("plain", reason, interface)
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         return probe(model, interface)
     finally:
-        model.train(training)
-
-
-def _verifier_factory(
-    model: Any, finding: Finding, config: SpeculationConfig, layer: Layer
-) -> tuple[Callable[[], Verifier], str]:
-    """What makes a generation's verifier, and why it is not the static one."""
-    attention = attention_of(model)
-    findings = {attention: finding}
-    static, why = try_build(model, finding, config, layer)
-
-    def make() -> Verifier:
-        now = attention_of(model)
-        if static is not None and now == attention:
-            return static()
-        if now not in findings:  # switched since: other masks
-            findings[now] = _find_mode(model)
-        found = findings[now]
-        if found.mode == "plain":
-            return StepVerifier(model, found.reason)
-        return HFVerifier(model, found.interface, found.mode, found.reason)
-
-    return make, why
+        for module in training:
+            module.training = True
 
 
 def _check_tokenizer(model: Any, tokenizer: Any) -> None:

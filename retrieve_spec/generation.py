@@ -22,6 +22,7 @@ from retrieve_spec.engine.running import Running
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.streaming import Piece, StreamerFeed, TextDecoder
 from retrieve_spec.errors import ConfigError, PromptError, in_a_line
+from retrieve_spec.model_layers import base_model
 
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
@@ -85,6 +86,7 @@ def generate_stream(
     PromptError
         The prompt is empty.
     """
+    model = base_model(model)
     speculation = _speculation_of(model)
     tokenizer = tokenizer if tokenizer is not None else speculation.tokenizer
     arguments = {**_as_inputs(inputs, tokenizer, model), **kwargs, "tokenizer": tokenizer}
@@ -150,7 +152,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if own["draft"] is not None:
             speculation.drafter(own["draft"])
         tokenizer = arguments.get("tokenizer") or speculation.tokenizer
-        prepared = _prepare(self, arguments, speculation.max_rows)
+        prepared = _prepare(self, arguments, 1 if _is_one_row(arguments) else speculation.max_rows)
         if isinstance(prepared, Prepared) and len(prepared.inputs.input_ids) > 1:
             rows = len(prepared.inputs.input_ids)
             own["predictions"] = _row_predictions(own.pop("prediction"), tokenizer, rows)
@@ -196,6 +198,12 @@ def _seeded(seed: int | None, model: Any) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+def _is_one_row(arguments: dict[str, Any]) -> bool:
+    """Whether a call's prompt is one row, as far as its arguments tell."""
+    ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
+    return isinstance(ids, torch.Tensor) and ids.ndim == 2 and len(ids) == 1
 
 
 def _prepare(model: Any, arguments: dict[str, Any], max_rows: int = 1) -> Prepared | str:

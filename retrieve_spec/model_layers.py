@@ -1,12 +1,34 @@
-"""From a model to its decoder blocks, whatever its family calls them."""
+"""Parts of a model: the transformers model inside an adapter's wrapper, and the decoder blocks of any family."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
 
 from retrieve_spec.errors import UnsupportedModelError
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model that a `peft` model wraps; anything else is returned as it is.
+
+    Raises
+    ------
+    UnsupportedModelError
+        When the adapter changes the prompt: such models keep their own `generate`.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
+        return model
+    for config in model.peft_config.values():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                "an adapter of the model's layers (LoRA and its kin)",
+                f"{config.peft_type.value}, which puts virtual tokens in front of the prompt",
+                "Call the model's own generate.",
+            )
+    return model.get_base_model()
 
 
 def decoder_blocks(model: Any) -> nn.ModuleList:

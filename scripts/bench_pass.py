@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from retrieve_spec.bench.machine import machine_facts
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.recorded.recording import try_build
+from retrieve_spec.recorded.recording import try_recording
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import input_device, read_interface
@@ -117,7 +117,7 @@ def main() -> None:
     model, _ = load_model(options.model, dtype=options.dtype)
     finding = probe(model, read_interface(model))
     began = time.perf_counter()
-    make, why = try_build(model, finding, SpeculationConfig(recorded_pass="always"))
+    make, why = try_recording(model, finding, SpeculationConfig(recorded_pass="always"))
     recording_s = time.perf_counter() - began
     if make is None:
         raise SystemExit(f"no recorded pass: {why}")

@@ -59,6 +59,7 @@ def compare(setting: Setting, family: str, dtype: torch.dtype) -> dict[str, Any]
     rs.accelerate(model, nodes=24, recorded_pass="always")
     static, interface = model.speculation._make_verifier, read_interface(model)
     recorded = isinstance(static(), recorded_verifier.RecordedVerifier)
+    recording = model.speculation._passes.recording
     found: dict[str, Any] = {"static": recorded}
 
     def compared(makes: Callable[[], Any], given: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
@@ -70,8 +71,8 @@ def compare(setting: Setting, family: str, dtype: torch.dtype) -> dict[str, Any]
     kinds: dict[str, Any] = {"own forward": (lambda: lambda: HFVerifier(model, interface), ids[:1], plain)}
     if recorded:
         kinds |= {"static": (lambda: static, ids[:1], plain), "batch": (lambda: static, ids, together)}
-        kinds |= {"graphs": (lambda: setting.graph_maker(model), ids[:1], plain)}
-        kinds |= {"batch graphs": (lambda: setting.graph_maker(model), ids, together)}
+        kinds |= {"graphs": (lambda: setting.graph_maker(recording), ids[:1], plain)}
+        kinds |= {"batch graphs": (lambda: setting.graph_maker(recording), ids, together)}
     for kind, arguments in kinds.items():
         try:
             found[kind] = compared(*arguments)

@@ -15,7 +15,7 @@ from retrieve_spec.attention import tree_attention
 from retrieve_spec.attention.tree_attention import LayerRule, attend
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.recorded.recording import try_build
+from retrieve_spec.recorded.recording import try_recording
 from retrieve_spec.sampling.acceptance import RandomSampler, Warpers, walk
 from retrieve_spec.sampling.device_acceptance import DeviceSampler
 from retrieve_spec.sampling.pass_logits import read_logits
@@ -167,7 +167,9 @@ def dense_attention(query: Any, keys: Any, values: Any, mask: TreeMask, rule: La
 def small_passes(setting: Setting, dtype: torch.dtype) -> dict[str, str]:
     """What is wrong with the recorded passes of a tiny model, without and with graphs; empty when nothing is."""
     model = build("tiny", 128, setting.device, dtype)
-    make, why = try_build(model, probe(model, read_interface(model)), SpeculationConfig(recorded_pass="always"))
-    if make is not None:
-        setting.graph_maker(model)
+    recording, why = try_recording(
+        model, probe(model, read_interface(model)), SpeculationConfig(recorded_pass="always")
+    )
+    if recording is not None:
+        setting.graph_maker(recording)
     return {"static": why, "graphs": ""}

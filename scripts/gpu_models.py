@@ -20,7 +20,7 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.cost_probe import measure_passes
-from retrieve_spec.recorded.recording import try_build
+from retrieve_spec.recorded.recording import try_recording
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
 from retrieve_spec.verify.verifier import Verifier, VerifierInputs
@@ -37,13 +37,13 @@ def model(setting: Setting, attempt: Attempt, size: str) -> None:
     def record() -> dict[str, Any]:
         began = time.perf_counter()
         finding = probe(target, read_interface(target))
-        make, why = try_build(target, finding, SpeculationConfig(recorded_pass="always"))
+        make, why = try_recording(target, finding, SpeculationConfig(recorded_pass="always"))
         if make is not None:
             makers["static"] = make
         return {"why_not": why, "recording_s": round(time.perf_counter() - began, 1)}
 
     def graphs() -> str:
-        makers["static graphs"] = setting.graph_maker(target)
+        makers["static graphs"] = setting.graph_maker(makers["static"])
         return "agree"
 
     attempt("recorded pass", record)

@@ -6,6 +6,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.recorded import recorded_verifier, recording
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 from retrieve_spec.recorded.recorded_pass import RecordedPass
-from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.recorded.recording import Recording
 from retrieve_spec.verify.probe import check_verifier
 from retrieve_spec.verify.verifier import Verifier
 
@@ -66,21 +65,16 @@ class Setting:
                 times.append((time.perf_counter() - began) * 1e3)
         return round(statistics.median(times), 4)
 
-    def pool(self, captured: RecordedPass) -> PassPool:
+    def pool(self, recorded: RecordedPass) -> PassPool:
         """Graphs; on a CPU a plain call stands in for each."""
-        return PassPool(captured) if self.on_gpu else PassPool(captured, lambda run: (run(), run)[1], triton=False)
+        return PassPool(recorded) if self.on_gpu else PassPool(recorded, lambda run: (run(), run)[1], triton=False)
 
-    def graph_maker(self, model: Any) -> Callable[[], Verifier]:
+    def graph_maker(self, recording: Recording) -> Callable[[], Verifier]:
         """What makes verifiers that replay graphs; raises when their passes are not the model's."""
-        captured = recording._recorded[model]
-        pool, interface = self.pool(captured), read_interface(model)
-
-        def make() -> Verifier:
-            return recorded_verifier.RecordedVerifier(model, HFVerifier(model, interface), captured, pool)
-
-        if problem := check_verifier(model, interface, make()):
+        made = replace(recording, pool=self.pool(recording.recorded))
+        if problem := check_verifier(made.model, made.interface, made()):
             raise RuntimeError(problem)
-        return make
+        return made
 
 
 def build(size: str, context: int, device: str, dtype: torch.dtype) -> Any:

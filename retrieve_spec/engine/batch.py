@@ -164,7 +164,10 @@ class Batch:
         for row in self._rows:
             row.finish()
         parts = [row.log.summary() for row in self._rows]
-        merged = GenerationReport(parts[0].mode, parts[0].reason, rows=len(parts), seconds=seconds)
+        first = parts[0]
+        merged = GenerationReport(
+            first.mode, first.reason, first.pass_kind, first.pass_reason, rows=len(parts), seconds=seconds
+        )
         for part in parts:
             for name in ("new_tokens", "nodes", "prefill_ms", "draft_ms", "verify_ms", "commit_ms", "learn_ms"):
                 setattr(merged, name, getattr(merged, name) + getattr(part, name))
@@ -206,7 +209,7 @@ def generate_batch(
     assert isinstance(first, RecordedVerifier)
     padding = left_padding(inputs) or []
     drafters = speculation.row_drafters(draft, len(padding)) if nodes != 0 else [None] * len(padding)
-    if drafters[0] is not None and drafters[0].wants_hidden not in (None, first.captured.layer):
+    if drafters[0] is not None and drafters[0].wants_hidden not in (None, first.recorded.layer):
         return f"hidden states of layer {drafters[0].wants_hidden} are not recorded"
     seed = speculation.draw_seed(prepared, seed)
     rows, verifiers = [], []

@@ -237,6 +237,7 @@ class Decoding:
 
     def finish(self) -> Any:
         """End the generation, however far it got, and return the cache as `generate` leaves it (`Verifier.finish`)."""
+        self.report.pass_kind, self.report.pass_reason = self._verifier.pass_kind, self._verifier.pass_reason
         cache = self._verifier.finish()
         if self._drafter is not None and self._started:
             self._drafter.finish()

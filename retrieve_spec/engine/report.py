@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from retrieve_spec.datastore.provenance import SourcedRun
+from retrieve_spec.verify.verifier import PassKind
 
 
 @dataclass(slots=True)
@@ -18,6 +19,11 @@ class GenerationReport:
         `"tree"`, `"chain"` or `"plain"` (decoded here), or `"delegated"` (the original `generate` ran).
     reason
         Why the mode is not `"tree"`; empty when it is.
+    pass_kind
+        What ran the model: its `"recorded"` pass, the `"model's own"` forward over drafts, or its forward token by
+        token (`"plain"`).
+    pass_reason
+        Why nothing faster did; empty for the recorded pass.
     new_tokens
         Tokens emitted.
     passes
@@ -44,6 +50,8 @@ class GenerationReport:
 
     mode: Literal["tree", "chain", "plain", "delegated"] = "plain"
     reason: str = ""
+    pass_kind: PassKind = "plain"
+    pass_reason: str = ""
     new_tokens: int = 0
     passes: int = 0
     rows: int = 1

@@ -145,6 +145,9 @@ def _reason_from_arguments(model: Any, arguments: dict[str, Any], max_rows: int)
         return "encoder-decoder models are not drafted for"
     if why := why_in_step(model):
         return why
+    preparing = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", model)
+    if preparing is not model:
+        return f"a {type(preparing).__name__} prepares the model's inputs"
     for name, reason in _OTHER_MODES.items():
         value = arguments.get(name)
         if value is not None and value is not False:

@@ -25,13 +25,15 @@ from retrieve_spec.engine.running import Running
 from retrieve_spec.engine.turns import Turns
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.samplers import make_sampler
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.session_store import load_session, save_session
+from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.probe import Finding
 from retrieve_spec.verify.tensor_parallel import Ranks
-from retrieve_spec.verify.verifier import Verifier
+from retrieve_spec.verify.verifier import PassKind, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +68,13 @@ class Speculation:
         self,
         config: SpeculationConfig,
         finding: Finding,
-        make_verifier: Callable[[], Verifier],
+        passes: VerifierFactory,
         tokenizer: Any = None,
         datastores: Sequence[Any] = (),
         drafter: Drafter | None = None,
         model_key: str = "model",
     ) -> None:
         self.config = config
-        self.interface = finding.interface
         self.mode: str = finding.mode
         self.reason = finding.reason
         self.tokenizer = tokenizer
@@ -83,7 +84,8 @@ class Speculation:
         self.prepare_seconds = 0.0
         self.check_stores: Callable[[Sequence[Any]], None] = lambda stores: None
         self.ranks: Ranks | None = None
-        self._make_verifier = make_verifier
+        self._passes = passes
+        self._make_verifier: Callable[[], Verifier] = passes
         self._drafters = Drafters(config, datastores, drafter, model_key)
         self._batch_costs: dict[int, CostModel] = {}
         self.turns = Turns()
@@ -95,6 +97,29 @@ class Speculation:
     def __reduce__(self) -> Any:
         """Pickle as nothing: a saved model is not accelerated."""
         return type(None), ()
+
+    @property
+    def interface(self) -> ModelInterface:
+        """What the model's forward takes, as last seen."""
+        return self._passes.finding.interface
+
+    @property
+    def pass_kind(self) -> PassKind:
+        """What runs the model, as last seen: see `GenerationReport.pass_kind`."""
+        return self._passes.pass_kind
+
+    @property
+    def pass_reason(self) -> str:
+        """Why nothing faster does; empty for the recorded pass."""
+        return self._passes.pass_reason
+
+    def invalidate(self) -> None:
+        """Look at the model anew at the next generation: probe and record it again.
+
+        Needed after edits that torch does not count: docs/verifier.md says which.
+        """
+        with self.turns.lock:
+            self._passes.invalidate()
 
     @property
     def datastores(self) -> list[Any]:
@@ -162,7 +187,7 @@ class Speculation:
 
     def delegated(self, reason: str) -> None:
         """Record a call that the original `generate` decodes; the first time for each reason, say so in the log."""
-        self.last = GenerationReport(mode="delegated", reason=reason)
+        self.last = GenerationReport(mode="delegated", reason=reason, pass_kind="plain", pass_reason=reason)
         self.say_once(f"left to the original generate: {reason}")
 
     def say_once(self, message: str) -> None:
@@ -193,10 +218,11 @@ class Speculation:
         stopper = Stopper(criteria)
         device = prepared.inputs.input_ids.device
         sampler = make_sampler(prepared.processors, seed, keep_scores=keep_scores, keep_raw=keep_raw, device=device)
+        verifier = self._make_verifier()  # looks at the model, and so comes before what its interface allows
         limits = self.limits(prepared, stopper, most, provenance=self.config.provenance)
         decoding = Decoding(
             prepared.inputs,
-            self._make_verifier(),
+            verifier,
             drafter,
             sampler,
             stopper,

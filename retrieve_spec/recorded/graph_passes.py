@@ -24,7 +24,7 @@ from retrieve_spec.recorded.graph_rewrites import (
     nodes_of,
     value,
 )
-from retrieve_spec.recorded.weight_layout import packed_linear
+from retrieve_spec.recorded.weight_layout import Layouts, WeightCopies, packed_linear
 
 aten = torch.ops.aten
 
@@ -57,8 +57,8 @@ ROW_BY_ROW = {aten.div.Tensor, aten.mul.Tensor, aten.tanh.default, aten.to.dtype
 
 
 def compile_program(
-    program: torch.export.ExportedProgram, owner: torch.nn.Module, fused: bool = False
-) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    program: torch.export.ExportedProgram, owner: torch.nn.Module, layouts: Layouts, fused: bool = False
+) -> tuple[Callable[..., Any], list[torch.Tensor], WeightCopies]:
     """Rewrite a program and compile it; `fused`: with GPU kernels for what a 16-bit model does to rows.
 
     Returns
@@ -68,16 +68,18 @@ def compile_program(
         row that logits are wanted for.
     weights
         The live parameters, buffers and constants it reads, in order.
+    copies
+        Which of them are copies of weights.
     """
     graph = program.graph_module.graph
     weights = _weights(program, owner)
+    inputs = Inputs(graph, weights)
     drop_noops(graph)
     merge_equal(graph)
     if _is_float32(weights):
-        inputs = Inputs(graph, weights)
         fuse_rms_norm(graph, inputs)
         fuse_rotary(graph, inputs)
-        lay_out_weights(graph, inputs)
+        lay_out_weights(graph, inputs, layouts)
     elif fused:
         fuse_half(graph)
     _open_attention(graph)
@@ -90,7 +92,7 @@ def compile_program(
     graph.eliminate_dead_code()
     graph.lint()
     module = fx.GraphModule(program.graph_module, graph)
-    return module.forward, weights
+    return module.forward, weights, WeightCopies(inputs.copies)
 
 
 def packed_share(code: Callable[..., Any]) -> float:
@@ -112,6 +114,19 @@ def _weights(program: torch.export.ExportedProgram, owner: torch.nn.Module) -> l
 
 def _is_float32(weights: list[torch.Tensor]) -> bool:
     return all(w.dtype == torch.float32 for w in weights if w.is_floating_point())
+
+
+def why_not_repeatable(graph: fx.Graph) -> str:
+    """Why running a graph twice may give two results; empty when it gives one."""
+    for node in graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            continue
+        if target is aten.dropout.default and not _changes_nothing(node):
+            return "its forward drops values at random"
+        if torch.Tag.nondeterministic_seeded in target.tags and target is not aten.dropout.default:
+            return f"its forward draws random numbers ({target})"
+    return ""
 
 
 def drop_noops(graph: fx.Graph) -> None:

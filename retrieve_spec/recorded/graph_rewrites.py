@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrieve_spec.config import PASS
-from retrieve_spec.recorded.weight_layout import Layouts, packed_linear
+from retrieve_spec.recorded.weight_layout import Layout, Layouts, packed_linear
 
 aten = torch.ops.aten
 Node = Any
@@ -54,6 +53,16 @@ class Inputs:
         self._last = placeholders[len(weights) - 1]
         self.of_node = dict(zip(placeholders, weights, strict=False))
         self._added: dict[Any, Node] = {}
+        self.copies: list[tuple[int, Layout]] = []
+        """Places of copies of weights among the inputs."""
+
+    def add_copy(self, layout: Layout) -> Node:
+        """Node of a weight's copy."""
+        before = len(self.weights)
+        node = self.add(id(layout), layout.tensor)
+        if len(self.weights) > before:
+            self.copies.append((before, layout))
+        return node
 
     def add(self, key: Any, tensor: torch.Tensor) -> Node:
         """Node of a further input; equal keys share one."""
@@ -219,17 +228,15 @@ def _match_gate(node: Node) -> tuple[Node, Node] | None:
     return None
 
 
-def lay_out_weights(graph: fx.Graph, inputs: Inputs) -> None:
-    """Let linear layers read copies of their weights in a faster layout, up to `config.PASS.layout_bytes` of them."""
-    layouts = Layouts(PASS.layout_bytes)
+def lay_out_weights(graph: fx.Graph, inputs: Inputs, layouts: Layouts) -> None:
+    """Let linear layers read copies of their weights in a faster layout, where there is one."""
     for node in nodes_of(graph):
         if not is_call(node, aten.linear.default) or node.args[1] not in inputs.of_node:
             continue
-        weight = inputs.of_node[node.args[1]]
-        layout = layouts.of(weight)
+        layout = layouts.of(inputs.of_node[node.args[1]])
         if layout is None or value(node.args[0]).ndim < 2:
             continue
-        copy = inputs.add(id(weight), layout.tensor)
+        copy = inputs.add_copy(layout)
         if not layout.from_rows:
             node.replace_input_with(node.args[1], copy)
             continue

@@ -1,66 +1,286 @@
-"""A model in, a note of what it is made of out, which tells later whether a recording still stands for it."""
+"""Model state: everything a forward can read besides its inputs, noted so that a later change is noticed.
+
+Modules, plain attributes, hooks, the code of their classes and where tensors lie are compared; the numbers inside
+parameters and buffers are not, as a recording reads the live tensors.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+import operator
+import types
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import GenerationConfig
 
+OWN_ATTRIBUTES = frozenset(
+    {"speculation", "generate", "_generate_before_speculation", "generation_config", "prepare_inputs_for_generation"}
+)
+"""Attributes of a model that its forward does not read: `generate` and what belongs to it."""
+_UNREAD = (
+    "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_non_persistent_buffers_set", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+"""Containers of a module that do not change what its forward gives as long as there are no hooks."""
+MOST_VALUES = 1_000_000
+"""Plain values that are followed at most."""
 _SMALL = 4096
-"""Entries of a buffer that is compared by value."""
-_PROBED = (torch.float32, torch.bfloat16, torch.float16)
-_PROBES = 8
-"""Entries of a weight that are compared by value."""
+"""Entries of a tensor that is compared by value."""
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, types.ModuleType)
+_SKIPPED = (GenerationConfig, torch.Generator, logging.Logger)
 
 
 class ModelState:
-    """What a model's forward depends on: modules, forwards set on them, weights, buffers, hooks, training mode.
+    """What a model's forward depends on, as far as Python shows it.
 
-    Weights are known by address and by how often they were changed in place. That misses edits through `.data`, as
-    adapters are merged; on the CPU, where a recording reads copies of weights, a few entries of each are compared too.
+    Followed are all values that can be reached from the model's attributes: containers, objects with attributes,
+    closures and what bound methods are bound to; of the classes of its modules the attributes, and of the files these
+    come from the functions. State inside of extension types is not.
+
+    Attributes
+    ----------
+    problem
+        Why not everything can be followed; empty when it can.
     """
 
     def __init__(self, model: Any) -> None:
-        modules = _all_modules(model)
-        self._parts = modules[1:]  # not the model, which would never be freed then
-        self._probes = _probe_weights(model)
-        self._stamps, self._contents = _read_stamps(modules), self._read_contents(modules)
+        self.problem = ""
+        self._values = 0
+        self._seen: set[int] = {id(model)}
+        self._alive: list[Any] = []  # what was seen, so that no id is used again
+        self._names: list[str] = []
+        self._lives: list[Any] = []
+        self._copies: list[Any] = []
+        self._objects: list[Any] = []
+        self._parts: list[tuple[str, Callable[[], Any], Any]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._ones: list[tuple[Any, Any, torch.Tensor]] = []
+        self._constants: list[tuple[str, torch.Tensor, torch.Tensor | None, int]] = []
+        self._buffers: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._type = type(model)
+        self._ignored: frozenset[str] = OWN_ATTRIBUTES
+        self._root = self._own(model)
+        self._walk(model)
+        self._types = [type(each) for each in self._objects]
+        self._kinds = [_kind(tensor) for tensor in self._tensors]
+        self._storages = [_storage_ref(tensor) for tensor in self._tensors]  # an address is not used again meanwhile
+        self._places = [_place(tensor) for tensor in self._tensors]
+        self._seen.clear()
+        self._alive.clear()
 
     def holds(self, model: Any) -> bool:
-        """Whether the model still is what it was, and can be recorded."""
-        modules = _all_modules(model)
-        if _why_not_modules(model, modules) or len(modules) != len(self._parts) + 1:
+        """Whether the model's forward still reads what it read, wherever its tensors lie now."""
+        try:
+            return bool(
+                type(model) is self._type
+                and self._own(model) == self._root
+                and all(map(operator.eq, self._lives, self._copies))
+                and list(map(type, self._objects)) == self._types
+                and list(map(_kind, self._tensors)) == self._kinds
+                and all(live() == part for _, live, part in self._parts)
+                and all(container[key] is tensor for container, key, tensor in self._ones)
+                and not any(map(_has_changed, self._constants))
+                and all(_same_buffers(live, then) for _, live, then in self._buffers)
+            )
+        except Exception:  # whatever a comparison of changed values raises: they are not what they were
             return False
-        if any(a is not b for a, b in zip(modules[1:], self._parts, strict=True)):
-            return False
-        if self._stamps != _read_stamps(modules):
-            return False
-        contents = self._read_contents(modules)
-        return len(contents) == len(self._contents) and all(map(torch.equal, contents, self._contents))
 
-    def _read_contents(self, modules: list[nn.Module]) -> list[torch.Tensor]:
-        """What no stamp tells: edits through `.data`, and buffers, which models replace by equal ones."""
-        contents = [torch.cat(self._probes)] if self._probes else []
-        for module in modules:
-            contents += [b.clone() for b in module._buffers.values() if b is not None and b.numel() <= _SMALL]
-        return contents
+    def has_moved(self) -> bool:
+        """Whether a tensor has another storage than before; then what kept its address must not use it."""
+        places = list(map(_place, self._tensors))
+        moved = places != self._places
+        if moved:
+            self._places = places
+            self._storages = [_storage_ref(tensor) for tensor in self._tensors]
+        return moved
+
+    def changes(self, model: Any) -> list[str]:
+        """Names of what is not what it was, as "Class.attribute"."""
+        found = [] if type(model) is self._type else ["the model's class"]
+        found += _different_keys(self._type.__name__, self._own(model), self._root)
+        for name, live, copy in zip(self._names, self._lives, self._copies, strict=True):
+            if not _equal(live, copy):
+                found += _different_keys(name, live, copy)
+        found += [f"the class of {then.__name__}" for each, then in self._retyped()]
+        found += [name for name, live, part in self._parts if not _equal(live(), part)]
+        found += [str(key) for container, key, tensor in self._ones if container.get(key) is not tensor]
+        found += [constant[0] for constant in self._constants if _has_changed(constant)]
+        found += [name for name, live, then in self._buffers if not _same_buffers(live, then)]
+        if list(map(_kind, self._tensors)) != self._kinds:
+            found.append("the type, shape or device of a weight")
+        return found
+
+    def settle(self, model: Any) -> list[str]:
+        """Stop following what is not what it was; its names."""
+        if self.holds(model):
+            return []
+        found = self.changes(model)
+        same = [i for i, (live, copy) in enumerate(zip(self._lives, self._copies, strict=True)) if _equal(live, copy)]
+        self._names, self._lives, self._copies = (
+            [entries[i] for i in same] for entries in (self._names, self._lives, self._copies)
+        )
+        before, now = self._root, self._own(model)
+        changed = {key for key in before.keys() | now.keys() if not _same_entry(now.get(key), before.get(key))}
+        self._ignored |= changed
+        self._root = self._own(model)
+        self._types = [type(each) for each in self._objects]
+        self._kinds = [_kind(tensor) for tensor in self._tensors]
+        self._parts = [part for part in self._parts if _equal(part[1](), part[2])]
+        self._ones = [one for one in self._ones if one[0].get(one[1]) is one[2]]
+        self._constants = [constant for constant in self._constants if not _has_changed(constant)]
+        self._buffers = [buffers for buffers in self._buffers if _same_buffers(*buffers[1:])]
+        return found
+
+    def keeps(self, other: ModelState) -> bool:
+        """Whether every tensor that another state knows is known here: it could be that state again."""
+        known = {id(tensor) for tensor in self._tensors}
+        return all(id(tensor) in known for tensor in other._tensors)
+
+    def _own(self, model: Any) -> dict[str, Any]:
+        """A model's attributes, without those that its forward does not read or that are not followed."""
+        return {key: value for key, value in model.__dict__.items() if key not in self._ignored}
+
+    def _retyped(self) -> list[tuple[Any, type]]:
+        pairs = zip(self._objects, self._types, strict=True)
+        return [(each, then) for each, then in pairs if type(each) is not then]
+
+    def _walk(self, model: Any) -> None:
+        todo: deque[tuple[str, Any]] = deque()
+        name = type(model).__name__
+        self._add_code(type(model))
+        self._add_module(name, model, todo)
+        todo.extend((f"{name}.{key}", value) for key, value in self._root.items())
+        for hooks in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+            todo.append(("torch", getattr(torch.nn.modules.module, hooks)))
+        while todo:
+            name, value = todo.popleft()
+            if isinstance(value, _LEAVES) or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            self._alive.append(value)
+            if self._values > MOST_VALUES:
+                self.problem = f"more than {MOST_VALUES:,} values can be reached from its attributes"
+                return
+            self._visit(name, value, todo)
+
+    def _visit(self, name: str, value: Any, todo: deque[tuple[str, Any]]) -> None:
+        """Note one value, and put what can be reached from it on the list."""
+        if isinstance(value, torch.Tensor):
+            self._add_tensor(name, value, todo)
+        elif isinstance(value, dict):
+            self._add(name, value, dict(value))
+            todo.extend((f"{name}[{key!r}]", each) for key, each in value.items())
+            self._ones += [(value, key, each) for key, each in value.items() if _is_one_number(each)]
+        elif isinstance(value, (list, deque)):
+            self._add(name, value, value.copy())
+            todo.extend((f"{name}[{i}]", each) for i, each in enumerate(value))
+        elif isinstance(value, (set, bytearray)):
+            self._add(name, value, value.copy())
+        elif isinstance(value, (tuple, frozenset)):
+            todo.extend((name, each) for each in value)
+        elif isinstance(value, np.ndarray):
+            self._parts.append((name, value.tobytes, value.tobytes()))
+        elif isinstance(value, types.FunctionType):
+            self._add_function(name, value, todo)
+        elif isinstance(value, types.MethodType):
+            todo.extend([(name, value.__self__), (name, value.__func__)])
+        elif isinstance(value, functools.partial):
+            todo.extend([(name, value.func), (name, value.args), (name, value.keywords)])
+        elif not isinstance(value, _SKIPPED):
+            self._add_object(value, todo)
+
+    def _add(self, name: str, live: Any, copy: Any) -> None:
+        self._names.append(name)
+        self._lives.append(live)
+        self._copies.append(copy)
+        self._values += len(copy)
+
+    def _add_object(self, value: Any, todo: deque[tuple[str, Any]]) -> None:
+        """Note an object's attributes: those in its dictionary, and those in slots."""
+        name = type(value).__name__
+        slots = [slot for cls in type(value).__mro__ for slot in _slots(cls)]
+        attributes = getattr(value, "__dict__", None)
+        if attributes is None and not slots:
+            return
+        self._objects.append(value)
+        if isinstance(value, nn.Module):
+            self._add_code(type(value))
+            self._add_module(name, value, todo)
+        if isinstance(attributes, dict):
+            self._add(name, attributes, dict(attributes))
+            todo.extend((f"{name}.{key}", each) for key, each in attributes.items())
+            self._ones += [(attributes, key, each) for key, each in attributes.items() if _is_one_number(each)]
+        if slots:
+            read = functools.partial(_read_slots, value, slots)
+            self._parts.append((name, read, read()))
+            todo.extend((name, each) for each in read())
+
+    def _add_module(self, name: str, module: nn.Module, todo: deque[tuple[str, Any]]) -> None:
+        """Note a module's buffers, which may be replaced by equal ones, apart from its other attributes."""
+        self._seen.update(id(getattr(module, name, None)) for name in ("_buffers", *_UNREAD))
+        self._buffers.append((f"a buffer of {name}", module._buffers, dict(module._buffers)))
+        for key, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in self._seen:
+                self._seen.add(id(buffer))
+                self._tensors.append(buffer)
+                todo.append((f"{name}.{key}", getattr(buffer, "__dict__", None)))
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in self._seen:
+                self._seen.add(id(parameter))
+                self._tensors.append(parameter)
+                todo.append((f"{name}.{key}", getattr(parameter, "__dict__", None)))
+
+    def _add_tensor(self, name: str, tensor: torch.Tensor, todo: deque[tuple[str, Any]]) -> None:
+        """Note a tensor that is no parameter and no buffer: recording may have read numbers from it."""
+        self._tensors.append(tensor)
+        copy = tensor.detach().clone() if tensor.numel() <= _SMALL and not tensor.is_meta else None
+        self._constants.append((name, tensor, copy, _version(tensor)))
+        todo.append((name, getattr(tensor, "__dict__", None)))
+
+    def _add_function(self, name: str, function: types.FunctionType, todo: deque[tuple[str, Any]]) -> None:
+        """Note a function's code, its defaults and what it closes over."""
+        read = functools.partial(_read_function, function)
+        self._parts.append((name, read, read()))
+        todo.extend((name, each) for each in read())
+        todo.append((name, function.__dict__))
+
+    def _add_code(self, cls: type) -> None:
+        """Note the attributes of a module's class and its bases, and the functions of the files they come from."""
+        for base in cls.__mro__:
+            file = base.__module__
+            if id(base) in self._seen or base in (object, nn.Module) or file.startswith(("torch.", "builtins")):
+                continue
+            self._seen.add(id(base))
+            self._add(base.__name__, base.__dict__, dict(base.__dict__))
+            code = next((f for f in vars(base).values() if isinstance(f, types.FunctionType)), None)
+            if code is not None and id(code.__globals__) not in self._seen and file != "__main__":
+                self._seen.add(id(code.__globals__))
+                names = [key for key, value in code.__globals__.items() if isinstance(value, _CODE)]
+                read = functools.partial(operator.itemgetter(*names), code.__globals__)
+                self._parts.append((f"a function of {file}", read, read()))
+
+
+_CODE = (types.FunctionType, type)
 
 
 def why_not_recordable(model: Any) -> str:
     """Why a recording would not stand for the model's forward; empty when it would."""
-    return _why_not_modules(model, _all_modules(model))
-
-
-def _why_not_modules(model: Any, modules: list[nn.Module]) -> str:
-    """`why_not_recordable` for modules that are listed already."""
     if model.training:
         return "the model is in training mode"
     if not model._supports_attention_backend:
         return "its layers do not use transformers' attention interface"
-    for module in modules:
-        if not module._forward_hooks and not module._forward_pre_hooks:
-            continue
+    torch_wide = torch.nn.modules.module
+    if torch_wide._global_forward_hooks or torch_wide._global_forward_pre_hooks:
+        return "torch has forward hooks for all modules"
+    for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             # transformers' own hooks stay behind after output_hidden_states=True and do nothing unless it is asked for
             if not getattr(hook, "__module__", "").startswith("transformers."):
@@ -68,27 +288,92 @@ def _why_not_modules(model: Any, modules: list[nn.Module]) -> str:
     return ""
 
 
-def _all_modules(model: Any) -> list[nn.Module]:
-    """A model and all modules in it, shared ones as often as they are used; `modules()` takes three times as long."""
-    found: list[nn.Module] = [model]
-    for module in found:
-        found.extend(child for child in module._modules.values() if child is not None)
-    return found
+def _kind(tensor: torch.Tensor) -> Any:
+    """Type, device, shape and strides of a tensor, as far as it has them."""
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return tensor.dtype, tensor.device, tensor.shape
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
-def _read_stamps(modules: list[nn.Module]) -> list[tuple[int, ...]]:
-    """Weights and how often they were changed in place; forwards set on a module."""
-    stamps: list[tuple[int, ...]] = []
-    for module in modules:
-        for p in module._parameters.values():
-            if p is not None:
-                stamps.append((id(p), p.data_ptr(), 0 if p.is_inference() else p._version))
-        if (own := module.__dict__.get("forward")) is not None:
-            stamps.append((id(own),))
-    return stamps
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which storage a tensor lies in, and its address; zeros for a tensor that is made of others."""
+    try:
+        return tensor.untyped_storage()._cdata, tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0, 0
 
 
-def _probe_weights(model: Any) -> list[torch.Tensor]:
-    """Views of a few entries of every weight on the CPU."""
-    weights = [p.detach().view(-1) for p in model.parameters() if p.is_contiguous() and p.dtype in _PROBED]
-    return [w[:: max(len(w) // _PROBES, 1)] for w in weights if w.device.type == "cpu" and len(w)]
+def _storage_ref(tensor: torch.Tensor) -> StorageWeakRef | None:
+    """What keeps the name of a tensor's storage from being given to another one, without keeping its memory."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; 0 where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _has_changed(constant: tuple[str, torch.Tensor, torch.Tensor | None, int]) -> bool:
+    _, tensor, copy, version = constant
+    return _version(tensor) != version or (copy is not None and not torch.equal(tensor.detach(), copy))
+
+
+def _same_buffers(live: dict[str, Any], then: dict[str, Any]) -> bool:
+    """Whether buffers are the same ones, or small ones were replaced by equal ones."""
+    if live.keys() != then.keys():
+        return False
+    for now, before in zip(live.values(), map(then.get, live), strict=True):
+        if now is before:
+            continue
+        if now is None or before is None or now.numel() > _SMALL or _kind(now) != _kind(before):
+            return False
+        if not torch.equal(now, before):
+            return False
+    return True
+
+
+def _is_one_number(value: Any) -> bool:
+    """Whether a value is a tensor that compares to a single truth value."""
+    return isinstance(value, torch.Tensor) and value.numel() <= 1
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    return tuple(s for s in ((slots,) if isinstance(slots, str) else slots) if not s.startswith("__"))
+
+
+def _read_slots(value: Any, slots: list[str]) -> tuple[Any, ...]:
+    return tuple(getattr(value, slot, None) for slot in slots)
+
+
+def _read_function(function: types.FunctionType) -> tuple[Any, ...]:
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # still empty
+            cells.append(None)
+    return (function.__code__, function.__defaults__, function.__kwdefaults__, *cells)
+
+
+def _equal(live: Any, copy: Any) -> bool:
+    try:
+        return bool(live == copy)
+    except Exception:  # tensors of several numbers have no truth value
+        return False
+
+
+def _different_keys(name: str, live: Any, copy: Any) -> list[str]:
+    """Names of the entries that two containers differ in."""
+    if not isinstance(live, (dict, types.MappingProxyType)):
+        return [] if _equal(live, copy) else [name]
+    keys = [*copy, *(key for key in live if key not in copy)]
+    missing = object()
+    return [f"{name}.{key}" for key in keys if not _same_entry(live.get(key, missing), copy.get(key, missing))]
+
+
+def _same_entry(live: Any, copy: Any) -> bool:
+    return live is copy or _equal(live, copy)

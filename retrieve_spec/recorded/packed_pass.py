@@ -46,7 +46,7 @@ def forward_together(
     """
     laid = [v.lay_out(root, tree) for v, root, tree in zip(verifiers, roots, trees, strict=True)]
     spans = _spans(laid)
-    with verifiers[0].captured.on_device():
+    with verifiers[0].recorded.on_device():
         logits, hidden = _run(verifiers, laid, spans, graphs)
     return [VerifierOutput(logits[span], None if want_hidden is None else hidden[span]) for span in spans]
 
@@ -55,7 +55,7 @@ def _run(
     verifiers: Sequence[RecordedVerifier], laid: Sequence[LaidOut], spans: list[slice], graphs: GraphedTexts | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and hidden states of all texts, one behind the other."""
-    captured = verifiers[0].captured
+    captured = verifiers[0].recorded
     if packs(captured, laid):
         if graphs is not None and (out := graphs.run(laid)) is not None:
             return out

@@ -27,7 +27,8 @@ from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded import graph_passes
-from retrieve_spec.recorded.model_state import ModelState, why_not_recordable
+from retrieve_spec.recorded.model_state import why_not_recordable
+from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.interface import catch_hidden, input_device
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
@@ -176,6 +177,8 @@ class RecordedPass:
         The layer whose hidden states are handed out.
     fused
         Run what a 16-bit model does to rows with GPU kernels (`retrieve_spec.kernels.triton_rows`).
+    layouts
+        Copies of the model's weights that other recordings share.
 
     Attributes
     ----------
@@ -192,17 +195,22 @@ class RecordedPass:
         When its forward cannot be recorded.
     """
 
-    def __init__(self, model: Any, num_layers: int, layer: Layer = "last", fused: bool = False) -> None:
+    def __init__(
+        self, model: Any, num_layers: int, layer: Layer = "last", fused: bool = False, layouts: Layouts | None = None
+    ) -> None:
         if why := why_not_recordable(model):
             raise RecordingError(why)
         recording = _Recording(model, num_layers, layer)
         self.layer = layer
         self.device = input_device(model)
-        with attention_implementation(model, RECORDER), torch.no_grad(), _quiet():
+        with attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet():
             program = self._export(recording)
-        self._code, self._weights = graph_passes.compile_program(program, recording, fused)
+        if why := graph_passes.why_not_repeatable(program.graph_module.graph):
+            raise RecordingError(why)
+        layouts = Layouts(PASS.layout_bytes) if layouts is None else layouts
+        self._code, self._weights, self._copies = graph_passes.compile_program(program, recording, layouts, fused)
+        self._passes = 0
         self.reads_prompts = graph_passes.packed_share(self._code) > _MOSTLY
-        self._state = ModelState(model)
         self.rules = recording.log.live_rules()
         recording.log.clear()
         self.groups = recording.log.groups
@@ -228,9 +236,11 @@ class RecordedPass:
         """Make its GPU the current one, to which kernels and graphs go; nothing on a CPU."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    def is_current(self, model: Any) -> bool:
-        """Whether the model still is what was recorded: same modules and weights, unchanged, no hooks, no training."""
-        return self._state.holds(model)
+    def follow(self) -> int:
+        """Copy weights again that differ from their copies; how many did (`retrieve_spec.recorded.weight_layout`)."""
+        passes, self._passes = self._passes, 0
+        with torch.no_grad():
+            return self._copies.follow(self._weights, passes)
 
     def run(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, first: int = 0
@@ -241,6 +251,7 @@ class RecordedPass:
 
         The results are inference tensors: copy them before changing them in place.
         """
+        self._passes += 1
         with torch.inference_mode():
             logits, hidden = self._code(*self._weights, input_ids, position_ids, attend, first)
         return logits, hidden

@@ -17,11 +17,12 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.cuda.cuda_graphs import GraphedPasses
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
+from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.pass_buffer import LaidOut
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import input_device
-from retrieve_spec.verify.verifier import Mode, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 CHUNK = 256
 """Prompt tokens of one recorded pass at most."""
@@ -34,23 +35,40 @@ class RecordedVerifier:
     """A `Verifier` whose passes cost what the arithmetic costs.
 
     The prompt is read by an `HFVerifier`. At the first pass behind it the cache's rows move to slabs, every further
-    pass is one run of the captured code, and `finish` puts the rows back into the cache that `start` was given. A
+    pass is one run of the recorded code, and `finish` puts the rows back into the cache that `start` was given. A
     generation that the recorded pass cannot serve is left to the `HFVerifier` entirely.
     """
 
-    def __init__(self, model: Any, ordinary: HFVerifier, captured: RecordedPass, pool: PassPool | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        ordinary: HFVerifier,
+        recorded: RecordedPass,
+        pool: PassPool | None = None,
+        state: ModelState | None = None,
+    ) -> None:
         self.model = model
         self.mode: Mode = ordinary.mode
         self.reason = ordinary.reason
         self.not_recorded = ""
         """Why this generation does not use the recorded pass; empty when it does."""
-        self._ordinary, self.captured = ordinary, captured
+        self._ordinary, self.recorded, self._state = ordinary, recorded, state
         self._device = input_device(model)
-        self._mask = TreeMask(captured.groups, model.dtype, self._device)
+        self._mask = TreeMask(recorded.groups, model.dtype, self._device)
         self._slabs: KVBuffer | None = None
         self._layers: list[Any] = []
         self._graphs: GraphedPasses | None = None
         self.pool = pool
+
+    @property
+    def pass_kind(self) -> PassKind:
+        """What runs the model in this generation."""
+        return "model's own" if self.not_recorded else "recorded"
+
+    @property
+    def pass_reason(self) -> str:
+        """Why the recorded pass does not; empty when it does."""
+        return self.not_recorded
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
@@ -69,7 +87,8 @@ class RecordedVerifier:
 
     def alone(self) -> RecordedVerifier:
         """Another verifier of the same recording, with a cache of its own and without graphs."""
-        return RecordedVerifier(self.model, HFVerifier(self.model, self._ordinary.interface), self.captured)
+        ordinary = HFVerifier(self.model, self._ordinary.interface)
+        return RecordedVerifier(self.model, ordinary, self.recorded, state=self._state)
 
     def _why_not(self, kwargs: dict[str, Any]) -> str:
         """Why a generation is left to the ordinary verifier."""
@@ -87,8 +106,8 @@ class RecordedVerifier:
             return "positions differ from axis to axis"
         if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             return "the prompt is padded"
-        if not self.captured.is_current(self.model):
-            return "the model has changed since it was recorded"
+        if self._state is not None and not self._state.holds(self.model):
+            return "the model has changed since this generation was set up"
         return ""
 
     def forward(
@@ -101,11 +120,11 @@ class RecordedVerifier:
     ) -> VerifierOutput:
         """Run one pass (`Verifier.forward`)."""
         roots = self._pending = len(root_ids)
-        if want_hidden not in (None, self.captured.layer) and self._slabs is None:
+        if want_hidden not in (None, self.recorded.layer) and self._slabs is None:
             self.not_recorded = self.not_recorded or f"hidden states of layer {want_hidden} are not recorded"
         if self.not_recorded or (self._unread > 0 and not self._reads(roots, keep)):
             return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
-        with self.captured.on_device():
+        with self.recorded.on_device():
             if self._unread > 0:
                 root_ids = self._read(root_ids, max(CHUNK, keep))
             return self._pass(root_ids, tree, keep, want_hidden)
@@ -114,7 +133,7 @@ class RecordedVerifier:
         """Whether the recorded pass reads this part of the prompt; what it has begun it goes on with."""
         if self._slabs is not None:
             return True
-        return self.captured.reads_prompts and roots > max(FEW, keep) and not any(cache_windows(self._cache))
+        return self.recorded.reads_prompts and roots > max(FEW, keep) and not any(cache_windows(self._cache))
 
     def _read(self, prompt_ids: NDArray[np.int32], size: int) -> NDArray[np.int32]:
         """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all."""
@@ -140,7 +159,7 @@ class RecordedVerifier:
             out = bucket(laid.ids, laid.depths, laid.seen, self._past, self._shift)
             return VerifierOutput(out[0][-keep - nodes :], out[1][-keep - nodes :] if want_hidden is not None else None)
         positions = laid.depths + laid.position
-        logits, hidden = run_rows(self.captured, laid.ids, positions, self.attend, roots - keep)
+        logits, hidden = run_rows(self.recorded, laid.ids, positions, self.attend, roots - keep)
         return VerifierOutput(logits, hidden[-keep - nodes :] if want_hidden is not None else None)
 
     def lay_out(self, root_ids: NDArray[np.int32], tree: DraftTree | None) -> LaidOut:
@@ -157,7 +176,7 @@ class RecordedVerifier:
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Write a layer's keys and values of the pass that was laid out and attend to all of them."""
         all_keys, all_values = self._layers[layer].update(keys, values)
-        return attend(query, all_keys, all_values, self._mask, self.captured.rules[layer])
+        return attend(query, all_keys, all_values, self._mask, self.recorded.rules[layer])
 
     def _adopt(self) -> KVBuffer:
         """Move the rows that the prompt left in the caller's cache to slabs."""
@@ -194,10 +213,10 @@ class RecordedVerifier:
 
 
 def run_rows(
-    captured: RecordedPass, ids: NDArray[Any], positions: NDArray[Any], attend: Attend, first: int = 0
+    recorded: RecordedPass, ids: NDArray[Any], positions: NDArray[Any], attend: Attend, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a recording over (rows,) tokens: logits of the rows from `first` on, and hidden states of all of them."""
-    rows = torch.from_numpy(ids.astype(np.int64))[None].to(captured.device, non_blocking=True)
-    places = torch.from_numpy(positions)[None].to(captured.device, non_blocking=True)
-    logits, hidden = captured.run(rows, places, attend, first)
+    rows = torch.from_numpy(ids.astype(np.int64))[None].to(recorded.device, non_blocking=True)
+    places = torch.from_numpy(positions)[None].to(recorded.device, non_blocking=True)
+    logits, hidden = recorded.run(rows, places, attend, first)
     return logits[0], hidden[0]

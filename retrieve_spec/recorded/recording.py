@@ -1,12 +1,10 @@
-"""Recording of a model: what makes its recorded verifiers, with CUDA graphs or without, if it agrees with the model."""
+"""Recording attempts: a model's pass is recorded if that is wanted, possible, and gives what the model gives."""
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from transformers import DynamicCache
 
@@ -15,23 +13,45 @@ from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 from retrieve_spec.recorded.kv_buffer import cache_windows, why_not_preallocated
+from retrieve_spec.recorded.model_state import ModelState, why_not_recordable
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device
 from retrieve_spec.verify.probe import Finding, check_verifier
 from retrieve_spec.verify.tensor_parallel import Ranks
-from retrieve_spec.verify.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 
-_recorded: WeakKeyDictionary[Any, RecordedPass] = WeakKeyDictionary()
-"""Recordings of live models, so that accelerating a model again does not record it again."""
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recorded pass that agrees with its model; calling it makes a verifier for one generation.
+
+    Attributes
+    ----------
+    model, interface
+        The model, and how an `HFVerifier` runs it.
+    recorded
+        The pass.
+    pool
+        CUDA graphs and KV buffers that one generation after another borrows; None without graphs.
+    """
+
+    model: Any
+    interface: ModelInterface
+    recorded: RecordedPass
+    pool: PassPool | None = None
+
+    def __call__(self, state: ModelState | None = None) -> RecordedVerifier:
+        """Make a verifier, which refuses a model that is not in `state` any more."""
+        return RecordedVerifier(self.model, HFVerifier(self.model, self.interface), self.recorded, self.pool, state)
 
 
-def try_build(
-    model: Any, finding: Finding, config: SpeculationConfig, layer: Layer = "last"
-) -> tuple[Callable[[], Verifier] | None, str]:
+def try_recording(
+    model: Any, finding: Finding, config: SpeculationConfig, layer: Layer = "last", layouts: Layouts | None = None
+) -> tuple[Recording | None, str]:
     """Record a model's pass if that is wanted, can be done and agrees with the model.
 
     Parameters
@@ -44,26 +64,28 @@ def try_build(
         `recorded_pass` says whether to record.
     layer
         The layer whose hidden states are recorded.
+    layouts
+        Copies of the model's weights that other recordings share.
 
     Returns
     -------
-    make
-        Makes a verifier for one generation, or None.
+    recording
+        The recording, or None.
     reason
         Why there is none.
     """
-    text_config = model.config.get_text_config(decoder=True)
-    if why := _why_not_recorded(model, finding, config) or why_not_preallocated(text_config):
+    if why := why_not_recorded(model, finding, config):
         return None, why
+    recording = None
     try:
         for fused in (True, False):
-            make, why = _try_recording(model, finding.interface, layer, fused and _fuses(model))
-            if make is not None or not (fused and _fuses(model)):
+            recording, why = _record(model, finding.interface, layer, fused and _fuses(model), layouts)
+            if recording is not None or not (fused and _fuses(model)):
                 break
             logger.info("the pass is recorded again without GPU kernels for rows: %s", why)
     except RecordingError as error:
         return None, str(error)
-    return make, why
+    return recording, why
 
 
 def _fuses(model: Any) -> bool:
@@ -71,40 +93,34 @@ def _fuses(model: Any) -> bool:
     return PASS.fused_rows and model.dtype.itemsize == 2 and not why_not_triton(input_device(model).type)
 
 
-def _try_recording(
-    model: Any, interface: ModelInterface, layer: Layer, fused: bool
-) -> tuple[Callable[[], Verifier] | None, str]:
-    """What makes verifiers over a recording, with CUDA graphs where they agree with the model; or why not."""
+def _record(
+    model: Any, interface: ModelInterface, layer: Layer, fused: bool, layouts: Layouts | None
+) -> tuple[Recording | None, str]:
+    """A recording, with CUDA graphs where they agree with the model; or why there is none."""
     windows = cache_windows(DynamicCache(config=model.config.get_text_config(decoder=True)))
-    captured = _recorded.get(model)
-    if captured is None or captured.layer != layer or not captured.is_current(model):
-        captured = _recorded[model] = RecordedPass(model, len(windows), layer, fused)
-    if why := _why_not_windows(captured, windows):
+    recorded = RecordedPass(model, len(windows), layer, fused, layouts)
+    if why := _why_not_windows(recorded, windows):
         return None, why
-    graphs = PASS.cuda_graphs and captured.device.type == "cuda"
+    graphs = PASS.cuda_graphs and recorded.device.type == "cuda"
     why = ""
-    for pool in (PassPool(captured), None) if graphs else (None,):
-        make = functools.partial(_make, model, interface, captured, pool)
-        why = check_verifier(model, interface, make())
+    for pool in (PassPool(recorded), None) if graphs else (None,):
+        recording = Recording(model, interface, recorded, pool)
+        why = check_verifier(model, interface, recording())
         if not why:
-            return make, ""
+            return recording, ""
         logger.debug("the recorded pass %s graphs is not used: %s", "without" if pool is None else "with", why)
-    del _recorded[model]
     return None, why
 
 
-def _make(model: Any, interface: ModelInterface, captured: RecordedPass, pool: PassPool | None) -> Verifier:
-    return RecordedVerifier(model, HFVerifier(model, interface), captured, pool)
-
-
-def _why_not_windows(captured: RecordedPass, windows: tuple[int, ...]) -> str:
-    for layer, (rule, window) in enumerate(zip(captured.rules, windows, strict=True)):
+def _why_not_windows(recorded: RecordedPass, windows: tuple[int, ...]) -> str:
+    for layer, (rule, window) in enumerate(zip(recorded.rules, windows, strict=True)):
         if window and rule.window != window:
             return f"the attention of layer {layer} does not name the window of its cache"
     return ""
 
 
-def _why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) -> str:
+def why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) -> str:
+    """Why a model is not to be recorded, as far as can be told without trying; empty when it is."""
     if finding.mode != "tree":
         return f"drafts are verified in {finding.mode} mode"
     if config.recorded_pass == "off":
@@ -115,4 +131,4 @@ def _why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) -
         return "the model is spread over several processes"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "the model is spread over several devices"
-    return ""
+    return why_not_recordable(model) or why_not_preallocated(model.config.get_text_config(decoder=True))

@@ -1,39 +1,126 @@
-"""Linear layers over weights laid out once for products with few rows, as a verifying pass has.
+"""Weight layouts: copies of weights, packed once for products with few rows, that are kept equal to the weights.
 
 MKL packs a row-major weight anew at every call. oneDNN can keep it packed: with 4 … 64 rows that is two to four times
 as fast where measured, and which of the two is used for how many rows is measured here, per shape of weight.
+
+A copy does not follow its weight by itself. Before a generation every weight's storage, version counter and wrapped
+diagonal are compared with what they were, and as many checksums of whole weights as the passes since have paid for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
+
+from retrieve_spec.kernels.checksum import checksum, is_diagonal, read_diagonal
 
 _ROWS = (1, 2, 4, 16, 64)
 """Numbers of rows that are tried; from the largest of them on, one answer holds."""
 _PACKED_FOR = 16
 _REPEATS = 5
 _WINS = 0.95
+PASSES_PER_CHECK = 32
+"""Passes in which every copied weight is compared with its checksum once."""
 
 
-@dataclass(frozen=True, slots=True)
 class Layout:
     """How a weight is kept beside the model's own.
 
     Attributes
     ----------
+    weight
+        The model's own.
     tensor
         The packed weight (opaque to all but `packed_linear`), or a column-major copy.
     from_rows
         Fewest rows for which the packed weight is used; 0 for a column-major copy, which serves any number.
     """
 
-    tensor: torch.Tensor
-    from_rows: int = 0
+    def __init__(self, weight: torch.Tensor, tensor: torch.Tensor, from_rows: int = 0) -> None:
+        self.weight, self.tensor, self.from_rows = weight, tensor, from_rows
+        self.nbytes = weight.nbytes
+        self._note()
+
+    def _note(self) -> None:
+        """Take down what the weight is like at the moment it is copied."""
+        words = self._words()
+        self._place, self._version = self._where(), version_of(self.weight)
+        self._sample = np.empty(max(words.shape), np.uint32)
+        read_diagonal(words, self._sample)
+        self._checksum = checksum(words.reshape(-1))
+
+    def _where(self) -> tuple[int, int]:
+        return self.weight.untyped_storage()._cdata, self.weight.data_ptr()
+
+    def _words(self) -> NDArray[np.uint32]:
+        """(out, d) the weight's numbers as they lie in memory."""
+        return self.weight.detach().numpy().view(np.uint32)
+
+    def looks_current(self) -> bool:
+        """Whether storage, version counter and wrapped diagonal are those of the copy."""
+        same = self._place == self._where() and self._version == version_of(self.weight)
+        return same and bool(is_diagonal(self._words(), self._sample))
+
+    def is_current(self) -> bool:
+        """Whether every number of the weight is that of the copy."""
+        return bool(checksum(self._words().reshape(-1)) == self._checksum)
+
+    def copy_again(self) -> None:
+        """Let the copy be one of the weight as it is now."""
+        weight = self.weight.detach()
+        packed = pack(weight) if self.from_rows else None
+        if packed is None:
+            packed, self.from_rows = _by_columns(weight), 0
+        self.tensor = packed
+        self._note()
+
+
+def version_of(weight: torch.Tensor) -> int:
+    """How often a tensor was changed in place, as torch counts; 0 for inference tensors, where it does not."""
+    return 0 if weight.is_inference() else weight._version
+
+
+class WeightCopies:
+    """The copies of weights that one recording reads, as places in the list of its inputs.
+
+    Parameters
+    ----------
+    layouts
+        By place, the layout whose tensor stands there.
+    """
+
+    def __init__(self, layouts: Sequence[tuple[int, Layout]]) -> None:
+        self._layouts = layouts
+        self._nbytes = sum(layout.nbytes for _, layout in layouts)
+        self._next = 0
+        self._owed = 0.0
+
+    def follow(self, inputs: list[torch.Tensor], passes: int) -> int:
+        """Copy again what has changed, and put the copies into `inputs`; how many were.
+
+        `passes` since the last time pay for checksums: all weights in `PASSES_PER_CHECK` of them.
+        """
+        stale = {id(layout): layout for _, layout in self._layouts if not layout.looks_current()}
+        stale |= {id(layout): layout for layout in self._due(passes) if not layout.is_current()}
+        for layout in stale.values():
+            layout.copy_again()
+        for place, layout in self._layouts:
+            inputs[place] = layout.tensor  # another recording may have copied it again
+        return len(stale)
+
+    def _due(self, passes: int) -> Iterable[Layout]:
+        """The next weights whose checksum is paid for."""
+        self._owed = min(self._owed + passes * self._nbytes / PASSES_PER_CHECK, self._nbytes)
+        while self._layouts and self._owed >= (layout := self._layouts[self._next][1]).nbytes:
+            self._owed -= layout.nbytes
+            self._next = (self._next + 1) % len(self._layouts)
+            yield layout
 
 
 def packed_linear(
@@ -46,7 +133,7 @@ def packed_linear(
 
 
 class Layouts:
-    """Chooses a layout per weight; weights of one shape share the measurement.
+    """Chooses a layout per weight, for all recordings of a model; weights of one shape share the measurement.
 
     Parameters
     ----------
@@ -55,29 +142,45 @@ class Layouts:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._left = most_bytes
-        self._of_weight: dict[int, Layout | None] = {}
+        self._most = most_bytes
+        self._of_weight: WeakValueDictionary[int, Layout] = WeakValueDictionary()
         self._from_rows: dict[torch.Size, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the copies that recordings hold."""
+        return sum(layout.nbytes for layout in list(self._of_weight.values()))
 
     def of(self, weight: torch.Tensor) -> Layout | None:
         """Layout of a (out, d) weight, None when it stays as it is."""
-        if id(weight) not in self._of_weight:
-            self._of_weight[id(weight)] = self._choose(weight)
-        return self._of_weight[id(weight)]
+        layout = self._of_weight.get(id(weight))
+        if layout is None:
+            layout = self._choose(weight)
+            if layout is not None:
+                self._of_weight[id(weight)] = layout
+        elif not layout.is_current():
+            layout.copy_again()
+        return layout
 
     def _choose(self, weight: torch.Tensor) -> Layout | None:
         """Copy a weight into the layout that is faster here, within what memory is left."""
-        if weight.device.type != "cpu" or weight.nbytes > self._left:
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
             return None
-        self._left -= weight.nbytes
-        weight = weight.detach()
-        packed = None if self._from_rows.get(weight.shape) == 0 else pack(weight)
+        if weight.ndim != 2 or weight.nbytes > self._most - self.nbytes:
+            return None
+        plain = weight.detach()
+        packed = None if self._from_rows.get(weight.shape) == 0 else pack(plain)
         if packed is not None:
             if weight.shape not in self._from_rows:
-                self._from_rows[weight.shape] = rows_that_pay(weight, packed)
+                self._from_rows[weight.shape] = rows_that_pay(plain, packed)
             if self._from_rows[weight.shape]:
-                return Layout(packed, self._from_rows[weight.shape])
-        return Layout(weight.t().contiguous().t())
+                return Layout(weight, packed, self._from_rows[weight.shape])
+        return Layout(weight, _by_columns(plain))
+
+
+def _by_columns(weight: torch.Tensor) -> torch.Tensor:
+    """A column-major copy."""
+    return weight.t().contiguous().t()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor | None:
@@ -98,7 +201,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor | None:
 
 def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor) -> int:
     """Fewest rows from which the packed weight is faster at every larger number tried, 0 for never."""
-    columns = weight.t().contiguous().t()
+    columns = _by_columns(weight)
     fewest = 0
     for rows in reversed(_ROWS):
         x = torch.ones(1, rows, weight.shape[1])

@@ -16,7 +16,7 @@ from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
 from retrieve_spec.verify.cache import keep_path, record_past, recording, set_recording, trim
 from retrieve_spec.verify.interface import ModelInterface, cache_mode, catch_hidden, input_device, weaker
 from retrieve_spec.verify.recurrent import RecurrentState
-from retrieve_spec.verify.verifier import Mode, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 _SET_EACH_PASS = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", "use_cache"}
 _NO_TREE = DraftTree()
@@ -34,6 +34,8 @@ class HFVerifier:
         self.interface = interface
         self.mode: Mode = mode
         self.reason = reason
+        self.pass_kind: PassKind = "model's own"
+        self.pass_reason = ""
         self._device = input_device(model)
         self._on_host = self._device.type == "cpu"
         self._model_mode: tuple[Mode, str] = (mode, reason)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.verify.verifier import Mode, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 
 class StepVerifier:
@@ -20,6 +20,8 @@ class StepVerifier:
         self.model = model
         self.mode: Mode = "plain"
         self.reason = reason
+        self.pass_kind: PassKind = "plain"
+        self.pass_reason = reason
         self._takes_logits_to_keep = model._supports_logits_to_keep()
 
     def start(self, inputs: VerifierInputs) -> None:

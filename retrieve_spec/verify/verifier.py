@@ -15,6 +15,8 @@ from retrieve_spec.drafting.tree import DraftTree
 Mode = Literal["tree", "chain", "plain"]
 """What a verifier can check in one pass: any tree, one chain of tokens, or nothing but the next token. It may be less
 for some passes of a generation than for others."""
+PassKind = Literal["recorded", "model's own", "plain"]
+"""What runs the model: its recorded pass, its own forward over drafts, or its own forward token by token."""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,14 @@ class Verifier(Protocol):
     """What `forward` accepts: in "chain" mode only trees with `is_chain`, in "plain" mode only None or empty trees."""
     reason: str
     """Why the mode is not "tree"; empty when it is."""
+
+    @property
+    def pass_kind(self) -> PassKind:
+        """What runs the model in this generation."""
+
+    @property
+    def pass_reason(self) -> str:
+        """Why nothing faster does; empty for the recorded pass."""
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation: take over the cache (make one when there is none)."""

@@ -93,7 +93,7 @@ def test_output_and_cache_are_those_of_generate(model, rows, length):
 @pytest.mark.parametrize("chunk", [31, 12, 5])
 def test_kept_logits_and_states_are_the_models(model, rows, keep, chunk):
     finding = probe(model, read_interface(model))
-    make, _ = recording.try_build(model, finding, SpeculationConfig(recorded_pass="always"))
+    make, _ = recording.try_recording(model, finding, SpeculationConfig(recorded_pass="always"))
     verifier = make()
     prompt = ids(31)
     cache = DynamicCache(config=model.config)

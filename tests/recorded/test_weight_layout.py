@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch.nn import functional
 
 from retrieve_spec.recorded import weight_layout
-from retrieve_spec.recorded.weight_layout import Layouts, pack, packed_linear
+from retrieve_spec.recorded.weight_layout import PASSES_PER_CHECK, Layouts, WeightCopies, pack, packed_linear
 
 needs_packing = pytest.mark.skipif(pack(torch.ones(8, 8)) is None, reason="this torch cannot pack weights")
 
@@ -45,21 +47,46 @@ def test_one_copy_per_weight_within_the_limit(monkeypatch):
     assert Layouts(0).of(weights[0]) is None
 
 
-@pytest.mark.parametrize("reason", ["slower", "refused", "another product", "half precision"])
+@pytest.mark.parametrize("reason", ["slower", "refused", "another product"])
 def test_column_major_copies_where_packing_does_not_serve(monkeypatch, reason):
     weight = torch.randn(16, 8)
     if reason == "slower":
         monkeypatch.setattr(weight_layout, "rows_that_pay", lambda weight, packed: 0)
     elif reason == "refused":
         monkeypatch.setattr(weight_layout, "packed_linear", _refuse)
-    elif reason == "another product":
-        monkeypatch.setattr(weight_layout, "packed_linear", lambda x, weight, *rest: x @ weight.t() + 1.0)
     else:
-        weight = weight.to(torch.bfloat16)
+        monkeypatch.setattr(weight_layout, "packed_linear", lambda x, weight, *rest: x @ weight.t() + 1.0)
     layout = Layouts(1 << 20).of(weight)
     assert layout.from_rows == 0
     assert layout.tensor.stride() == (1, 16)
     assert torch.equal(layout.tensor, weight)
+
+
+def test_half_precision_and_column_major_weights_are_not_copied():
+    assert Layouts(1 << 20).of(torch.randn(16, 8).to(torch.bfloat16)) is None
+    assert Layouts(1 << 20).of(torch.randn(16, 8).t()) is None
+
+
+def test_copies_that_nobody_reads_make_room_for_others():
+    weights = [torch.randn(16, 8) for _ in range(2)]
+    layouts = Layouts(weights[0].nbytes)
+    kept = layouts.of(weights[0])
+    assert layouts.of(weights[1]) is None and layouts.nbytes == weights[0].nbytes
+    del kept
+    gc.collect()
+    assert layouts.of(weights[1]) is not None
+
+
+def test_all_checksums_are_compared_once_in_so_many_passes():
+    weights = [torch.randn(16, 8), torch.randn(24, 16), torch.randn(8, 8)]
+    layouts = Layouts(1 << 20)
+    copies = WeightCopies([(i, layouts.of(weight)) for i, weight in enumerate(weights)])
+    inputs = [torch.empty(0)] * 3
+    for weight in weights:
+        weight.data[1, 0] += 1.0
+    found = [copies.follow(inputs, 1) for _ in range(PASSES_PER_CHECK)]
+    assert sum(found) == 3 and sum(count > 0 for count in found) == 3
+    assert copies.follow(inputs, 10 * PASSES_PER_CHECK) == 0
 
 
 def _refuse(*arguments):

@@ -40,6 +40,10 @@ class PassPool:
         if passes.cache.nbytes <= PASS.pool_bytes and (kept is None or kept.cache.nbytes < passes.cache.nbytes):
             self._idle = passes
 
+    def clear(self) -> None:
+        """Drop what is kept: its graphs kept addresses that hold no longer."""
+        self._idle = self._idle_texts = None
+
     def take_texts(self) -> GraphedTexts:
         """Graphs of passes over several texts; the texts bring their slabs."""
         idle, self._idle_texts = self._idle_texts, None

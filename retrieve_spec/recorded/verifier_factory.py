@@ -1,0 +1,193 @@
+"""Verifier factory: the fastest verifier that stands for a model as it is now, found anew when the model has changed.
+
+What was found holds for one state of the model (`ModelState`). A few states are remembered, so that switching an
+adapter back and forth records each once; recording again is paid for by generations in between.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from retrieve_spec.config import PASS, SpeculationConfig
+from retrieve_spec.drafting.drafter import Layer
+from retrieve_spec.recorded.model_state import ModelState
+from retrieve_spec.recorded.recorded_pass import RECORDER, attention_implementation
+from retrieve_spec.recorded.recording import Recording, try_recording, why_not_recorded
+from retrieve_spec.recorded.weight_layout import Layouts
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import input_device
+from retrieve_spec.verify.plain import StepVerifier
+from retrieve_spec.verify.probe import Finding
+from retrieve_spec.verify.verifier import PassKind, Verifier
+
+logger = logging.getLogger(__name__)
+
+STATES = 8
+"""States of a model that are remembered; also, recordings that may follow one another at once."""
+PER_RECORDING = 8
+"""Generations that pay for one more recording."""
+
+
+_CHANGING = "a forward changes {}"
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was found out about a model in one state; `due`: it is to be recorded once that is paid for."""
+
+    state: ModelState
+    finding: Finding
+    recording: Recording | None = None
+    why: str = ""
+    due: bool = False
+
+    def release(self) -> None:
+        """Give back what is kept for the next generation in this state."""
+        if self.recording is not None and self.recording.pool is not None:
+            self.recording.pool.clear()
+
+
+class VerifierFactory:
+    """Makes the verifier of each generation of one model.
+
+    Parameters
+    ----------
+    model
+        The model.
+    config
+        `recorded_pass` says whether to record.
+    layer
+        The layer whose hidden states are recorded.
+    find_mode
+        Probes the model as it is.
+    finding
+        What it found just now.
+    """
+
+    def __init__(
+        self, model: Any, config: SpeculationConfig, layer: Layer, find_mode: Callable[[Any], Finding], finding: Finding
+    ) -> None:
+        self._model, self._config, self._layer, self._find_mode = model, config, layer, find_mode
+        self._layouts = Layouts(PASS.layout_bytes)
+        self._credit = float(STATES)
+        self._finding = finding
+        self._known: list[_Known] = []
+        self._examine(finding)
+
+    @property
+    def finding(self) -> Finding:
+        """How the model is verified through its own forward, as last seen."""
+        return self._finding
+
+    @property
+    def pass_kind(self) -> PassKind:
+        """Which pass verifies, as last seen."""
+        if not self._known:
+            return "model's own"
+        known = self._known[0]
+        return "plain" if known.finding.mode == "plain" else "model's own" if known.recording is None else "recorded"
+
+    @property
+    def pass_reason(self) -> str:
+        """Why no faster pass verifies; empty for the recorded one."""
+        if not self._known:
+            return "the model is examined at the next generation"
+        known = self._known[0]
+        return known.finding.reason if known.finding.mode == "plain" else known.why
+
+    @property
+    def recording(self) -> Recording | None:
+        """The recording that verifies, as last seen."""
+        return self._known[0].recording if self._known else None
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory of copies of weights."""
+        return self._layouts.nbytes
+
+    def __call__(self) -> Verifier:
+        """A verifier for a generation that begins now."""
+        self._credit = min(self._credit + 1 / PER_RECORDING, STATES)
+        known = self._current()
+        if autocast := torch.is_autocast_enabled(input_device(self._model).type):
+            known = _Known(known.state, known.finding, None, "autocast is on")
+        if known.finding.mode == "plain":
+            return StepVerifier(self._model, known.finding.reason)
+        if known.recording is None or autocast:
+            own = HFVerifier(self._model, known.finding.interface, known.finding.mode, known.finding.reason)
+            own.pass_reason = known.why
+            return own
+        if known.recording.pool is not None and known.state.has_moved():
+            known.recording.pool.clear()  # captured graphs kept addresses
+        if copied := known.recording.recorded.follow():
+            logger.debug("%d weights have changed since they were copied", copied)
+        return known.recording(known.state)
+
+    def invalidate(self) -> None:
+        """Forget what was found and recorded: the next generation looks at the model anew, whatever that costs."""
+        self._known.clear()
+        self._credit = float(STATES)
+
+    def _current(self) -> _Known:
+        """What is known of the model's state, found out now if need be."""
+        for known in self._known:
+            if known.state.holds(self._model):
+                break
+        else:
+            return self._examine()
+        if known is not self._known[0]:
+            self._known[0].release()
+            self._known.remove(known)
+            self._known.insert(0, known)
+        return self._examine() if known.due and self._credit >= 1 else known
+
+    def _examine(self, finding: Finding | None = None) -> _Known:
+        """Probe the model, record it if it may be, and remember both for its state."""
+        if self._known and logger.isEnabledFor(logging.DEBUG):
+            logger.debug("the model has changed: %s", ", ".join(self._known[0].state.changes(self._model)[:5]))
+        with torch.autocast(input_device(self._model).type, enabled=False):
+            if finding is not None:
+                known = _Known(ModelState(self._model), finding)
+            elif self._credit < 1:
+                finding = Finding(
+                    "plain", "the model changes too often to be probed each time", self._finding.interface
+                )
+                known = _Known(ModelState(self._model), finding, due=True)
+            else:
+                self._credit -= 1
+                known = self._probe()
+            known.why = known.why or known.state.problem
+            if not known.why:
+                self._record(known)
+        self._finding = known.finding
+        for other in self._known:
+            other.release()
+        others = [other for other in self._known if known.state.keeps(other.state) and not other.due]
+        self._known = [known, *others[: STATES - 1]]
+        return known
+
+    def _probe(self) -> _Known:
+        """Probe the model; what its forward changes each time is not followed, and keeps it from being recorded."""
+        for _ in range(2):
+            state = ModelState(self._model)
+            finding = self._find_mode(self._model)
+            if state.holds(self._model):
+                return _Known(state, finding)
+        return _Known(state, finding, None, _CHANGING.format(state.settle(self._model)[0]))
+
+    def _record(self, known: _Known) -> None:
+        """Record the model in the state it is in, and look whether it still is."""
+        known.why = why_not_recorded(self._model, known.finding, self._config)
+        if known.why:
+            return
+        with attention_implementation(self._model, RECORDER):  # transformers notes on the class that it can be set
+            pass
+        known.state = ModelState(self._model)
+        known.recording, known.why = try_recording(self._model, known.finding, self._config, self._layer, self._layouts)
+        if changing := known.state.settle(self._model):
+            known.recording, known.why = None, _CHANGING.format(changing[0])

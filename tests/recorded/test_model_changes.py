@@ -1,0 +1,392 @@
+"""What is done to a model after `accelerate`: every pass is the model's as it is now, and says which pass it was."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scripted_drafter import ScriptedDrafter
+from small_decoders import VOCAB, build, ids
+from test_quantised import WeightOnly
+from torch import nn
+from torch.nn.utils import parametrize
+
+import retrieve_spec as rs
+from retrieve_spec.recorded import verifier_factory, weight_layout
+from retrieve_spec.recorded.model_state import ModelState
+from retrieve_spec.recorded.weight_layout import PASSES_PER_CHECK
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+
+
+def accelerate(model: Any) -> Any:
+    return rs.accelerate(
+        model, drafter=ScriptedDrafter([5] * 80, "branchy", vocab=VOCAB), nodes=6, recorded_pass="always"
+    )
+
+
+def says(model: Any) -> torch.Tensor:
+    ours = model.__dict__.pop("generate")
+    try:
+        return model.generate(ids(20), **OPTIONS)
+    finally:
+        model.__dict__["generate"] = ours
+
+
+def check(model: Any, kind: str = "recorded") -> Any:
+    """Generate what the model says; the report, which names the pass."""
+    ours = model.generate(ids(20), **OPTIONS)
+    report = model.speculation.last
+    assert torch.equal(ours, says(model))
+    assert report.pass_kind == kind, report.pass_reason
+    assert bool(report.pass_reason) == (kind != "recorded")
+    return report
+
+
+def _edit(model: Any) -> torch.Tensor:
+    weight: torch.Tensor = model.model.layers[1].mlp.down_proj.weight
+    return weight
+
+
+def _double(model: Any) -> None:
+    model.double()
+
+
+def _down_and_up(model: Any) -> None:
+    model.half().float()
+
+
+def _half(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+def _quantise(model: Any) -> None:
+    for layer in model.model.layers:
+        for name, child in list(layer.mlp.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(layer.mlp, name, WeightOnly(child))
+
+
+def _new_head(model: Any) -> None:
+    torch.manual_seed(3)
+    model.lm_head = nn.Linear(32, VOCAB, bias=False)
+
+
+def _untie(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
+
+
+def _parametrise(model: Any) -> None:
+    class Halved(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 0.5
+
+    parametrize.register_parametrization(_layer(model), "weight", Halved())
+
+
+def _layer(model: Any) -> nn.Module:
+    layer: nn.Module = model.model.layers[0].mlp.up_proj
+    return layer
+
+
+def _swap_layers(model: Any) -> None:
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    for i, layer in enumerate(layers):
+        layer.self_attn.layer_idx = i
+
+
+def _other_class(model: Any) -> None:
+    class Negated(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -super().forward(x)
+
+    _layer(model).__class__ = Negated
+
+
+def _checkpoint(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+    model.requires_grad_(False)
+
+
+def _other_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+CHANGES = [
+    _double, _down_and_up, _half, _quantise, _new_head, _untie, _parametrise, _swap_layers, _other_class, _checkpoint,
+    _other_attention,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_pass_is_recorded_again(change: Callable[[Any], None]) -> None:
+    model = accelerate(build("llama", tie_word_embeddings=change is _untie))
+    check(model)
+    change(model)
+    check(model)
+    assert (model.speculation.pass_kind, model.speculation.pass_reason) == ("recorded", "")
+    check(model)
+
+
+def test_a_patched_class_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = accelerate(build("llama"))
+    check(model)
+    mlp = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(mlp, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    check(model)
+
+
+def test_a_patched_function_of_the_models_file_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    model = accelerate(build("llama"))
+    check(model)
+    rotate = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, *a, **b: rotate(q, k, cos, -sin))
+    check(model)
+
+
+def test_training_and_hooks_for_a_while() -> None:
+    model = build("llama")
+    model.train()
+    accelerate(model)
+    assert model.speculation.pass_reason == "the model is in training mode"
+    model.eval()
+    check(model)
+    model.model.layers[0].mlp.train()
+    check(model)
+    model.eval()
+    hook = model.model.layers[0].register_forward_hook(lambda _m, _a, out: out * 0.5)
+    assert check(model, "model's own").pass_reason == "LlamaDecoderLayer has forward hooks"
+    hook.remove()
+    check(model)
+    everywhere = torch.nn.modules.module.register_module_forward_hook(lambda _m, _a, out: None)
+    try:
+        assert check(model, "model's own").pass_reason == "torch has forward hooks for all modules"
+    finally:
+        everywhere.remove()
+    check(model)
+
+
+def test_the_flags_of_modules_stay_as_they_are() -> None:
+    model = build("llama")
+    model.model.layers[1].mlp.train()
+    accelerate(model)
+    assert [name for name, module in model.named_modules() if module.training] == [
+        "model.layers.1.mlp",
+        *(f"model.layers.1.mlp.{name}" for name, _ in model.model.layers[1].mlp.named_modules() if name),
+    ]
+
+
+def test_dropout_in_a_layer_that_trains_is_not_recorded() -> None:
+    model = build("llama")
+    model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5)).train()
+    model.train(False)
+    model.model.layers[0].mlp.act_fn.train()
+    accelerate(model)
+    assert model.speculation.pass_kind != "recorded"
+
+
+def test_autocast_leaves_passes_to_the_model() -> None:
+    model = accelerate(build("llama"))
+    check(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(ids(20), **OPTIONS)
+    assert model.speculation.last.pass_reason == "autocast is on"
+    check(model)
+
+
+def test_a_forward_that_counts_its_calls_is_not_recorded() -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return nn.functional.silu(x)
+
+    model = build("llama")
+    model.model.layers[0].mlp.act_fn = Counting()
+    accelerate(model)
+    assert model.speculation.pass_reason == "a forward changes Counting.calls"
+    assert "Counting.calls" in check(model, "model's own").pass_reason
+    known = model.speculation._passes._known[0]
+    check(model, "model's own")
+    assert model.speculation._passes._known[0] is known
+
+
+def test_recording_again_is_paid_for_by_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier_factory, "STATES", 1)
+    model = accelerate(build("llama"))
+    config = model.model.layers[0].self_attn
+    config.scaling *= 2
+    check(model)
+    config.scaling *= 0.5
+    assert check(model, "plain").pass_reason == "the model changes too often to be probed each time"
+    kinds = []
+    for _ in range(verifier_factory.PER_RECORDING + 1):
+        model.generate(ids(20), **OPTIONS)
+        kinds.append(model.speculation.last.pass_kind)
+    assert kinds[0] == "plain" and kinds[-1] == "recorded"
+    config.scaling *= 2
+    model.speculation.invalidate()
+    check(model)
+
+
+def test_the_report_names_the_pass() -> None:
+    model = build("llama")
+    rs.accelerate(model, recorded_pass="off")
+    assert (model.speculation.pass_kind, model.speculation.pass_reason) == ("model's own", "recorded_pass is off")
+    model.generate(ids(20), **OPTIONS)
+    assert (model.speculation.last.pass_kind, model.speculation.last.pass_reason) == (
+        "model's own",
+        "recorded_pass is off",
+    )
+    model.generate(ids(20), num_beams=2, **OPTIONS)
+    assert (model.speculation.last.pass_kind, model.speculation.last.pass_reason) == ("plain", "beams are searched")
+    accelerate(model)
+    mask = torch.ones_like(ids(20))
+    mask[0, 0] = 0
+    model.generate(ids(20), attention_mask=mask, **OPTIONS)
+    assert model.speculation.last.pass_reason == "the prompt is padded"
+
+
+def _row(weight: torch.Tensor) -> None:
+    weight.data[7] = 3.0
+
+
+def _column(weight: torch.Tensor) -> None:
+    weight.data[:, 13] = 3.0
+
+
+def _numpy_row(weight: torch.Tensor) -> None:
+    weight.detach().numpy()[5] = -2.0
+
+
+def _counted_entry(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight[3, 9] = 40.0
+
+
+def _replaced_twice(weight: torch.Tensor) -> None:
+    for _ in range(2):
+        weight.data = weight.data.clone()
+    weight.data[3, 9] = 40.0
+
+
+@pytest.mark.parametrize("edit", [_row, _column, _numpy_row, _counted_entry, _replaced_twice])
+@pytest.mark.parametrize("where", ["model.layers.1.mlp.down_proj", "lm_head"])
+def test_edits_of_copied_weights_are_followed(edit: Callable[[torch.Tensor], None], where: str) -> None:
+    model = accelerate(build("llama"))
+    check(model)
+    recording = model.speculation._passes._known[0].recording
+    edit(model.get_submodule(where).weight)
+    check(model)
+    assert model.speculation._passes._known[0].recording is recording  # copied again, not recorded again
+
+
+def test_an_uncounted_edit_of_one_entry_is_followed_within_the_passes_of_a_check() -> None:
+    model = accelerate(build("llama"))
+    check(model)
+    _edit(model).data[3, 9] = 40.0
+    recorded = model.speculation._passes._known[0].recording.recorded
+    recorded.follow()
+    recorded._passes = PASSES_PER_CHECK
+    assert recorded.follow() == 1
+    check(model)
+
+
+def test_an_uncounted_edit_of_one_entry_is_followed_after_invalidate() -> None:
+    model = accelerate(build("llama"))
+    check(model)
+    _edit(model).data[3, 9] = 40.0
+    model.speculation.invalidate()
+    assert "next generation" in model.speculation.pass_reason
+    check(model)
+
+
+def test_weights_that_are_not_copied_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier_factory, "PASS", replace(verifier_factory.PASS, layout_bytes=0))
+    model = accelerate(build("llama"))
+    check(model)
+    _edit(model).data[3, 9] = 40.0
+    check(model)
+
+
+def test_numbers_read_from_tensors_are_followed() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.tensor(1.0)
+            self.shift = torch.zeros(5000)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.silu(x) * self.scale.item() + self.shift[:48]
+
+    model = build("llama")
+    scaled = model.model.layers[0].mlp.act_fn = Scaled()
+    accelerate(model)
+    check(model)
+    scaled.scale.data.fill_(0.3)
+    check(model)
+    scaled.scale = torch.tensor(0.3)
+    check(model)
+    scaled.shift += 0.5
+    check(model)
+
+
+def test_restore_gives_back_the_memory_of_copies() -> None:
+    model = build("llama")
+    gc.collect()
+    before = _live_bytes()
+    accelerate(model)
+    check(model)
+    layouts = model.speculation._passes._layouts
+    copies = [weakref.ref(layout.tensor) for layout in layouts._of_weight.values()]
+    assert copies and model.speculation._passes.copied_bytes == layouts.nbytes > 10_000
+    rs.restore(model)
+    gc.collect()
+    assert all(ref() is None for ref in copies)
+    assert _live_bytes() <= before
+
+
+def test_a_model_that_nobody_holds_goes() -> None:
+    model = accelerate(build("llama"))
+    check(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def _live_bytes() -> int:
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]  # not the stand-ins of traces
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def test_looking_at_a_model_finds_nothing_when_nothing_is_done() -> None:
+    model = build("llama")
+    state = ModelState(model)
+    model.generate(ids(20), **OPTIONS)
+    model.generation_config.temperature = 0.3
+    assert state.holds(model) and state.changes(model) == [] and not state.has_moved()
+    model.double()
+    model.float()
+    assert state.holds(model) and state.has_moved() and not state.has_moved()
+    model.model.layers[0].self_attn.scaling = 3.0
+    assert state.changes(model) == ["LlamaAttention.scaling"]
+
+
+def test_copies_are_shared_by_recordings() -> None:
+    model = accelerate(build("llama"))
+    held = model.speculation._passes.copied_bytes
+    model.model.layers[0].self_attn.scaling *= 2
+    check(model)
+    assert len(model.speculation._passes._known) == 2
+    assert model.speculation._passes.copied_bytes == held
+    assert weight_layout.Layouts(0).of(_edit(model)) is None
