@@ -23,6 +23,7 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.streaming import Piece, StreamerFeed, TextDecoder
 from retrieve_spec.errors import ConfigError, PromptError, in_a_line
 from retrieve_spec.model_layers import base_model
+from retrieve_spec.verify.interface import input_device
 
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
@@ -307,7 +308,8 @@ def _as_inputs(inputs: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
         inputs = {"input_ids": inputs if inputs.ndim > 1 else inputs[None]}
     elif not hasattr(inputs, "items"):
         inputs = {"input_ids": torch.as_tensor(np.asarray(inputs, np.int64)).reshape(1, -1)}
-    return {name: value.to(model.device) for name, value in inputs.items()}
+    device = input_device(model)
+    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def _delegate_row(model: Any, arguments: dict[str, Any]) -> NDArray[np.int32]:

@@ -235,10 +235,13 @@ def weaker(a: tuple[Mode, str], b: tuple[Mode, str]) -> tuple[Mode, str]:
 
 
 def input_device(model: Any) -> torch.device:
-    """Device that token ids go to."""
+    """Device that token ids go to; of offloaded embeddings, the one that they are brought to for a pass."""
     embeddings = model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
-    return weight.device if isinstance(weight, torch.Tensor) else torch.device(model.device)
+    device = weight.device if isinstance(weight, torch.Tensor) else torch.device(model.device)
+    if device.type == "meta" and hasattr(embeddings, "_hf_hook"):
+        return torch.device(embeddings._hf_hook.execution_device)
+    return device
 
 
 @contextlib.contextmanager
