@@ -89,7 +89,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True)
 class PassConfig:
-    """How the static verifying pass uses memory.
+    """How the recorded pass uses memory.
 
     Attributes
     ----------
@@ -102,7 +102,9 @@ class PassConfig:
     max_rows
         Root tokens and draft nodes of one recorded pass at most.
     attention
-        How a pass attends: `"auto"`, or `"masked"`, `"split"`, `"triton"` or `"flex"` where that can be used.
+        How a pass attends: `"auto"`, or `"masked"`, `"split"` or `"triton"` where that can be used.
+    score_bytes
+        Attention scores that exist at a time where the prefix is attended to in blocks.
     batch_rows
         Rows of a batch that are decoded together at most; larger batches are left to the original `generate`.
     graph_bytes
@@ -123,7 +125,8 @@ class PassConfig:
     mask_bytes: int = 64 << 20
     layout_bytes: int = 1 << 30
     max_rows: int = 512
-    attention: Literal["auto", "masked", "split", "triton", "flex"] = AUTO
+    attention: Literal["auto", "masked", "split", "triton"] = AUTO
+    score_bytes: int = 8 << 20
     batch_rows: int = 8
     graph_bytes: int = 512 << 20
     pool_bytes: int = 4 << 30

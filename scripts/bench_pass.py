@@ -2,24 +2,32 @@
 
     python scripts/bench_pass.py [--model reference] [--dtype float32] [--context 256 1024] [--nodes 0 1 2 4 8 16 32 64]
 
+    python scripts/bench_pass.py --memory 8192 32768 100000
+
 All kinds of passes take turns within each repeat, so that a busy machine slows all of them alike; figures are medians
-in milliseconds and ratios to the plain pass of the same repeat. The last line is one JSON object.
+in milliseconds and ratios to the plain pass of the same repeat. With `--memory`, processes of their own continue a
+cache of so many tokens in a model of random weights, with plain `generate` and with drafts of 64 nodes; figures are the
+most memory each held beyond what it held before there was a cache. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from retrieve_spec.bench.machine import machine_facts
+import retrieve_spec as rs
+from retrieve_spec.bench import machine
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.recording import try_recording
@@ -106,6 +114,48 @@ def measure(
     return times
 
 
+def memory(kind: str, context: int) -> int:
+    """Most bytes that a few tokens behind a cache of `context` tokens took, cache included."""
+    config = LlamaConfig(
+        vocab_size=2000, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=context + 1000, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    ids = torch.randint(1, 2000, (1, context + 1))
+    if kind == "ours":
+        rs.accelerate(model, recorded_pass="always")
+        options |= {"prediction": torch.randint(1, 2000, (400,)), "nodes": 64}
+    model.generate(ids[:, :40], **options)
+    gc.collect()
+    before = machine.resident_bytes()
+    cache = DynamicCache(config=config)
+    for layer in range(8):
+        cache.update(*(torch.randn(1, 4, context, 64) for _ in range(2)), layer)
+    machine.reset_peak_memory()
+    model.generate(ids, past_key_values=cache, **options)
+    if kind == "ours" and model.speculation.last.pass_kind != "recorded":
+        raise SystemExit(f"no recorded pass: {model.speculation.last.pass_reason}")
+    return machine.peak_memory_bytes()["resident"] - before
+
+
+def compare_memory(contexts: list[int]) -> None:
+    """Peaks of plain `generate` and ours, each in a fresh process."""
+    found = []
+    print(f"{'context':>8} {'generate':>12} {'ours':>12} {'ratio':>6}")
+    for context in contexts:
+        peaks = {}
+        for kind in ("plain", "ours"):
+            words = [sys.executable, __file__, "--memory-of", kind, str(context)]
+            done = subprocess.run(words, capture_output=True, text=True, check=True)
+            peaks[kind] = int(done.stdout.split()[-1])
+        ratio = peaks["ours"] / peaks["plain"]
+        found.append({"context": context, **peaks, "ratio": round(ratio, 3)})
+        print(f"{context:>8} {peaks['plain'] / 2**20:>8,.0f} MiB {peaks['ours'] / 2**20:>8,.0f} MiB {ratio:>6.2f}")
+    print(json.dumps({"memory": found, "machine": machine.machine_facts()}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="reference")
@@ -113,7 +163,15 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--nodes", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--memory", type=int, nargs="+", metavar="TOKENS", help="compare peaks of memory instead")
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.memory_of:
+        print(memory(options.memory_of[0], int(options.memory_of[1])))
+        return
+    if options.memory:
+        compare_memory(options.memory)
+        return
     model, _ = load_model(options.model, dtype=options.dtype)
     finding = probe(model, read_interface(model))
     began = time.perf_counter()
@@ -134,7 +192,7 @@ def main() -> None:
                 results.append({"context": context, "pass": name, "ms": round(ms, 3), "ratio": round(ratio, 3)})
                 print(f"{context:>8} {name:>12} {ms:>8.2f} {ratio:>8.2f}")
     facts = {"model": options.model, "dtype": options.dtype, "recording_s": round(recording_s, 2)}
-    print(json.dumps({**facts, "repeats": options.repeats, "passes": results, "machine": machine_facts()}))
+    print(json.dumps({**facts, "repeats": options.repeats, "passes": results, "machine": machine.machine_facts()}))
 
 
 if __name__ == "__main__":

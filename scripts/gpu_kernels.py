@@ -12,7 +12,8 @@ from gpu_setting import Attempt, Setting, build, draft
 from torch.nn import functional
 
 from retrieve_spec.attention import tree_attention
-from retrieve_spec.attention.tree_attention import LayerRule, attend
+from retrieve_spec.attention.online_softmax import LayerRule
+from retrieve_spec.attention.tree_attention import attend
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.recorded.recording import try_recording
@@ -36,8 +37,6 @@ def kernels(setting: Setting, attempt: Attempt) -> None:
         attempt("rows bfloat16", lambda: row_kernels(setting))
     for name, dtype in dtypes.items():
         attempt(f"recorded pass {name}", lambda d=dtype: small_passes(setting, d))
-    if not setting.dry:  # compiling takes long, so it comes last
-        attempt("attention flex bfloat16", lambda: attention(setting, "flex", torch.bfloat16))
 
 
 def bandwidth(setting: Setting) -> float:

@@ -1,4 +1,4 @@
-"""Turns queries of a draft tree and preallocated keys and values into attention outputs, without copying the prefix.
+"""Tree attention: queries of a draft tree attend to preallocated keys and values, without a copy of the prefix.
 
 Every row of a pass sees the whole committed prefix, so only the last `rows × rows` block of scores needs a mask. Three
 backends compute the same thing behind `attend`:
@@ -7,11 +7,10 @@ masked
     one `scaled_dot_product_attention`; queries that share a key head are stacked, so keys are never repeated, and the
     mask is a view into a buffer whose prefix columns are always zero, so it is never rebuilt.
 split
-    prefix without a mask and tree block with one, merged by log-sum-exp; also applies soft-capping and sinks.
+    tree block with a mask and prefix without, block by block (`retrieve_spec.attention.online_softmax`); also applies
+    soft-capping and sinks.
 triton
     both parts in one launch on a GPU (`retrieve_spec.kernels.triton_tree_attention`).
-flex
-    torch's flex attention, compiled (`retrieve_spec.attention.flex_tree_attention`); only when asked for.
 """
 
 from __future__ import annotations
@@ -19,41 +18,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch.nn import functional
 
+from retrieve_spec.attention.online_softmax import Block, LayerRule, attend_blocks, keys_per_block
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.config import AUTO, PASS
 from retrieve_spec.errors import in_a_line
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["masked", "split", "triton", "flex"]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRule:
-    """What one layer's attention does beyond softmax(q·k) v.
-
-    Attributes
-    ----------
-    scale
-        Factor of the scores.
-    window
-        Keys a query sees at most, itself included; 0 for all.
-    softcap
-        Scores s become softcap · tanh(s / softcap); 0 for none.
-    sinks
-        (heads,) logits of a key without a value that every query also attends to, or None.
-    """
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
+Backend = Literal["masked", "split", "triton"]
 
 
 def choose_backend(mask: TreeMask, rule: LayerRule, width: int, value_width: int) -> Backend:
@@ -81,10 +59,6 @@ def why_not_backend(backend: Backend, device: str, rule: LayerRule, plain_heads:
         )
     if backend == "masked" and (rule.softcap or rule.sinks is not None):
         return "the layer caps its scores or has sinks"
-    if backend == "flex":
-        from retrieve_spec.attention.flex_tree_attention import compile_flex
-
-        return compile_flex(device)[1]
     return ""
 
 
@@ -146,11 +120,7 @@ def attend(
     if backend == "triton":
         return attend_triton(query, keys, values, mask, rule)
     packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
-    if backend == "flex":
-        from retrieve_spec.attention.flex_tree_attention import attend_flex, compile_flex
-
-        out = attend_flex(packed, keys, values, mask, rule, compile_flex(mask.device.type)[0])
-    elif backend == "split":
+    if backend == "split":
         out = attend_split(packed, keys, values, mask, rule)
     else:
         out = attend_masked(packed, keys, values, mask, rule)
@@ -171,30 +141,18 @@ def attend_masked(
 def attend_split(
     packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
 ) -> torch.Tensor:
-    """Prefix and tree block apart, merged by log-sum-exp: (1, kv_heads, groups · rows, d) in and out."""
-    prefix = keys.shape[2] - mask.rows
-    if rule.window and rule.window <= mask.prefix + mask.rows:
-        full = mask.windowed(rule.window)
-        parts: list[tuple[slice, torch.Tensor | None]] = [
-            (slice(0, prefix), full[..., :prefix]),
-            (slice(prefix, None), full[..., prefix:]),
-        ]
-    else:
-        parts = [(slice(0, prefix), None), (slice(prefix, None), mask.block().repeat(mask.groups, 1)[None, None])]
-    if not prefix:
-        parts = parts[1:]
-    outs, lses = [], []
-    for rows, additive in parts:
-        scores = torch.matmul(packed, keys[:, :, rows].transpose(2, 3)).float() * rule.scale
-        if rule.softcap:
-            scores = torch.tanh(scores / rule.softcap) * rule.softcap
-        if additive is not None:
-            scores = scores + additive
-        lse = torch.logsumexp(scores, -1, keepdim=True)
-        weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min))
-        outs.append(torch.matmul(weights.to(values.dtype), values[:, :, rows]).float())
-        lses.append(lse)
-    return merge_parts(outs, lses, rule).to(packed.dtype)
+    """Tree block, then prefix in blocks, by online softmax: (1, kv_heads, groups · rows, d) in and out."""
+    prefix, size = keys.shape[2] - mask.rows, keys_per_block(packed)
+    windowed = mask.windowed(rule.window) if rule.window and rule.window <= mask.prefix + mask.rows else None
+    drafted = mask.block().repeat(mask.groups, 1)[None, None] if windowed is None else windowed[..., prefix:]
+
+    def blocks() -> Iterator[Block]:
+        yield keys[:, :, prefix:], values[:, :, prefix:], drafted
+        for start in range(0, prefix, size):
+            part = slice(start, min(start + size, prefix))
+            yield keys[:, :, part], values[:, :, part], None if windowed is None else windowed[..., part]
+
+    return attend_blocks(packed, blocks(), rule)
 
 
 def attend_triton(
@@ -228,17 +186,6 @@ def attend_triton(
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; one elsewhere."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def merge_parts(outs: list[torch.Tensor], lses: list[torch.Tensor], rule: LayerRule) -> torch.Tensor:
-    """Weigh partial attention outputs by their share of the softmax denominator, sinks included."""
-    shares = list(lses)
-    if rule.sinks is not None:
-        _, kv_heads, height, _ = lses[0].shape
-        sinks = rule.sinks.float().view(1, kv_heads, -1, 1)
-        shares.append(sinks.repeat_interleave(height // sinks.shape[2], dim=2))
-    weights = torch.softmax(torch.cat(shares, -1), -1)
-    return sum((out * weights[..., i : i + 1] for i, out in enumerate(outs)), torch.zeros_like(outs[0]))
 
 
 KNOWN_RULES = ("sliding_window", "softcap", "s_aux")

@@ -1,4 +1,4 @@
-"""Turns a draft tree and the rows before it into the mask of one pass, in every form that attention backends read."""
+"""Tree masks: who sees whom in one pass over a draft tree, in every form that attention backends read."""
 
 from __future__ import annotations
 
@@ -86,10 +86,6 @@ class TreeMask:
     def _send(self, array: NDArray[Any]) -> torch.Tensor:
         """Copy to the device without waiting for what it is doing; pageable memory is read before the call returns."""
         return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-    def seen_on_device(self) -> torch.Tensor:
-        """(rows, rows) bool: who sees whom."""
-        return self._send(self.seen)
 
     def block(self) -> torch.Tensor:
         """(rows, rows) additive mask of the tree block."""

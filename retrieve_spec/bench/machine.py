@@ -111,13 +111,22 @@ def peak_memory_bytes() -> dict[str, int]:
     return peak
 
 
-def _peak_resident() -> int:
-    try:
+def resident_bytes() -> int:
+    """Resident memory of this process now, 0 where the system does not tell."""
+    return _status("VmRSS:")
+
+
+def _status(name: str) -> int:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(name):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    return 0
+
+
+def _peak_resident() -> int:
+    if peak := _status("VmHWM:"):
+        return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

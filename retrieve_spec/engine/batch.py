@@ -80,7 +80,7 @@ def row_inputs(inputs: VerifierInputs, row: int, padding: int, cache_name: str, 
     if (positions := kwargs.get("position_ids")) is not None:
         kwargs["position_ids"] = positions[row : row + 1, padding:]
     ids = inputs.input_ids[row : row + 1, padding:]
-    return VerifierInputs(ids, kwargs, max_length=inputs.max_length - padding)
+    return VerifierInputs(ids, kwargs, max_length=inputs.max_length - padding, returns_cache=False)
 
 
 class Batch:

@@ -125,7 +125,7 @@ def prepare(
         )
     captured = generate(**{**arguments, "custom_generate": _capture})
     reason = _reason_from_captured(captured, interface, max_rows)
-    return reason or _as_prepared(captured)
+    return reason or _as_prepared(captured, arguments.get(interface.cache_name) is not None)
 
 
 def _setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
@@ -204,8 +204,8 @@ def _holds_past(captured: _Captured) -> bool:
     return bool(covered == captured.input_ids.shape[1])
 
 
-def _as_prepared(captured: _Captured) -> Prepared:
-    """What a decoding of ours starts from."""
+def _as_prepared(captured: _Captured, given_cache: bool) -> Prepared:
+    """What a decoding of ours starts from; the cache is seen by who gave it, or in what is returned."""
     past = _past_length(captured.model_kwargs)
     holds = _holds_past(captured)
     inputs = VerifierInputs(
@@ -214,5 +214,6 @@ def _as_prepared(captured: _Captured) -> Prepared:
         past_length=past,
         holds_past=holds,
         max_length=captured.generation_config.max_length + (0 if holds else past),
+        returns_cache=given_cache or bool(captured.generation_config.return_dict_in_generate),
     )
     return Prepared(inputs, captured.logits_processor, captured.stopping_criteria, captured.generation_config)

@@ -1,8 +1,9 @@
-"""Turns key and value rows into preallocated, in-place storage of which a commit keeps only the accepted rows.
+"""KV buffer: keys and values of one text in preallocated slabs, of which a commit keeps only the accepted rows.
 
 The layers are ordinary Transformers cache layers, so any model's forward can write to them. Layers with the same window
-share one slab for keys and one for values, so that a commit is one copy per slab, not one per layer; a slab of
-sliding-window layers holds the rows of a window and some spare ones, however long the text is.
+share slabs, so that a commit is one copy per slab, not one per layer; slabs are parts of a cache, so that taking it
+over, growing and handing it back never hold it twice. A slab of sliding-window layers holds the rows of a window and
+some spare ones, however long the text is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from retrieve_spec.recorded.slab import Slab
+
+_NO_ROWS = torch.empty(0)
+SLABS_PER_WINDOW = 8
+"""Slabs that the layers with one window are spread over."""
 
 
 class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -47,11 +52,9 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         rows = key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.length - self._slab.offset + rows > self._slab.capacity:
+            self._cache.make_room_in(self._slab, self.length, rows)
         start = self.length - self._slab.offset
-        if start + rows > self._slab.capacity:
-            if self._slab.make_room(self.length, rows):
-                self._cache.refresh()
-            start = self.length - self._slab.offset
         keys, values = self._cache.layer_slabs[self._index]
         keys.narrow(2, start, rows).copy_(key_states)
         values.narrow(2, start, rows).copy_(value_states)
@@ -89,12 +92,12 @@ class KVBuffer(Cache):  # type: ignore[misc]
         By attention layer: keys a query sees at most, 0 for all. Layers with the same window need keys of one shape
         and values of one shape.
     capacity
-        Rows to allocate at first; growing doubles them, `config.PASS.cache_block` rows at least.
+        Rows to allocate at first; growing adds an eighth, `config.PASS.cache_block` rows at least.
 
     Attributes
     ----------
     slabs
-        By window, the smallest (0: none) first.
+        By window, the smallest (0: none) first, `SLABS_PER_WINDOW` at most for each.
     slab_of, layer_in_slab
         By layer, the index of its slab, and its place there.
     layer_slabs
@@ -107,13 +110,13 @@ class KVBuffer(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, windows: Sequence[int], capacity: int) -> None:
-        kinds = sorted(set(windows))
         self.windows = tuple(windows)
-        self.slabs = [Slab(self.windows.count(window), window, capacity) for window in kinds]
-        self.slab_of = [kinds.index(window) for window in windows]
+        self.slab_of = _spread(self.windows)
         self.layer_in_slab = [self.slab_of[:i].count(slab) for i, slab in enumerate(self.slab_of)]
+        of_slab = [[i for i, slab in enumerate(self.slab_of) if slab == k] for k in range(max(self.slab_of) + 1)]
+        self.slabs = [Slab(len(layers), self.windows[layers[0]], capacity) for layers in of_slab]
         super().__init__(layers=[PreallocatedLayer(self, i, self.slabs[s]) for i, s in enumerate(self.slab_of)])
-        self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(torch.empty(0), torch.empty(0))] * len(windows)
+        self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(_NO_ROWS, _NO_ROWS)] * len(windows)
 
     @property
     def length(self) -> int:
@@ -138,15 +141,27 @@ class KVBuffer(Cache):  # type: ignore[misc]
 
     def make_room(self, rows: int) -> None:
         """Let a pass over `rows` rows fit behind the rows held."""
-        replaced = [slab.make_room(self.length, rows) for slab in self.slabs]
-        if any(replaced):
-            self.refresh()
+        for slab in self.slabs:
+            self.make_room_in(slab, self.length, rows)
 
     def reserve(self, rows: int) -> None:
         """Let a text of `rows` rows fit from the start; slabs with a window do not depend on it."""
-        replaced = [slab.make_room(0, rows) for slab in self.slabs if not slab.window]
-        if any(replaced):
-            self.refresh()
+        for slab in self.slabs:
+            if not slab.window:
+                self.make_room_in(slab, 0, rows)
+
+    def make_room_in(self, slab: Slab, held: int, rows: int) -> None:
+        """Let `rows` rows fit behind `held` in one slab; the views of its old tensors go first, and with them these."""
+        if slab.fits(held, rows):
+            slab.make_room(held, rows)
+            return
+        k = self.slabs.index(slab)
+        for i, layer in enumerate(self.layers):
+            if self.slab_of[i] == k:
+                self.layer_slabs[i] = (_NO_ROWS, _NO_ROWS)
+                layer.keys = layer.values = None
+        slab.make_room(held, rows)
+        self.refresh()
 
     def commit(self, base: int, roots: int, path: NDArray[np.int32]) -> None:
         """Keep the root tokens of a pass and the nodes of a path, in place.
@@ -175,19 +190,20 @@ class KVBuffer(Cache):  # type: ignore[misc]
 
     def load(self, cache: DynamicCache, length: int) -> None:
         """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards."""
-        for i, slab in enumerate(self.slabs):
-            theirs = cache.layers[self.slab_of.index(i)]
-            held = theirs.keys.shape[2]
-            slab.offset = length - held
-            slab.make_room(length - held, held)
-            slab.fit(theirs.keys, theirs.values)
+        for k, slab in enumerate(self.slabs):
+            for i in (i for i, at in enumerate(self.slab_of) if at == k):
+                theirs = cache.layers[i]
+                held = theirs.keys.shape[2]
+                if not self.layer_in_slab[i]:
+                    slab.offset = length - held
+                    self.make_room_in(slab, length - held, held)
+                slab.fit(theirs.keys, theirs.values)
+                parts = slab.of_layer(self.layer_in_slab[i])
+                for part, states in zip(parts, (theirs.keys, theirs.values), strict=True):
+                    part[:, :, :held] = states
+                self.layers[i].is_initialized = True
+                theirs.keys = theirs.values = None
         self.refresh()
-        for i, theirs in enumerate(cache.layers):
-            self.slabs[self.slab_of[i]].fit(theirs.keys, theirs.values)
-            for part, states in zip(self.layer_slabs[i], (theirs.keys, theirs.values), strict=True):
-                part[:, :, : states.shape[2]] = states
-            self.layers[i].is_initialized = True
-            theirs.keys = theirs.values = None
         self.set_length(length)
 
     def unload(self, cache: DynamicCache, copy: bool = False) -> None:
@@ -204,6 +220,18 @@ class KVBuffer(Cache):  # type: ignore[misc]
         if not copy:
             self.layer_slabs = []
             self.layers: list[Any] = []
+
+
+def _spread(windows: tuple[int, ...]) -> list[int]:
+    """By layer, the index of its slab: layers with one window in as many parts of one size as there may be."""
+    slab_of, begun = [0] * len(windows), 0
+    for window in sorted(set(windows)):
+        layers = [i for i, each in enumerate(windows) if each == window]
+        size = -(-len(layers) // SLABS_PER_WINDOW)
+        for n, i in enumerate(layers):
+            slab_of[i] = begun + n // size
+        begun += -(-len(layers) // size)
+    return slab_of
 
 
 def cache_windows(cache: DynamicCache) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ class RecordedVerifier:
         self._ordinary.start(inputs)
         self.mode, self.reason = self._ordinary.mode, self._ordinary.reason
         self._slabs = None
-        self._max_length = inputs.max_length
+        self._max_length, self._returns_cache = inputs.max_length, inputs.returns_cache
         self._past = inputs.past_length
         self._unread = len(inputs.uncached_ids)
         kwargs = inputs.model_kwargs
@@ -182,7 +182,7 @@ class RecordedVerifier:
         """Move the rows that the prompt left in the caller's cache to slabs."""
         self._cache = self._ordinary.cache
         held = self._past + self._unread
-        room = min(self._max_length, held + PASS.cache_block * 16) + MAX_NODES + 1
+        room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + MAX_NODES + 1
         room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
         if self.pool is not None:
             self._graphs = self.pool.take(windows, room)
@@ -201,15 +201,17 @@ class RecordedVerifier:
         self._past += self._pending + len(path)
 
     def finish(self) -> Any:
-        """Put the rows back into the cache this generation was given, and return it."""
+        """Put the rows back into the cache this generation was given, and return it; None when nobody asks for it."""
         if self._slabs is not None:
             self._slabs.set_length(self._past)
-            self._slabs.unload(self._cache, copy=self._graphs is not None)
+            if self._returns_cache:
+                self._slabs.unload(self._cache, copy=self._graphs is not None)
             if self.pool is not None and self._graphs is not None:
                 self.pool.give_back(self._graphs)
             self._slabs, self._layers, self._graphs = None, [], None
         self._cache = None
-        return self._ordinary.finish()
+        cache = self._ordinary.finish()
+        return cache if self._returns_cache else None
 
 
 def run_rows(

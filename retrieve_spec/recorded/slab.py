@@ -1,4 +1,4 @@
-"""Turns keys and values of the layers with one window into rows of preallocated tensors that move in place."""
+"""Slab: keys and values of some layers with one window as rows of preallocated tensors, which move in place."""
 
 from __future__ import annotations
 
@@ -43,8 +43,16 @@ class Slab:
         keys, values = self.tensors
         return keys[index : index + 1], values[index : index + 1]
 
-    def make_room(self, held: int, rows: int) -> bool:
-        """Let rows `held … held + rows - 1` fit behind the rows held; return whether the tensors were replaced."""
+    def fits(self, held: int, rows: int) -> bool:
+        """Whether rows `held … held + rows - 1` fit behind the rows held, without other tensors."""
+        first = max(self.offset, held - self.window + 1) if self.window else 0
+        return held + rows - first <= self.capacity
+
+    def make_room(self, held: int, rows: int) -> None:
+        """Let rows `held … held + rows - 1` fit behind the rows held.
+
+        Where they did not, the tensors are replaced, one after the other: nobody else may hold the old ones.
+        """
         if held + rows - self.offset > self.capacity and self.window and self.tensors:
             first = max(self.offset, held - self.window + 1)
             for tensor in self.tensors:
@@ -53,16 +61,15 @@ class Slab:
             self.offset = first
         needed = held + rows - self.offset
         if needed <= self.capacity:
-            return False
+            return
         block = PASS.cache_block
-        before, self.capacity = self.capacity, max(2 * self.capacity, -(-needed // block) * block)
-        if not self.tensors:
-            return False
-        grown = tuple(_empty(tensor, (*tensor.shape[:2], self.capacity, tensor.shape[3])) for tensor in self.tensors)
-        for old, new in zip(self.tensors, grown, strict=True):
-            new[:, :, :before] = old
-        self.tensors = grown
-        return True
+        self.capacity = -(-max(needed, self.capacity + self.capacity // 8) // block) * block
+        used, tensors, self.tensors = held - self.offset, list(self.tensors), ()
+        for i in range(len(tensors)):
+            grown = _empty(tensors[i], (*tensors[i].shape[:2], self.capacity, tensors[i].shape[3]))
+            grown[:, :, :used] = tensors[i][:, :, :used]
+            tensors[i] = grown
+        self.tensors = tuple(tensors)
 
     def fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Allocate tensors for such keys and values, once; return whether that was done.

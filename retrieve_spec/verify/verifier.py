@@ -36,6 +36,8 @@ class VerifierInputs:
         Whether `input_ids` begins with those tokens (a caller may pass only the new ones).
     max_length
         Longest the row can become, in tokens; no pass is asked for a position at or beyond it.
+    returns_cache
+        Whether the cache is looked at afterwards; else `finish` need not put it back together.
     """
 
     input_ids: torch.Tensor
@@ -43,6 +45,7 @@ class VerifierInputs:
     past_length: int = 0
     holds_past: bool = True
     max_length: int = 0
+    returns_cache: bool = True
 
     @property
     def uncached_ids(self) -> NDArray[np.int32]:

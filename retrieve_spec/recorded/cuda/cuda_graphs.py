@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
-from retrieve_spec.attention.tree_attention import LayerRule, attend_triton, why_not_triton
+from retrieve_spec.attention.online_softmax import Block, LayerRule, attend_blocks, keys_per_block
+from retrieve_spec.attention.tree_attention import attend_triton, why_not_triton
 from retrieve_spec.attention.tree_mask import TreeMask
 from retrieve_spec.config import PASS
 from retrieve_spec.errors import in_a_line
@@ -105,11 +105,11 @@ class BucketPass:
         if self._triton and width == values.shape[-1] <= 256:
             described = (self._buffer.words, self._buffer.depths, self._buffer.held[at : at + 1])
             return attend_triton(query, all_keys, all_values, _NO_MASK, rule, described=described)
-        if (at, rule.window) not in self._masks:
-            slab = self._cache.slabs[at]
-            self._masks[at, rule.window] = visible_rows_of(slab, self._buffer, self._buffer.held[at], rule.window)
+        slab, held = self._cache.slabs[at], self._buffer.held[at]
+        if (slab.window, rule.window) not in self._masks:  # slabs of one window hold the same rows
+            self._masks[slab.window, rule.window] = visible_rows_of(slab, self._buffer, held, rule.window)
         packed = query.reshape(1, keys.shape[1], heads // keys.shape[1] * rows, width)
-        out = attend_all(packed, all_keys, all_values, self._masks[at, rule.window], rule)
+        out = attend_all(packed, all_keys, all_values, self._masks[slab.window, rule.window], rule)
         return out.reshape(1, heads, rows, values.shape[-1]).transpose(1, 2)
 
     def __call__(
@@ -143,25 +143,17 @@ def attend_all(
     packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, rule: LayerRule
 ) -> torch.Tensor:
     """Attention over all rows a slab has room for, (1, kv_heads, groups · rows, d) in and out."""
-    seen = seen.repeat(packed.shape[2] // len(seen), 1)
-    values = torch.where(seen.any(0)[:, None], values, 0)  # rows never written may hold anything, even NaN
-    keys = torch.where(seen.any(0)[:, None], keys, 0)
-    if not rule.softcap and rule.sinks is None:
-        return functional.scaled_dot_product_attention(
-            packed, keys, values, attn_mask=seen[None, None], scale=rule.scale
-        )
-    scores = torch.matmul(packed, keys.transpose(2, 3)).float() * rule.scale
-    if rule.softcap:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
-    scores = scores.masked_fill(~seen, float("-inf"))
-    if rule.sinks is not None:
-        sinks = rule.sinks.float().view(1, keys.shape[1], -1, 1)
-        sinks = sinks.repeat_interleave(packed.shape[2] // sinks.shape[2], dim=2)
-        weights = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, -1)
-    out: torch.Tensor = torch.matmul(weights.to(values.dtype), values)
-    return out
+    size = keys_per_block(packed)
+
+    def blocks() -> Iterator[Block]:
+        for start in range(0, seen.shape[1], size):
+            shown = seen[:, start : start + size]
+            written = shown.any(0)[:, None]  # rows never written may hold anything, even NaN
+            additive = torch.where(shown, 0.0, float("-inf")).repeat(packed.shape[2] // len(seen), 1)
+            part = slice(start, start + size)
+            yield torch.where(written, keys[:, :, part], 0), torch.where(written, values[:, :, part], 0), additive
+
+    return attend_blocks(packed, blocks(), rule)
 
 
 P = TypeVar("P")
