@@ -251,7 +251,8 @@ def why_delegated(model: Any) -> str:
     ids = torch.full((1, 4), 3, dtype=torch.long, device=model.device)
     try:
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 1}
-        prepared = prepare(model, _original(model), model.speculation.interface, arguments)
+        of_class = types.MethodType(type(model).generate, model)  # one that was set on the model is not ours to call
+        prepared = prepare(model, of_class, model.speculation.interface, arguments)
     except Exception as error:  # whatever a model says to a prompt without what it is made for
         return f"a prompt of text alone fails ({in_a_line(error)})"
     return prepared if isinstance(prepared, str) else ""
