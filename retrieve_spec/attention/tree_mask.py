@@ -9,17 +9,14 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import PASS
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import DraftTree, unpacked
 
 
 def visible_rows(roots: int, tree: DraftTree | None) -> NDArray[np.bool_]:
     """Who may look at whom within a pass: (roots + n, roots + n) bool over the root tokens and then the nodes."""
-    nodes = 0 if tree is None else len(tree)
-    rows = roots + nodes
-    seen = np.tri(rows, dtype=np.bool_)
-    if tree is not None and nodes and not tree.is_chain:
-        seen[roots:, roots:] = tree.ancestor_mask()
-    return seen
+    if tree is None or not len(tree):
+        return np.tri(roots, dtype=np.bool_)
+    return unpacked(tree.seen_behind(roots))
 
 
 def row_depths(roots: int, tree: DraftTree | None) -> NDArray[np.int64]:

@@ -14,17 +14,17 @@ from retrieve_spec.drafting.dense_queries import DenseQueries
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.open_sources import OpenSources
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import expand, learn, order
-from retrieve_spec.kernels.prediction import LOOKBACK
-from retrieve_spec.kernels.source_table import TAIL
+from retrieve_spec.kernels import request, step
 from retrieve_spec.sources.prediction import Prediction
-from retrieve_spec.sources.session import SessionMemory
+from retrieve_spec.sources.session import FOLLOWED, SessionMemory
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 _NO_COST = np.empty(0, np.float32)
-_NO_ORIGIN = np.empty(0, np.int64)
+_NO_IDS = np.empty((0, 1), np.int32)
+_NO_LOGITS = np.empty((0, 1), np.float32)
+_NOTHING = DraftTree()
 _LONGEST_REST = 8
 """Passes that are not drafted for at most, after drafting has not paid again and again."""
 
@@ -59,14 +59,13 @@ class MixtureDrafter(OpenSources):
         self.calibration = calibration or Calibration()
         super().__init__(session, datastores, recycling, dense=self.config.dense == AUTO)
         self.top_k = self.recycling.k if self.recycling else 0
+        self._says_where = self.config.provenance and bool(self.stores.exact or self.dense)
         self._queries = None if self.dense is None else DenseQueries(self.dense)
         self._pace: float | None = None
         self._proposed = 0, 0.0
         self._history: list[NDArray[np.int32]] = []
         self._fresh: list[NDArray[np.int32]] = []
         self._rest = self._misses = 0
-        self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
-        self._noise_offset = 0
 
     def prepare(self) -> None:
         """Compile the kernels, or load them from Numba's cache, before the first token depends on it."""
@@ -94,6 +93,7 @@ class MixtureDrafter(OpenSources):
         self._fresh = []
         self._rest = self._misses = 0
         self._noise[0] = 0
+        self._keep_learned()
         if self._queries is not None:
             self._queries.leave()
         self._open()
@@ -109,16 +109,14 @@ class MixtureDrafter(OpenSources):
 
     def _read(self, ids: NDArray[np.int32]) -> None:
         """Take text (n,) that was not generated into the text so far."""
-        self.context.extend(ids)
-        self._place_session(ids)
-        roots = self._exact_cursors()
-        if len(ids) > order.MATCH:  # only the end is followed: what was matched before does not reach it
-            roots[:] = 0
-        self._follow_stores(ids[-order.MATCH :], roots)
-        self._tail = np.roll(self._tail, len(ids), axis=1)
-        newest = ids[::-1][:TAIL]
-        self._tail[0, : len(newest)] = newest
-        self._tail_len += len(ids)
+        with self._at_rest:
+            self._sync()
+            self._append_rest(ids, request.read(self._table.words, self._request.words, ids, FOLLOWED))
+
+    def _append_rest(self, ids: NDArray[np.int32], appended: int) -> None:
+        """Append what the text's automaton had no room for yet."""
+        if appended < len(ids):
+            self.context.extend(ids[appended:])
 
     def observe_prompt(
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
@@ -141,57 +139,52 @@ class MixtureDrafter(OpenSources):
         """
         limit = min(budget.max_nodes, MAX_NODES)
         if limit <= 0 or budget.max_depth <= 0:
-            return DraftTree()
+            return _NOTHING
         if budget.cost is not None and self._rest > 0:
             self._rest -= 1
-            return DraftTree()
+            return _NOTHING
         self._catch_up()
         cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
         self._hear(budget.noise)
         depth = min(budget.max_depth, self.config.max_depth)
+        tree = DraftTree.unfilled(limit)
         with self._at_rest:
             self._sync()
             if self._queries is not None:
                 self._ask(self._queries, cost, limit, depth)
-            n = self._grow(cost, limit, depth)
+            n = self._grow(cost, limit, depth, tree)
         expected = float(self._scratch.node_p[:n].sum())
         if budget.cost is not None:
             self._misses = 0 if n else self._misses + 1
             self._rest = min(self._misses // 2, _LONGEST_REST)
             self._pace = float(budget.cost[n]) / (1.0 + expected)
         self._proposed = n, expected
-        return self._tree(n)
+        return tree.first(n)
 
-    def _grow(self, cost: NDArray[np.float32], limit: int, depth: int) -> int:
-        """Grow the tree in scratch; how many of its nodes are worth verifying."""
-        s = self._scratch
-        n, _grown = expand.expand(
+    def _grow(self, cost: NDArray[np.float32], limit: int, depth: int, tree: DraftTree) -> int:
+        """Grow the tree; how many of its nodes are worth verifying."""
+        return step.propose(
             self._table.words,
-            self._cursors,
-            self._tail,
-            self._tail_len,
+            self._request.words,
             self.calibration.cells,
             self.calibration.scale,
-            self._trust,
-            self._noise,
             cost,
             limit,
             depth,
             self.config.min_path_probability,
             self.calibration.promise(bool(self._noise[0])),
-            s.cursors,
-            s.tails,
-            s.pool_p,
-            s.pool_ids,
-            s.heap,
-            s.memory,
-            s.nodes,
-            s.node_p,
+            self._says_where,
+            tree.token_ids,
+            tree.parent,
+            tree.depth,
+            tree.log_p,
+            tree.source,
+            tree.origin,
         )
-        return n
 
     def _ask(self, queries: DenseQueries, cost: NDArray[np.float32], limit: int, depth: int) -> None:
         """Look up neighbours of the last hidden state if none are followed any more and it pays."""
+        request.catch_up(self._table.words, self._request.words)
         cursor = self._cursors[self._dense_row]
         followed = cursor[0] < cursor[1] and cursor[3] >= 0
         if not followed:
@@ -199,7 +192,7 @@ class MixtureDrafter(OpenSources):
         if queries.comparison is not None:
             found = cursor.copy()
             cursor[:] = 0
-            n = self._grow(cost, limit, depth)
+            n = self._grow(cost, limit, depth, DraftTree.unfilled(limit))
             queries.comparison.without = self._scratch.nodes[:n, :2].copy()
             cursor[:] = found
 
@@ -209,31 +202,7 @@ class MixtureDrafter(OpenSources):
         if noise is not None:
             seed, row, position = noise
             self._noise[1:] = (seed + (1 << 63)) % (1 << 64) - (1 << 63), row, position  # the seed's 64 bits, signed
-            self._noise_offset = position - self._tail_len
-
-    def _tree(self, n: int) -> DraftTree:
-        """The first n nodes of scratch as a tree, with their origins where these are asked for."""
-        if n == 0:
-            return DraftTree()
-        origin = _NO_ORIGIN
-        known = len(self.stores.exact) + (self.dense is not None)
-        if self.config.provenance and known:
-            origin = np.empty(n, np.int64)
-            order.find_origins(self._table.words, self._scratch.cursors, self._exact_row, known, n, origin)
-        tree = DraftTree.unfilled(n)
-        order.depth_first(
-            self._scratch.nodes,
-            self._scratch.node_p,
-            self._numbers,
-            origin,
-            tree.token_ids,
-            tree.parent,
-            tree.depth,
-            tree.log_p,
-            tree.source,
-            tree.origin,
-        )
-        return tree
+            self._request.words[request.OFFSET] = position - self._request.words[request.LENGTH]
 
     def observe(self, verified: VerifiedPass) -> None:
         """Learn from the pass and take the emitted tokens into the text so far (later, while drafting rests)."""
@@ -246,54 +215,43 @@ class MixtureDrafter(OpenSources):
             self.calibration.drafted(expected, len(verified.emitted) - 1, bool(self._noise[0]))
         if self._rest > 0:
             return
-        if len(self._fresh) > 1 or self.recycling is None or verified.top_ids is None or verified.top_logits is None:
+        known = self.recycling is not None and verified.top_ids is not None and verified.top_logits is not None
+        if known and len(self._fresh) == 1:
+            self._catch_up(verified.tree, verified.top_ids, verified.top_logits)
+        else:
             self._catch_up()
-            return
-        tails = self._tails(verified.tree)
-        self._catch_up()  # before the table knows what the model said here: calibration must not see the answer
-        self.recycling.learn(*tails, verified.top_ids, verified.top_logits)
 
-    def _catch_up(self) -> None:
-        """Follow all tokens emitted since the last time with every source, and learn at each."""
+    def _catch_up(
+        self,
+        tree: DraftTree = _NOTHING,
+        top_ids: NDArray[np.int32] | None = None,
+        top_logits: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Follow all tokens emitted since the last time with every source, and learn at each.
+
+        Where one pass emitted them, its tree and the target's top tokens say more.
+        """
         if not self._fresh:
             return
         emitted = self._fresh[0] if len(self._fresh) == 1 else np.concatenate(self._fresh)
         self._fresh = []
-        roots = self._exact_cursors()
-        self._noise[3] = self._tail_len + self._noise_offset
-        self._wake()
         with self._at_rest:
             self._sync()
-            learn.learn(
+            appended = step.observe(
                 self._table.words,
-                self._cursors,
-                self._tail,
-                self._tail_len,
+                self._request.words,
                 self.calibration.cells,
                 self.calibration.scale,
-                self._trust,
-                self._use,
-                self._noise,
                 self.config.min_path_probability,
                 emitted,
-                self._learn_every(),
-                self._scratch.memory,
+                tree.token_ids,
+                tree.parent,
+                _NO_IDS if top_ids is None else top_ids,
+                _NO_LOGITS if top_logits is None else top_logits,
             )
-        self._choose_sources()
-        self._learned += len(emitted)
-        self._tail_len += len(emitted)
-        self._follow_stores(emitted, roots)
-        self.context.extend(emitted)
-        self._history.append(emitted)
-        if self.prediction:
-            self.prediction.follow(emitted, self._window[-LOOKBACK:])
-
-    def _tails(self, tree: DraftTree) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The newest tokens at the root and at every node, (n + 1, 3), and how many of them there are, (n + 1,)."""
-        tails = np.empty((len(tree) + 1, 3), np.int32)
-        lens = np.empty(len(tree) + 1, np.int32)
-        order.node_tails(tree.token_ids, tree.parent, self._tail, self._tail_len, tails, lens)
-        return tails, lens
+        self._append_rest(emitted, appended)
+        if self.session is not None:
+            self._history.append(emitted)
 
     def finish(self) -> None:
         """End the request: the session, if there is one, remembers what was generated; calibration is kept."""

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.kernels import blend, levels, order, weights
-from retrieve_spec.kernels.source_table import CURSOR, NUMBER, RESTING, TAIL
+from retrieve_spec.kernels import blend, levels, order, request, weights
+from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
-from retrieve_spec.sources.prediction import HYPOTHESES, Prediction
+from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
-from retrieve_spec.sources.rows import SourceRow, SourceTable
-from retrieve_spec.sources.session import FOLLOWED, SessionMemory
+from retrieve_spec.sources.rows import Row, SourceTable
+from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.stores import StoreRows
 
 if TYPE_CHECKING:
@@ -29,14 +29,8 @@ if TYPE_CHECKING:
 CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE = (
     SOURCE_NAMES.index(name) for name in ("context", "session", "prediction", "recycling", "ngram", "exact", "dense")
 )
-_REST_BELOW, _WAKE_AT = 0.002, 0.004
-"""Shares of the emitted tokens that a source explained, below which it rests and above which it is asked again."""
-_SLOW_REST_BELOW, _SLOW_WAKE_AT = 0.01, 0.02
-"""The same for stores, which are read from memory that no cache holds."""
-_LOOK_IN = 8
-"""Stores that rest are learned about in one of so many passes."""
-_FIRST_TOKENS, _LATER_EVERY = 2000, 4
-"""Learning reads stores at all of the first tokens, then at one of so many."""
+
+
 _NO_HASHES = np.empty((2, 0), np.uint64)
 
 
@@ -69,7 +63,8 @@ class Scratch:
 class OpenSources:
     """Every source of a request as a row of one table, and where the text so far stands in each.
 
-    The base of `MixtureDrafter`, which reads these arrays at every pass: they are its own attributes.
+    The base of `MixtureDrafter`, which reads these arrays at every pass: they are its own attributes. `_table` and
+    `_request` are what the kernels get; both hold the arrays that they point to.
 
     Parameters
     ----------
@@ -95,19 +90,19 @@ class OpenSources:
         self.wants_hidden: Layer | None = indexes.layer
         self.dense = None if indexes.layer is None else DenseSource(indexes)
         self._scratch = Scratch(1)
-        self._catches = self._learned = 0
-        self._rests = False
         self._trust: NDArray[np.float64] = np.empty((weights.NUM_SOURCES, 1 + weights.LENGTH_CLASSES, 2))
         self._use: NDArray[np.float64] = np.empty(0)
-        self._tail: NDArray[np.int32]
-        self._window: NDArray[np.int32]
+        self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
+        self._tail: NDArray[np.int32] = np.zeros((1, TAIL), np.int32)
+        self._recent: NDArray[np.int32] = np.zeros(order.MATCH, np.int32)
+        self._learned: dict[int, int] = dict.fromkeys((request.STEPS, request.LEARNED, request.RESTS), 0)
         self._open()
 
     def _open(self) -> None:
         """Build the source table for this request; earlier rows win ties in match length."""
-        table: list[SourceRow] = []
+        table: list[Row] = []
         if self.prediction:
-            table += [self.prediction.row(PREDICTION)] * HYPOTHESES
+            table += [self.prediction.row(PREDICTION)] * request.HYPOTHESES
         self._context_row = len(table)
         table.append(self.context.row(CONTEXT))
         self._session_row = len(table)
@@ -126,76 +121,63 @@ class OpenSources:
         table += self.stores.ngram
         self._table = SourceTable(table)
         if len(self._use) != len(table):
-            self._use = np.full(len(table), _SLOW_WAKE_AT)
-        self._numbers = self._table.words[:, NUMBER].astype(np.uint8)
-        self._slow = (self._numbers == NGRAM) | (self._numbers == EXACT)
-        self._cursors = np.zeros((len(table), CURSOR), np.int64)
+            self._use = np.empty(len(table))
+            request.begin_use(self._use)
+        self._cursors: NDArray[np.int64] = np.zeros((len(table), CURSOR), np.int64)
         if self._scratch.rows != len(table):
             self._scratch = Scratch(len(table))
-        self._tail = np.zeros((1, TAIL), np.int32)
-        self._tail_len = 0
+        self._tail[:] = 0
         weights.begin_request(self._trust)
-        self._window = np.empty(0, np.int32)
+        self._request = self._describe()
+
+    def _describe(self) -> Row:
+        """The request for the kernels, at its beginning; what was learned over all requests goes on."""
+        s = self._scratch
+        return Row.of(
+            request.REQUEST,
+            {
+                request.CURSORS: self._cursors,
+                request.NEWEST: self._tail,
+                request.RECENT: self._recent,
+                request.NOISE: self._noise,
+                request.USE: self._use,
+                request.TRUST: self._trust,
+                request.NODE_CURSORS: s.cursors,
+                request.NODE_TAILS: s.tails,
+                request.POOL_P: s.pool_p,
+                request.POOL_IDS: s.pool_ids,
+                request.HEAP: s.heap,
+                request.SCRATCH: s.memory,
+                request.NODES: s.nodes,
+                request.NODE_P: s.node_p,
+            },
+            {
+                request.CONTEXT: self._context_row,
+                request.EARLIER: self._session_row,
+                request.NUM_EARLIER: len(self._earlier),
+                request.STORED: self._exact_row,
+                request.NUM_STORED: len(self.stores.exact),
+                request.DENSE_ROW: -1 if self.dense is None else self._dense_row,
+                request.PREDICTED: int(self.prediction is not None),
+                request.SLOW: int(bool(self.stores.stores)),
+                request.POOL: len(s.heap),
+                request.WORDS: len(s.memory),
+                **self._learned,
+            },
+        )
+
+    def _keep_learned(self) -> None:
+        """Take over from a request what the next one goes on with."""
+        self._learned = {column: int(self._request.words[column]) for column in self._learned}
 
     def _sync(self) -> None:
-        """Bring table and cursors up to date with sources that changed under them; the session must be at rest."""
+        """Read sources whose arrays were replaced where they are now; the session must be at rest."""
         self._table.put(self._context_row, self.context.row(CONTEXT))
         for i, automaton in enumerate(self._earlier):
             self._table.put(self._session_row + i, automaton.row(SESSION))
-        self._cursors[self._context_row, :2] = self.context.root()
-        if self.prediction:
-            self._cursors[:HYPOTHESES] = self.prediction.cursors
-
-    def _place_session(self, token_ids: NDArray[np.int32]) -> None:
-        with self._at_rest:
-            for i, automaton in enumerate(self._earlier):
-                self._cursors[self._session_row + i, :2] = automaton.follow(token_ids[-FOLLOWED:])
-
-    def _exact_cursors(self) -> NDArray[np.int64]:
-        return self._cursors[self._exact_row : self._exact_row + len(self.stores.exact)].copy()
-
-    def _follow_stores(self, token_ids: NDArray[np.int32], roots: NDArray[np.int64]) -> None:
-        """Move the stores' longest-match cursors from where they were before the tokens to after them."""
-        if not len(roots) and self.prediction is None:
-            return
-        self._window = np.concatenate([self._window, token_ids])[-order.MATCH - len(token_ids) :]
-        for i in range(len(roots)):
-            order.follow_exact(self._table.words, self._exact_row + i, roots, i, self._window, len(token_ids))
-        self._cursors[self._exact_row : self._exact_row + len(roots)] = roots
 
     def _longest_match(self) -> int:
         """Longest match of the text with anything but neighbours."""
         asked = range(self._exact_row + len(self.stores.exact))
-        return max(int(levels.open_row(self._table.words, s, self._cursors, s, _NO_HASHES, 0)[1]) for s in asked)
-
-    def _wake(self) -> None:
-        """Let learning see every source, but stores that rest only now and then: looking into them is what costs."""
-        self._catches += 1
-        if not self._rests:
-            return
-        resting = self._table.words[:, RESTING]
-        if self._catches % _LOOK_IN == 0:
-            resting[:] = 0
-        else:
-            resting[~self._slow] = 0
-
-    def _learn_every(self) -> int:
-        """At one token of how many learning reads stores: they are slow, and in time there is less to be learned."""
-        if not self.stores.stores:
-            return 1
-        return 1 if self._learned < _FIRST_TOKENS else _LATER_EVERY
-
-    def _choose_sources(self) -> None:
-        """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them.
-
-        While none rests, looking now and then is enough.
-        """
-        if not self._rests and self._catches % _LOOK_IN:
-            return
-        resting = self._table.words[:, RESTING]
-        resting[self._use < np.where(self._slow, _SLOW_REST_BELOW, _REST_BELOW)] = 1
-        resting[self._use >= np.where(self._slow, _SLOW_WAKE_AT, _WAKE_AT)] = 0
-        resting[: self._context_row + 1] = 0
-        if self.dense is not None:
-            resting[self._dense_row] = 0  # it is asked when that pays, and has nothing to say until then
-        self._rests = bool(resting.any())
+        words = self._table.words
+        return max(int(levels.open_row(words, s, self._cursors, s, _NO_HASHES, 0)[1]) for s in asked)

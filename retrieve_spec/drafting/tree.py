@@ -1,4 +1,4 @@
-"""A draft as parallel arrays: token ids, parents, depths, path probabilities and sources.
+"""Draft tree: token ids, parents, depths, path probabilities and sources as parallel arrays.
 
 ::
 
@@ -16,12 +16,22 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.treemask import link_siblings, see_ancestors
+
 ROOT = -1
 """Parent of the nodes that follow the last emitted token."""
 
 
 def _empty(dtype: type) -> NDArray:  # type: ignore[type-arg]
     return np.empty(0, dtype)
+
+
+def unpacked(words: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Words (m, ⌈m / 32⌉) as (m, m) bool, the lowest bit first."""
+    rows = len(words)
+    if not rows:
+        return np.empty((0, 0), np.bool_)
+    return np.unpackbits(words.view(np.uint8), axis=1, count=rows, bitorder="little").view(np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,10 @@ class DraftTree:
         (n,) uint8, index of the source credited with the node (`retrieve_spec.sources.SOURCE_NAMES`).
     origin
         (n,) int64, where the source read the node's token (store: segment << 40 | token position), -1 unknown.
+
+    Notes
+    -----
+    `ancestors` and `next_sibling` follow from `parent`; they are computed when first asked for, and kept.
     """
 
     token_ids: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
@@ -53,6 +67,7 @@ class DraftTree:
     log_p: NDArray[np.float32] = field(default_factory=lambda: _empty(np.float32))
     source: NDArray[np.uint8] = field(default_factory=lambda: _empty(np.uint8))
     origin: NDArray[np.int64] = field(default_factory=lambda: _empty(np.int64))
+    _derived: dict[str, NDArray[np.int32]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -67,14 +82,42 @@ class DraftTree:
         """Sum of path probabilities: how many draft tokens a pass is expected to accept."""
         return float(np.exp(self.log_p).sum())
 
+    @property
+    def ancestors(self) -> NDArray[np.int32]:
+        """Who may look at whom, as words: (n, ⌈n / 32⌉) int32, bit j of row i set at i and at every ancestor of i."""
+        words = self._derived.get("ancestors")
+        if words is None:
+            words = self._derived["ancestors"] = self.seen_behind(0)
+        return words
+
+    def seen_behind(self, roots: int) -> NDArray[np.int32]:
+        """Who looks at whom in a pass over so many root tokens and then the nodes.
+
+        Returns
+        -------
+        (m, ⌈m / 32⌉) int32
+            Of m = roots + n rows; bit j of row i is set where row i looks at row j.
+        """
+        rows = roots + len(self)
+        words = np.zeros((rows, -(-rows // 32)), np.int32)
+        see_ancestors(self.parent, roots, words)
+        return words
+
+    @property
+    def next_sibling(self) -> NDArray[np.int32]:
+        """(n,) int32, the next child of the same parent, -1 behind the last.
+
+        The first child of node i is node i + 1, if that has i as its parent: so children are walked without a search.
+        """
+        following = self._derived.get("next_sibling")
+        if following is None:
+            following = self._derived["next_sibling"] = np.empty(len(self), np.int32)
+            link_siblings(self.parent, following)
+        return following
+
     def ancestor_mask(self) -> NDArray[np.bool_]:
-        """Who may look at whom: (n, n) bool, row i true at i and at every ancestor of i."""
-        n = len(self)
-        mask = np.eye(n, dtype=np.bool_)
-        for i in range(n):
-            if self.parent[i] >= 0:
-                mask[i] |= mask[self.parent[i]]
-        return mask
+        """`ancestors` as (n, n) bool."""
+        return unpacked(self.ancestors)
 
     def first_branch(self) -> DraftTree:
         """The chain from the root along the first child at every node, for models that can only verify chains."""
@@ -121,6 +164,12 @@ class DraftTree:
             np.empty(n, np.float32),
             np.empty(n, np.uint8),
             np.empty(n, np.int64),
+        )
+
+    def first(self, n: int) -> DraftTree:
+        """The first ``n`` nodes."""
+        return DraftTree(
+            self.token_ids[:n], self.parent[:n], self.depth[:n], self.log_p[:n], self.source[:n], self.origin[:n]
         )
 
     @classmethod

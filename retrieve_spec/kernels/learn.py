@@ -70,11 +70,11 @@ def _share_of(
         weight = span_weights(table, s)
         return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
     k = table[s, RECYCLING_K]
-    ids = recycling_tokens(table, s)
-    p = recycling_probs(table, s)
+    ids = recycling_tokens(table, s, handle)
+    p = recycling_probs(table, s, handle)
     for i in range(k):
-        if ids[handle * k + i] == token:
-            return np.float64(p[handle * k + i]), 0.0
+        if ids[i] == token:
+            return np.float64(p[i]), 0.0
     return 0.0, 0.0
 
 

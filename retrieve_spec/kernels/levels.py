@@ -41,9 +41,8 @@ from retrieve_spec.kernels.source_table import (
     ngram_part,
     ngram_slots,
     ngram_token,
-    recycling_info,
-    recycling_keys,
     recycling_probs,
+    recycling_sets,
     recycling_tokens,
     slots_of,
     span_similarity,
@@ -95,9 +94,9 @@ def open_row(
 
 @njit(cache=True, nogil=True)
 def _recycling_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
-    keys = recycling_keys(table, s)
+    sets = recycling_sets(table, s)
     while order > 0:
-        e = recycling.find(keys, hashes[1, order - 1])
+        e = recycling.find(sets, hashes[1, order - 1])
         if e >= 0:
             return np.int64(e), np.int64(order)
         order -= 1
@@ -149,9 +148,8 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
         states = states_of(table, s)
         return np.int64(states[handle, automaton.COUNT]), np.int64(automaton.degree(states, handle))
     if table[s, KIND] == RECYCLING:
-        k = table[s, RECYCLING_K]
-        top = recycling_probs(table, s)[handle * k]
-        seen = recycling_info(table, s)[handle * 2]
+        top = recycling_probs(table, s, handle)[0]
+        seen = recycling.seen(recycling_sets(table, s), handle)
         distinct = 1 if top > 0.9 else (2 if top > 0.7 else (3 if top > 0.5 else (5 if top > 0.3 else 9)))
         return seen, np.int64(distinct)
     if table[s, KIND] == NGRAM:
@@ -207,12 +205,12 @@ def read_level(
         return n
     if table[s, KIND] == RECYCLING:
         k = table[s, RECYCLING_K]
-        ids = recycling_tokens(table, s)
-        p = recycling_probs(table, s)
+        ids = recycling_tokens(table, s, handle)
+        p = recycling_probs(table, s, handle)
         n = 0
-        while n < k and ids[handle * k + n] >= 0:
-            out_tokens[n] = ids[handle * k + n]
-            out_p[n] = p[handle * k + n]
+        while n < k and ids[n] >= 0:
+            out_tokens[n] = ids[n]
+            out_p[n] = p[n]
             n += 1
         return n
     if table[s, KIND] == NGRAM:

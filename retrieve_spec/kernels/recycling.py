@@ -1,9 +1,12 @@
 """Numba kernels of the recycling table: contexts of the last 1–3 tokens to the target's top tokens, averaged.
 
-Set-associative cache of ``capacity`` = sets · WAYS entries, those of a set side by side: ``keys`` (capacity,) uint64
-(0: free), ``info`` (capacity, 2) int64 (observations, last use), ``tokens`` (capacity, k) int32 (-1 behind the last)
-and ``probs`` (capacity, k) float32, most probable first. Memory is bounded by construction: a full set forgets its
-least observed entry.
+Set-associative cache of ``capacity`` = sets · WAYS entries. Between two passes of a model nothing of it is in a cache,
+so what is read together lies together: a look-up touches one line of ``sets`` and, at k = 8, one of ``entries``.
+
+``sets`` (capacity · 2,) uint64, `SET` words per set: the keys of its entries (0: free), then one word for each with how
+often it was observed (low half) and when last (high half). ``entries`` (capacity, 2k) int32: the tokens (-1 behind the
+last), most probable first, then the bits of their float32 probabilities. Memory is bounded by construction: a full set
+forgets its least observed entry.
 """
 
 from __future__ import annotations
@@ -12,10 +15,16 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.views import borrowed
+from retrieve_spec.kernels.views import borrowed, prefetch, view_f32, view_i32
 
 WAYS = 4
 ORDERS = 3
+SET = 2 * WAYS
+"""Words per set."""
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_TOGETHER = 64
+"""Rows that are learned together: their sets and entries fit into the nearest cache."""
 
 
 @njit(cache=True, nogil=True)
@@ -27,134 +36,165 @@ def mix(h: np.uint64, token: int) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
-def find(keys: NDArray[np.uint64], key: np.uint64) -> int:
+def home(sets: NDArray[np.uint64], key: np.uint64) -> int:
+    """The set in which a context is kept."""
+    return np.int64((key >> np.uint64(20)) & np.uint64(len(sets) // SET - 1))
+
+
+@njit(cache=True, nogil=True)
+def find(sets: NDArray[np.uint64], key: np.uint64) -> int:
     """Entry of a context, or -1."""
-    num_sets = keys.shape[0] // WAYS
-    base = np.int64((key >> np.uint64(20)) & np.uint64(num_sets - 1)) * WAYS
+    s = home(sets, key)
     for way in range(WAYS):
-        if keys[base + way] == key:
-            return base + way
+        if sets[s * SET + way] == key:
+            return s * WAYS + way
     return -1
 
 
 @njit(cache=True, nogil=True)
-def _claim(keys: NDArray[np.uint64], info: NDArray[np.int64], key: np.uint64) -> int:
+def seen(sets: NDArray[np.uint64], entry: int) -> int:
+    """How often the context of an entry was observed."""
+    return np.int64(sets[(entry // WAYS) * SET + WAYS + entry % WAYS] & _LOW)
+
+
+@njit(cache=True, nogil=True)
+def _claim(sets: NDArray[np.uint64], key: np.uint64) -> int:
     """Entry of a context; a new one replaces the set's least observed, then least recently used entry."""
-    num_sets = keys.shape[0] // WAYS
-    base = np.int64((key >> np.uint64(20)) & np.uint64(num_sets - 1)) * WAYS
-    victim = base
+    first = home(sets, key) * SET
+    victim = 0
     for way in range(WAYS):
-        e = base + way
-        if keys[e] == key:
-            return e
-        if keys[e] == 0:
-            victim = e
+        if sets[first + way] == key:
+            return first // SET * WAYS + way
+        if sets[first + way] == 0:
+            victim = way
             break
-        older = info[e, 0] == info[victim, 0] and info[e, 1] < info[victim, 1]
-        if info[e, 0] < info[victim, 0] or older:
-            victim = e
-    keys[victim] = key
-    info[victim, 0] = 0
-    return victim
+        here, least = sets[first + WAYS + way], sets[first + WAYS + victim]
+        older = here & _LOW == least & _LOW and here >> _HALF < least >> _HALF
+        if here & _LOW < least & _LOW or older:
+            victim = way
+    sets[first + victim] = key
+    sets[first + WAYS + victim] = 0
+    return first // SET * WAYS + victim
+
+
+@njit(cache=True, nogil=True)
+def _put(ids: NDArray[np.int32], p: NDArray[np.float32], n: int, k: int, token: int, chance: float) -> int:
+    """Insert a token into at most k, the most probable first, of equals the lower id; returns how many there are."""
+    if chance <= 0 or (n == k and (p[k - 1] > chance or (p[k - 1] == chance and ids[k - 1] < token))):
+        return n
+    at = n if n < k else k - 1
+    while at > 0 and (p[at - 1] < chance or (p[at - 1] == chance and ids[at - 1] > token)):
+        ids[at] = ids[at - 1]
+        p[at] = p[at - 1]
+        at -= 1
+    ids[at] = token
+    p[at] = chance
+    return n + 1 if n < k else k
 
 
 @njit(cache=True, nogil=True)
 def _average(
-    seen: int,
+    times: int,
     tokens: NDArray[np.int32],
     probs: NDArray[np.float32],
     new_ids: NDArray[np.int32],
+    row: int,
     new_p: NDArray[np.float32],
+    scratch_ids: NDArray[np.int32],
+    scratch_p: NDArray[np.float32],
 ) -> None:
-    """Move the entry's probabilities towards the new ones by 1 / (seen + 1), at least 1/4; keep the k largest."""
+    """Move the entry's probabilities towards the new ones by 1 / (times + 1), at least 1/4; keep the k largest."""
     k = len(tokens)
-    rate = 1.0 if seen == 0 else max(np.float32(1.0 / (seen + 1)), np.float32(0.25))
-    union_ids = np.empty(2 * k, np.int32)
-    union_p = np.empty(2 * k, np.float32)
+    rate = 1.0 if times == 0 else max(np.float32(1.0 / (times + 1)), np.float32(0.25))
+    old = 0
+    if times > 0:
+        while old < k and tokens[old] >= 0:
+            scratch_ids[old] = tokens[old]
+            scratch_p[old] = (1 - rate) * probs[old]
+            old += 1
     n = 0
-    if seen > 0:
-        for i in range(k):
-            if tokens[i] >= 0:
-                union_ids[n] = tokens[i]
-                union_p[n] = (1 - rate) * probs[i]
-                n += 1
-    old = n
-    for j in range(len(new_ids)):
+    for j in range(len(new_p)):
         at = -1
         for i in range(old):
-            if union_ids[i] == new_ids[j]:
+            if scratch_ids[i] == new_ids[row, j]:
                 at = i
                 break
         if at >= 0:
-            union_p[at] += rate * new_p[j]
-        elif n < 2 * k:
-            union_ids[n] = new_ids[j]
-            union_p[n] = rate * new_p[j]
-            n += 1
-    for i in range(k):
-        best = -1
-        for j in range(n):
-            lower_id = best >= 0 and union_p[j] == union_p[best] and union_ids[j] < union_ids[best]
-            if union_p[j] > 0 and (best < 0 or union_p[j] > union_p[best] or lower_id):
-                best = j
-        if best < 0:
-            tokens[i] = -1
-            probs[i] = 0
+            scratch_p[at] += rate * new_p[j]
         else:
-            tokens[i] = union_ids[best]
-            probs[i] = union_p[best]
-            union_p[best] = -1
+            n = _put(tokens, probs, n, k, new_ids[row, j], np.float32(rate * new_p[j]))
+    for i in range(old):
+        n = _put(tokens, probs, n, k, scratch_ids[i], scratch_p[i])
+    for i in range(n, k):
+        tokens[i] = -1
+        probs[i] = 0
 
 
 @njit(cache=True, nogil=True)
-def learn(
-    keys: NDArray[np.uint64],
-    info: NDArray[np.int64],
-    tokens: NDArray[np.int32],
-    probs: NDArray[np.float32],
-    tail: NDArray[np.int32],
-    tail_len: int,
-    top_ids: NDArray[np.int32],
-    top_p: NDArray[np.float32],
-    clock: int,
-) -> None:
-    """Remember the target's top tokens after a context whose newest token is ``tail[0]``."""
-    h = np.uint64(0)
-    for order in range(min(ORDERS, tail_len)):
-        h = mix(h, tail[order])
-        e = _claim(keys, info, h)
-        _average(info[e, 0], tokens[e], probs[e], top_ids, top_p)
-        info[e, 0] += 1
-        info[e, 1] = clock
-
-
-@njit(cache=True, nogil=True)
-def softmax(logits: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """Probabilities among the top tokens alone (the tail is left out; calibration accounts for it)."""
-    top = logits[0]
+def softmax(logits: NDArray[np.float32], row: int, out: NDArray[np.float32]) -> None:
+    """Probabilities among the top tokens of a row alone (the tail is left out; calibration accounts for it)."""
+    top = logits[row, 0]
     total = np.float32(0)
-    for i in range(len(logits)):
-        out[i] = np.exp(logits[i] - top)
+    for i in range(len(out)):
+        out[i] = np.exp(logits[row, i] - top)
         total += out[i]
-    for i in range(len(logits)):
+    for i in range(len(out)):
         out[i] /= total
 
 
 @njit(cache=True, nogil=True)
 def learn_rows(
-    keys: NDArray[np.uint64],
-    info: NDArray[np.int64],
-    tokens: NDArray[np.int32],
-    probs: NDArray[np.float32],
+    sets: NDArray[np.uint64],
+    entries: NDArray[np.int32],
     tails: NDArray[np.int32],
     tail_lens: NDArray[np.int32],
     ids: NDArray[np.int32],
     logits: NDArray[np.float32],
-    clock: int,
+    clock: NDArray[np.int64],
 ) -> None:
-    """`learn` for the contexts and top tokens of all visited nodes."""
-    keys, info, tokens, probs = borrowed(keys), borrowed(info), borrowed(tokens), borrowed(probs)
-    p = np.empty(ids.shape[1], np.float32)
-    for i in range(len(ids)):
-        softmax(logits[i, : ids.shape[1]], p)
-        learn(keys, info, tokens, probs, tails[i], tail_lens[i], ids[i], p, clock)
+    """Remember the target's top tokens after the contexts of all visited nodes.
+
+    Every step is done for many rows before the next one, so that memory is asked for long before it is needed.
+
+    Parameters
+    ----------
+    tails, tail_lens
+        (m, ≥ 3) int32 newest tokens of each context, newest first, and (m,) how many are valid.
+    ids, logits
+        (m, ≥ 1) int32 top tokens, most probable first, and float32 raw logits; k are kept.
+    clock
+        (1,) int64, how often this was called; counted here.
+    """
+    clock[0] += 1
+    sets, entries = borrowed(sets), borrowed(entries)
+    k = entries.shape[1] // 2
+    width = min(k, ids.shape[1])
+    p = np.empty(width, np.float32)
+    scratch_ids = np.empty(k, np.int32)
+    scratch_p = np.empty(k, np.float32)
+    keys = np.empty((_TOGETHER, ORDERS), np.uint64)
+    known = np.empty((_TOGETHER, ORDERS), np.int64)
+    times = np.empty((_TOGETHER, ORDERS), np.int64)
+    at_sets, at_entries = np.int64(sets.ctypes.data), np.int64(entries.ctypes.data)
+    for first in range(0, len(ids), _TOGETHER):
+        rows = min(_TOGETHER, len(ids) - first)
+        for i in range(rows):
+            h = np.uint64(0)
+            for order in range(min(ORDERS, tail_lens[first + i])):
+                h = mix(h, tails[first + i, order])
+                keys[i, order] = h
+                prefetch(at_sets + 8 * SET * home(sets, h))
+        for i in range(rows):
+            for order in range(min(ORDERS, tail_lens[first + i])):
+                e = _claim(sets, keys[i, order])
+                known[i, order] = e
+                times[i, order] = seen(sets, e)
+                note = np.uint64(clock[0]) << _HALF | np.uint64(times[i, order] + 1)
+                sets[e // WAYS * SET + WAYS + e % WAYS] = note
+                prefetch(at_entries + 8 * k * e)
+        for i in range(rows):
+            softmax(logits, first + i, p)
+            for order in range(min(ORDERS, tail_lens[first + i])):
+                at = at_entries + 8 * k * known[i, order]
+                tokens, probs = view_i32(at, k), view_f32(at + 4 * k, k)
+                _average(times[i, order], tokens, probs, ids, first + i, p, scratch_ids, scratch_p)

@@ -38,9 +38,9 @@ from retrieve_spec.kernels.views import (
 KIND, NUMBER = 0, 1
 AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE = 0, 1, 2, 3, 4, 5
 AUTOMATON_STATES, AUTOMATON_NUM_STATES, AUTOMATON_EDGES, AUTOMATON_NUM_EDGES = 2, 3, 4, 5
-AUTOMATON_SLOTS, AUTOMATON_NUM_SLOTS = 6, 7
-RECYCLING_KEYS, RECYCLING_CAPACITY, RECYCLING_INFO, RECYCLING_TOKENS, RECYCLING_PROBS, RECYCLING_K = 2, 3, 4, 5, 6, 7
-PREDICTION_TEXT, PREDICTION_LENGTH = 2, 3
+AUTOMATON_SLOTS, AUTOMATON_NUM_SLOTS, AUTOMATON_META = 6, 7, 8
+RECYCLING_SETS, RECYCLING_CAPACITY, RECYCLING_ENTRIES, RECYCLING_K, RECYCLING_CLOCK = 2, 3, 4, 5, 6
+PREDICTION_TEXT, PREDICTION_LENGTH, PREDICTION_CURSORS = 2, 3, 4
 NGRAM_SLOTS, NGRAM_NUM_SLOTS, NGRAM_TOKENS, NGRAM_COUNTS, NGRAM_SIZE, NGRAM_ITEMSIZE = 2, 3, 4, 5, 6, 7
 NGRAM_ORDERS, NGRAM_VOCABULARY = 8, 9
 EXACT_TOKENS, EXACT_LENGTH, EXACT_ITEMSIZE, EXACT_SUFFIXES, EXACT_NUM_SUFFIXES = 2, 3, 4, 5, 6
@@ -79,27 +79,29 @@ def slots_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
 
 
 @njit(cache=True, nogil=True)
-def recycling_keys(table: NDArray[np.int64], s: int) -> NDArray[np.uint64]:
-    """(capacity,) hashes of the contexts of a recycling table."""
-    return view_u64(table[s, RECYCLING_KEYS], table[s, RECYCLING_CAPACITY])
+def meta_of(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
+    """(6,) sizes and newest states of an automaton."""
+    return view_i64(table[s, AUTOMATON_META], 6)
 
 
 @njit(cache=True, nogil=True)
-def recycling_info(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
-    """(capacity · 2,) how often each context of a recycling table was seen, and when last."""
-    return view_i64(table[s, RECYCLING_INFO], table[s, RECYCLING_CAPACITY] * 2)
+def recycling_sets(table: NDArray[np.int64], s: int) -> NDArray[np.uint64]:
+    """(capacity · 2,) sets of a recycling table: which contexts it knows, and how well."""
+    return view_u64(table[s, RECYCLING_SETS], table[s, RECYCLING_CAPACITY] * 2)
 
 
 @njit(cache=True, nogil=True)
-def recycling_tokens(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    """(capacity · k,) top tokens of the contexts of a recycling table, -1 behind the last one."""
-    return view_i32(table[s, RECYCLING_TOKENS], table[s, RECYCLING_CAPACITY] * table[s, RECYCLING_K])
+def recycling_tokens(table: NDArray[np.int64], s: int, entry: int) -> NDArray[np.int32]:
+    """(k,) top tokens of an entry of a recycling table, -1 behind the last one."""
+    k = table[s, RECYCLING_K]
+    return view_i32(table[s, RECYCLING_ENTRIES] + 8 * k * entry, k)
 
 
 @njit(cache=True, nogil=True)
-def recycling_probs(table: NDArray[np.int64], s: int) -> NDArray[np.float32]:
-    """(capacity · k,) their averaged probabilities."""
-    return view_f32(table[s, RECYCLING_PROBS], table[s, RECYCLING_CAPACITY] * table[s, RECYCLING_K])
+def recycling_probs(table: NDArray[np.int64], s: int, entry: int) -> NDArray[np.float32]:
+    """(k,) their averaged probabilities."""
+    k = table[s, RECYCLING_K]
+    return view_f32(table[s, RECYCLING_ENTRIES] + 8 * k * entry + 4 * k, k)
 
 
 @njit(cache=True, nogil=True)

@@ -55,6 +55,36 @@ def fill_tree_mask(
 
 
 @njit(cache=True, nogil=True)
+def see_ancestors(parent: NDArray[np.int32], num_roots: int, words: NDArray[np.int32]) -> None:
+    """Write who looks at whom in a pass over m root tokens, then n nodes, as bits.
+
+    Parameters
+    ----------
+    parent
+        (n,) int32, parents before children, -1 below the last root token.
+    num_roots
+        m; a root token looks at those before it, a node at all of them.
+    words
+        (m + n, w ≥ (m + n) / 32) int32 zeros, filled: bit j of row i is set where row i looks at row j.
+    """
+    for i in range(len(words)):
+        above = i - 1 if i < num_roots else num_roots + parent[i - num_roots]
+        if above >= 0:
+            for w in range(words.shape[1]):
+                words[i, w] = words[above, w]
+        words[i, i >> 5] |= np.int32(-(1 << 31)) if i & 31 == 31 else np.int32(1 << (i & 31))
+
+
+@njit(cache=True, nogil=True)
+def link_siblings(parent: NDArray[np.int32], next_sibling: NDArray[np.int32]) -> None:
+    """Write the next node with the same parent for every node (n,), -1 behind the last."""
+    last = np.full(len(parent) + 1, -1, np.int32)
+    for i in range(len(parent) - 1, -1, -1):
+        next_sibling[i] = last[parent[i] + 1]
+        last[parent[i] + 1] = i
+
+
+@njit(cache=True, nogil=True)
 def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: int, token_id: int) -> int:
     """Return the child of `node` (-1: the root) that carries `token_id`, -1 if none does."""
     for i in range(node + 1, parent.shape[0]):

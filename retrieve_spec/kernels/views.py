@@ -56,6 +56,14 @@ if config.DISABLE_JIT:
         """(size,) float32 at an address."""
         return _view(address, size, ctypes.c_float, np.float32)  # type: ignore[no-any-return]
 
+    def view_f64(address: int, size: int) -> NDArray[np.float64]:
+        """(size,) float64 at an address."""
+        return _view(address, size, ctypes.c_double, np.float64)  # type: ignore[no-any-return]
+
+    def view_f64_cube(address: int, a: int, b: int, c: int) -> NDArray[np.float64]:
+        """(a, b, c) float64 at an address."""
+        return view_f64(address, a * b * c).reshape(a, b, c)
+
     def view_i64_rows(address: int, rows: int, width: int) -> NDArray[np.int64]:
         """(rows, width) int64 at an address."""
         return view_i64(address, rows * width).reshape(rows, width)
@@ -171,3 +179,13 @@ else:
     def view_f32(address: int, size: int) -> NDArray[np.float32]:
         """(size,) float32 at an address."""
         return carray(_pointer(np.int64(address)), (size,), np.float32)  # type: ignore[no-any-return]
+
+    @njit(inline="always")
+    def view_f64(address: int, size: int) -> NDArray[np.float64]:
+        """(size,) float64 at an address."""
+        return carray(_pointer(np.int64(address)), (size,), np.float64)  # type: ignore[no-any-return]
+
+    @njit(inline="always")
+    def view_f64_cube(address: int, a: int, b: int, c: int) -> NDArray[np.float64]:
+        """(a, b, c) float64 at an address."""
+        return carray(_pointer(np.int64(address)), (a, b, c), np.float64)  # type: ignore[no-any-return]

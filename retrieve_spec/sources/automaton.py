@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels import automaton as kernels
 from retrieve_spec.kernels import automaton_growth as growth
 from retrieve_spec.kernels import source_table
-from retrieve_spec.sources.rows import SourceRow
+from retrieve_spec.sources.rows import Row, source_row
 
 BOUNDARY = -1
 """In place of a token id: no context reaches back over this point."""
@@ -35,7 +35,7 @@ class SuffixAutomaton:
         self._capacity = max(capacity, 16)
         self.moved = 0
         """How often an array was replaced by a larger one."""
-        self._row: SourceRow | None = None  # of the arrays as they are
+        self._row: Row | None = None  # of the arrays as they are
         self.states: NDArray[np.int32] = np.empty((2 * self._capacity, 5), np.int32)
         self.edges: NDArray[np.int32] = np.empty((self._capacity, 6), np.int32)
         self.slots: NDArray[np.int32] = np.empty(_power_of_two(self._capacity * 4 // 3 + 1), np.int32)
@@ -106,16 +106,17 @@ class SuffixAutomaton:
         n = kernels.successors(self.states, self.edges, state, limit, ids, counts)
         return ids[:n], counts[:n], int(self.states[state, kernels.COUNT])
 
-    def row(self, number: int) -> SourceRow:
+    def row(self, number: int) -> Row:
         """Row of the mixture's source table: the same one until `extend` has replaced an array."""
         if self._row is None or self._row.words[source_table.NUMBER] != number:
-            self._row = SourceRow.of(
+            self._row = source_row(
                 source_table.AUTOMATON,
                 number,
                 {
                     source_table.AUTOMATON_STATES: self.states,
                     source_table.AUTOMATON_EDGES: self.edges,
                     source_table.AUTOMATON_SLOTS: self.slots,
+                    source_table.AUTOMATON_META: self.meta,
                 },
                 {
                     source_table.AUTOMATON_NUM_STATES: len(self.states),

@@ -13,7 +13,7 @@ from retrieve_spec.datastore.dense import DenseIndex, continuation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.kernels import source_table, trie
 from retrieve_spec.kernels.order import ORIGIN_BITS
-from retrieve_spec.sources.rows import SourceRow
+from retrieve_spec.sources.rows import Row, source_row
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.segment import Segment
@@ -161,9 +161,9 @@ class DenseSource:
         cursor[3] = trie.dense_length(self.similarity, self.spans, 0, self.count, 1)
         return cursor
 
-    def row(self, number: int) -> SourceRow:
+    def row(self, number: int) -> Row:
         """Row of the mixture's source table."""
-        return SourceRow.of(
+        return source_row(
             source_table.DENSE,
             number,
             {

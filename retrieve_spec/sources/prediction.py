@@ -7,10 +7,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import prediction as kernels
 from retrieve_spec.kernels import source_table
-from retrieve_spec.sources.rows import SourceRow
-
-HYPOTHESES = 3
-"""Places in the text that are followed at once: found again, one token replaced, tokens inserted."""
+from retrieve_spec.kernels.request import HYPOTHESES
+from retrieve_spec.sources.rows import Row, source_row
 
 
 class Prediction:
@@ -38,11 +36,11 @@ class Prediction:
         """
         kernels.follow(self.text, self.cursors, emitted, recent)
 
-    def row(self, number: int) -> SourceRow:
+    def row(self, number: int) -> Row:
         """Row of the mixture's source table (the same for each cursor)."""
-        return SourceRow.of(
+        return source_row(
             source_table.PREDICTION,
             number,
-            {source_table.PREDICTION_TEXT: self.text},
+            {source_table.PREDICTION_TEXT: self.text, source_table.PREDICTION_CURSORS: self.cursors},
             {source_table.PREDICTION_LENGTH: len(self.text)},
         )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling as kernels
 from retrieve_spec.kernels import source_table
-from retrieve_spec.sources.rows import SourceRow
+from retrieve_spec.sources.rows import Row, source_row
+
+_LINE = 64
+"""Bytes that memory is read by."""
 
 
 class RecyclingTable:
@@ -16,7 +21,7 @@ class RecyclingTable:
     Parameters
     ----------
     capacity
-        Contexts remembered at most, a power of two; 72 bytes each at k = 8.
+        Contexts remembered at most, a power of two; 80 bytes each at k = 8.
     k
         Next tokens kept per context.
 
@@ -28,16 +33,14 @@ class RecyclingTable:
 
     def __init__(self, capacity: int = 1 << 16, k: int = 8) -> None:
         self.k = k
-        self.keys: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
-        self.info: NDArray[np.int64] = np.zeros((capacity, 2), np.int64)
-        self.tokens: NDArray[np.int32] = np.full((capacity, k), -1, np.int32)
-        self.probs: NDArray[np.float32] = np.zeros((capacity, k), np.float32)
-        self.clock = 0
+        self.sets: NDArray[np.uint64] = _on_lines(2 * capacity, np.uint64)
+        self.entries: NDArray[np.int32] = _on_lines(2 * k * capacity, np.int32).reshape(capacity, 2 * k)
+        self.clock: NDArray[np.int64] = np.zeros(1, np.int64)
 
     def reset(self) -> None:
         """Forget everything."""
-        self.keys[:] = 0
-        self.clock = 0
+        self.sets[:] = 0
+        self.clock[:] = 0
 
     def learn(
         self,
@@ -55,10 +58,7 @@ class RecyclingTable:
         ids, logits
             (m, k) top tokens, most probable first, and their raw logits.
         """
-        self.clock += 1
-        kernels.learn_rows(
-            self.keys, self.info, self.tokens, self.probs, tails, tail_lens, ids[:, : self.k], logits, self.clock
-        )
+        kernels.learn_rows(self.sets, self.entries, tails, tail_lens, ids, logits, self.clock)
 
     def lookup(self, context: list[int]) -> tuple[NDArray[np.int32], NDArray[np.float32], int]:
         """Tokens, probabilities and order of the longest known context (oldest token first in ``context``)."""
@@ -67,22 +67,28 @@ class RecyclingTable:
             h = np.uint64(0)
             for token in newest[:order]:
                 h = np.uint64(kernels.mix(h, token))
-            e = kernels.find(self.keys, h)
+            e = kernels.find(self.sets, h)
             if e >= 0:
-                kept = self.tokens[e] >= 0
-                return self.tokens[e][kept], self.probs[e][kept], order
+                tokens, probs = self.entries[e, : self.k], self.entries[e, self.k :].view(np.float32)
+                return tokens[tokens >= 0], probs[tokens >= 0], order
         return np.empty(0, np.int32), np.empty(0, np.float32), 0
 
-    def row(self, number: int) -> SourceRow:
+    def row(self, number: int) -> Row:
         """Row of the mixture's source table."""
-        return SourceRow.of(
+        return source_row(
             source_table.RECYCLING,
             number,
             {
-                source_table.RECYCLING_KEYS: self.keys,
-                source_table.RECYCLING_INFO: self.info,
-                source_table.RECYCLING_TOKENS: self.tokens,
-                source_table.RECYCLING_PROBS: self.probs,
+                source_table.RECYCLING_SETS: self.sets,
+                source_table.RECYCLING_ENTRIES: self.entries,
+                source_table.RECYCLING_CLOCK: self.clock,
             },
-            {source_table.RECYCLING_CAPACITY: len(self.keys), source_table.RECYCLING_K: self.k},
+            {source_table.RECYCLING_CAPACITY: len(self.entries), source_table.RECYCLING_K: self.k},
         )
+
+
+def _on_lines(size: int, dtype: type) -> NDArray[Any]:
+    """Zeros that begin with a cache line, (size,)."""
+    room = np.zeros(size * np.dtype(dtype).itemsize + _LINE, np.uint8)
+    begin = -room.__array_interface__["data"][0] % _LINE
+    return room[begin : begin + size * np.dtype(dtype).itemsize].view(dtype)

@@ -19,38 +19,50 @@ from retrieve_spec.kernels.source_table import KIND, NUMBER, RESTING, ROW
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SourceRow:
-    """One source as integers, and what these point into.
+class Row:
+    """Integers for a kernel, and the arrays that some of them point to.
 
     Attributes
     ----------
     words
-        (ROW,) int64 as `kernels/source_table.py` says.
+        (w,) int64, some of them addresses.
     arrays
-        The arrays whose addresses are in it.
+        The arrays that these were taken from.
     """
 
     words: NDArray[np.int64]
     arrays: tuple[NDArray[Any], ...]
 
     @classmethod
-    def of(cls, kind: int, number: int, arrays: Mapping[int, NDArray[Any]], numbers: Mapping[int, int]) -> SourceRow:
-        """Row of a source.
+    def of(cls, width: int, arrays: Mapping[int, NDArray[Any]], numbers: Mapping[int, int]) -> Row:
+        """Row of so many integers.
 
         Parameters
         ----------
-        kind, number
-            What it is, and its place in `retrieve_spec.sources.SOURCE_NAMES`.
+        width
+            How many; those that are not given are 0.
         arrays, numbers
             By column, the arrays to point to (contiguous, and never resized in place), and all other integers.
         """
-        words = np.zeros(ROW, np.int64)
-        words[KIND], words[NUMBER] = kind, number
+        words = np.zeros(width, np.int64)
         for column, array in arrays.items():
             words[column] = array.__array_interface__["data"][0]
         for column, value in numbers.items():
             words[column] = value
         return cls(words, tuple(arrays.values()))
+
+
+def source_row(kind: int, number: int, arrays: Mapping[int, NDArray[Any]], numbers: Mapping[int, int]) -> Row:
+    """Row of a source.
+
+    Parameters
+    ----------
+    kind, number
+        What it is, and its place in `retrieve_spec.sources.SOURCE_NAMES`.
+    arrays, numbers
+        As for `Row.of`; `kernels/source_table.py` says what stands where.
+    """
+    return Row.of(ROW, arrays, {KIND: kind, NUMBER: number, **numbers})
 
 
 class SourceTable:
@@ -69,14 +81,14 @@ class SourceTable:
         (s, ROW) int64, what kernels read. Only their `RESTING` column is written to.
     """
 
-    def __init__(self, rows: Sequence[SourceRow]) -> None:
+    def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = list(rows)
         self.words = np.array([row.words for row in rows], np.int64).reshape(len(rows), ROW)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def put(self, place: int, row: SourceRow) -> None:
+    def put(self, place: int, row: Row) -> None:
         """Let a source be read through this row from now on; it rests as it did."""
         if row is self._rows[place]:
             return

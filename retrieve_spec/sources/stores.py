@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from retrieve_spec.kernels import source_table
 from retrieve_spec.kernels.ngram import MAX_ORDER
-from retrieve_spec.sources.rows import SourceRow
+from retrieve_spec.sources.rows import Row, source_row
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.ngrams import NgramTable
@@ -28,8 +28,8 @@ class StoreRows:
     """
 
     stores: list[Datastore]
-    ngram: list[SourceRow] = field(default_factory=list)
-    exact: list[SourceRow] = field(default_factory=list)
+    ngram: list[Row] = field(default_factory=list)
+    exact: list[Row] = field(default_factory=list)
 
     @classmethod
     def of(cls, stores: list[Datastore], ngram_number: int, exact_number: int) -> StoreRows:
@@ -45,8 +45,8 @@ class StoreRows:
         return made
 
 
-def _ngram_row(table: NgramTable, number: int, vocabulary: int) -> SourceRow:
-    return SourceRow.of(
+def _ngram_row(table: NgramTable, number: int, vocabulary: int) -> Row:
+    return source_row(
         source_table.NGRAM,
         number,
         {
@@ -64,8 +64,8 @@ def _ngram_row(table: NgramTable, number: int, vocabulary: int) -> SourceRow:
     )
 
 
-def _exact_row(segment: Segment, number: int, min_depth: int, place: int) -> SourceRow:
-    return SourceRow.of(
+def _exact_row(segment: Segment, number: int, min_depth: int, place: int) -> Row:
+    return source_row(
         source_table.EXACT,
         number,
         {

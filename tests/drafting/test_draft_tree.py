@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import DraftTree, unpacked
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=8)
 
@@ -46,6 +46,32 @@ def test_a_node_sees_its_ancestors_and_itself(paths):
     for i, path in enumerate(found):
         for j, other in enumerate(found):
             assert mask[i, j] == (path[: len(other)] == other)
+            assert tree.ancestors[i, j // 32] >> j % 32 & 1 == mask[i, j]
+
+
+@given(PATHS, st.integers(0, 70))
+def test_a_pass_sees_its_root_tokens_first(paths, roots):
+    tree = DraftTree.from_paths(paths)
+    n = len(tree)
+    seen = np.tri(roots + n, dtype=np.bool_)
+    seen[roots:, roots:] = tree.ancestor_mask()
+    words = tree.seen_behind(roots)
+    assert words.dtype == np.int32 and words.shape == (roots + n, -(-(roots + n) // 32))
+    assert (unpacked(words) == seen).all()
+
+
+@given(PATHS)
+def test_children_are_walked_along_siblings(paths):
+    tree = DraftTree.from_paths(paths)
+    for node in range(-1, len(tree)):
+        walked, at = [], node + 1
+        while 0 <= at < len(tree) and tree.parent[at] == node:
+            walked.append(at)
+            at = int(tree.next_sibling[at])
+        children = np.flatnonzero(tree.parent == node).tolist()
+        assert walked == children or (children and children[0] != node + 1), "paths merge into another order"
+        for one, following in zip(children, [*children[1:], -1], strict=False):
+            assert tree.next_sibling[one] == following
 
 
 def test_the_empty_tree():

@@ -139,13 +139,13 @@ def test_calibration_makes_later_requests_better(run, markov_text):
 
 def test_text_without_repeats_is_rarely_looked_at_and_comes_back(run, monkeypatch):
     looks = []
-    original = MixtureDrafter._tree
+    original = MixtureDrafter._grow
 
-    def counted(self, n):
-        looks.append(n)
-        return original(self, n)
+    def counted(self, *budget):
+        looks.append(budget)
+        return original(self, *budget)
 
-    monkeypatch.setattr(MixtureDrafter, "_tree", counted)
+    monkeypatch.setattr(MixtureDrafter, "_grow", counted)
     cost = (1.0 + 0.05 * np.arange(33)).astype(np.float32)
     drafter = MixtureDrafter(recycling=False)
     r = run(drafter, lambda left: Budget(32, left, cost))

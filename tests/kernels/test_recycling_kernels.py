@@ -49,6 +49,31 @@ def test_probabilities_are_of_the_top_tokens_alone():
     assert ids.tolist() == [8, 2, 0], "a token without probability is not kept"
 
 
+@pytest.mark.parametrize("capacity", [4, 64, 1 << 12])
+def test_a_context_costs_two_cache_lines(capacity):
+    """One of the sets and, at eight tokens, one of the entries."""
+    table = RecyclingTable(capacity, 8)
+    for array in (table.sets, table.entries):
+        assert array.ctypes.data % 64 == 0
+    assert table.sets.itemsize * kernels.SET == table.entries.itemsize * table.entries.shape[1] == 64
+
+
+def test_many_equal_rows_are_averaged_one_after_the_other():
+    """Rows are learned in groups; a context may come several times in one, and in the next."""
+    n = 150
+    rng = np.random.default_rng(3)
+    tails = rng.integers(0, 2, (n, 3)).astype(np.int32)
+    ids = np.argsort(rng.random((n, 6)))[:, :4].astype(np.int32)
+    logits = -np.sort(-rng.normal(size=(n, 4)).astype(np.float32))
+    table, naive = RecyclingTable(1 << 10, 4), NaiveTable(4)
+    table.learn(tails, np.full(n, 3, np.int32), ids, logits)
+    for row in range(n):
+        naive.learn(tails[row].tolist(), ids[row].tolist(), logits[row].tolist())
+    for context in {tuple(tail[:k][::-1]) for tail in tails.tolist() for k in (1, 2, 3)}:
+        tokens, p, _ = table.lookup(list(context))
+        assert dict(zip(tokens.tolist(), p, strict=True)) == pytest.approx(naive.lookup(list(context))[0], abs=1e-5)
+
+
 def test_no_phantom_tokens():
     """What is free in an entry is absent, not token 0."""
     table = RecyclingTable(64, 8)
@@ -56,7 +81,6 @@ def test_no_phantom_tokens():
     for context in ([6, 5], [5]):
         ids, p, _ = table.lookup(context)
         assert ids.tolist() == [9, 4] and len(p) == 2
-    assert (table.tokens[table.keys == 0] == -1).all()
     table.reset()
     assert table.lookup([5])[2] == 0
     learn(table, [5], [7], [0.0])
@@ -65,16 +89,16 @@ def test_no_phantom_tokens():
 
 def test_memory_is_bounded_and_what_is_seen_often_stays():
     table = RecyclingTable(64, 2)
-    size = sum(array.nbytes for array in (table.keys, table.info, table.tokens, table.probs))
+    size = table.sets.nbytes + table.entries.nbytes
     rng = np.random.default_rng(0)
     for i in range(3000):
         if i % 20 == 0:
             learn(table, [1], [5, 6], [2.0, 1.0])
         learn(table, [int(rng.integers(10, 10**6))], [3, 4], [1.0, 0.0])
-    assert sum(array.nbytes for array in (table.keys, table.info, table.tokens, table.probs)) == size
-    assert len(table.keys) == 64
+    assert table.sets.nbytes + table.entries.nbytes == size == 64 * (16 + 16)
     assert table.lookup([1])[0].tolist() == [5, 6]
-    known = table.keys[table.keys != 0]
+    keys = table.sets.reshape(-1, kernels.SET)[:, : kernels.WAYS]
+    known = keys[keys != 0]
     assert len(np.unique(known)) == len(known)
 
 
@@ -99,9 +123,10 @@ def test_many_rows_are_learned_in_order():
         tails[i, : min(len(newest), 3)], lens[i] = newest[:3], min(len(newest), 3)
     ids = np.array([r[1] for r in rows], np.int32)
     many.learn(tails, lens, ids, np.array([r[2] for r in rows], np.float32))
-    for array in ("keys", "tokens", "probs"):
-        assert (getattr(one, array) == getattr(many, array)).all()
-    assert (one.info[:, 0] == many.info[:, 0]).all()
+    assert (one.entries == many.entries).all()
+    known, also = one.sets.reshape(-1, 2, kernels.WAYS), many.sets.reshape(-1, 2, kernels.WAYS)
+    assert (known[:, 0] == also[:, 0]).all()
+    assert (known[:, 1] & 0xFFFFFFFF == also[:, 1] & 0xFFFFFFFF).all(), "how often"
 
 
 def test_more_top_tokens_than_kept_are_cut():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from retrieve_spec.kernels import levels, source_table, trie
 from retrieve_spec.kernels.learn import _share_of
-from retrieve_spec.sources.rows import SourceRow
+from retrieve_spec.sources.rows import source_row
 
 WIDTH = 5
 spans_of = st.lists(
@@ -39,7 +39,7 @@ def row_of(spans, similarity, weight):
         source_table.DENSE_WEIGHTS: weight,
     }
     sizes = {source_table.DENSE_NUM_SPANS: spans.shape[0], source_table.DENSE_WIDTH: spans.shape[1]}
-    return SourceRow.of(source_table.DENSE, 6, arrays, sizes).words[None]
+    return source_row(source_table.DENSE, 6, arrays, sizes).words[None]
 
 
 @settings(deadline=None)

@@ -1,0 +1,227 @@
+"""Request: where one text stands in all sources, as a row of integers, and Numba kernels that read and move it.
+
+The row holds sizes, places, counters and the addresses of the request's arrays; `drafting/open_sources.py` keeps it
+together with the arrays. One row instead of twenty arrays, because every array that is handed from Python to a kernel
+costs a fraction of a microsecond, and between two passes of a model, when no cache holds anything, several.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels import automaton
+from retrieve_spec.kernels.automaton_growth import extend
+from retrieve_spec.kernels.order import MATCH, follow_exact
+from retrieve_spec.kernels.source_table import (
+    CURSOR,
+    EXACT,
+    KIND,
+    NGRAM,
+    PREDICTION_CURSORS,
+    RESTING,
+    TAIL,
+    edges_of,
+    meta_of,
+    slots_of,
+    states_of,
+)
+from retrieve_spec.kernels.views import view_f64, view_i32, view_i64, view_i64_rows, view_rows
+
+CURSORS, NEWEST, RECENT, NOISE, USE, TRUST = 0, 1, 2, 3, 4, 5
+NODE_CURSORS, NODE_TAILS, POOL_P, POOL_IDS, HEAP, SCRATCH, NODES, NODE_P = 6, 7, 8, 9, 10, 11, 12, 13
+"""Columns that hold addresses: (s, CURSOR) int64 cursors, (1, TAIL) int32 newest tokens, (MATCH,) int32 the same oldest
+first, (4,) int64 as `expand.expand` takes it, (s,) float64 and `weights.begin_request`'s array; scratch of `expand`."""
+LENGTH, KEPT, OFFSET, STEPS, LEARNED, RESTS = 14, 15, 16, 17, 18, 19
+"""Counters: tokens of the text, how many of them are in `RECENT`, what a token's position is ahead of its number; over
+all requests steps and tokens learned from, and 1 while a source rests."""
+CONTEXT, EARLIER, NUM_EARLIER, STORED, NUM_STORED, DENSE_ROW = 20, 21, 22, 23, 24, 25
+"""Places in the table: the text, the session's first automaton and how many, the first suffix array and how many, the
+neighbours (-1: none)."""
+PREDICTED, SLOW, POOL, WORDS = 26, 27, 28, 29
+"""1 with an expected text (in front of all other sources), 1 with stores, room for candidates, words of `SCRATCH`."""
+REQUEST = 30
+"""Integers per request."""
+HYPOTHESES = 3
+"""Places in an expected text that are followed at once: found again, one token replaced, tokens inserted."""
+_REST_BELOW, _WAKE_AT = 0.002, 0.004
+"""Shares of the emitted tokens that a source explained, below which it rests and above which it is asked again."""
+_SLOW_REST_BELOW, _SLOW_WAKE_AT = 0.01, 0.02
+"""The same for stores, which are read from memory that no cache holds."""
+_LOOK_IN = 8
+"""Stores that rest are learned about in one of so many steps."""
+_FIRST_TOKENS, _LATER_EVERY = 2000, 4
+"""Learning reads stores at all of the first tokens, then at one of so many."""
+
+
+def begin_use(use: NDArray[np.float64]) -> None:
+    """Take every source to be of use until it is known."""
+    use[:] = _SLOW_WAKE_AT
+
+
+@njit(cache=True, nogil=True)
+def cursors_of(request: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """(s, CURSOR) int64, where the text stands in every source."""
+    return view_i64_rows(request[CURSORS], rows, CURSOR)
+
+
+@njit(cache=True, nogil=True)
+def newest_of(request: NDArray[np.int64]) -> NDArray[np.int32]:
+    """(1, TAIL) int32 newest tokens, newest first."""
+    return view_rows(request[NEWEST], 1, TAIL)
+
+
+@njit(cache=True, nogil=True)
+def noise_of(request: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(4,) int64: 1 if tokens are sampled with known noise (else 0), seed, row, position of the next token."""
+    return view_i64(request[NOISE], 4)
+
+
+@njit(cache=True, nogil=True)
+def use_of(request: NDArray[np.int64], rows: int) -> NDArray[np.float64]:
+    """(s,) float64, share of the tokens that each source explained."""
+    return view_f64(request[USE], rows)
+
+
+@njit(cache=True, nogil=True)
+def catch_up(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
+    """Take over cursors that sources keep themselves: the text's, and those of an expected text."""
+    cursors = cursors_of(request, len(table))
+    c = request[CONTEXT]
+    last = meta_of(table, c)[automaton.M_LAST]
+    cursors[c, 0] = last
+    cursors[c, 1] = states_of(table, c)[last, automaton.LENGTH]
+    if request[PREDICTED] == 1:
+        kept = view_i64_rows(table[0, PREDICTION_CURSORS], HYPOTHESES, CURSOR)
+        for i in range(HYPOTHESES):
+            for j in range(CURSOR):
+                cursors[i, j] = kept[i, j]
+
+
+@njit(cache=True, nogil=True)
+def learn_every(request: NDArray[np.int64]) -> int:
+    """At one token of how many learning reads stores: they are slow, and in time there is less to be learned."""
+    return _LATER_EVERY if request[SLOW] == 1 and request[LEARNED] >= _FIRST_TOKENS else 1
+
+
+@njit(cache=True, nogil=True)
+def _is_slow(table: NDArray[np.int64], s: int) -> bool:
+    return table[s, KIND] == NGRAM or table[s, KIND] == EXACT
+
+
+@njit(cache=True, nogil=True)
+def wake(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
+    """Let learning see every source, but stores that rest only now and then: looking into them is what costs."""
+    request[STEPS] += 1
+    if request[RESTS] == 0:
+        return
+    for s in range(len(table)):
+        if request[STEPS] % _LOOK_IN == 0 or not _is_slow(table, s):
+            table[s, RESTING] = 0
+
+
+@njit(cache=True, nogil=True)
+def choose_sources(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
+    """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them.
+
+    While none rests, looking now and then is enough.
+    """
+    if request[RESTS] == 0 and request[STEPS] % _LOOK_IN != 0:
+        return
+    use = use_of(request, len(table))
+    request[RESTS] = 0
+    for s in range(len(table)):
+        slow = _is_slow(table, s)
+        if use[s] < (_SLOW_REST_BELOW if slow else _REST_BELOW):
+            table[s, RESTING] = 1
+        elif use[s] >= (_SLOW_WAKE_AT if slow else _WAKE_AT):
+            table[s, RESTING] = 0
+        if s <= request[CONTEXT] or s == request[DENSE_ROW]:  # neighbours are asked when that pays
+            table[s, RESTING] = 0
+        if table[s, RESTING] == 1:
+            request[RESTS] = 1
+
+
+@njit(cache=True, nogil=True)
+def follow_stores(
+    table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], roots: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Move the stores' longest-match cursors over tokens (e,) from where they were before them, ``roots``.
+
+    Returns
+    -------
+    (≤ MATCH + e,) int32
+        The newest tokens of the text, oldest first, these included.
+    """
+    kept, fresh = request[KEPT], len(tokens)
+    recent = view_i32(request[RECENT], MATCH)
+    window = np.empty(kept + fresh, np.int32)
+    window[:kept] = recent[:kept]
+    window[kept:] = tokens
+    cursors = cursors_of(request, len(table))
+    for i in range(len(roots)):
+        at = request[STORED] + i
+        follow_exact(table, at, roots, i, window, fresh)
+        for j in range(CURSOR):
+            cursors[at, j] = roots[i, j]
+    left = min(len(window), MATCH)
+    for i in range(left):
+        recent[i] = window[len(window) - left + i]
+    request[KEPT] = left
+    return window
+
+
+@njit(cache=True, nogil=True)
+def stored_cursors(table: NDArray[np.int64], request: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(stores, CURSOR) int64 copy of the stores' cursors."""
+    first = request[STORED]
+    return cursors_of(request, len(table))[first : first + request[NUM_STORED]].copy()
+
+
+@njit(cache=True, nogil=True)
+def grow_context(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32]) -> int:
+    """Append tokens to the text's automaton; returns for how many there was room."""
+    c = request[CONTEXT]
+    return extend(states_of(table, c), edges_of(table, c), slots_of(table, c), meta_of(table, c), tokens)
+
+
+@njit(cache=True, nogil=True)
+def read(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], looked_at: int) -> int:
+    """Take text (n,) that was not generated into the text so far.
+
+    Parameters
+    ----------
+    looked_at
+        How much of its end is followed in the session.
+
+    Returns
+    -------
+    int
+        How many tokens there was room for in the text's automaton.
+    """
+    n = len(tokens)
+    cursors = cursors_of(request, len(table))
+    for s in range(request[EARLIER], request[EARLIER] + request[NUM_EARLIER]):
+        states, edges, slots = states_of(table, s), edges_of(table, s), slots_of(table, s)
+        state = matched = np.int64(0)
+        for i in range(max(n - looked_at, 0), n):
+            state, matched = automaton.advance(states, edges, slots, state, matched, tokens[i])
+        cursors[s, 0], cursors[s, 1] = state, matched
+    roots = stored_cursors(table, request)
+    if n > MATCH:  # only the end is followed: what was matched before does not reach it
+        roots[:] = 0
+    follow_stores(table, request, tokens[max(n - MATCH, 0) :], roots)
+    newest = newest_of(request)
+    for i in range(max(n - TAIL, 0), n):
+        push(newest, tokens[i])
+    request[LENGTH] += n
+    return grow_context(table, request, tokens)
+
+
+@njit(cache=True, nogil=True)
+def push(newest: NDArray[np.int32], token: int) -> None:
+    """Put a token in front of the newest ones."""
+    for j in range(TAIL - 1, 0, -1):
+        newest[0, j] = newest[0, j - 1]
+    newest[0, 0] = token

@@ -1,0 +1,201 @@
+"""Step: what one pass showed in, the next draft tree out, as two compiled calls over the state of a request.
+
+`observe` learns from the emitted tokens, moves every cursor over them and keeps the target's top tokens; `propose`
+grows the tree and puts it into order. What they read and write lies in the sources' arrays (`kernels/source_table.py`)
+and in the request's (`kernels/request.py`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels import prediction, recycling
+from retrieve_spec.kernels import request as state
+from retrieve_spec.kernels.expand import expand
+from retrieve_spec.kernels.learn import learn
+from retrieve_spec.kernels.order import depth_first, find_origins, node_tails
+from retrieve_spec.kernels.source_table import (
+    CURSOR,
+    KIND,
+    NUMBER,
+    PREDICTION_CURSORS,
+    RECYCLING,
+    RECYCLING_CAPACITY,
+    RECYCLING_CLOCK,
+    RECYCLING_ENTRIES,
+    RECYCLING_K,
+    TAIL,
+    expected_text,
+    recycling_sets,
+)
+from retrieve_spec.kernels.views import view_f32, view_f64_cube, view_i64, view_i64_rows, view_rows
+from retrieve_spec.kernels.weights import LENGTH_CLASSES, NUM_SOURCES
+
+
+@njit(cache=True, nogil=True)
+def _trust(request: NDArray[np.int64]) -> NDArray[np.float64]:
+    return view_f64_cube(request[state.TRUST], NUM_SOURCES, 1 + LENGTH_CLASSES, 2)
+
+
+@njit(cache=True, nogil=True)
+def propose(
+    table: NDArray[np.int64],
+    request: NDArray[np.int64],
+    cells: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    cost: NDArray[np.float32],
+    max_nodes: int,
+    max_depth: int,
+    min_p: float,
+    promise: float,
+    origins: bool,
+    token_ids: NDArray[np.int32],
+    parent: NDArray[np.int32],
+    depth: NDArray[np.int32],
+    log_p: NDArray[np.float32],
+    source: NDArray[np.uint8],
+    origin: NDArray[np.int64],
+) -> int:
+    """Draft what follows the text.
+
+    Parameters
+    ----------
+    cells, scale, cost, max_nodes, max_depth, min_p, promise
+        As for `expand.expand`.
+    origins
+        Say where nodes stand in a store.
+    token_ids, parent, depth, log_p, source, origin
+        (≥ max_nodes,) outputs: the fields of a `DraftTree`.
+
+    Returns
+    -------
+    int
+        How many nodes there are; the request's `NODES` and `NODE_P` hold them in best-first order.
+    """
+    rows = len(table)
+    most = (max_nodes + 1) * rows
+    cursors = view_i64_rows(request[state.NODE_CURSORS], most, CURSOR)
+    nodes = view_i64_rows(request[state.NODES], max_nodes, 4)
+    node_p = view_f32(request[state.NODE_P], max_nodes)
+    pool = request[state.POOL]
+    state.catch_up(table, request)
+    n, _ = expand(
+        table,
+        state.cursors_of(request, rows),
+        state.newest_of(request),
+        request[state.LENGTH],
+        cells,
+        scale,
+        _trust(request),
+        state.noise_of(request),
+        cost,
+        max_nodes,
+        max_depth,
+        min_p,
+        promise,
+        cursors,
+        view_rows(request[state.NODE_TAILS], max_nodes + 1, TAIL),
+        view_f32(request[state.POOL_P], pool),
+        view_i64_rows(request[state.POOL_IDS], pool, 3),
+        view_i64(request[state.HEAP], pool),
+        view_i64(request[state.SCRATCH], request[state.WORDS]),
+        nodes,
+        node_p,
+    )
+    found = np.empty(n if origins else 0, np.int64)
+    if origins:
+        known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)
+        find_origins(table, cursors, request[state.STORED], known, n, found)
+    numbers = np.empty(rows, np.uint8)
+    for s in range(rows):
+        numbers[s] = table[s, NUMBER]
+    depth_first(nodes, node_p, numbers, found, token_ids[:n], parent[:n], depth[:n], log_p[:n], source[:n], origin[:n])
+    return n
+
+
+@njit(cache=True, nogil=True)
+def observe(
+    table: NDArray[np.int64],
+    request: NDArray[np.int64],
+    cells: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    min_p: float,
+    emitted: NDArray[np.int32],
+    token_ids: NDArray[np.int32],
+    parent: NDArray[np.int32],
+    top_ids: NDArray[np.int32],
+    top_logits: NDArray[np.float32],
+) -> int:
+    """Follow the emitted tokens with every source, and learn at each.
+
+    Parameters
+    ----------
+    cells, scale, min_p
+        As for `learn.learn`.
+    emitted
+        (e,) int32 tokens.
+    token_ids, parent
+        (n,) int32 nodes of the tree that was verified.
+    top_ids, top_logits
+        (n + 1, k) int32 and float32: the target's top tokens after the root and every node, or (0, k).
+
+    Returns
+    -------
+    int
+        How many tokens there was room for in the text's automaton; the caller appends the others.
+    """
+    rows = len(table)
+    newest, noise = state.newest_of(request), state.noise_of(request)
+    contexts = len(top_ids)
+    tails = np.empty((contexts, recycling.ORDERS), np.int32)
+    lens = np.empty(contexts, np.int32)
+    if contexts > 0:
+        node_tails(token_ids, parent, newest, request[state.LENGTH], tails, lens)
+    state.catch_up(table, request)
+    roots = state.stored_cursors(table, request)
+    noise[3] = request[state.LENGTH] + request[state.OFFSET]
+    state.wake(table, request)
+    learn(
+        table,
+        state.cursors_of(request, rows),
+        newest,
+        request[state.LENGTH],
+        cells,
+        scale,
+        _trust(request),
+        state.use_of(request, rows),
+        noise,
+        min_p,
+        emitted,
+        state.learn_every(request),
+        view_i64(request[state.SCRATCH], request[state.WORDS]),
+    )
+    state.choose_sources(table, request)
+    request[state.LEARNED] += len(emitted)
+    request[state.LENGTH] += len(emitted)
+    window = state.follow_stores(table, request, emitted, roots)
+    if request[state.PREDICTED] == 1:
+        kept = view_i64_rows(table[0, PREDICTION_CURSORS], state.HYPOTHESES, CURSOR)
+        prediction.follow(expected_text(table, 0), kept, emitted, window[max(len(window) - prediction.LOOKBACK, 0) :])
+    appended = state.grow_context(table, request, emitted)
+    if contexts > 0:  # last: calibration must not see the answer
+        _recycle(table, request, tails, lens, top_ids, top_logits)
+    return appended
+
+
+@njit(cache=True, nogil=True)
+def _recycle(
+    table: NDArray[np.int64],
+    request: NDArray[np.int64],
+    tails: NDArray[np.int32],
+    lens: NDArray[np.int32],
+    top_ids: NDArray[np.int32],
+    top_logits: NDArray[np.float32],
+) -> None:
+    for s in range(len(table)):
+        if table[s, KIND] == RECYCLING:
+            entries = view_rows(table[s, RECYCLING_ENTRIES], table[s, RECYCLING_CAPACITY], 2 * table[s, RECYCLING_K])
+            clock = view_i64(table[s, RECYCLING_CLOCK], 1)
+            recycling.learn_rows(recycling_sets(table, s), entries, tails, lens, top_ids, top_logits, clock)

@@ -1,0 +1,96 @@
+"""Which sources rest, and what is kept of the text: kernels against the same in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrieve_spec.kernels import request
+from retrieve_spec.kernels.order import MATCH
+from retrieve_spec.kernels.source_table import (
+    AUTOMATON,
+    DENSE,
+    EXACT,
+    KIND,
+    NGRAM,
+    PREDICTION,
+    RECYCLING,
+    RESTING,
+    ROW,
+    TAIL,
+)
+from retrieve_spec.sources.rows import Row
+
+KINDS = [PREDICTION, AUTOMATON, AUTOMATON, EXACT, DENSE, RECYCLING, NGRAM, EXACT]
+CONTEXT, NEIGHBOURS = 1, 4
+
+
+def request_of(use, recent=None, newest=None, cursors=None, **numbers):
+    rows = len(use)
+    arrays = {
+        request.USE: use,
+        request.RECENT: np.zeros(MATCH, np.int32) if recent is None else recent,
+        request.NEWEST: np.zeros((1, TAIL), np.int32) if newest is None else newest,
+        request.CURSORS: np.zeros((rows, 4), np.int64) if cursors is None else cursors,
+    }
+    columns = {getattr(request, name.upper()): value for name, value in numbers.items()}
+    return Row.of(request.REQUEST, arrays, columns)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 40), st.booleans(), st.booleans())
+def test_sources_rest_that_are_of_no_use(seed, steps, rests, neighbours):
+    rng = np.random.default_rng(seed)
+    kinds = np.array(KINDS)
+    table = np.zeros((len(KINDS), ROW), np.int64)
+    table[:, KIND], table[:, RESTING] = kinds, rng.integers(0, 2, len(KINDS)) if rests else 0
+    use = rng.choice([0.0, 0.001, 0.003, 0.005, 0.015, 0.5], len(KINDS))
+    held = request_of(use, steps=steps, rests=int(rests), context=CONTEXT, dense_row=NEIGHBOURS if neighbours else -1)
+    slow = (kinds == NGRAM) | (kinds == EXACT)
+
+    resting = table[:, RESTING].copy()
+    if rests:
+        resting[np.ones_like(slow) if (steps + 1) % 8 == 0 else ~slow] = 0
+    request.wake(table, held.words)
+    assert held.words[request.STEPS] == steps + 1
+    assert (table[:, RESTING] == resting).all()
+
+    if rests or (steps + 1) % 8 == 0:
+        resting[use < np.where(slow, 0.01, 0.002)] = 1
+        resting[use >= np.where(slow, 0.02, 0.004)] = 0
+        resting[: CONTEXT + 1] = 0
+        if neighbours:
+            resting[NEIGHBOURS] = 0
+    request.choose_sources(table, held.words)
+    assert (table[:, RESTING] == resting).all()
+    assert held.words[request.RESTS] == resting.any()
+
+
+@given(st.lists(st.integers(0, 3 * MATCH), max_size=5), st.integers(0, 10**6))
+def test_the_newest_tokens_are_kept(lengths, seed):
+    rng = np.random.default_rng(seed)
+    recent = np.zeros(MATCH, np.int32)
+    held = request_of(np.ones(1), recent=recent)
+    table, roots = np.zeros((1, ROW), np.int64), np.zeros((0, 4), np.int64)
+    text = np.empty(0, np.int32)
+    for length in lengths:
+        tokens = rng.integers(0, 1000, length).astype(np.int32)
+        text = np.concatenate([text, tokens])
+        window = request.follow_stores(table, held.words, tokens, roots)
+        assert window.tolist() == text[max(len(text) - MATCH - length, 0) :].tolist()
+        kept = held.words[request.KEPT]
+        assert recent[:kept].tolist() == text[max(len(text) - MATCH, 0) :].tolist()
+
+
+@given(st.integers(0, 5000), st.booleans())
+def test_learning_reads_stores_less_often_in_time(tokens, stores):
+    held = request_of(np.ones(1), learned=tokens, slow=int(stores))
+    assert request.learn_every(held.words) == (4 if stores and tokens >= 2000 else 1)
+
+
+@given(st.lists(st.integers(0, 9), max_size=20))
+def test_tokens_are_pushed_in_front(tokens):
+    newest = np.full((1, TAIL), -1, np.int32)
+    for token in tokens:
+        request.push(newest, token)
+    assert newest[0].tolist() == [*tokens[::-1], *[-1] * TAIL][:TAIL]
