@@ -1,1 +1,21 @@
-"""Drafting: from the cursors of all sources to one tree."""
+"""Drafting: from the text so far and every open source to one draft tree; for any engine, without torch.
+
+A `Drafter` is asked for a `DraftTree` within a `Budget` before every pass of the model, and told by a `VerifiedPass`
+what the pass showed. `MixtureDrafter` drafts from all sources at once::
+
+    drafter = MixtureDrafter()
+    drafter.prepare()                             # once: kernels are compiled, or loaded from Numba's cache
+    drafter.start(prompt_ids)                     # (L,) int32
+    drafter.observe(VerifiedPass(DraftTree(), path=nothing, emitted=first_token))
+    while generating:
+        tree = drafter.propose(Budget(max_nodes=32, max_depth=16))
+        ...                                       # one pass over the last token and all nodes: `tree.ancestors`
+        drafter.observe(VerifiedPass(tree, path, emitted, top_ids, top_logits))
+    drafter.finish()
+"""
+
+from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.drafting.tree import DraftTree
+
+__all__ = ["Budget", "DraftTree", "Drafter", "MixtureDrafter", "VerifiedPass"]
