@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,11 @@ _store = click.option(
     metavar="S",
     help="A datastore to draft from; may be given more than once.",
 )
+
+_BUNDLED = """\
+This is the bundled model of 12.6 million parameters, for trying things out: it goes on with Python from the end of a
+line, and in the middle of one it mostly repeats what stands there. To write code with, give a model that was trained
+on fill-in-the-middle:  retrieve-spec serve --model Qwen/Qwen2.5-Coder-1.5B"""
 
 
 def _need_extra() -> None:
@@ -98,7 +104,9 @@ def serve(
     logging.basicConfig(level=logging.ERROR if quiet else logging.INFO, format="%(levelname)s: %(message)s")
     config = replace(_DEFAULTS, host=host, port=port, origins=origins, slots=slots)
     if not quiet:
-        click.echo(f"Loading {model}; then serving on http://{host}:{port} (Ctrl-C ends it).", err=True)
+        click.echo(f"http://{host}:{port} answers 503 while {model} is being loaded (Ctrl-C ends it).", err=True)
+        if model == "reference":
+            click.echo(_BUNDLED, err=True)
     with loading_bars(not quiet):
         run(model, config, workspaces=workspaces, stores=stores, key_file=key_file, dtype=dtype, device=device)
 
@@ -123,10 +131,30 @@ def lsp(model: str, workspaces: tuple[Path, ...], stores: tuple[Path, ...], dtyp
 
 
 @click.command(short_help="Delete what is kept about workspaces.")
-@click.argument("workspaces", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("workspaces", nargs=-1, type=click.Path(path_type=Path))
 def forget(workspaces: tuple[Path, ...]) -> None:
-    """Delete what is kept on disk about the workspace of these folders (as given to --workspace together)."""
-    _need_extra()
-    from retrieve_spec.server.workspace import forget_workspace
+    """Delete what is kept on disk about these folders, whichever others were opened with them; alone, list it.
 
-    click.echo("Forgotten." if forget_workspace(workspaces) else "Nothing was kept about it.")
+    A server that runs with one of them keeps what it has in memory until it ends, or until it is told
+    (DELETE /v1/workspace).
+    """
+    _need_extra()
+    from retrieve_spec.server.workspace_store import forget_workspace, kept_workspaces
+
+    if not workspaces:
+        for folders in kept_workspaces().values():
+            click.echo(_named(folders))
+        return
+    gone = forget_workspace(workspaces)
+    for folders in gone:
+        click.echo(f"Forgotten: {_named(folders)}")
+    if not gone:
+        click.echo("Nothing was kept about it.")
+
+
+def _named(folders: Sequence[Path]) -> str:
+    """Folders on one line; many are files of an older store, which did not name its folders."""
+    shown = [click.format_filename(folder) for folder in folders[:4]]
+    return (
+        " ".join([*shown, *([f"and {len(folders) - 4} more"] if len(folders) > 4 else [])]) or "(an unfinished store)"
+    )

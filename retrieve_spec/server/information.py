@@ -26,11 +26,12 @@ class InformationHandlers:
         The server's parts.
     metrics
         What is counted.
+    reader
+        Reads requests.
     """
 
-    def __init__(self, service: Service, metrics: Metrics) -> None:
-        self.service, self.metrics = service, metrics
-        self._reader = Reader(service.config.max_body_bytes)
+    def __init__(self, service: Service, metrics: Metrics, reader: Reader) -> None:
+        self.service, self.metrics, self._reader = service, metrics, reader
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
@@ -82,7 +83,13 @@ class InformationHandlers:
         if service.fim is None:
             body["fim_missing"] = service.no_fim()
         if workspace is not None:
-            body["workspace"] = {"indexed": workspace.indexed.is_set(), "files": len(workspace.texts)}
+            body["workspace"] = {
+                "indexed": workspace.indexed.is_set() and not (workspace.forgotten or workspace.trouble),
+                "files": len(workspace.texts),
+                "left_out": dict(workspace.left_out),
+                **({"forgotten": True} if workspace.forgotten else {}),
+                **({"trouble": workspace.trouble} if workspace.trouble else {}),
+            }
         return JSONResponse(body)
 
     async def tabby_health(self, request: Request) -> Response:

@@ -1,27 +1,30 @@
 """Keeps the text of opened folders at hand and indexed, and follows what changes.
 
-Nothing is written into a workspace and nothing leaves the machine.
+What may be remembered is decided by `retrieve_spec.datastore.entry_filter`. Nothing is written into a workspace and
+nothing leaves the machine.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
+from retrieve_spec.datastore.git_rules import list_folder
 from retrieve_spec.errors import ServeError
-from retrieve_spec.paths import cache_dir
 from retrieve_spec.server.continuations import Continuation, TextIndex, key_starts
-from retrieve_spec.server.workspace_files import WorkspaceFiles, looks_secret
 
 log = logging.getLogger("retrieve_spec.server")
 
 _SEGMENT_CHARS = 500_000
+_RULES = (".gitignore", ".ignore", "exclude")
+"""Files that say what counts."""
+_TOO_MANY, _TOO_MUCH = "beyond the bound of files", "beyond the bound of text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,15 @@ class Workspace:
     ------
     ServeError
         A root is not a folder.
+
+    Attributes
+    ----------
+    texts
+        What is remembered, by path.
+    left_out
+        How many files the last scan left out, by reason; what git ignores is not counted.
+    trouble
+        What ended the indexing, "" while all is well.
     """
 
     def __init__(
@@ -59,12 +71,16 @@ class Workspace:
                 raise ServeError("a folder as workspace", f"{root}", "Give an existing folder.")
         self.config = config
         self.texts: dict[Path, str] = {}
+        self.chars = 0
+        self.left_out: Counter[str] = Counter()
+        self.trouble = ""
+        self.forgotten = False
         self.indexed = threading.Event()
         self.progress: Callable[[int, int], None] | None = None
         self.on_change = on_change
-        self._dirty = False
+        self._dirty = self._missed = False
         self._segments: list[_Segment] = []
-        self._files = WorkspaceFiles(self.roots, config)
+        self._filter = EntryFilter(self.roots, max_bytes=config.workspace_file_bytes)
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -80,65 +96,102 @@ class Workspace:
         if self._thread is not None:
             self._thread.join(timeout=5)
 
-    @property
-    def chars(self) -> int:
-        """Characters remembered."""
-        return sum(map(len, self.texts.values()))
-
     def scan(self) -> None:
-        """Read every file that counts and index it."""
+        """Read every file that counts, those that changed last first, and index them; what is left out is said."""
+        candidates, left_out = self._candidates()
         texts: dict[Path, str] = {}
         total = 0
-        for done, path in enumerate(self._files.walk()):
-            text = self._files.read(path)
-            if self._stop.is_set() or total + len(text) > self.config.workspace_chars:
-                break
-            if text:
-                texts[path] = text
+        for done, candidate in enumerate(candidates):
+            if self._stop.is_set() or self.forgotten:
+                return
+            if done >= self.config.workspace_files:
+                left_out[_TOO_MANY] += 1
+                continue
+            text = self._filter.read(candidate.path)
+            if isinstance(text, Reason):
+                left_out[text.value] += 1
+            elif total + len(text) > self.config.workspace_chars:
+                left_out[_TOO_MUCH] += 1
+            else:
+                texts[candidate.path] = text
                 total += len(text)
             if self.progress is not None and done % 100 == 0:
                 self.progress(done, len(texts))
+        segments = self._index(texts)
         with self._lock:
-            self.texts = texts
-        self._segments = self._index(texts)
+            if self.forgotten:
+                return
+            self.texts, self.chars, self.left_out, self._segments = texts, total, left_out, segments
         self.indexed.set()
+        if left_out:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
+            log.info("workspace: %d files are drafted from; left out: %s", len(texts), reasons)
         self._changed()
 
+    def _candidates(self) -> tuple[list[Candidate], Counter[str]]:
+        """All files that may count, those that changed last first, and how many do not, by reason."""
+        found: list[Candidate] = []
+        left_out: Counter[str] = Counter()
+        for _, verdict in self._filter.list():
+            if isinstance(verdict, Candidate):
+                found.append(verdict)
+            else:
+                left_out[verdict.value] += 1
+        found.sort(key=lambda candidate: (-candidate.modified_ns, candidate.path))
+        return found, left_out
+
     def update(self, paths: Iterable[Path]) -> bool:
-        """Read files again after they changed, appeared or went; whether anything did change."""
+        """Read files again after they changed, appeared or went; whether anything did change.
+
+        A folder stands for all that is in it, or was.
+        """
+        given = set(map(Path, paths))
+        if self.forgotten:
+            return False
+        if any(path.name in _RULES for path in given):
+            self.scan()
+            return True
+        looked_at: set[Path] = set()
+        for path in given:
+            looked_at |= {path, *(known for known in self.texts if path in known.parents)}
+            if path.is_dir() and not path.is_symlink():
+                looked_at |= set(list_folder(path))
         changed: set[Path] = set()
-        for path in map(Path, paths):
-            if path.name in (".gitignore", ".ignore"):
-                self.scan()
-                return True
-            text = self._files.read(path) if self._files.counts(path) else ""
+        for path, verdict in self._filter.verdicts(looked_at).items():
+            read = self._filter.read(path) if isinstance(verdict, Candidate) else verdict
+            if read is Reason.CHANGING:
+                continue  # the next notice of it comes
+            text = "" if isinstance(read, Reason) else read
             if text != self.texts.get(path, ""):
                 changed.add(path)
-                with self._lock:
-                    self.texts.pop(path, None)
-                    if text and self.chars + len(text) <= self.config.workspace_chars:
-                        self.texts[path] = text
+                self._keep(path, text)
         if changed:
             touched = {path for segment in self._segments if segment.paths & changed for path in segment.paths}
             kept = [segment for segment in self._segments if not segment.paths & changed]
             again = {path: self.texts[path] for path in touched | changed if path in self.texts}
-            self._segments = kept + self._index(again)
+            segments = kept + self._index(again)
+            with self._lock:
+                if self.forgotten:
+                    return False
+                self._segments = segments
             self._changed()
         return bool(changed)
 
-    def put(self, path: Path, text: str) -> None:
-        """Take the text of a file from an editor (saved or not), if the file counts."""
-        if not self._files.counts(path, exists=False) or looks_secret(path, text):
-            return
+    def _keep(self, path: Path, text: str) -> None:
+        """Remember a text in place of an older one; "" forgets that."""
         with self._lock:
-            self.texts.pop(path, None)
-            self.texts[path] = text
+            self.chars -= len(self.texts.pop(path, ""))
+            if text and not self.forgotten and self.chars + len(text) <= self.config.workspace_chars:
+                self.texts[path] = text
+                self.chars += len(text)
 
     def forget(self) -> None:
-        """Drop everything remembered."""
+        """Drop everything remembered, a scan under way included; nothing is remembered again until the next start."""
         with self._lock:
-            self.texts = {}
-        self._segments = []
+            self.forgotten = True
+            self.texts, self.chars, self._segments = {}, 0, []
+            self.left_out = Counter()
+        self.indexed.set()
         self._changed()
 
     def find(self, left: str, limit: int) -> list[Continuation]:
@@ -191,32 +244,34 @@ class Workspace:
     def _run(self, watch: bool) -> None:
         try:
             self.scan()
-            if watch:
+            while watch and not (self._stop.is_set() or self.forgotten):
                 self._watch()
-        except Exception:
-            log.exception("the workspace could not be indexed")
+        except Exception as error:
+            log.exception("the workspace is not followed any longer")
+            self.trouble = f"{type(error).__name__}: {error}"
             self.indexed.set()
 
     def _watch(self) -> None:
+        """Follow changes until the end, or until a name that is not Unicode changes: what else did is not told then."""
         from watchfiles import watch
 
-        for changes in watch(*self.roots, stop_event=self._stop, debounce=400, rust_timeout=500, yield_on_timeout=True):
-            if self._stop.is_set():
+        notices = watch(*self.roots, stop_event=self._stop, debounce=400, rust_timeout=500, yield_on_timeout=True)
+        while True:
+            try:
+                changes = next(notices)
+            except RuntimeError:  # watchfiles' own, of which only the text says what it is
+                log.info("workspace: a file changed whose name is not Unicode; everything is looked at again")
+                self._missed = True
                 return
-            if not (changes and self.update(Path(path) for _, path in changes)) and self._dirty:
-                self._changed()
-
-
-def memory_folder(roots: Iterable[Path]) -> Path:
-    """Where the store of a workspace lives: the user's cache folder, one entry per set of folders."""
-    key = hashlib.sha256("\0".join(sorted(str(root.expanduser().resolve()) for root in roots)).encode()).hexdigest()
-    return cache_dir() / "workspaces" / key[:24]
-
-
-def forget_workspace(roots: Iterable[Path]) -> bool:
-    """Delete what is stored on disk about a workspace; whether there was anything."""
-    folder = memory_folder(roots)
-    if not folder.exists():
-        return False
-    shutil.rmtree(folder)
-    return True
+            except StopIteration:
+                return
+            if self._stop.is_set() or self.forgotten:
+                return
+            try:
+                if self._missed:
+                    self._missed = False
+                    self.scan()
+                elif not (changes and self.update(Path(path) for _, path in changes)) and self._dirty:
+                    self._changed()
+            except Exception:
+                log.exception("a change in the workspace was passed over")

@@ -1,17 +1,28 @@
-"""Keeps a datastore on disk in step with the text of a workspace, so that all of it can be drafted from."""
+"""Keeps a datastore on disk in step with the text of a workspace, so that all of it can be drafted from.
+
+Stores lie in the user's cache folder: one folder for each set of opened folders, which are named in it, and in that one
+store for each tokenizer. What may no longer be known, because it was deleted or became secret, is taken out of the
+store's files at once.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock, Timeout
+
+from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.errors import RetrieveSpecError, StoreError, StoreLockedError, TokenizerMismatchError
-from retrieve_spec.server.workspace import Workspace, memory_folder
+from retrieve_spec.paths import cache_dir
+from retrieve_spec.server.workspace import Workspace
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
@@ -21,6 +32,8 @@ log = logging.getLogger("retrieve_spec.server")
 WORKSPACE_LICENCE = "workspace"
 _MAX_SEGMENTS = 8
 _NAMES_PER_CHANGE = 500
+_FOLDERS = "workspace.json"
+_LOCK = "server.lock"
 
 
 class WorkspaceStore:
@@ -46,7 +59,10 @@ class WorkspaceStore:
         *,
         every_s: float = 10.0,
     ) -> None:
-        self.folder = memory_folder(workspace.roots)
+        from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
+
+        self._home = memory_folder(workspace.roots)
+        self.folder = self._home / tokenizer_fingerprint(tokenizer)[:16]
         self._workspace, self._tokenizer, self._attach, self._every_s = workspace, tokenizer, attach, every_s
         self._synced_at = -every_s
         self._lock = threading.Lock()
@@ -65,8 +81,10 @@ class WorkspaceStore:
         """Add, replace and remove documents until the store holds what the workspace holds."""
         with self._lock:
             try:
-                self._attach(self._synchronised())
-            except StoreLockedError:
+                self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
+                with FileLock(self._home / _LOCK, timeout=0):
+                    self._attach(self._synchronised())
+            except (StoreLockedError, Timeout):
                 self._attach(self._open())  # another server of this workspace writes; read what it wrote
             except (RetrieveSpecError, OSError):
                 log.exception("the workspace's store could not be written; drafting goes on without it")
@@ -76,7 +94,7 @@ class WorkspaceStore:
         """Delete the store."""
         with self._lock:
             self._attach(None)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self._home, ignore_errors=True)
 
     def _open(self) -> Datastore | None:
         from retrieve_spec.datastore.store import open_datastore
@@ -92,10 +110,12 @@ class WorkspaceStore:
         from retrieve_spec.datastore.sources import Source
 
         wanted = {str(path): _sha256(text) for path, text in self._workspace.texts.items()}
+        self._drop_old()
         store = self._open()
         if store is None:
-            shutil.rmtree(self.folder, ignore_errors=True)  # interrupted, damaged, or of another tokenizer
-            self.folder.mkdir(parents=True, mode=0o700)
+            shutil.rmtree(self.folder, ignore_errors=True)  # interrupted or damaged, and nobody else writes
+            self.folder.mkdir(mode=0o700)
+            self._name_folders()
             sources: list[Source | str] = [Source(path, WORKSPACE_LICENCE) for path in wanted]
             build_datastore(self.folder, sources, self._tokenizer, workers=1)
             return self._open()
@@ -110,10 +130,78 @@ class WorkspaceStore:
         if not (gone or fresh):
             return store
         store = self._open()
-        if store is not None and len(store.segments) > _MAX_SEGMENTS:
+        forbidden = any(path not in wanted for path in gone)
+        if store is not None and (forbidden or len(store.segments) > _MAX_SEGMENTS):
             compact_datastore(self.folder)
             store = self._open()
         return store
+
+    def _drop_old(self) -> None:
+        """Delete a store of earlier releases, which lay where those of all tokenizers lie now."""
+        if (self._home / MANIFEST).exists():
+            for path in self._home.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != _LOCK:
+                    path.unlink()
+
+    def _name_folders(self) -> None:
+        """Write down what is in here, so that it can be found when one of the folders is to be forgotten."""
+        roots = [str(root) for root in self._workspace.roots]
+        (self._home / _FOLDERS).write_text(json.dumps({"folders": roots}), "utf-8")
+
+
+def memory_folder(roots: Iterable[Path]) -> Path:
+    """Where the stores of a workspace live: the user's cache folder, one entry per set of folders."""
+    names = sorted(str(root.expanduser().resolve()) for root in roots)
+    key = hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()
+    return _workspaces() / key[:24]
+
+
+def _workspaces() -> Path:
+    return cache_dir() / "workspaces"
+
+
+def kept_workspaces() -> dict[Path, list[Path]]:
+    """Where something is kept on disk, and about which folders."""
+    kept: dict[Path, list[Path]] = {}
+    for home in sorted(_workspaces().glob("*")):
+        if home.is_dir():
+            kept[home] = _folders_of(home)
+    return kept
+
+
+def _folders_of(home: Path) -> list[Path]:
+    """Folders that a workspace's stores hold text of: as written down, else the files its stores were made from."""
+    try:
+        return [Path(folder) for folder in json.loads((home / _FOLDERS).read_text("utf-8"))["folders"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    from retrieve_spec.datastore.store import open_datastore
+
+    found: list[Path] = []
+    for store in (home, *(folder for folder in home.glob("*") if folder.is_dir())):
+        try:
+            found += map(Path, held_documents(open_datastore(store)))
+        except (RetrieveSpecError, OSError):
+            continue
+    return found
+
+
+def forget_workspace(folders: Iterable[Path]) -> list[list[Path]]:
+    """Delete from disk every store that holds text of one of some folders, or of a folder in or around it.
+
+    What else lay in such a store is indexed again when it is opened the next time. Returns, for every workspace that
+    was deleted, its folders.
+    """
+    wanted = [folder.expanduser().resolve() for folder in folders]
+    gone = []
+    for home, held in kept_workspaces().items():
+        exact = home == memory_folder(wanted)
+        if exact or any(a.is_relative_to(b) or b.is_relative_to(a) for a in held for b in wanted):
+            shutil.rmtree(home)
+            gone.append(held)
+    return gone
 
 
 def held_documents(store: Datastore) -> dict[str, str]:

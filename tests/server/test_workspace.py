@@ -1,17 +1,30 @@
 from __future__ import annotations
 
+import copy
+import json
+import logging
+import os
 import random
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+from tokenizers import Tokenizer
+from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.provenance import Provenance
-from retrieve_spec.server.workspace import Workspace, forget_workspace, memory_folder
-from retrieve_spec.server.workspace_files import looks_secret
-from retrieve_spec.server.workspace_store import WorkspaceStore, held_documents
+from retrieve_spec.server.workspace import Workspace
+from retrieve_spec.server.workspace_store import (
+    WorkspaceStore,
+    forget_workspace,
+    held_documents,
+    kept_workspaces,
+    memory_folder,
+)
 
 CODE = "def compute_total(items):\n    return sum(item.price for item in items)\n"
 
@@ -54,17 +67,86 @@ def test_what_counts(folder):
     assert names(workspace) == {"a.py", "sub/b.py", "sub/.gitignore", "sub/keep.log", ".gitignore"}
 
 
-@pytest.mark.parametrize(
-    "name", [".env", ".env.local", "server.pem", "id_ed25519", "credentials", "x.tfstate", ".npmrc"]
-)
-def test_secret_names(name):
-    assert looks_secret(Path(name))
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="names there are always Unicode")
+def test_a_name_that_is_not_utf8_ends_nothing(folder, tokenizer):
+    attached = []
+    workspace = Workspace([folder], ServeConfig())
+    workspace.on_change = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0).follow
+    strange = os.fsencode(folder) + b"/caf\xe9.py"
+    with open(strange, "w") as file:
+        file.write("early = 1\n")
+    workspace.start()
+    try:
+        assert workspace.indexed.wait(60) and not workspace.trouble
+        assert workspace.left_out["its name is not UTF-8"] == 1
+        limit = time.monotonic() + 60
+        while "new.py" not in names(workspace):
+            with open(strange, "w") as file:
+                file.write(f"late = {time.monotonic()}\n")
+            (folder / "new.py").write_text(f"fresh_name = {time.monotonic()}\n")
+            time.sleep(0.2)
+            assert time.monotonic() < limit, "saves are not noticed any more"
+        wait_for(lambda: attached and any("new.py" in path for path in held_documents(attached[-1])))
+    finally:
+        workspace.close()
 
 
-def test_secret_contents():
-    assert looks_secret(Path("a.py"), "token = 'ghp_" + "a" * 36 + "'")
-    assert looks_secret(Path("a.py"), "AKIA" + "A" * 16)
-    assert not looks_secret(Path("environment.py"), "token = read_token()\n")
+def test_a_linked_folder_leads_nowhere_when_a_file_in_it_changes(folder, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "private.py").write_text("private_name = 1\n")
+    (folder / "linked").symlink_to(outside)
+    workspace = Workspace([folder], ServeConfig())
+    workspace.scan()
+    before = names(workspace)
+    assert not workspace.update([folder / "linked" / "private.py", folder / "linked", outside / "private.py"])
+    assert names(workspace) == before
+    (folder / "sub" / "b.py").unlink()
+    (folder / "sub" / "b.py").symlink_to(outside / "private.py")
+    workspace.update([folder / "sub" / "b.py"])
+    assert not any("private_name" in text for text in workspace.texts.values())
+
+
+def test_folders_that_move_are_followed(folder):
+    workspace = Workspace([folder], ServeConfig())
+    workspace.scan()
+    (folder / "sub").rename(folder / "other")
+    assert workspace.update([folder / "sub", folder / "other"])
+    assert names(workspace) == {"a.py", "other/b.py", "other/.gitignore", "other/keep.log", ".gitignore"}
+    assert workspace.find("x = ", 4) or workspace.texts[folder / "other/b.py"] == "x = 1\n"
+
+
+def test_a_file_that_becomes_secret_goes(folder):
+    workspace = Workspace([folder], ServeConfig())
+    workspace.scan()
+    (folder / "a.py").write_text(CODE + "KEY = 'ghp_" + "aB3dE6gH9j" * 4 + "'\n")
+    assert workspace.update([folder / "a.py"])
+    assert "a.py" not in names(workspace)
+
+
+def test_what_changed_last_counts_first_and_the_rest_is_said(tmp_path, caplog):
+    for number in range(40):
+        path = tmp_path / f"d{number:02}" / "f.py"
+        path.parent.mkdir()
+        path.write_text(f"x = {number}\n")
+        os.utime(path, (1_000_000, 1_000_000 + number))
+    workspace = Workspace([tmp_path], ServeConfig(workspace_files=10))
+    with caplog.at_level(logging.INFO, "retrieve_spec.server"):
+        workspace.scan()
+    assert names(workspace) == {f"d{number}/f.py" for number in range(30, 40)}
+    assert workspace.left_out == {"beyond the bound of files": 30}
+    assert "10 files are drafted from; left out: 30 beyond the bound of files" in caplog.text
+
+
+def test_forgetting_ends_a_scan_under_way(folder):
+    workspace = Workspace([folder], ServeConfig())
+    workspace.progress = lambda done, kept: workspace.forget()
+    workspace.scan()
+    assert workspace.texts == {} and workspace.chars == 0
+    workspace.progress = None
+    assert not workspace.update([folder / "a.py"])
+    workspace.scan()
+    assert workspace.texts == {} and not workspace.find("def compute_tot", 4)
 
 
 def test_changes_are_followed(folder):
@@ -136,12 +218,90 @@ def test_store_follows_and_is_forgotten(folder, tokenizer):
     assert not memory_folder([folder]).exists()
 
 
-def test_forget_from_outside(folder, tokenizer):
+def test_deleted_and_secret_files_cannot_be_decoded_from_the_store(folder, tokenizer):
+    (folder / "gone.py").write_text("deleted_name = 'never to be seen again'\n" * 3)
+    (folder / "key.py").write_text("later_secret = 'this is the text of it'\n" * 3)
+    attached = []
     workspace = Workspace([folder], ServeConfig())
     workspace.scan()
-    WorkspaceStore(workspace, tokenizer, lambda store: None).sync()
-    assert forget_workspace([folder])
+    store = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
+    store.follow(workspace)
+
+    def decoded():
+        opened = attached[-1]
+        kept = []
+        for segment in opened.segments:
+            kept += [tokenizer.decode(segment.text_ids(i).tolist()) for i in range(len(segment.document_starts) - 1)]
+        return "".join(kept), b"".join(path.read_bytes() for path in opened.path.rglob("*") if path.is_file())
+
+    text, _ = decoded()
+    assert "deleted_name" in text and "later_secret" in text
+    (folder / "gone.py").unlink()
+    (folder / "key.py").write_text("x = '-----BEGIN RSA PRIVATE KEY-----'\n")
+    workspace.update([folder / "gone.py", folder / "key.py"])
+    store.follow(workspace)
+    text, raw = decoded()
+    assert "compute_total" in text
+    for word in ("deleted_name", "later_secret"):
+        assert word not in text and word.encode() not in raw
+
+
+def test_forget_finds_a_folder_in_every_store(folder, tmp_path, tokenizer):
+    other, third = tmp_path / "other", tmp_path / "third"
+    for path in (other, third):
+        path.mkdir()
+        (path / "o.py").write_text("other = 1\n" * 3)
+    for roots in ([folder, other], [folder], [third]):
+        workspace = Workspace(roots, ServeConfig())
+        workspace.scan()
+        WorkspaceStore(workspace, tokenizer, lambda store: None).sync()
+    assert len(kept_workspaces()) == 3
+    gone = forget_workspace([folder])
+    assert sorted(map(sorted, gone)) == sorted([sorted([folder, other.resolve()]), [folder]])
+    assert list(kept_workspaces().values()) == [[third.resolve()]]
     assert not forget_workspace([folder])
+    assert forget_workspace([third / "below"])
+
+
+def test_forget_finds_a_folder_in_stores_that_do_not_name_theirs(folder, tokenizer):
+    workspace = Workspace([folder, folder / "sub"], ServeConfig())
+    workspace.scan()
+    store = WorkspaceStore(workspace, tokenizer, lambda store: None)
+    store.sync()
+    (store.folder.parent / "workspace.json").unlink()
+    assert forget_workspace([folder])
+
+
+def test_two_models_have_two_stores(folder, tokenizer):
+    workspace = Workspace([folder], ServeConfig())
+    workspace.scan()
+    other = copy.deepcopy(tokenizer)
+    described = json.loads(other.backend_tokenizer.to_str())
+    described["model"]["merges"] = described["model"]["merges"][:-1]
+    other._tokenizer = Tokenizer.from_str(json.dumps(described))
+    attached = []
+    one = WorkspaceStore(workspace, tokenizer, attached.append)
+    two = WorkspaceStore(workspace, other, attached.append)
+    one.sync()
+    two.sync()
+    one.sync()
+    assert one.folder != two.folder and one.folder.exists() and two.folder.exists()
+    assert all(store is not None and store.manifest.documents for store in attached)
+
+
+def test_a_store_that_another_server_is_building_is_left_alone(folder, tokenizer):
+    attached = []
+    workspace = Workspace([folder], ServeConfig())
+    workspace.scan()
+    store = WorkspaceStore(workspace, tokenizer, attached.append)
+    begun = store.folder / "begun"
+    begun.mkdir(parents=True)
+    with FileLock(store.folder.parent / "server.lock"):
+        store.sync()
+        assert begun.exists()
+        assert attached == [None]
+    store.sync()
+    assert attached[-1].manifest.documents > 0
 
 
 def test_an_interrupted_store_is_built_again(folder, tokenizer):
