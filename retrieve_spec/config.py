@@ -160,6 +160,10 @@ class ServeConfig:
         Prompt tokens read per pass, so that reading can be cancelled.
     max_body_bytes
         Largest request accepted.
+    bodies_bytes
+        Bytes of large requests that may be held while they are being read, over all connections.
+    body_s
+        Seconds a request's body may take.
     max_predict
         Tokens a request may ask for at most.
     stale_s
@@ -184,6 +188,8 @@ class ServeConfig:
     max_queue: int = 32
     prefill_chunk: int = 512
     max_body_bytes: int = 4 << 20
+    bodies_bytes: int = 64 << 20
+    body_s: float = 30.0
     max_predict: int = 4096
     stale_s: float = 3.0
     deadline_s: float = 60.0

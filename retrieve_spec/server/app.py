@@ -19,6 +19,7 @@ from retrieve_spec.server.guard import Guard, Refusal
 from retrieve_spec.server.information import InformationHandlers
 from retrieve_spec.server.metrics import Metrics
 from retrieve_spec.server.provenance import Provenance
+from retrieve_spec.server.reading import Reader
 from retrieve_spec.server.service import Service
 
 
@@ -38,7 +39,9 @@ def create_app(
     provenance
         Tells where lines of an answer stand.
     """
-    h, about = CompletionHandlers(service, provenance or Provenance()), InformationHandlers(service, metrics)
+    reader = Reader(service.config)
+    h = CompletionHandlers(service, provenance or Provenance(), reader)
+    about = InformationHandlers(service, metrics, reader)
 
     def route(path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
         return Route(path, _counted(handler, path, metrics), methods=list(methods))

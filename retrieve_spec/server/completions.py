@@ -38,11 +38,12 @@ class CompletionHandlers:
         The server's parts.
     provenance
         Tells where lines of an answer stand.
+    reader
+        Reads requests.
     """
 
-    def __init__(self, service: Service, provenance: Provenance) -> None:
-        self.service, self.provenance = service, provenance
-        self._reader = Reader(service.config.max_body_bytes)
+    def __init__(self, service: Service, provenance: Provenance, reader: Reader) -> None:
+        self.service, self.provenance, self._reader = service, provenance, reader
 
     async def infill(self, request: Request) -> Response:
         """`POST /infill`."""

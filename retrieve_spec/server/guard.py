@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retrieve_spec.errors import ServeError
 
 _DRAINED = 16 << 20
+_SMALL = 64 << 10
 OPEN = "/health"
 OPEN_PATHS = frozenset({OPEN, "/v1/health"})
 """What answers without a key."""
@@ -42,6 +45,8 @@ class Refusal(Exception):
         """The answer."""
         body = {"error": {"code": self.status, "message": self.message, "type": self.kind}}
         headers = {"Retry-After": "1"} if self.status == 503 else {}
+        if self.status in (408, 413, 499):  # what is left of the body is not read
+            headers["Connection"] = "close"
         return JSONResponse(body, self.status, headers)
 
 
@@ -99,7 +104,7 @@ class Guard:
     keys
         Accepted API keys; none: no key is asked for.
     origins
-        Browser origins that may call.
+        Browser origins that may call (`normal_origins`).
     host
         Where the server listens; on a loopback address the Host header must name one too, so that a page cannot
         reach the server under a name of its own (DNS rebinding).
@@ -184,24 +189,89 @@ def _with_headers(send: Send, extra: dict[str, str]) -> Send:
     return wrapped
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+class BodyBudget:
+    """Bytes of bodies that are being read, over all connections.
+
+    Parameters
+    ----------
+    most
+        Bytes at most; the first `_SMALL` of every body are not counted, so that ordinary requests always come through.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def take(self, size: int) -> bool:
+        """Whether there is room for so many bytes more; they are taken then."""
+        if size > self._left:
+            return False
+        self._left -= size
+        return True
+
+    def give_back(self, size: int) -> None:
+        """The bytes are not being read any more."""
+        self._left += size
+
+
+async def read_body(request: Request, limit: int, budget: BodyBudget, seconds: float) -> bytes:
     """The body of a request.
 
     Raises
     ------
     Refusal
         The body is larger than the limit (413). A little more is read and dropped, since a client that is still
-        sending when the connection closes never sees the answer.
+        sending when the connection closes never sees the answer. It takes too long (408), too many others are being
+        read (503), or the client goes away.
     """
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= limit:
-            parts.append(part)
-        else:
-            parts.clear()
-        if size > limit + _DRAINED:
-            break
+    parts: list[bytes] = []
+    size = held = 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    parts.clear()
+                elif size > _SMALL:
+                    if not budget.take(len(part)):
+                        raise Refusal(503, "too many large requests are being read", "overloaded")
+                    held += len(part)
+                if size > limit + _DRAINED:
+                    break
+                if size <= limit:
+                    parts.append(part)
+    except TimeoutError:
+        raise Refusal(408, f"the body did not come within {seconds:g} seconds", "timeout") from None
+    except ClientDisconnect:
+        raise Refusal(499, "the client closed the connection", "cancelled") from None
+    finally:
+        budget.give_back(held)
     if size > limit:
         raise Refusal(413, f"the body has more than {limit} bytes")
     return b"".join(parts)
+
+
+def normal_origins(origins: Sequence[str]) -> tuple[str, ...]:
+    """Browser origins as browsers write them: scheme and host in small letters, no path, no usual port.
+
+    Raises
+    ------
+    ServeError
+        One is no origin, or stands for every page there is.
+    """
+    found = []
+    for origin in origins:
+        parts = urlsplit(origin.strip())
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        if not parts.scheme or not host or parts.path not in ("", "/") or parts.query or parts.fragment or "*" in host:
+            raise ServeError(
+                "the origin of a page, as http://localhost:3000",
+                repr(origin),
+                "Give each one that may call with an --origin of its own; there is none that stands for all.",
+            )
+        host = f"[{host}]" if ":" in host else host
+        usual = {"http": 80, "https": 443}.get(parts.scheme.lower())
+        found.append(f"{parts.scheme.lower()}://{host.lower()}" + (f":{port}" if port not in (None, usual) else ""))
+    return tuple(found)

@@ -9,8 +9,9 @@ import pydantic_core
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from retrieve_spec.config import ServeConfig
 from retrieve_spec.server import schemas
-from retrieve_spec.server.guard import Refusal, given_key, read_body
+from retrieve_spec.server.guard import BodyBudget, Refusal, given_key, read_body
 from retrieve_spec.server.service import Caller
 
 M = TypeVar("M", bound=BaseModel)
@@ -23,12 +24,13 @@ class Reader:
 
     Parameters
     ----------
-    max_body_bytes
-        Largest body accepted.
+    config
+        How large bodies may be, one and all together, and how long they may take.
     """
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self._max_body_bytes = max_body_bytes
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._budget = BodyBudget(config.bodies_bytes)
 
     async def json(self, request: Request) -> Any:
         """The body of a request as JSON.
@@ -36,9 +38,10 @@ class Reader:
         Raises
         ------
         Refusal
-            400: no JSON; 413: too large.
+            400: no JSON; 413: too large; 408: too slow; 503: too much is being read.
         """
-        data = await read_body(request, self._max_body_bytes)
+        config = self._config
+        data = await read_body(request, config.max_body_bytes, self._budget, config.body_s)
 
         def parse() -> Any:
             try:

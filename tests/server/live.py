@@ -11,7 +11,7 @@ import uvicorn
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.metrics import Metrics
-from retrieve_spec.server.run import listen
+from retrieve_spec.server.run import listen, server_settings
 from retrieve_spec.server.service import Service
 
 
@@ -28,10 +28,7 @@ class Live:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        settings = uvicorn.Config(
-            app, log_level="error", access_log=False, timeout_graceful_shutdown=1, timeout_keep_alive=75
-        )
-        self._server = uvicorn.Server(settings)
+        self._server = uvicorn.Server(server_settings(app))
         self._server.install_signal_handlers = lambda: None
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()

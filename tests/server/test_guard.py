@@ -1,0 +1,190 @@
+"""Slow, large, broken and foreign connections: what each of them may cost, and that nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+
+import pytest
+from scripted import ScriptedBackend
+from waiting import wait_for
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.errors import ServeError
+from retrieve_spec.server import connections
+from retrieve_spec.server.guard import normal_origins
+
+INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
+
+
+@pytest.fixture
+def say(codec):
+    return lambda text, **options: ScriptedBackend(lambda prompt: [*codec.encode(text), 0], **options)
+
+
+def connect(server, data):
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(data)
+    return connection
+
+
+def head(size, path="/infill"):
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode()
+
+
+def answer(connection):
+    connection.settimeout(60)
+    data = b""
+    while chunk := connection.recv(65536):
+        data += chunk
+    return data
+
+
+# ── time ──
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /infill HTTP/1.1\r\nHost: loc", b"G"])
+def test_heads_that_do_not_come_end_the_connection(live, say, monkeypatch, sent):
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    server = live(say("x"))
+    assert answer(connect(server, sent)).startswith(b"HTTP/1.1 408")
+
+
+def test_a_second_head_that_does_not_come_ends_it_too(live, say, monkeypatch):
+    server = live(say("x"))
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    data = answer(connect(server, request + b"GET /hea"))
+    assert data.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in data
+
+
+def test_bodies_that_do_not_come_are_408(live, say):
+    server = live(say("x"), config=ServeConfig(body_s=0.3))
+    data = answer(connect(server, head(1000) + b'{"input_prefix": "'))
+    assert data.startswith(b"HTTP/1.1 408")
+    assert b'"type":"timeout"' in data
+
+
+def test_endless_headers_are_431(live, say):
+    server = live(say("x"))
+    connection = connect(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < 10_000:
+            connection.sendall(b"X-%d: %s\r\n" % (sent, b"y" * 1000))
+            sent += 1
+            time.sleep(0.0005)
+    assert sent < 10_000, "all of it was read"
+    assert server.client.get("/health").status_code == 200
+
+
+# ── memory ──
+
+
+def test_unfinished_bodies_hold_a_bounded_amount(live, say):
+    config = ServeConfig(bodies_bytes=1 << 20, max_body_bytes=4 << 20)
+    server = live(say("x"), config=config)
+    part = b"x" * (300 << 10)
+    connections_ = [connect(server, head(4 << 20) + part) for _ in range(12)]
+    refused = 0
+    for connection in connections_:
+        connection.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            refused += connection.recv(12) == b"HTTP/1.1 503"
+    assert refused >= 6
+    assert server.post("/infill", INFILL).status_code == 200  # ordinary requests come through
+    for connection in connections_:
+        connection.close()
+    large = {**INFILL, "input_extra": [{"text": "y = 1\n" * 40_000}]}
+    wait_for(lambda: server.post("/infill", large).status_code == 200)  # all of it was given back
+
+
+# ── clients that go away ──
+
+
+def test_aborted_uploads_leave_nothing_in_the_log(live, say, caplog, capfd):
+    server = live(say("x"))
+    with caplog.at_level(logging.INFO):
+        for size in (10, 200_000):
+            connect(server, head(400_000) + b"x" * size).close()
+        time.sleep(0.3)
+        assert server.post("/infill", INFILL).status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+# ── nobody waits for somebody else's large request ──
+
+
+def test_prompts_that_cannot_fit_are_refused_by_their_length(live, say, monkeypatch):
+    server = live(say("x", n_ctx=64))
+    monkeypatch.setattr(server.service.codec, "encode_prompt", lambda *_, **__: pytest.fail("encoded it"))
+    text = "x = 1\n" * 100_000
+    for path, body in (
+        ("/completion", {"prompt": text}),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        raw = server.post(path, body)
+        assert raw.status_code == 400
+        assert raw.json()["error"]["type"] == "exceed_context"
+        assert "600" in raw.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", lambda text: {"content": text}),
+        ("/completion", lambda text: {"prompt": text}),
+        ("/infill", lambda text: {**INFILL, "input_extra": [{"text": text}]}),
+        ("/infill", lambda text: {**INFILL, "prediction": {"content": text}}),
+        ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}),
+        ("/apply-template", lambda text: {"messages": [{"role": "user", "content": text}]}),
+    ],
+)
+def test_others_are_answered_while_a_large_text_is_encoded(live, say, path, body):
+    """How often a small request is answered while the large one is: an event loop that encodes answers none."""
+    server = live(say("x", n_ctx=1 << 20))
+    done = threading.Event()
+
+    def send():
+        server.client.post(path, content=json.dumps(body("value = other_value + 1\n" * 60_000)))
+        done.set()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    answered = 0
+    while not done.is_set():
+        assert server.client.get("/health").status_code == 200
+        answered += 1
+    thread.join()
+    assert answered >= 10
+
+
+# ── origins ──
+
+
+def test_origins_as_browsers_write_them():
+    given = ["HTTP://LocalHost:3000/", "https://a.example:443", "http://[::1]:80", "vscode-webview://abc"]
+    assert normal_origins(given) == (
+        "http://localhost:3000",
+        "https://a.example",
+        "http://[::1]",
+        "vscode-webview://abc",
+    )
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "localhost:3000", "http://a.example/page", "http://*.example", ""])
+def test_what_is_no_origin_is_refused(origin):
+    with pytest.raises(ServeError, match="--origin of its own"):
+        normal_origins([origin])
+
+
+def test_an_origin_with_a_slash_may_call(live, say):
+    server = live(say("x"), config=ServeConfig(origins=normal_origins(["http://localhost:3000/"])))
+    raw = server.client.get("/v1/models", headers={"Origin": "http://localhost:3000"})
+    assert raw.headers["access-control-allow-origin"] == "http://localhost:3000"
