@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,14 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.backend import HuggingFaceBackend
-from retrieve_spec.server.guard import check_binding, read_keys
+from retrieve_spec.server.connections import BoundedConnection
+from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
 from retrieve_spec.server.jobs import Completion, Task
 from retrieve_spec.server.metrics import Metrics
 from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.samplers import make_infill_processor
 from retrieve_spec.server.service import Service
+from retrieve_spec.server.starting import Progress, Starting
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.server.workspace_store import WorkspaceStore
 
@@ -52,6 +54,7 @@ def build_service(
     stores: Sequence[Path] = (),
     dtype: str = "auto",
     device: str = "auto",
+    progress: Progress | None = None,
 ) -> Served:
     """Load a model and put everything around it.
 
@@ -69,11 +72,16 @@ def build_service(
         As in `retrieve_spec.reference_model.load_model`.
     shared
         Whether users with keys of their own share the server.
+    progress
+        Told what is going on.
     """
     from retrieve_spec.reference_model import load_model
 
+    tell = progress or (lambda stage: None)
+    tell("loading the weights")
     model, tokenizer = load_model(model_name, dtype=dtype, device=device)
     name = display_name(model_name)
+    tell("making the model's passes ready; the first start on a machine compiles for minutes")
     return assemble(model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores)
 
 
@@ -183,15 +191,41 @@ def serve(
         open_datastore(store)  # a wrong folder is said now, not after the model has loaded
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
-    listener = listen(config.host, config.port)  # a taken address is said now, and early requests wait for the model
-    served = build_service(
-        model_name, config, shared=bool(keys), workspaces=workspaces, stores=stores, dtype=dtype, device=device
+    config = replace(config, origins=normal_origins(config.origins))
+    listener = listen(config.host, config.port)  # a taken address is said now
+
+    def make(progress: Progress) -> Starlette:
+        served = build_service(
+            model_name,
+            config,
+            shared=bool(keys),
+            workspaces=workspaces,
+            stores=stores,
+            dtype=dtype,
+            device=device,
+            progress=progress,
+        )
+        fim = served.service.fim
+        log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())
+        return make_app(served, keys)
+
+    starting = Starting(make, lambda: setattr(server, "should_exit", True))
+    server = uvicorn.Server(server_settings(starting))
+    log.info("listening on http://%s:%d", *listener.getsockname()[:2])
+    server.run(sockets=[listener])
+    if starting.error is not None:
+        raise starting.error
+
+
+def server_settings(app: Any) -> Any:
+    """How uvicorn serves: nothing in its log but errors, connections that idle a while, heads that come in time."""
+    import uvicorn
+
+    return uvicorn.Config(
+        app,
+        http=BoundedConnection,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2,
     )
-    app = make_app(served, keys)
-    fim = served.service.fim
-    log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())
-    settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=2
-    )
-    log.info("serving on http://%s:%d", *listener.getsockname()[:2])
-    uvicorn.Server(settings).run(sockets=[listener])

@@ -110,6 +110,7 @@ def test_the_drafters_memory_reads_each_chunk_once(codec):
     memory = Memory(codec, None)
     for _ in range(3):
         memory.note_chunks([("a.py", "x = 1\n"), ("b.py", "y = 2\n")])
+        memory.encode_new()
         session = memory.hints("", "", [1]).session
     assert len(session) == len(codec.encode("x = 1\n")) + len(codec.encode("y = 2\n"))
 

@@ -259,7 +259,7 @@ def test_small_endpoints(server):
         "<|im_start|>"
         in server.post("/apply-template", {"messages": [{"role": "user", "content": "x"}]}).json()["prompt"]
     )
-    assert server.client.delete("/v1/workspace").json() == {"forgotten": True}
+    assert server.client.delete("/v1/workspace").json()["forgotten"] is True
     assert server.client.get("/nowhere").json()["error"]["code"] == 404
     assert server.client.get("/infill").status_code == 405
 

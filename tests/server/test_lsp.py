@@ -112,6 +112,25 @@ def test_initialise_complete_and_accept():
     run(scenario())
 
 
+def test_nothing_is_read_that_the_client_has_not_opened(tmp_path):
+    other = tmp_path / "other.py"
+    other.write_text("private = 1\nret")
+
+    async def scenario():
+        async with Session("urn a + b") as s:
+            kind = lsp.InlineCompletionTriggerKind.Automatic
+            document = lsp.TextDocumentIdentifier(other.as_uri())
+            request = lsp.InlineCompletionParams(lsp.InlineCompletionContext(kind), document, lsp.Position(1, 3))
+            asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
+            assert await asyncio.wait_for(asked, 60) is None
+            item = lsp.TextDocumentItem(other.as_uri(), "python", 1, other.read_text())
+            s.client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
+            asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
+            assert (await asyncio.wait_for(asked, 60)).items
+
+    run(scenario())
+
+
 def test_what_the_popup_selected_begins_the_item():
     async def scenario():
         async with Session("(a, b)") as s:

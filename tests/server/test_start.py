@@ -1,11 +1,19 @@
-"""What is wrong with a command line of `serve` is said before the model loads."""
+"""What a starting server says: mistakes before the model loads, progress while it does."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
 import pytest
+from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.errors import StoreNotFoundError
+from retrieve_spec.errors import ServeError, StoreNotFoundError
 from retrieve_spec.server import run
 
 
@@ -13,3 +21,55 @@ def test_a_folder_that_is_no_store_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "build_service", lambda *_, **__: pytest.fail("loaded a model"))
     with pytest.raises(StoreNotFoundError, match=r"no manifest\.json"):
         run.serve("reference", ServeConfig(port=0), stores=[tmp_path])
+
+
+def test_an_origin_that_never_matches_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(run, "build_service", lambda *_, **__: pytest.fail("loaded a model"))
+    with pytest.raises(ServeError, match="origin"):
+        run.serve("reference", ServeConfig(port=0, origins=("*",)))
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path):
+    with pytest.raises(Exception, match="nowhere"):
+        run.serve(str(tmp_path / "nowhere"), ServeConfig(port=0))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_requests_before_the_model_is_there_are_told_so_at_once():
+    port = free_port()
+    command = [sys.executable, "-m", "retrieve_spec.cli", "serve", "--port", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        url = f"http://127.0.0.1:{port}"
+        seen = []
+
+        def answered():
+            try:
+                seen.append(httpx.get(url + "/health", timeout=60, trust_env=False))
+            except httpx.ConnectError:
+                assert server.poll() is None, server.stderr.read()
+                return False
+            return True
+
+        wait_for(answered)
+        first = seen[-1]
+        assert first.status_code == 503
+        assert first.json()["status"] == "loading"
+        assert first.json()["error"]["type"] == "unavailable_error"
+        assert first.json()["loading"]["stage"]
+        assert first.headers["retry-after"] == "1"
+        infill = httpx.post(url + "/infill", json={"input_prefix": "", "input_suffix": ""}, trust_env=False)
+        assert infill.status_code == 503
+        wait_for(lambda: answered() and seen[-1].status_code == 200, timeout=300)
+        stages = {answer.json()["loading"]["stage"] for answer in seen if answer.status_code == 503}
+        assert any("compiles" in stage for stage in stages)
+    finally:
+        server.send_signal(signal.SIGINT)
+        _, said = server.communicate(timeout=60)
+    assert "bundled model" in said and "--model Qwen/Qwen2.5-Coder-1.5B" in said
+    assert "Traceback" not in said
