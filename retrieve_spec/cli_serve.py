@@ -75,6 +75,30 @@ def _need_extra() -> None:
     "--origin", "origins", multiple=True, metavar="URL", help="A browser origin that may call (none may by default)."
 )
 @click.option(
+    "--ctx-size", default=0, type=click.IntRange(min=0), metavar="N", help="Tokens used of the model's positions (all)."
+)
+@click.option(
+    "--fim-window",
+    default=0,
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Tokens shown around a cursor (as many as this machine reads in 150 ms, 2,048 at least).",
+)
+@click.option(
+    "--prefix-share",
+    default=_DEFAULTS.prefix_share,
+    show_default=True,
+    type=click.FloatRange(0.1, 0.9),
+    help="Share of what stands before the cursor in them.",
+)
+@click.option(
+    "--cache-mib",
+    default=_DEFAULTS.cache_bytes >> 20,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Memory of the prompts that are kept warm.",
+)
+@click.option(
     "--slots", default=_DEFAULTS.slots, show_default=True, type=click.IntRange(min=1), help="Prompts kept warm."
 )
 @_dtype
@@ -88,6 +112,10 @@ def serve(
     port: int,
     key_file: Path | None,
     origins: tuple[str, ...],
+    ctx_size: int,
+    fim_window: int,
+    prefix_share: float,
+    cache_mib: int,
     slots: int,
     dtype: str,
     device: str,
@@ -102,7 +130,17 @@ def serve(
     from retrieve_spec.server.run import serve as run
 
     logging.basicConfig(level=logging.ERROR if quiet else logging.INFO, format="%(levelname)s: %(message)s")
-    config = replace(_DEFAULTS, host=host, port=port, origins=origins, slots=slots)
+    config = replace(
+        _DEFAULTS,
+        host=host,
+        port=port,
+        origins=origins,
+        ctx_size=ctx_size,
+        fim_window=fim_window,
+        prefix_share=prefix_share,
+        cache_bytes=cache_mib << 20,
+        slots=slots,
+    )
     if not quiet:
         click.echo(f"http://{host}:{port} answers 503 while {model} is being loaded (Ctrl-C ends it).", err=True)
         if model == "reference":

@@ -148,8 +148,15 @@ class ServeConfig:
     ----------
     host, port
         Where to listen. A host that is not this machine's own needs an API key.
+    ctx_size
+        Tokens of a prompt and its completion at most; 0 for as many as the model has positions.
     fim_window
-        Tokens of prefix and suffix together in a fill-in-the-middle prompt.
+        Tokens of prefix and suffix together in a fill-in-the-middle prompt; 0 for as many as keep the first token of a
+        keystroke below 150 ms on this machine, and 2,048 at least where the model has room for them.
+    prefix_share
+        Share of the prefix in that.
+    cache_bytes
+        Bytes of key-value caches that are kept for reuse; no single prompt may need more.
     slots
         Key-value caches kept for reuse.
     chats
@@ -182,7 +189,10 @@ class ServeConfig:
 
     host: str = "127.0.0.1"
     port: int = 8012
-    fim_window: int = 1024
+    ctx_size: int = 0
+    fim_window: int = 0
+    prefix_share: float = 0.75
+    cache_bytes: int = 2 << 30
     slots: int = 4
     chats: int = 4
     max_queue: int = 32

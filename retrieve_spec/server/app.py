@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from time import perf_counter
+from typing import Any
 
+from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -95,6 +97,17 @@ def create_app(
     )
 
 
+async def _timed(events: Any, counted: Callable[[], None]) -> AsyncIterator[Any]:
+    """The events of a stream; the request is counted when the last one is gone, or the client."""
+    try:
+        async for event in events:
+            yield event
+    finally:
+        counted()
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
 def _counted(
     handler: Callable[[Request], Awaitable[Response]], path: str, metrics: Metrics
 ) -> Callable[[Request], Awaitable[Response]]:
@@ -106,6 +119,12 @@ def _counted(
             response = refusal.response()
         except asyncio.CancelledError:  # only an ending server cancels a request that is not done in time
             response = Refusal(503, "the server is stopping", "overloaded").response()
+        if isinstance(response, EventSourceResponse):  # its time is over with its last byte
+            status = response.status_code
+            response.body_iterator = _timed(
+                response.body_iterator, lambda: metrics.request(path, status, perf_counter() - begun)
+            )
+            return response
         total = perf_counter() - begun
         metrics.request(path, response.status_code, total)
         model_s = getattr(request.state, "model_s", None)

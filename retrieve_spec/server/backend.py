@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any, Protocol
 
 from retrieve_spec.server.branches import Branch, BranchCollector
 from retrieve_spec.server.samplers import Sampling
+
+_MEASURED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,14 @@ class PassFigures:
         return PassFigures(self.passes + other.passes, self.drafted + other.drafted, sources)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadingCost:
+    """What a token of a prompt costs: seconds to read it, bytes of its keys and values."""
+
+    seconds: float
+    bytes: float
+
+
 class Backend(Protocol):
     """What the engine asks of a model; all calls come from one thread."""
 
@@ -80,6 +91,9 @@ class Backend(Protocol):
 
     def clone(self, cache: Any) -> Any:
         """A copy of a cache."""
+
+    def cache_bytes(self, cache: Any) -> int:
+        """Bytes that a cache takes."""
 
     def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:
         """Read further tokens into a cache, in one pass."""
@@ -112,9 +126,11 @@ class HuggingFaceBackend:
         A model prepared by `retrieve_spec.accelerate`.
     tokenizer
         Its tokenizer.
+    ctx_size
+        Positions used at most; 0 for all the model has.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, ctx_size: int = 0) -> None:
         from retrieve_spec import generate_stream
 
         self.model = model
@@ -125,6 +141,8 @@ class HuggingFaceBackend:
         self._branches = BranchCollector(follow=True)
         config = model.config.get_text_config()
         self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
+        if ctx_size:
+            self.n_ctx = min(self.n_ctx, ctx_size)
 
     def set_infill(self, factory: Any) -> None:
         """Give the factory of the processor for the ``infill`` sampler (`samplers.make_infill_processor`)."""
@@ -155,6 +173,26 @@ class HuggingFaceBackend:
         import copy
 
         return copy.deepcopy(cache)
+
+    def cache_bytes(self, cache: Any) -> int:
+        """Bytes that a cache takes, what its tensors are views of included."""
+        held: dict[int, int] = {}
+        for layer in cache.layers:
+            for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    held[storage.data_ptr()] = storage.nbytes()
+        return sum(held.values())
+
+    def measure(self) -> ReadingCost:
+        """What reading a prompt costs, by reading one twice as long as is measured."""
+        count = max(1, min(_MEASURED, self.n_ctx // 4))
+        ids = [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
+        cache = self.new_cache()
+        self.prefill(cache, ids)
+        begun = perf_counter()
+        self.prefill(cache, ids)
+        return ReadingCost((perf_counter() - begun) / count, self.cache_bytes(cache) / (2 * count))
 
     def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:
         """Read further tokens into a cache, in one pass."""

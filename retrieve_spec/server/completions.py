@@ -20,7 +20,7 @@ from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.reading import Reader, caller, scope_of
 from retrieve_spec.server.service import Caller, Prepared, Service
-from retrieve_spec.server.stream import Stream
+from retrieve_spec.server.stream import Stream, merged
 
 _NO_PINGS = 1 << 20
 _CHAT_TOKENS = 512
@@ -142,9 +142,10 @@ class CompletionHandlers:
             n_ctx=service.backend.n_ctx,
             prompt=lambda: service.codec.decode(ids),
             truncated=prepared.truncated,
+            seed=prepared.task.sampling.seed,
         )
         if body.stream:
-            return self._stream(prepared, body, answer)
+            return self._stream([prepared], body, answer)
         (done,) = await self._collect(request, [prepared], answer.delta)
         prepared.remember(done)
         whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
@@ -161,51 +162,66 @@ class CompletionHandlers:
         *,
         chat: bool = False,
     ) -> Response:
+        samples = body.n or 1
         answer = wire.OpenAIAnswer(
             self.service.name,
             chat=chat,
             predicted=prepared[0].predicted_tokens,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            samples=samples,
         )
+        prepared = [sample for item in prepared for sample in item.samples(samples)]
         if body.stream:
-            if len(prepared) > 1:
-                raise Refusal(400, "several prompts cannot be streamed")
-            return self._stream(prepared[0], body, answer)
+            return self._stream(prepared, body, answer)
         finished = await self._collect(request, prepared)
         for item, done in zip(prepared, finished, strict=True):
             item.remember(done)
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
         extra = self.provenance.of(body, finished[0], prepared[0].left)
-        choices = [done for done in finished for _ in range(body.n or 1)]
-        return JSONResponse(wire.project(answer.whole(choices, extra), body.response_fields))
+        return JSONResponse(wire.project(answer.whole(finished, extra), body.response_fields))
 
     def _stream(
-        self, prepared: Prepared, body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
+        self, prepared: Sequence[Prepared], body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
     ) -> Response:
         """Server-sent events, one for each pass; nothing in between, since some clients take pings for an end."""
-        return EventSourceResponse(self._events(Stream(self.service, prepared), body, answer), sep="\n", ping=_NO_PINGS)
+        streams: list[Stream] = []
+        try:
+            for item in prepared:
+                streams.append(Stream(self.service, item))
+        except Refusal:
+            for stream in streams:
+                stream.close()
+            raise
+        return EventSourceResponse(self._events(streams, body, answer), sep="\n", ping=_NO_PINGS)
 
     async def _events(
-        self, stream: Stream, body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
+        self, streams: Sequence[Stream], body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
     ) -> AsyncIterator[bytes]:
+        finished: dict[int, Completion] = {}
         try:
-            for first in answer.begin():
-                yield wire.event(first)
-            async for event in stream:
+            for index in range(len(streams)):
+                for first in answer.begin(index):
+                    yield wire.event(first)
+            async for index, event in merged(streams):
+                item = streams[index].prepared
                 if isinstance(event, Delta):
-                    shown = answer.delta(event)
+                    shown = answer.delta(event, index)
                 elif event.outcome == "failed":
                     shown = [{"error": {"code": 500, "message": event.error, "type": "server_error"}}]
                 else:
-                    stream.prepared.remember(event)
-                    shown = answer.end(event, self.provenance.of(body, event, stream.prepared.left))
-                for item in shown:
-                    yield wire.event(item)
+                    finished[index] = event
+                    item.remember(event)
+                    shown = answer.end(event, self.provenance.of(body, event, item.left), index)
+                for entry in shown:
+                    yield wire.event(entry)
+            for last in answer.close([finished[index] for index in sorted(finished)]):
+                yield wire.event(last)
             if answer.closing:
                 yield answer.closing
         finally:
-            stream.close()
+            for stream in streams:
+                stream.close()
 
     async def _collect(
         self, request: Request, prepared: Sequence[Prepared], seen: Callable[[Delta], object] | None = None

@@ -42,6 +42,8 @@ class Engine:
         Its text codec.
     slots
         Caches kept besides those of tasks under way.
+    cache_bytes
+        Bytes they may take.
     max_queue
         Tasks that may wait.
     max_begun
@@ -60,6 +62,7 @@ class Engine:
         codec: TextCodec,
         *,
         slots: int = 4,
+        cache_bytes: int = 2 << 30,
         max_queue: int = 32,
         max_begun: int = 4,
         share: int | None = None,
@@ -68,7 +71,7 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.codec = codec
-        self._pool = SlotPool(backend, slots)
+        self._pool = SlotPool(backend, slots, cache_bytes)
         self._max_queue, self._max_begun = max_queue, max_begun
         self._share = max_queue if share is None else share
         self._chunk = prefill_chunk

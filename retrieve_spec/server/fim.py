@@ -14,6 +14,8 @@ PROJECT_NAME = "myproject"
 FILE_NAME = "filename"
 UNNAMED_CHUNK = "tmp"
 _CHARS_PER_TOKEN = 3
+_EXTRA_WINDOWS = 4
+"""Other files may take so many times the room of the current one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,15 @@ def _head(text: str, max_chars: int) -> str:
     return text[: cut + 1 if cut > max_chars // 2 else max_chars]
 
 
+def _latest(chunks: Sequence[Chunk], max_chars: int) -> Sequence[Chunk]:
+    """The last chunks that may fit by their length: what cannot is not encoded."""
+    first, total = len(chunks), 0
+    while first and total + len(chunks[first - 1].text) <= max_chars:
+        first -= 1
+        total += len(chunks[first].text)
+    return chunks[first:]
+
+
 class FimAssembler:
     """Builds prompts in a model's own fill-in-the-middle format.
 
@@ -95,14 +106,20 @@ class FimAssembler:
     n_ctx
         Positions of the model.
     window
-        Tokens of prefix and suffix together, at most (three quarters for the prefix).
+        Tokens of prefix and suffix together, at most.
+    prefix_share
+        Share of the prefix in them.
     """
 
-    def __init__(self, codec: TextCodec, vocabulary: FimVocabulary, n_ctx: int, window: int) -> None:
+    def __init__(
+        self, codec: TextCodec, vocabulary: FimVocabulary, n_ctx: int, window: int, prefix_share: float = 0.75
+    ) -> None:
         self.codec = codec
         self.vocabulary = vocabulary
         self.n_ctx = n_ctx
         self.window = min(window, n_ctx // 2)
+        self._before = int(self.window * prefix_share)
+        self._after = self.window - self._before
 
     def assemble(self, parts: FimParts, n_predict: int) -> FimPrompt:
         """Token ids of the prompt that asks for the text between prefix and suffix.
@@ -110,13 +127,14 @@ class FimAssembler:
         The current line left of the cursor belongs to ``parts.prefix``. Segments are encoded one by one.
         """
         v, fmt = self.vocabulary, self.vocabulary.fmt
-        prefix_text = stable_tail(parts.prefix, self.window * 3 // 4 * _CHARS_PER_TOKEN)
-        suffix_text = _head(parts.suffix, self.window // 4 * _CHARS_PER_TOKEN)
+        prefix_text = stable_tail(parts.prefix, self._before * _CHARS_PER_TOKEN)
+        suffix_text = _head(parts.suffix, self._after * _CHARS_PER_TOKEN)
         line = prefix_text.rfind("\n") + 1  # encoded apart, as llama.cpp does: the text above stays as it was
         above = self.codec.encode_cached(prefix_text[:line], grows=True)
-        prefix = self._capped([*above, *self.codec.encode(prefix_text[line:])], self.window * 3 // 4)
-        suffix = self.codec.encode_cached(suffix_text)[: self.window // 4]
+        prefix = self._capped([*above, *self.codec.encode(prefix_text[line:])], self._before)
+        suffix = self.codec.encode_cached(suffix_text)[: self._after]
         room = max(0, self.n_ctx - self.window - 2 * max(n_predict, 16) - 16)
+        room = min(room, _EXTRA_WINDOWS * self.window)
         extra, dropped = self._extra(parts.extra, room)
         name = self.codec.encode_cached(FILE_NAME + "\n")
         if v.sep is not None and not fmt.path_inside:
@@ -145,6 +163,7 @@ class FimAssembler:
         """Other files in the model's packing, the latest kept when there is no room for all."""
         v, fmt = self.vocabulary, self.vocabulary.fmt
         packed: list[list[int]] = []
+        chunks, all_chunks = _latest(chunks, room * self.codec.longest), len(chunks)
         for chunk in chunks:
             if v.sep is not None:
                 ids = [v.sep, *self.codec.encode_cached(f"{chunk.filename or UNNAMED_CHUNK}\n{chunk.text}")]
@@ -163,4 +182,4 @@ class FimAssembler:
             first -= 1
             total += len(packed[first])
         kept = [i for ids in packed[first:] for i in ids]
-        return (head + kept if kept or not fmt.path_inside else kept), first > 0
+        return (head + kept if kept or not fmt.path_inside else kept), first > 0 or len(chunks) < all_chunks

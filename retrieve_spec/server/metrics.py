@@ -19,9 +19,11 @@ class Metrics:
     ----------
     queue_length
         Tells how many requests wait.
+    begun
+        Tells how many are under way.
     """
 
-    def __init__(self, queue_length: Callable[[], int]) -> None:
+    def __init__(self, queue_length: Callable[[], int], begun: Callable[[], int] | None = None) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
         p = "retrieve_spec_"
@@ -40,10 +42,16 @@ class Metrics:
         self._drafted = Counter(p + "draft_nodes", "Draft nodes verified.", registry=r)
         self._accepted = Counter(p + "accepted_tokens", "Accepted draft tokens by source.", ["source"], registry=r)
         self._prompt = Counter(p + "prompt_tokens", "Prompt tokens by how they were read.", ["read"], registry=r)
+        self._first = Histogram(
+            p + "first_token_seconds", "Time to the first token, by what asked.", ["kind"], buckets=_SECONDS, registry=r
+        )
+        self._deadlines = Counter(p + "deadlines", "Completions that a deadline ended.", registry=r)
         self._outcomes = Counter(p + "completions", "Completions by outcome.", ["outcome"], registry=r)
         self._cancelled = Counter(p + "cancellations", "Requests given up, by reason.", ["reason"], registry=r)
         self._after = Counter(p + "passes_after_cancel", "Passes spent after a client had gone.", registry=r)
         Gauge(p + "queue_length", "Requests waiting.", registry=r).set_function(queue_length)
+        if begun is not None:
+            Gauge(p + "running", "Requests under way.", registry=r).set_function(begun)
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count an answered request."""
@@ -63,6 +71,10 @@ class Metrics:
         self._prompt.labels("cache").inc(done.cached_tokens)
         if done.outcome == "done":
             self._prompt.labels("model").inc(max(0, done.prompt_tokens - done.cached_tokens))
+        if done.token_ids:
+            kind = "typing" if task.typing else "other"
+            self._first.labels(kind).observe(done.waited_s + done.setup_s + done.prompt_s)
+        self._deadlines.inc(done.deadline_hit)
         figures = done.figures
         self._emitted.inc(len(done.token_ids))
         self._passes.inc(figures.passes)

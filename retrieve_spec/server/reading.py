@@ -13,6 +13,7 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.server import schemas
 from retrieve_spec.server.guard import BodyBudget, Refusal, given_key, read_body
 from retrieve_spec.server.service import Caller
+from retrieve_spec.server.unserved import unserved
 
 M = TypeVar("M", bound=BaseModel)
 _INLINE = 64 << 10
@@ -62,10 +63,12 @@ class Reader:
         Raises
         ------
         Refusal
-            400: a field is missing or wrong; says which and why.
+            400: a field is missing or wrong, or asks for what is not served; says which and why.
         """
         if not isinstance(fields, dict):
             raise Refusal(400, "the body must be a JSON object")
+        if issubclass(schema, schemas.Common) and (names := unserved(fields)):
+            raise Refusal(400, f"not served here: {', '.join(names)}; leave it out", "unsupported_field")
         try:
             return schema.model_validate(fields)
         except ValidationError as error:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("retrieve_spec.server")
 
 _BACKLOG = 128
+_FIRST_TOKEN_S = 0.15
+_WINDOW = 2048
+"""Tokens around a cursor at least, where the model has room for them."""
 _KEEP_ALIVE_S = 75
 """Longer than editors idle between keystrokes, so that a request never meets a connection that is being closed."""
 
@@ -103,7 +106,8 @@ def assemble(
 
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
     accelerate(model, tokenizer, datastores=given)
-    backend = HuggingFaceBackend(model, tokenizer)
+    backend = HuggingFaceBackend(model, tokenizer, config.ctx_size)
+    config = _fit(backend, config)
     workspace = Workspace(workspaces, config) if workspaces else None
     provenance = Provenance(given, workspace)
     metrics: Metrics | None = None
@@ -115,7 +119,7 @@ def assemble(
     service = Service(backend, tokenizer, name, config, workspace, on_done, shared=shared)
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     backend.set_infill(make_infill_processor(service.codec, service.end_ids, end_of_text))
-    metrics = Metrics(lambda: service.engine.queue_length)
+    metrics = Metrics(lambda: service.engine.queue_length, lambda: service.engine.begun)
     if workspace is not None:
 
         def attach(store: Datastore | None) -> None:
@@ -127,6 +131,29 @@ def assemble(
 
         workspace.on_change = WorkspaceStore(workspace, tokenizer, attach).follow
     return Served(service, metrics, provenance)
+
+
+def _fit(backend: HuggingFaceBackend, config: ServeConfig) -> ServeConfig:
+    """How much is shown to the model: what this machine reads in time, and what its caches may hold.
+
+    While somebody types, the suffix is read anew with every key; the prefix is in a cache, but for its last tokens.
+    """
+    cost = backend.measure()
+    most = int(config.cache_bytes / cost.bytes) if cost.bytes else backend.n_ctx
+    if most < 64:
+        raise ServeError(
+            f"room for a prompt ({64 * cost.bytes / 2**20:.0f} MiB) in the caches",
+            f"{config.cache_bytes / 2**20:.0f} MiB",
+            "Give more with --cache-mib.",
+        )
+    if most < backend.n_ctx:
+        log.info("prompts of at most %d tokens, so that one cache stays below %d bytes", most, config.cache_bytes)
+        backend.n_ctx = most
+    if not config.fim_window:
+        in_time = int(_FIRST_TOKEN_S / cost.seconds / (1.0 - config.prefix_share))
+        config = replace(config, fim_window=min(max(in_time, _WINDOW), backend.n_ctx // 2))
+    log.info("around a cursor the model is shown %d tokens", config.fim_window)
+    return config
 
 
 def display_name(model_name: str) -> str:

@@ -25,7 +25,10 @@ from retrieve_spec.server.workspace import Workspace
 
 _FIM_TOKENS = 128
 _TABBY_TOKENS = 64
+_FIM_WINDOW = 2048
 _MAX_SEED = (1 << 63) - 1
+_NEXT_SEED = 0x9E3779B97F4A7C15
+"""Seeds of further samples are this far apart, so that those of neighbouring seeds are others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,14 @@ class Prepared:
     left: str = ""
     predicted_tokens: int = 0
     times_forgotten: int = 0
+
+    def samples(self, count: int) -> list[Prepared]:
+        """The task as often as it is asked for, each time with a seed of its own; none replaces another."""
+        if count == 1:
+            return [self]
+        task, sampling = self.task, self.task.sampling
+        seeds = [0 if sampling.greedy else (sampling.seed + number * _NEXT_SEED) % _MAX_SEED for number in range(count)]
+        return [replace(self, task=replace(task, client=None, sampling=replace(sampling, seed=seed))) for seed in seeds]
 
     def remember(self, done: Completion) -> None:
         """Note what was suggested, unless the user had everything forgotten meanwhile."""
@@ -109,6 +120,7 @@ class Service:
             backend,
             self.codec,
             slots=config.slots,
+            cache_bytes=config.cache_bytes,
             max_queue=config.max_queue,
             max_begun=config.chats,
             share=max(1, config.max_queue // 2) if shared else None,
@@ -121,10 +133,11 @@ class Service:
 
     def _open_account(self, scope: str) -> Account:
         config, codec = self.config, self.codec.apart()
+        window, share = config.fim_window or _FIM_WINDOW, config.prefix_share
         memory = Memory(
             codec, self.workspace, scope=scope, max_chars=config.memory_chars, accepted_tokens=config.accepted_tokens
         )
-        assembler = FimAssembler(codec, self.fim, self.backend.n_ctx, config.fim_window) if self.fim else None
+        assembler = FimAssembler(codec, self.fim, self.backend.n_ctx, window, share) if self.fim else None
         return Account(scope, codec, assembler, memory)
 
     def account(self, scope: str) -> Account:

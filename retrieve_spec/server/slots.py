@@ -31,6 +31,7 @@ class Slot:
     scope: str = ""
     token_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     used: int = 0
+    size: int = 0
     held: bool = True
     dropped: bool = False
 
@@ -52,11 +53,13 @@ class SlotPool:
         Owner of the caches.
     size
         Caches kept at most.
+    most_bytes
+        Bytes kept at most.
     """
 
-    def __init__(self, backend: Backend, size: int) -> None:
+    def __init__(self, backend: Backend, size: int, most_bytes: int = 2 << 30) -> None:
         self._backend = backend
-        self._size = size
+        self._size, self._most_bytes = size, most_bytes
         self._slots: list[Slot] = []
         self._ticks = 0
 
@@ -97,7 +100,9 @@ class SlotPool:
 
     def _shrink(self) -> None:
         """Let go of what is too much: of the scope that keeps most caches the one that was used longest ago."""
-        while len(free := [slot for slot in self._slots if not slot.held]) > self._size:
+        while free := [slot for slot in self._slots if not slot.held]:
+            if len(free) <= self._size and sum(slot.size for slot in free) <= self._most_bytes:
+                return
             kept = Counter(slot.scope for slot in free)
             most = max(kept.values())
             self.drop(min((slot for slot in free if kept[slot.scope] == most), key=lambda slot: slot.used))
@@ -109,6 +114,7 @@ class SlotPool:
             self.drop(slot)
             return
         slot.token_ids = np.asarray(token_ids[:length], np.int64)
+        slot.size = self._backend.cache_bytes(slot.cache)
 
     def release(self, slot: Slot) -> None:
         """Give a cache back that was taken."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from retrieve_spec.server.engine import QueueFullError
 from retrieve_spec.server.guard import Refusal
@@ -56,3 +56,27 @@ class Stream:
     def close(self) -> None:
         """Give the task up (no effect when it is done)."""
         self._ticket.cancel()
+
+
+async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Delta | Completion]]:
+    """What comes of several tasks, as it comes, each with the number of its task."""
+    events: asyncio.Queue[tuple[int, Delta | Completion]] = asyncio.Queue()
+
+    async def follow(number: int, stream: Stream) -> None:
+        async for event in stream:
+            events.put_nowait((number, event))
+
+    if len(streams) == 1:
+        async for event in streams[0]:
+            yield 0, event
+        return
+    followers = [asyncio.ensure_future(follow(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            number, event = await events.get()
+            left -= isinstance(event, Completion)
+            yield number, event
+    finally:
+        for follower in followers:
+            follower.cancel()

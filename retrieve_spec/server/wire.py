@@ -44,7 +44,7 @@ def timings(done: Completion) -> dict[str, Any]:
     }
 
 
-def generation_settings(request: Common, n_ctx: int) -> dict[str, Any]:
+def generation_settings(request: Common, n_ctx: int, seed: int) -> dict[str, Any]:
     """The settings a completion ran with; the editors' status bars need `n_ctx`."""
     return {
         "n_ctx": n_ctx,
@@ -53,7 +53,7 @@ def generation_settings(request: Common, n_ctx: int) -> dict[str, Any]:
         "top_k": request.top_k or 0,
         "top_p": request.top_p if request.top_p is not None else 1.0,
         "min_p": request.min_p or 0.0,
-        "seed": request.seed if request.seed is not None else 0,
+        "seed": seed,
         "samplers": request.samplers or [],
         "stop": request.stop or [],
         "n_indent": request.n_indent or 0,
@@ -76,6 +76,8 @@ class LlamaAnswer:
         Gives the text of the prompt.
     truncated
         Whether the prompt was cut.
+    seed
+        The seed of the sample.
     """
 
     closing = b""
@@ -88,7 +90,9 @@ class LlamaAnswer:
         n_ctx: int,
         prompt: Callable[[], str],
         truncated: bool,
+        seed: int = 0,
     ) -> None:
+        self._seed = seed
         self._request, self._model, self._n_ctx, self._truncated = request, model, n_ctx, truncated
         named = request.response_fields
         self._prompt: str | None = None if named is None or "prompt" in named else ""
@@ -112,7 +116,7 @@ class LlamaAnswer:
             "model": self._model,
             "tokens_predicted": len(done.token_ids),
             "tokens_evaluated": done.prompt_tokens,
-            "generation_settings": generation_settings(self._request, self._n_ctx),
+            "generation_settings": generation_settings(self._request, self._n_ctx, self._seed),
             "prompt": self.prompt(),
             "has_new_line": "\n" in done.text,
             "truncated": self._truncated,
@@ -121,23 +125,28 @@ class LlamaAnswer:
             "tokens_cached": done.prompt_tokens + max(0, len(done.token_ids) - 1),
             "timings": timings(done),
             **({"superseded": True} if done.outcome == "superseded" else {}),
+            **({"deadline": True} if done.deadline_hit else {}),
             **extra,
         }
         return project(body, self._request.response_fields)
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self, index: int = 0) -> list[dict[str, Any]]:
         """Events before any text."""
         return []
 
-    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+    def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
         """Events for what one pass made certain."""
         self.prompt()  # the model is busy with the next pass, and the last event need not wait for it
         tokens = list(delta.token_ids) if self._request.return_tokens else []
-        return [{"index": 0, "content": delta.text, "tokens": tokens, "stop": False, "id_slot": self._slot}]
+        return [{"index": index, "content": delta.text, "tokens": tokens, "stop": False, "id_slot": self._slot}]
 
-    def end(self, done: Completion, extra: dict[str, Any]) -> list[dict[str, Any]]:
-        """Events at the end of a stream."""
+    def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
+        """Events at the end of a text."""
         return [self.whole(done, extra, streamed=True)]
+
+    def close(self, finished: Sequence[Completion]) -> list[dict[str, Any]]:
+        """Events at the end of a stream."""
+        return []
 
 
 def project(body: dict[str, Any], fields: Sequence[str] | None) -> dict[str, Any]:
@@ -174,12 +183,16 @@ class OpenAIAnswer:
         Tokens of the prediction that came with the request.
     include_usage
         End a stream with an event that carries usage; it has no choices, so clients must have asked for it.
+    samples
+        Choices for each prompt.
     """
 
     closing = DONE
 
-    def __init__(self, model: str, *, chat: bool, predicted: int = 0, include_usage: bool = False) -> None:
-        self.chat, self._predicted, self._include_usage = chat, predicted, include_usage
+    def __init__(
+        self, model: str, *, chat: bool, predicted: int = 0, include_usage: bool = False, samples: int = 1
+    ) -> None:
+        self.chat, self._predicted, self._include_usage, self._samples = chat, predicted, include_usage, samples
         kind = "chat.completion" if chat else "text_completion"
         self._head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
@@ -199,10 +212,12 @@ class OpenAIAnswer:
                 body["text"] = done.text
             choices.append(body)
         marks = {"superseded": True} if any(done.outcome == "superseded" for done in finished) else {}
+        if any(done.deadline_hit for done in finished):
+            marks["deadline"] = True
         return {
             **self._head,
             "choices": choices,
-            "usage": usage(finished, self._predicted),
+            "usage": usage(finished, self._predicted, self._samples),
             "timings": timings(finished[0]),
             **marks,
             **extra,
@@ -219,34 +234,40 @@ class OpenAIAnswer:
         head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
         return {**head, "choices": [choice]}
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self, index: int = 0) -> list[dict[str, Any]]:
         """Events before any text."""
-        return [self.chunk("", first=True)] if self.chat else []
+        return [self.chunk("", index, first=True)] if self.chat else []
 
-    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+    def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
         """Events for what one pass made certain."""
-        return [self.chunk(delta.text)] if delta.text else []
+        return [self.chunk(delta.text, index)] if delta.text else []
 
-    def end(self, done: Completion, extra: dict[str, Any]) -> list[dict[str, Any]]:
-        """Events at the end of a stream: the reason stands on a chunk before ``[DONE]``, where some clients stop."""
-        last = [{**self.chunk("", finish=finish_reason(done)), **extra}]
-        if self._include_usage:
-            head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
-            last.append({**head, "choices": [], "usage": usage([done], self._predicted), "timings": timings(done)})
-        return last
+    def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
+        """Events at the end of a text: the reason stands on a chunk before ``[DONE]``, where some clients stop."""
+        marks = {"deadline": True} if done.deadline_hit else {}
+        return [{**self.chunk("", index, finish=finish_reason(done)), **marks, **extra}]
+
+    def close(self, finished: Sequence[Completion]) -> list[dict[str, Any]]:
+        """Events at the end of a stream."""
+        if not (self._include_usage and finished):
+            return []
+        head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
+        counts = usage(finished, self._predicted, self._samples)
+        return [{**head, "choices": [], "usage": counts, "timings": timings(finished[0])}]
 
 
-def usage(finished: Sequence[Completion], predicted: int) -> dict[str, Any]:
-    """Token counts; of a prediction, what was accepted and what was not."""
-    prompt = sum(done.prompt_tokens for done in finished)
+def usage(finished: Sequence[Completion], predicted: int, samples: int = 1) -> dict[str, Any]:
+    """Token counts, each prompt once; of a prediction, what was accepted and what was not."""
+    prompt = sum(done.prompt_tokens for done in finished[::samples])
     completion = sum(len(done.token_ids) for done in finished)
     accepted = sum(done.figures.accepted_by_source.get("prediction", 0) for done in finished) if predicted else 0
+    predicted *= len(finished)
     accepted = min(accepted, predicted)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in finished)},
+        "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in finished[::samples])},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": max(0, predicted - accepted),

@@ -38,6 +38,9 @@ class ScriptedBackend:
     def clone(self, cache: list[int]) -> list[int]:
         return list(cache)
 
+    def cache_bytes(self, cache: list[int]) -> int:
+        return 8 * len(cache)
+
     def _pass(self) -> None:
         if self.gate is not None:
             self.gate.acquire()

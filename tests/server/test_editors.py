@@ -38,6 +38,10 @@ def test_files_parse_and_name_the_model(path):
         assert name.removesuffix("-Fast-Apply") == display_name("reference")
 
 
+def test_llama_vscode_does_not_ask_to_install_another_server():
+    assert json.loads((FOLDER / "llama-vscode.json").read_text("utf-8"))["llama-vscode.ask_install_llamacpp"] is False
+
+
 def test_readme_lists_every_file():
     text = (FOLDER / "README.md").read_text("utf-8")
     for path in FILES:

@@ -21,3 +21,98 @@ def test_tokens_are_returned(reference_live, path, body):
     events = [json.loads(e) for e in reference_live.events(path, {**body, "return_tokens": True, "stream": True})]
     assert [token for event in events for token in event["tokens"]] == answer["tokens"]
     assert events[-1]["stop"] is True
+
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 24}
+CHAT = {"messages": [{"role": "user", "content": SOURCE}], **SAMPLED}
+
+
+def texts(answer):
+    return [c["message"]["content"] if "message" in c else c["text"] for c in answer["choices"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": SOURCE, **SAMPLED}), ("/v1/chat/completions", CHAT)]
+)
+def test_several_samples_differ_and_a_seed_repeats_them(reference_live, path, body):
+    first = reference_live.post(path, {**body, "n": 3, "seed": 11}).json()
+    assert [choice["index"] for choice in first["choices"]] == [0, 1, 2]
+    assert len(set(texts(first))) == 3
+    again = reference_live.post(path, {**body, "n": 3, "seed": 11}).json()
+    assert texts(again) == texts(first)
+    assert texts(reference_live.post(path, {**body, "seed": 11}).json()) == texts(first)[:1]
+    assert first["usage"]["prompt_tokens"] == reference_live.post(path, body).json()["usage"]["prompt_tokens"]
+    greedy = reference_live.post(path, {**body, "n": 2, "temperature": 0}).json()
+    assert len(set(texts(greedy))) == 1
+
+
+def test_several_samples_are_streamed_beside_one_another(reference_live):
+    body = {**CHAT, "n": 3, "seed": 11}
+    whole = texts(reference_live.post("/v1/chat/completions", body).json())
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *events, done = reference_live.events("/v1/chat/completions", {**body, **options})
+    assert done == "[DONE]"
+    streamed, reasons = ["", "", ""], [None] * 3
+    for event in map(json.loads, events):
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content", "")
+            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+    assert streamed == whole
+    assert all(reasons)
+    assert [bool(json.loads(event)["choices"]) for event in events].count(False) == 1
+
+
+def test_without_a_seed_every_answer_is_another_sample(reference_live):
+    body = {"prompt": SOURCE, **SAMPLED}
+    answers = {texts(reference_live.post("/v1/completions", body).json())[0] for _ in range(4)}
+    assert len(answers) > 1
+    settings = [
+        reference_live.post("/completion", {"prompt": SOURCE, "temperature": 1.0, "n_predict": 24}).json()
+        for _ in range(2)
+    ]
+    seeds = [answer["generation_settings"]["seed"] for answer in settings]
+    assert seeds[0] != seeds[1]
+    repeat = {"prompt": SOURCE, "temperature": 1.0, "n_predict": 24, "seed": seeds[0]}
+    assert reference_live.post("/completion", repeat).json()["content"] == settings[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fields"),
+    [
+        ("/v1/chat/completions", CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/v1/chat/completions", CHAT, {"response_format": {"type": "json_object"}, "frequency_penalty": 0.5}),
+        ("/v1/chat/completions", CHAT, {"logprobs": True, "logit_bias": {"5": -100}}),
+        ("/v1/completions", {"prompt": SOURCE}, {"echo": True, "best_of": 2, "presence_penalty": 1}),
+        ("/completion", COMPLETION, {"grammar": "root ::= 'x'", "repeat_penalty": 1.1, "n_probs": 5}),
+        ("/infill", INFILL, {"mirostat": 2, "ignore_eos": True, "lora": [{"id": 0, "scale": 1}]}),
+    ],
+)
+def test_fields_that_are_not_served_are_refused_by_name(reference_live, path, body, fields):
+    raw = reference_live.post(path, {**body, **fields})
+    assert raw.status_code == 400
+    error = raw.json()["error"]
+    assert error["type"] == "unsupported_field"
+    for name in fields:
+        assert name in error["message"]
+
+
+def test_fields_that_ask_for_nothing_are_taken(reference_live):
+    nothing = {
+        "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "frequency_penalty": 0.0, "top_p": 1,
+        "presence_penalty": 0, "logit_bias": {}, "logprobs": None, "n": 1, "parallel_tool_calls": True, "best_of": 1,
+    }  # fmt: skip
+    assert reference_live.post("/v1/chat/completions", {**CHAT, **nothing}).status_code == 200
+
+
+def test_parts_of_messages_that_are_no_text_are_refused(reference_live):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}]
+    raw = reference_live.post("/v1/chat/completions", {"messages": messages})
+    assert raw.status_code == 400
+    assert "image_url" in raw.json()["error"]["message"]
+
+
+def test_a_deadline_that_ends_something_says_so(reference_live):
+    body = {"prompt": SOURCE * 20, "n_predict": 400, "deadline_ms": 1}
+    assert reference_live.post("/completion", body).json()["deadline"] is True
+    assert "deadline" not in reference_live.post("/completion", COMPLETION).json()

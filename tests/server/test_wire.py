@@ -86,7 +86,7 @@ def test_three_identical_requests_are_decoded_once(server):
     for thread in threads:
         thread.start()
     engine = server.service.engine
-    while engine._running is None or len(engine._running.sinks) < 3:
+    while engine._running is None or len(engine._running.waiters) < 3:
         pass
     server.backend.gate.release(100)
     for thread in threads:

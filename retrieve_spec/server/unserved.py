@@ -1,0 +1,74 @@
+"""Fields of the dialects that this server does not serve: asked for, they are refused by name, not passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": (),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "best_of": (1,),
+    "echo": (False,),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    # vLLM and others
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "stop_token_ids": (),
+    "bad_words": (),
+    "prompt_logprobs": (0,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    # llama.cpp
+    "repeat_penalty": (1,),
+    "grammar": (),
+    "json_schema": (),
+    "mirostat": (0,),
+    "typical_p": (1,),
+    "typ_p": (1,),
+    "tfs_z": (1,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "top_n_sigma": (0, -1),
+    "n_probs": (0,),
+    "lora": (),
+    "ignore_eos": (False,),
+    "image_data": (),
+    "multimodal_data": (),
+}
+"""Values with which a field asks for nothing; None, "", [] and {} always do."""
+
+
+def unserved(fields: Mapping[str, Any]) -> list[str]:
+    """Names of the fields of a request that ask for what is not served; parts of messages that are no text too."""
+    names = [name for name, neutral in _NEUTRAL.items() if name in fields and not _asks_nothing(fields[name], neutral)]
+    messages = fields.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else []):
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else []:
+            if isinstance(part, dict) and part.get("type", "text") != "text":
+                names.append(f"messages.{number}.content ({str(part['type'])[:40]})")
+    return names
+
+
+def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if value is None or value in ("", [], {}):
+        return True
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)

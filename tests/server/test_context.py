@@ -1,0 +1,90 @@
+"""How much is shown to the model: bounds of positions, of time and of memory, on the bundled model."""
+
+from __future__ import annotations
+
+import pytest
+from scripted import ScriptedBackend
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.errors import ServeError
+from retrieve_spec.server import run
+from retrieve_spec.server.backend import HuggingFaceBackend, ReadingCost
+from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
+from retrieve_spec.server.fim_formats import find_format
+from retrieve_spec.server.slots import SlotPool
+
+
+def test_what_a_token_costs_is_measured(reference):
+    backend = reference[0].service.backend
+    cost = backend.measure()
+    assert cost.seconds > 0
+    config = backend.model.config
+    exact = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert exact <= cost.bytes <= 2 * exact
+
+
+def test_fewer_positions_are_used_where_that_is_asked_for(reference):
+    _, _, tokenizer = reference
+    model = reference[0].service.backend.model
+    assert HuggingFaceBackend(model, tokenizer, 512).n_ctx == 512
+    assert HuggingFaceBackend(model, tokenizer, 1 << 20).n_ctx == model.config.max_position_embeddings
+
+
+def test_one_prompt_fits_the_memory_of_the_caches(reference):
+    backend = HuggingFaceBackend(reference[0].service.backend.model, reference[2])
+    cost = backend.measure()
+    run._fit(backend, ServeConfig(cache_bytes=int(300 * cost.bytes)))
+    assert 200 <= backend.n_ctx <= 400
+    with pytest.raises(ServeError, match="--cache-mib"):
+        run._fit(backend, ServeConfig(cache_bytes=1000))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "n_ctx", "window"),
+    [(1e-3, 32_768, 2048), (1e-4, 32_768, 6000), (1e-6, 32_768, 16_384), (1e-3, 2048, 1024)],
+)
+def test_the_window_follows_the_speed(seconds, n_ctx, window):
+    class Measured(ScriptedBackend):
+        def measure(self):
+            return ReadingCost(seconds, 1.0)
+
+    backend = Measured(lambda prompt: [0], n_ctx=n_ctx)
+    assert run._fit(backend, ServeConfig()).fim_window == pytest.approx(window, rel=0.01)
+    assert run._fit(backend, ServeConfig(fim_window=100)).fim_window == 100
+
+
+def test_shares_of_prefix_and_suffix(codec):
+    found = find_format(codec)
+    code = "".join(f"value_{i} = compute({i})\n" for i in range(4000))
+    lengths = {}
+    for share in (0.25, 0.75):
+        ids = FimAssembler(codec, found, 8192, 2000, share).assemble(FimParts(code, code), 64).token_ids
+        lengths[share] = ids.index(found.suffix)
+        assert len(ids) < 2100
+    assert lengths[0.25] < 550 < 1000 < lengths[0.75] < 1600
+
+
+def test_other_files_that_cannot_fit_are_not_encoded(codec, monkeypatch):
+    seen = []
+    real = codec.encode
+    monkeypatch.setattr(codec, "encode", lambda text: seen.append(len(text)) or real(text))
+    chunks = tuple(Chunk(f"old_{i} = 1\n" * 100_000, f"{i}.py") for i in range(3))
+    assembler = FimAssembler(codec, find_format(codec), 2048, 512)
+    prompt = assembler.assemble(FimParts("a", "b", (*chunks, Chunk("late = 1\n", "l.py"))), 64)
+    assert "late" in codec.decode(prompt.token_ids)
+    assert prompt.truncated
+    assert max(seen) < 1_000_000
+
+
+def test_kept_caches_keep_to_a_bound_of_bytes():
+    backend = ScriptedBackend(lambda prompt: [0])
+    pool = SlotPool(backend, 100, most_bytes=8 * 250)
+    for number in range(6):
+        prompt = list(range(1000 * number, 1000 * number + 101))
+        slot, _ = pool.take(prompt)
+        slot.cache.extend(prompt[:100])
+        pool.settle(slot, prompt[:100])
+        pool.release(slot)
+    assert pool.count("") == 2
+    _, cached = pool.take(list(range(5000, 5200)))
+    assert cached == 100
