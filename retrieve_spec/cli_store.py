@@ -26,7 +26,7 @@ _TEXT_INDEXES = ("both", "exact", "ngram")
 _DENSE_INDEXES = ("auto", "flat", "ivf-pq", "hnsw")
 
 _RESUME = click.option("--resume", is_flag=True, help="Continue an interrupted run with the options it began with.")
-_WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Threads; all CPUs by default.")
+_WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; all CPUs by default.")
 
 
 def _source_options(command: _F) -> _F:
@@ -168,7 +168,7 @@ def build(
             progress=not quiet,
             recipe=name,
         )
-    _print_report(report, store, as_json)
+    print_report(report, store, as_json)
 
 
 @click.command(short_help="Add documents to a datastore.")
@@ -197,7 +197,7 @@ def add(
         report = add_documents(
             store, sources, max_tokens=max_tokens, workers=workers, resume=resume, progress=not quiet
         )
-    _print_report(report, store, as_json)
+    print_report(report, store, as_json)
 
 
 @click.command(short_help="Remove documents from a datastore.")
@@ -212,7 +212,7 @@ def remove(store: Path, documents: tuple[str, ...], where: str, quiet: bool, as_
 
     if not documents and not where:
         raise click.UsageError("Give DOCUMENT paths or globs, or --where SQL.")
-    _print_report(remove_documents(store, documents, where=where, progress=not quiet), store, as_json)
+    print_report(remove_documents(store, documents, where=where, progress=not quiet), store, as_json)
 
 
 @click.command(short_help="Join several datastores into a new one.")
@@ -229,7 +229,7 @@ def merge(out: Path, stores: tuple[Path, ...], resume: bool, quiet: bool, as_jso
         raise click.UsageError("Give at least one STORE to merge.")
     with _bars(quiet, resume or _has_dense(*stores)):
         report = merge_datastores(out, stores, resume=resume, progress=not quiet)
-    _print_report(report, out, as_json)
+    print_report(report, out, as_json)
 
 
 @click.command(short_help="Rewrite a datastore without removed documents.")
@@ -243,7 +243,18 @@ def compact(store: Path, resume: bool, quiet: bool, as_json: bool) -> None:
 
     with _bars(quiet, _has_dense(store)):
         report = compact_datastore(store, resume=resume, progress=not quiet)
-    _print_report(report, store, as_json)
+    print_report(report, store, as_json)
+
+
+@click.command(short_help="Bring a datastore of the format before up to this one.")
+@STORE
+@QUIET
+@JSON
+def convert(store: Path, quiet: bool, as_json: bool) -> None:
+    """Bring STORE, which the version before wrote, up to the format of this one; its arrays stay."""
+    from retrieve_spec.datastore.convert import convert_datastore
+
+    print_report(convert_datastore(store, progress=not quiet), store, as_json)
 
 
 @click.command(short_help="Rewrite a datastore for another tokenizer.")
@@ -262,10 +273,11 @@ def retokenize(
     if not resume and tokenizer is None:
         raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
     report = retokenize_datastore(store, tokenizer, workers=workers, resume=resume, progress=not quiet)
-    _print_report(report, store, as_json)
+    print_report(report, store, as_json)
 
 
-def _print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
+def print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
+    """Print what a change did."""
     if as_json:
         rate = report.tokens / max(sum(report.seconds.values()), 1e-9)
         extra = {"store": str(store), "skipped_by_reason": report.skipped_by_reason, "tokens_per_second": rate}

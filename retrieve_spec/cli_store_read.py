@@ -47,6 +47,20 @@ def info(store: Path, as_json: bool) -> None:
         click.echo(f"  {name:<10} {value}")
 
 
+@click.command(short_help="Make the database of a datastore's documents.")
+@STORE
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where, instead of catalog.sqlite in STORE."
+)
+@JSON
+def catalog(store: Path, out: Path | None, as_json: bool) -> None:
+    """Make an SQLite database of the documents of STORE, or bring it up to date, and print where it is."""
+    from retrieve_spec.datastore.catalog import write_catalog
+
+    place = write_catalog(store, out)
+    click.echo(json.dumps({"store": str(store), "catalog": str(place)}) if as_json else f"{place}")
+
+
 @click.command(short_help="Check every byte of a datastore.")
 @STORE
 @QUIET

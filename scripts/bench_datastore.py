@@ -33,11 +33,11 @@ from numba import njit
 import retrieve_spec
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import build_automaton
-from retrieve_spec.datastore.catalog import Catalog, Document, edited_catalog, rows_checksum
+from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.fresh import first_manifest, write_tokenizer
 from retrieve_spec.datastore.ingest import texts_of, tokenise
-from retrieve_spec.datastore.manifest import CATALOG, SegmentEntry, read_manifest, write_manifest
+from retrieve_spec.datastore.manifest import SegmentEntry, content_name, read_manifest, write_manifest
 from retrieve_spec.datastore.segment import Segment, write_segment
 from retrieve_spec.datastore.sort import suffix_array
 from retrieve_spec.datastore.sources import Source, list_files
@@ -113,21 +113,20 @@ def continue_corpus(ids: np.ndarray, starts: np.ndarray, size: int) -> tuple[np.
 
 def write_store(folder: Path, ids: np.ndarray, starts: np.ndarray, config: StoreConfig) -> dict[str, Any]:
     """Index a corpus of token ids and write it as a store of one segment."""
-    segment = folder / "segments" / "000001"
+    segment = folder / "segments" / "new"
     segment.mkdir(parents=True)
-    started = time.perf_counter()
-    files = write_segment(segment, ids, starts.astype(np.uint32), config)
-    seconds = time.perf_counter() - started
     rows = [
-        Document("000001", i, f"document-{i}", "", "bench", "", int(a), int(b - a - 1), "")
+        Row(f"document-{i}", "", "bench", f"{i:064x}", int(b - a - 1))
         for i, (a, b) in enumerate(pairwise(starts.tolist()))
     ]
+    started = time.perf_counter()
+    files, origins = write_segment(segment, ids.copy(), rows, config)
+    seconds = time.perf_counter() - started
     name = write_tokenizer(folder, "reference")
-    with edited_catalog(folder / CATALOG, segment.parent) as catalog:
-        catalog.put_segment("000001", rows)
     tokens = len(ids) - len(rows)
-    entry = SegmentEntry("000001", len(rows), tokens, (), rows_checksum(rows), files)
-    write_manifest(folder, first_manifest(folder, name).following((entry,), 2, {"verb": "bench"}))
+    entry = SegmentEntry(content_name(files), len(rows), tokens, "", origins, files)
+    segment.rename(segment.with_name(entry.name))
+    write_manifest(folder, first_manifest(folder, name).following((entry,), {"verb": "bench"}))
     exact = sum(files[f"{part}.bin"].bytes for part in ("tokens", "suffix_array", "top", "vocabulary", "documents"))
     ngram = sum(file.bytes for part, file in files.items() if part.startswith("ngram"))
     return {
@@ -185,16 +184,12 @@ def copy_segments(folder: Path, out: Path, copies: int) -> None:
     """Write a store whose segments are copies of the one segment of another, each with files of its own."""
     manifest = read_manifest(folder)
     (entry,) = manifest.segments
-    entries = tuple(replace(entry, name=f"{i:06d}") for i in range(1, copies + 1))
+    entries = tuple(replace(entry, name=f"{i:032x}") for i in range(1, copies + 1))
     (out / "segments").mkdir(parents=True)
     shutil.copyfile(folder / manifest.tokenizer_name, out / manifest.tokenizer_name)
-    with Catalog(folder / CATALOG) as catalog:
-        rows = catalog.documents(entry.name)
-    with edited_catalog(out / CATALOG, out / "segments") as catalog:
-        for copy in entries:
-            shutil.copytree(folder / "segments" / entry.name, out / "segments" / copy.name)
-            catalog.put_segment(copy.name, rows)
-    write_manifest(out, replace(manifest, segments=entries, next_segment=copies + 1))
+    for copy in entries:
+        shutil.copytree(folder / "segments" / entry.name, out / "segments" / copy.name)
+    write_manifest(out, replace(manifest, segments=entries))
 
 
 def many_segments(folder: Path, text: np.ndarray) -> dict[str, Any]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.catalog import Catalog
 from retrieve_spec.datastore.change import (
     ChangeReport,
+    Inputs,
     begin_or_resume,
     existing_manifest,
     finished,
@@ -19,13 +19,16 @@ from retrieve_spec.datastore.change import (
     publish,
     writer,
 )
-from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.fresh import check_folder, check_not_begun, config_of, first_manifest, write_tokenizer
-from retrieve_spec.datastore.ingest import Tokenised, texts_of, tokenise
-from retrieve_spec.datastore.manifest import CATALOG, Manifest, read_manifest
-from retrieve_spec.datastore.progress import Stopwatch
-from retrieve_spec.datastore.sources import STDIN, Source, SourceFile, list_files
-from retrieve_spec.datastore.work import WorkFolder, build_segments, read_into_chunks
+from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, read_manifest
+from retrieve_spec.datastore.pool import run_ranks
+from retrieve_spec.datastore.progress import Bar, Stopwatch
+from retrieve_spec.datastore.shards import file_shards
+from retrieve_spec.datastore.sources import Source, list_files
+from retrieve_spec.datastore.stages import Done, Stages
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
 
@@ -59,7 +62,7 @@ def build_datastore(
     max_tokens
         Stop before the document that would exceed this.
     workers
-        Threads that read and encode; all CPUs by default. The store is the same for any number.
+        Processes that read, encode and index; all CPUs by default. The store is the same for any number.
     resume
         Continue an interrupted build with the options it was begun with.
     progress
@@ -83,10 +86,12 @@ def build_datastore(
     """
     store = Path(path)
 
-    def make_plan() -> dict[str, Any]:
+    def make_plan() -> tuple[dict[str, Any], Inputs]:
         check_not_begun(store, work)
-        plan = _plan(store, as_sources(sources, licence), checked(config or StoreConfig(), tokenizer), max_tokens)
-        return plan | {"recipe": recipe, "tokenizer": write_tokenizer(store, tokenizer)}
+        plan, inputs = _plan(
+            work, as_sources(sources, licence), checked(config or StoreConfig(), tokenizer), max_tokens
+        )
+        return plan | {"recipe": recipe, "tokenizer": write_tokenizer(store, tokenizer)}, inputs
 
     if not resume:
         check_folder(store)
@@ -94,7 +99,8 @@ def build_datastore(
         plan = begin_or_resume(work, existing_manifest(store), "build", resume, make_plan)
         if plan is None:
             return finished(work, "build")
-        return _grow(work, first_manifest(store, plan["tokenizer"]), plan, workers, progress)
+        manifest = replace(first_manifest(store, plan["tokenizer"]), config=plan["config"])
+        return grow(work, manifest, plan, workers=workers, progress=progress)
 
 
 def add_documents(
@@ -115,14 +121,17 @@ def add_documents(
     store = Path(path)
     read_manifest(store)
 
-    def make_plan() -> dict[str, Any]:
+    def make_plan() -> tuple[dict[str, Any], Inputs]:
         settings = checked(config or config_of(manifest), manifest.fingerprint)
-        return _plan(store, as_sources(sources, licence), settings, max_tokens)
+        plan, inputs = _plan(work, as_sources(sources, licence), settings, max_tokens)
+        return plan | {"tokenizer": manifest.tokenizer_name}, inputs
 
     with writer(store) as work:
         manifest = read_manifest(store)
         plan = begin_or_resume(work, manifest, "add", resume, make_plan)
-        return _grow(work, manifest, plan, workers, progress) if plan else finished(work, "add")
+        if plan is None:
+            return finished(work, "add")
+        return grow(work, manifest, plan, workers=workers, progress=progress, known=live_hashes(store))
 
 
 def as_sources(sources: Source | str | list[Source | str] | None, licence: str) -> tuple[Source, ...]:
@@ -151,105 +160,105 @@ def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
     return replace(config, dense=checked_settings(config.dense, tokenizer_fingerprint(tokenizer)))
 
 
-def _plan(store: Path, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None) -> dict[str, Any]:
-    return {
+def _plan(
+    work: WorkFolder, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None
+) -> tuple[dict[str, Any], Inputs]:
+    files = list_files(sources, work.store)
+    plan = {
         "sources": [asdict(source) for source in sources],
-        "files": [asdict(file) for file in list_files(sources, store)],
         "config": asdict(config),
         "max_tokens": max_tokens,
+        "bytes": sum(file.size for file in files if not file.skip),
     }
+    return plan, file_shards(work, files)
 
 
-def _grow(
-    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], workers: int | None, progress: bool
-) -> ChangeReport:
-    """Read the files of a plan and add them as segments."""
-    sources = tuple(
-        Source(**{**s, "include": tuple(s["include"]), "exclude": tuple(s["exclude"])}) for s in plan["sources"]
-    )
-    files = [SourceFile(**file) for file in plan["files"]]
-    config = StoreConfig(**plan["config"])
-    backend = load_tokenizer(work.store / manifest.tokenizer_name)
-    threads = workers or os.cpu_count() or 1
-
-    def stream(consumed: int) -> Iterator[Tokenised]:
-        if consumed and any(file.location == STDIN for file in files):
-            raise BuildError("sources that can be read again", "standard input", "Start the build again.")
-        texts = texts_of(files, sources, config.document_bytes)
-        for _ in range(consumed):
-            next(texts, None)
-        return tokenise(texts, sources, backend, threads, config.document_bytes)
-
-    known: set[str] = set()
-    if (work.store / CATALOG).exists():
-        with Catalog(work.store / CATALOG) as catalog:
-            known = catalog.live_hashes(segment.name for segment in manifest.segments)
-    size = sum(file.size for file in files if not file.skip)
-    return grow(work, manifest, plan, stream, config, known=known, size=size or None, progress=progress)
+def live_hashes(store: Path) -> list[str]:
+    """Content hashes of the documents of a store that can be drafted from."""
+    return [document.sha256 for document in open_datastore(store).documents()]
 
 
 def grow(
     work: WorkFolder,
     manifest: Manifest,
     plan: dict[str, Any],
-    stream: Callable[[int], Iterator[Tokenised]],
-    config: StoreConfig,
     *,
-    known: set[str],
-    size: int | None,
+    workers: int | None,
     progress: bool,
-    replaces: bool = False,
+    known: Iterable[str] = (),
+    kept: tuple[SegmentEntry, ...] | None = None,
+    made: Sequence[SegmentEntry] = (),
 ) -> ChangeReport:
-    """Read a stream of documents into new segments and publish them.
+    """Make the segments that a plan describes and publish them.
 
     Parameters
     ----------
     work, manifest, plan
         The change, and the manifest it starts from.
-    stream
-        Called with the number of results to leave out.
-    config, known, size, progress
-        Limits, hashes that count as duplicates, bytes to read if known, whether to show bars.
-    replaces
-        The new segments replace all old ones instead of joining them.
+    workers, progress
+        Processes at most (None: all CPUs), and whether to show bars.
+    known
+        Content hashes that count as duplicates.
+    kept
+        Segments that stay as they are; None for all of the manifest's.
+    made
+        Segments that lie in the work folder already, under numbers of their own.
     """
     watch = Stopwatch(progress)
-    read = 0
-    with watch.stage("reading", size, "B") as bar:
-
-        def tick(result: Tokenised) -> None:
-            nonlocal read
-            read += len(result.ids)
-            bar.set_postfix_str(f"{read:,} tokens", refresh=False)
-            bar.update(result.bytes)
-
-        chunks = read_into_chunks(work, stream, config, known=known, max_tokens=plan.get("max_tokens"), tick=tick)
-    skipped = tuple((path, source, reason) for chunk in chunks for path, source, reason in chunk.skipped)
-    total = sum(document[4] for chunk in chunks for document in chunk.documents)
-    if total == 0 and not manifest.segments:
+    staying = (*(manifest.segments if kept is None else kept), *made)
+    stages, entries, skipped = make_segments(work, watch, workers, known)
+    if not entries and not staying:
         work.end()
-        raise nothing_to_index(skipped, plan)
-    with watch.stage("indexing", total, "tok") as bar:
-        entries, documents = build_segments(
-            work, chunks, manifest.next_segment, config, plan["at"], tick=lambda tokens, _: bar.update(tokens)
-        )
+        raise nothing_to_index(skipped, plan, stages.shards)
     dense: dict[str, Any] = {}
-    if config.dense is None and replaces:
+    if stages.config.dense is None and not staying:
         manifest = replace(manifest, dense=None)
-    elif config.dense is not None and entries:
+    elif stages.config.dense is not None and entries:
         from retrieve_spec.datastore.dense_build import add_dense  # imports torch, which others need not wait for
 
-        fresh = replaces or not manifest.segments
-        entries, record, dense = add_dense(work, manifest, entries, config.dense, watch, fresh=fresh)
+        entries, record, dense = add_dense(work, manifest, entries, stages.config.dense, watch, fresh=not staying)
         manifest = replace(manifest, dense=record)
     report = ChangeReport(
         plan["verb"],
         sum(entry.documents for entry in entries),
         sum(entry.tokens for entry in entries),
-        len(entries) + (0 if replaces else len(manifest.segments)),
-        skipped,
+        len(entries) + len(staying),
+        tuple(skipped),
         watch.seconds,
         dense,
     )
-    segments = (*(() if replaces else manifest.segments), *entries)
-    return publish(work, manifest, segments, documents, plan, report)
+    return publish(work, manifest, staying[: len(staying) - len(made)], [*made, *entries], plan, report)
+
+
+def make_segments(
+    work: WorkFolder, watch: Stopwatch, workers: int | None, known: Iterable[str]
+) -> tuple[Stages, list[SegmentEntry], list[tuple[str, str, str]]]:
+    """Run the stages of a plan; returns them, the new segments and what was left out."""
+    workers = workers or os.cpu_count() or 1
+    stages = Stages(work, workers)
+    size = int(stages.plan.get("bytes", 0))
+    with watch.stage("reading", size or None, "B") as bar:
+        tell = _teller(bar)
+
+        def run(ranks: list[int]) -> None:
+            run_ranks(stages, "tokens", ranks, workers, size, lambda done: tell(done, done[0]))
+
+        cut = stages.cut(known, run)
+    with watch.stage("indexing", cut.tokens, "tok") as bar:
+        tell = _teller(bar)
+        ranks = [rank for rank in range(len(cut.segments)) if stages.needs_segment(rank)]
+        run_ranks(stages, "segment", ranks, workers, 4 * cut.tokens, lambda done: tell(done, done[2]))
+    return stages, [stages.entry(rank) for rank in range(len(cut.segments))], cut.skipped
+
+
+def _teller(bar: Bar) -> Callable[[Done, int], None]:
+    """Tells a bar of finished ranks: units, and documents and tokens beside them."""
+    documents = tokens = 0
+
+    def tell(done: Done, units: int) -> None:
+        nonlocal documents, tokens
+        documents, tokens = documents + done[1], tokens + done[2]
+        bar.set_postfix_str(f"{documents:,} documents, {tokens:,} tokens", refresh=False)
+        bar.update(units)
+
+    return tell

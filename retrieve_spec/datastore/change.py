@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,20 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.catalog import Catalog, Document, edited_catalog
-from retrieve_spec.datastore.manifest import CATALOG, MANIFEST, Manifest, SegmentEntry, read_manifest, write_manifest
-from retrieve_spec.datastore.work import WorkFolder, drop_stale_segments, publish_segments
+from retrieve_spec.datastore.manifest import (
+    MANIFEST,
+    Manifest,
+    SegmentEntry,
+    content_name,
+    read_manifest,
+    write_manifest,
+)
+from retrieve_spec.datastore.work import WorkFolder, drop_stale_files, put_segments, put_skipped, put_tombstones
 from retrieve_spec.errors import BuildError, RetrieveSpecError, StoreLockedError
 
 LOCK = "lock"
+_SHORT = ("remove", "sync", "pull", "convert")
+"""Changes that are run again instead of being resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,7 @@ class ChangeReport:
     Attributes
     ----------
     verb
-        build, add, remove, merge, compact or retokenize.
+        build, add, remove, merge, compact, retokenize, sync or pull.
     documents, tokens
         Added by the change (for `remove`: taken out).
     segments
@@ -66,14 +73,14 @@ def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
     return dict(sorted(paths.items()))
 
 
-def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, Any]) -> BuildError:
+def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, Any], shards: int) -> BuildError:
     """Error about a change that found no text, which says why each kind of file was left out."""
     reasons = [f"{len(paths):,} {reason} (first: {paths[0]})" for reason, paths in by_reason(skipped).items()]
-    if "files" not in plan:
+    if "sources" not in plan:
         return BuildError("documents that are not removed", "none", "Add some first.")
     if reasons:
         got = f"left out {', '.join(reasons)}"
-    elif not plan["files"]:
+    elif not shards:
         got = "the sources and filters name no file"
     else:
         got = "the files are empty" + (", or the first document exceeds max_tokens" if plan["max_tokens"] else "")
@@ -94,7 +101,7 @@ def explain_write_errors(store: Path) -> Iterator[None]:
         yield
     except RetrieveSpecError:  # some are OSErrors too
         raise
-    except (OSError, sqlite3.OperationalError) as error:
+    except OSError as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise BuildError(
             f"to write to {store}",
@@ -142,8 +149,15 @@ def existing_manifest(store: Path) -> Manifest | None:
     return read_manifest(store) if (store / MANIFEST).exists() else None
 
 
+Inputs = Iterable[dict[str, Any]]
+
+
 def begin_or_resume(
-    work: WorkFolder, manifest: Manifest | None, verb: str, resume: bool, make_plan: Callable[[], dict[str, Any]]
+    work: WorkFolder,
+    manifest: Manifest | None,
+    verb: str,
+    resume: bool,
+    make_plan: Callable[[], tuple[dict[str, Any], Inputs]],
 ) -> dict[str, Any] | None:
     """Record the plan of a new change, or find that of the interrupted one.
 
@@ -156,7 +170,7 @@ def begin_or_resume(
     resume
         Whether to go on with an interrupted one.
     make_plan
-        Makes the plan of a new one.
+        Makes the plan of a new one, and a line for every shard of its input.
 
     Returns
     -------
@@ -169,31 +183,20 @@ def begin_or_resume(
         When there is none to resume, or it is of another verb.
     """
     if not resume:
-        return begin_change(work, manifest, {"verb": verb, **make_plan()})
+        plan, inputs = make_plan()
+        return begin_change(work, manifest, {"verb": verb, **plan}, inputs)
     plan = resumed_plan(work, verb)
     return plan if plan["generation"] == (manifest.generation if manifest else 0) else None
 
 
-def begin_change(work: WorkFolder, manifest: Manifest | None, plan: dict[str, Any]) -> dict[str, Any]:
+def begin_change(
+    work: WorkFolder, manifest: Manifest | None, plan: dict[str, Any], inputs: Inputs = ()
+) -> dict[str, Any]:
     """Record the plan of a new change, and clear away what interrupted ones left."""
-    names = [segment.name for segment in manifest.segments] if manifest else []
     plan = {**plan, "generation": manifest.generation if manifest else 0, "at": utc_now(), "version": __version__}
-    work.begin(plan)
-    drop_stale_segments(work.store, names)
-    _drop_stale_rows(work, set(names))
+    work.begin(plan, inputs)
+    drop_stale_files(work.store, manifest)
     return plan
-
-
-def _drop_stale_rows(work: WorkFolder, names: set[str]) -> None:
-    """Drop catalogue rows of segments that are not part of the store."""
-    path = work.store / CATALOG
-    if not path.exists():
-        return
-    with Catalog(path) as catalog:
-        stale = catalog.segments() - names
-    if stale:
-        with edited_catalog(path, work.path) as catalog:
-            catalog.keep_segments(names)
 
 
 def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
@@ -202,7 +205,7 @@ def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
     Raises
     ------
     BuildError
-        When there is none, or it is of another verb.
+        When there is none, or it is of another verb or was begun by another version.
     """
     plan = work.plan()
     if plan is None:
@@ -211,21 +214,24 @@ def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
     if plan["verb"] != verb:
         other = plan["verb"]
         remedy = "Run the command without --resume."
-        if other != "remove":  # which cannot be resumed
+        if other not in _SHORT:
             remedy = f"Continue that one with `retrieve-spec {other} {work.store} --resume`, or leave out --resume."
         raise BuildError(f"an interrupted {verb} in {work.store}", f"an interrupted {other}", remedy)
+    if plan["version"] != __version__:
+        expected, got = f"a {verb} that version {__version__} began", f"one of {plan['version']}"
+        raise BuildError(expected, got, "Run the command without --resume.")
     return plan
 
 
 def publish(
     work: WorkFolder,
     manifest: Manifest,
-    segments: tuple[SegmentEntry, ...],
-    documents: dict[str, list[Document]],
+    kept: Iterable[SegmentEntry],
+    made: Iterable[SegmentEntry],
     plan: dict[str, Any],
     report: ChangeReport,
 ) -> ChangeReport:
-    """Make a change take effect: folders, catalogue, then the manifest, then clearing up.
+    """Make a change take effect: files in their places, then the manifest, then clearing up.
 
     Parameters
     ----------
@@ -233,10 +239,10 @@ def publish(
         Folder of the change; holds the new segments.
     manifest
         The manifest that the change started from.
-    segments
-        Segments of the store from now on.
-    documents
-        Catalogue rows of the new segments, by name.
+    kept
+        Segments that stay, under their names.
+    made
+        New segments, under their numbers in the work folder.
     plan, report
         What was to be done and what was: the entry of the history, and what was left out.
 
@@ -245,18 +251,14 @@ def publish(
     ChangeReport
         The report.
     """
-    publish_segments(work, documents)
-    kept = {segment.name for segment in segments}
-    with edited_catalog(work.store / CATALOG, work.path) as catalog:
-        for name, rows in documents.items():
-            catalog.put_segment(name, rows)
-        catalog.put_skipped(manifest.generation + 1, report.skipped)
-    numbers = [int(name) for name in documents]
-    next_segment = max([manifest.next_segment, *(n + 1 for n in numbers)])
-    following = manifest.following(segments, next_segment, _event_of(plan, report))
+    named = [(entry.name, replace(entry, name=content_name(entry.files))) for entry in made]
+    put_segments(work, [(number, entry.name) for number, entry in named])
+    put_tombstones(work)
+    segments = {entry.name: entry for entry in (*kept, *(entry for _, entry in named))}
+    event = _event_of(plan, report) | put_skipped(work.store, report.skipped)
+    following = manifest.following(tuple(segments.values()), {"generation": manifest.generation + 1, **event})
     write_manifest(work.store, following)
-    _drop_stale_rows(work, kept)
-    drop_stale_segments(work.store, kept)
+    drop_stale_files(work.store, following)
     for copy in work.store.glob("tokenizer-*.json"):
         if copy.name != following.tokenizer_name:
             copy.unlink()
@@ -266,7 +268,7 @@ def publish(
 
 def _event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
     """Entry of a store's history."""
-    left_out = ("files", "places", "generation")
+    left_out = ("places", "generation", "vocabulary", "tokenizer_before")
     return {
         **{key: value for key, value in plan.items() if key not in left_out and value not in (None, "")},
         "documents": report.documents,

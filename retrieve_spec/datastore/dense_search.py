@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from retrieve_spec.datastore.catalog import Document
 from retrieve_spec.datastore.dense import check_model, continuation
 from retrieve_spec.datastore.dense_keys import HiddenStates, prefix_of
+from retrieve_spec.datastore.documents import Document
 from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.errors import BuildError, PromptError
 from retrieve_spec.reference_model import load_model

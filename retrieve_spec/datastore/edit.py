@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import checked, grow
-from retrieve_spec.datastore.catalog import Document
 from retrieve_spec.datastore.change import (
     ChangeReport,
+    Inputs,
     begin_change,
     begin_or_resume,
     existing_manifest,
     finished,
+    nothing_to_index,
     writer,
 )
 from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.fresh import (
     check_folder,
     check_not_begun,
@@ -33,10 +29,11 @@ from retrieve_spec.datastore.fresh import (
     first_manifest,
     write_tokenizer,
 )
-from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map
-from retrieve_spec.datastore.manifest import CATALOG, Manifest, read_manifest
+from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.removal import choose_documents, remove_chosen
-from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
+from retrieve_spec.datastore.shards import check_text, conversion_shards, segment_shards
+from retrieve_spec.datastore.store import check_tokenizer, open_datastore
+from retrieve_spec.datastore.union import unite
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
@@ -50,14 +47,14 @@ def remove_documents(
 ) -> ChangeReport:
     """Take documents out of a datastore: from then on nothing is drafted from them.
 
-    Their text stays in the token arrays until `compact_datastore`, but no index leads to it.
+    Their text stays in the token arrays until `compact_datastore`, but no index shows it.
 
     Parameters
     ----------
     path
         Folder of the store.
     documents
-        Paths as the catalogue lists them, or globs over them.
+        Paths as the document tables list them, or globs over them.
     where
         SQL condition over the catalogue's `documents` table, as ``licence like 'GPL%'``.
     progress
@@ -71,34 +68,23 @@ def remove_documents(
     store = Path(path)
     read_manifest(store)
     with writer(store) as work:
-        manifest = read_manifest(store)
-        chosen = choose_documents(store, manifest, documents, where)
+        opened = open_datastore(store)
+        chosen = choose_documents(opened, documents, where)
         if not chosen:
-            remedy = f"`select path from documents` lists them in {store / CATALOG}."
+            remedy = f"`retrieve-spec catalog {store}` makes a database that lists them."
             raise BuildError("documents that match", "none", remedy)
         arguments = {"verb": "remove", "documents": list(documents), "where": where}
-        plan = begin_change(work, manifest, {k: v for k, v in arguments.items() if v})
-        return remove_chosen(work, manifest, plan, chosen, progress)
+        plan = begin_change(work, opened.manifest, {k: v for k, v in arguments.items() if v})
+        return remove_chosen(work, opened, plan, chosen, progress)
 
 
-def _documents_of(store: Datastore) -> Iterator[tuple[Document, NDArray[np.uint32]]]:
-    """Documents of a store that can be drafted from, with their token ids, in order."""
-    for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
-        if not len(segment.tokens):
-            raise BuildError(
-                "a store that keeps its text", f"{store.path}, which keeps n-grams only", "Build it again from sources."
-            )
-        store.check_text(entry)
-        for document in store.documents(entry):
-            if document.number not in segment.removed:
-                yield document, segment.text_ids(document.number)
-
-
-def _as_result(document: Document, ids: NDArray[np.uint32]) -> Tokenised:
-    return Tokenised(document.path, document.licence, document.source, document.sha256, ids, 4 * len(ids))
-
-
-def compact_datastore(path: str | os.PathLike[str], *, resume: bool = False, progress: bool = False) -> ChangeReport:
+def compact_datastore(
+    path: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    resume: bool = False,
+    progress: bool = False,
+) -> ChangeReport:
     """Rewrite a datastore into as few segments as possible, without the text of removed documents.
 
     Readers keep what they have opened. Dense indexes are computed anew, by the model they were built with.
@@ -107,6 +93,8 @@ def compact_datastore(path: str | os.PathLike[str], *, resume: bool = False, pro
     ----------
     path
         Folder of the store.
+    workers
+        Processes at most; all CPUs by default.
     resume
         Continue an interrupted compaction.
     progress
@@ -122,13 +110,28 @@ def compact_datastore(path: str | os.PathLike[str], *, resume: bool = False, pro
     store = Path(path)
     read_manifest(store)
 
-    def make_plan() -> dict[str, Any]:
-        return {"config": asdict(checked(config_of(manifest), manifest.fingerprint))}
+    def make_plan() -> tuple[dict[str, Any], Inputs]:
+        _check_texts([store])
+        plan = {
+            "config": asdict(checked(config_of(manifest), manifest.fingerprint)),
+            "tokenizer": manifest.tokenizer_name,
+            "vocabulary": manifest.vocabulary,
+        }
+        return plan, segment_shards(store, manifest)
 
     with writer(store) as work:
         manifest = read_manifest(store)
         plan = begin_or_resume(work, manifest, "compact", resume, make_plan)
-        return _rewrite(work, manifest, plan, [store], progress) if plan else finished(work, "compact")
+        if plan is None:
+            return finished(work, "compact")
+        return grow(work, manifest, plan, workers=workers, progress=progress, kept=())
+
+
+def _check_texts(stores: Iterable[Path]) -> None:
+    """Check that stores keep their text, before anything is begun."""
+    for store in stores:
+        for segment in open_datastore(store).segments:
+            check_text(segment, store)
 
 
 def merge_datastores(
@@ -138,7 +141,10 @@ def merge_datastores(
     resume: bool = False,
     progress: bool = False,
 ) -> ChangeReport:
-    """Join datastores built with one tokenizer into a new one; a text that several hold is kept once.
+    """Join datastores built with one tokenizer into a new one; a text that several hold is listed once.
+
+    Segments are taken over as they are, as links to the same files where the file system has them; with dense indexes
+    all is indexed anew, since keys of stores that were built apart do not compare.
 
     Parameters
     ----------
@@ -154,54 +160,51 @@ def merge_datastores(
     TokenizerMismatchError
         When their tokenizers differ.
     BuildError
-        When there is a store at `out` already, no store is given, or one keeps n-grams only.
+        When there is a store at `out` already or no store is given.
     """
     target = Path(out)
-
-    def make_plan() -> dict[str, Any]:
-        check_not_begun(target, work)
-        return _plan_merge(work, [Path(store) for store in stores])
-
     if not resume:
         check_folder(target)
     with writer(target) as work:
+
+        def make_plan() -> tuple[dict[str, Any], Inputs]:
+            check_not_begun(target, work)
+            return _plan_merge(work, [Path(store) for store in stores])
+
         plan = begin_or_resume(work, existing_manifest(target), "merge", resume, make_plan)
         if plan is None:
             return finished(work, "merge")
-        manifest = first_manifest(target, plan["tokenizer"])
-        return _rewrite(work, manifest, plan, [Path(store) for store in plan["places"]], progress)
+        manifest = replace(first_manifest(target, plan["tokenizer"]), config=plan["config"])
+        if plan["indexed_anew"]:
+            return grow(work, manifest, plan, workers=None, progress=progress)
+        return unite(work, manifest, plan, [Path(place) for place in plan["places"]], progress)
 
 
-def _plan_merge(work: WorkFolder, stores: list[Path]) -> dict[str, Any]:
+def _plan_merge(work: WorkFolder, stores: list[Path]) -> tuple[dict[str, Any], Inputs]:
     if not stores:
         raise BuildError("at least one store to merge", "none", "Give the folders of the stores.")
     manifests = [read_manifest(store) for store in stores]
     for store, manifest in zip(stores, manifests, strict=True):
         check_tokenizer(store, manifest, manifests[0].fingerprint)
-    tokenizer = (stores[0] / manifests[0].tokenizer_name).read_bytes()
-    replace_file(work.store / manifests[0].tokenizer_name, tokenizer)
-    config = replace(config_of(manifests[0]), dense=common_dense(stores, manifests))
-    return {
+    if not any(manifest.segments for manifest in manifests):
+        raise nothing_to_index((), {}, 0)
+    dense = common_dense(stores, manifests)
+    if dense is not None:
+        _check_texts(stores)
+    widest = max(range(len(stores)), key=lambda i: manifests[i].vocabulary)  # added tokens stay out of fingerprints
+    tokenizer = manifests[widest].tokenizer_name
+    replace_file(work.store / tokenizer, (stores[widest] / tokenizer).read_bytes())
+    config = replace(config_of(manifests[0]), dense=dense)
+    plan = {
         "stores": [str(store) for store in stores],
         "places": [os.path.abspath(store) for store in stores],  # to resume from any folder
-        "tokenizer": manifests[0].tokenizer_name,
+        "tokenizer": tokenizer,
+        "vocabulary": max(manifest.vocabulary for manifest in manifests),
         "config": asdict(checked(config, manifests[0].fingerprint)),
+        "indexed_anew": dense is not None,
     }
-
-
-def _rewrite(
-    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], stores: list[Path], progress: bool
-) -> ChangeReport:
-    """Write the documents of stores into new segments that replace the old ones."""
-    opened = [open_datastore(store, tokenizer=manifest.fingerprint) for store in stores]
-
-    def stream(consumed: int) -> Iterator[Tokenised]:
-        documents = (pair for store in opened for pair in _documents_of(store))
-        return (_as_result(document, ids) for document, ids in islice(documents, consumed, None))
-
-    size = 4 * sum(store.manifest.tokens for store in opened)
-    config = StoreConfig(**plan["config"])
-    return grow(work, manifest, plan, stream, config, known=set(), size=size, progress=progress, replaces=True)
+    shards = (segment_shards(store, manifest) for store, manifest in zip(stores, manifests, strict=True))
+    return plan, chain.from_iterable(shards)
 
 
 def retokenize_datastore(
@@ -223,7 +226,7 @@ def retokenize_datastore(
     tokenizer
         The tokenizer to convert to (anything `load_tokenizer` takes); not needed to resume.
     workers
-        Threads that decode and encode; all CPUs by default.
+        Processes that decode, encode and index; all CPUs by default.
     resume, progress
         As for `compact_datastore`.
 
@@ -237,33 +240,23 @@ def retokenize_datastore(
     store = Path(path)
     read_manifest(store)
 
-    def make_plan() -> dict[str, Any]:
+    def make_plan() -> tuple[dict[str, Any], Inputs]:
+        _check_texts([store])
         config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
-        return {"tokenizer": write_tokenizer(store, tokenizer), "config": asdict(config)}
+        plan = {
+            "tokenizer": write_tokenizer(store, tokenizer),
+            "tokenizer_before": manifest.tokenizer_name,
+            "vocabulary": manifest.vocabulary,
+            "config": asdict(config),
+            "bytes": 4 * manifest.tokens,
+        }
+        return plan, conversion_shards(store, manifest)
 
     with writer(store) as work:
         manifest = read_manifest(store)
         plan = begin_or_resume(work, manifest, "retokenize", resume, make_plan)
         if plan is None:
             return finished(work, "retokenize")
-        return _retokenize(work, manifest, plan, workers or os.cpu_count() or 1, progress)
-
-
-def _retokenize(
-    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], workers: int, progress: bool
-) -> ChangeReport:
-    opened = open_datastore(work.store)
-    backend = load_tokenizer(work.store / plan["tokenizer"])
-
-    def convert(pair: tuple[Document, NDArray[np.uint32]]) -> Tokenised:
-        document, ids = pair
-        text = opened.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        return replace(_as_result(document, encode(backend, text)), bytes=4 * len(ids))
-
-    def stream(consumed: int) -> Iterator[Tokenised]:
-        return ordered_map(convert, islice(_documents_of(opened), consumed, None), workers)
-
-    target = first_manifest(work.store, plan["tokenizer"])
-    base = replace(manifest, fingerprint=target.fingerprint, tokenizer=target.tokenizer, vocabulary=target.vocabulary)
-    size, config = 4 * manifest.tokens, StoreConfig(**plan["config"])
-    return grow(work, base, plan, stream, config, known=set(), size=size, progress=progress, replaces=True)
+        new = first_manifest(store, plan["tokenizer"])
+        base = replace(manifest, fingerprint=new.fingerprint, tokenizer=new.tokenizer, vocabulary=new.vocabulary)
+        return grow(work, base, plan, workers=workers, progress=progress, kept=())

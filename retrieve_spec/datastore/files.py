@@ -161,7 +161,7 @@ def _compare_size(path: Path, entry: FileEntry, size: int) -> None:
         raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes", _REBUILD)
 
 
-def map_array(path: Path, entry: FileEntry, *, scattered: bool = False) -> NDArray[Any]:
+def map_array(path: Path, entry: FileEntry, *, scattered: bool = False, private: bool = False) -> NDArray[Any]:
     """Map a raw array into memory, read-only.
 
     Parameters
@@ -170,6 +170,8 @@ def map_array(path: Path, entry: FileEntry, *, scattered: bool = False) -> NDArr
         The file and its record.
     scattered
         Whether reads jump about, so that the system does not read ahead.
+    private
+        Whether the array may be altered, in this process alone; pages that are not altered stay shared.
 
     Raises
     ------
@@ -182,7 +184,7 @@ def map_array(path: Path, entry: FileEntry, *, scattered: bool = False) -> NDArr
             _compare_size(path, entry, os.fstat(file.fileno()).st_size)
             if entry.bytes == 0:
                 return np.empty(0, dtype)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
     except FileNotFoundError as error:
         raise _missing(path, entry) from error
     array = np.frombuffer(mapped, dtype)

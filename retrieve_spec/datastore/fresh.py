@@ -15,16 +15,31 @@ from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.change import LOCK, existing_manifest
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
-from retrieve_spec.datastore.manifest import CATALOG, MANIFEST, SEGMENTS, WORK, Manifest, incomplete, tokenizer_name
-from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.datastore.manifest import (
+    CATALOG,
+    MANIFEST,
+    SEGMENTS,
+    SKIPPED,
+    TOMBSTONES,
+    WORK,
+    Manifest,
+    incomplete,
+    tokenizer_name,
+)
+from retrieve_spec.datastore.work import INPUTS, STDIN_COPY, WorkFolder
 from retrieve_spec.errors import BuildError
 
 _OURS = {
-    "": re.compile(rf"{LOCK}|{WORK}|{SEGMENTS}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"),
-    WORK: re.compile(
-        rf"(?:plan|(?:chunk|segment|dense|keys)-[\w-]+)\.(?:json|bin)(?:\.tmp)?|segment-\d+|{CATALOG}(?:-journal)?"
+    "": re.compile(
+        rf"{LOCK}|{WORK}|{SEGMENTS}|{SKIPPED}|{TOMBSTONES}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"
     ),
-    SEGMENTS: re.compile(r"\d{6}"),
+    WORK: re.compile(
+        rf"(?:plan|cut|(?:shard|segment|dense|keys)-[\w-]+)\.(?:json|bin)(?:\.tmp)?|{STDIN_COPY}|{INPUTS}|segment-\d+"
+        rf"|{TOMBSTONES}|pull"
+    ),
+    SEGMENTS: re.compile(r"[0-9a-f]{32}"),
+    TOMBSTONES: re.compile(r"[0-9a-f]{32}-[0-9a-f]{12}-\w+\.bin"),
+    SKIPPED: re.compile(r"[0-9a-f]{16}\.json|list\.tmp"),
 }
 """Names that an interrupted first build leaves, by folder."""
 
@@ -99,8 +114,7 @@ def first_manifest(store: Path, name: str) -> Manifest:
 
 def config_of(manifest: Manifest) -> StoreConfig:
     """Settings of the store's first build; without dense indexes where the store has none any more."""
-    recorded = manifest.history[0].get("config") if manifest.history else None
-    config = StoreConfig(**recorded) if recorded else StoreConfig()
+    config = StoreConfig(**manifest.config)
     return config if manifest.dense is not None else replace(config, dense=None)
 
 

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import io
 import json
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +18,7 @@ import zstandard
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.sources import STDIN, Source, SourceFile
+from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
 
 _A = TypeVar("_A")
@@ -84,9 +83,6 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
 
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[IO[bytes]]:
-    if file.location == STDIN:
-        yield sys.stdin.buffer
-        return
     with open(file.location, "rb") as raw:
         if file.compression == "gz":
             yield gzip.GzipFile(fileobj=raw)  # type: ignore[misc]
@@ -102,8 +98,10 @@ _READ_ERRORS = (OSError, EOFError, zstandard.ZstdError)
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
     try:
         with _opened(file) as stream:
-            number = 0
-            while line := stream.readline(limit + 1):
+            number = file.line
+            if file.start:
+                stream.seek(file.start)
+            while (not file.end or stream.tell() < file.end) and (line := stream.readline(limit + 1)):
                 number += 1
                 name = f"{file.path}#{number}"
                 if len(line) > limit:

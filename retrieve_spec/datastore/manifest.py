@@ -11,12 +11,16 @@ from typing import Any
 from retrieve_spec.datastore.files import FileEntry, explain_read_errors, replace_file
 from retrieve_spec.errors import StoreCorruptError, StoreIncompleteError, StoreNotFoundError, StoreVersionError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 CATALOG = "catalog.sqlite"
 WORK = "work"
 PLAN = "plan.json"
 SEGMENTS = "segments"
+TOMBSTONES = "tombstones"
+SKIPPED = "skipped"
+MOST_EVENTS = 32
+"""Changes that a history keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +30,32 @@ class SegmentEntry:
     Attributes
     ----------
     name
-        Folder below ``segments``; never used twice in a store.
+        Folder below ``segments``: a hash of what its files hold (`content_name`).
     documents, tokens
         Documents and tokens that can be drafted from (removed ones do not count).
-    removed
-        Numbers of the removed documents, ascending.
-    catalog
-        SHA-256 over the catalogue's rows of this segment.
+    added_at
+        UTC time at which it joined the store.
+    origins
+        (licence, source) pairs that its document table numbers.
     files
         Files of the folder by name.
+    tombstones
+        Files below ``tombstones`` that say what of it counts as removed, by name; none where nothing does.
     """
 
     name: str
     documents: int
     tokens: int
-    removed: tuple[int, ...]
-    catalog: str
+    added_at: str
+    origins: tuple[tuple[str, str], ...]
     files: dict[str, FileEntry]
+    tombstones: dict[str, FileEntry] = field(default_factory=dict)
+
+
+def content_name(files: dict[str, FileEntry]) -> str:
+    """Name of a segment: equal files, equal name."""
+    lines = (f"{name} {entry.bytes} {entry.sha256} {entry.dtype}\n" for name, entry in sorted(files.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +91,15 @@ class Manifest:
         The copy of the tokenizer that lies in the store.
     vocabulary
         Ids are below this number.
+    config
+        Settings (`StoreConfig`) of the first build, which later changes keep to.
     segments
         In order; their counts add up.
-    next_segment
-        Number of the next segment folder.
     generation
         Grows with every change of the store.
     history
-        One entry per change: verb, time, version, sources or arguments, counts, what was skipped and why.
+        One entry per change, the last `MOST_EVENTS`: verb, time, version, sources or arguments, counts, what was
+        skipped and why.
     dense
         What its dense indexes were built with, or None where there are none.
     """
@@ -93,8 +107,8 @@ class Manifest:
     fingerprint: str
     tokenizer: FileEntry
     vocabulary: int
+    config: dict[str, Any] = field(default_factory=dict)
     segments: tuple[SegmentEntry, ...] = ()
-    next_segment: int = 1
     generation: int = 0
     history: tuple[dict[str, Any], ...] = field(default_factory=tuple)
     dense: DenseRecord | None = None
@@ -121,22 +135,20 @@ class Manifest:
 
     @property
     def content(self) -> str:
-        """SHA-256 over the checksums of all segments: equal stores, equal text in equal order."""
+        """SHA-256 over what the store is made of: equal stores, equal text in equal order."""
         lines = [
-            f"{segment.name} {name} {entry.sha256}"
+            f"{segment.name} {' '.join(sorted(entry.sha256 for entry in segment.tombstones.values()))}"
             for segment in self.segments
-            for name, entry in sorted(segment.files.items())
         ]
         return hashlib.sha256("\n".join([self.fingerprint, *lines]).encode()).hexdigest()
 
-    def following(self, segments: tuple[SegmentEntry, ...], next_segment: int, event: dict[str, Any]) -> Manifest:
+    def following(self, segments: tuple[SegmentEntry, ...], event: dict[str, Any]) -> Manifest:
         """Manifest of the next generation."""
         return replace(
             self,
             segments=segments,
-            next_segment=next_segment,
             generation=self.generation + 1,
-            history=(*self.history, event),
+            history=(*self.history, event)[-MOST_EVENTS:],
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -183,26 +195,49 @@ def read_manifest(store: Path) -> Manifest:
     StoreError
         When it may not be read.
     """
+    return _from_json(checked_body(store, FORMAT_VERSION))
+
+
+def checked_body(store: Path, version: int) -> dict[str, Any]:
+    """JSON object of a store's manifest, of one format; errors are those of `read_manifest`."""
     path = store / MANIFEST
     try:
         with explain_read_errors(path):
-            raw = json.loads(path.read_bytes())
+            content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _missing(store) from error
+    return _checked(content, path, version, store)
+
+
+def manifest_of(content: bytes, place: str) -> Manifest:
+    """The manifest that a file at some place holds; errors are those of `read_manifest`."""
+    return _from_json(_checked(content, place, FORMAT_VERSION, place))
+
+
+def _checked(content: bytes, path: object, version: int, store: object) -> dict[str, Any]:
+    try:
+        raw = json.loads(content)
     except ValueError as error:
         raise StoreCorruptError(f"JSON in {path}", f"{error}", _REBUILD) from error
-    version = raw.get("format") if isinstance(raw, dict) else None
-    if not isinstance(version, int):
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if not isinstance(found, int):
         raise StoreCorruptError(f"a store manifest in {path}", "JSON without a format version", _REBUILD)
-    if version != FORMAT_VERSION:
-        remedy = "Upgrade retrieve-spec to read it." if version > FORMAT_VERSION else _REBUILD
-        raise StoreVersionError(f"format {FORMAT_VERSION} in {path}", f"format {version}", remedy)
+    if found != version:
+        remedy = _REBUILD
+        if found > FORMAT_VERSION:
+            remedy = "Upgrade retrieve-spec to read it."
+        elif found == FORMAT_VERSION - 1:
+            remedy = f"Convert it with `retrieve-spec convert {store}`."
+        elif found == FORMAT_VERSION:
+            remedy = "It needs no conversion."
+        raise StoreVersionError(f"format {version} in {path}", f"format {found}", remedy)
     recorded = raw.pop("checksum", None)
     if recorded != _checksum(raw):
         raise StoreCorruptError(
             f"content of checksum {str(recorded)[:12]} in {path}", f"checksum {_checksum(raw)[:12]}", _REBUILD
         )
-    return _from_json(raw)
+    body: dict[str, Any] = raw
+    return body
 
 
 def _from_json(raw: dict[str, Any]) -> Manifest:
@@ -210,8 +245,9 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
         SegmentEntry(
             **{
                 **segment,
-                "removed": tuple(segment["removed"]),
+                "origins": tuple((licence, source) for licence, source in segment["origins"]),
                 "files": {name: FileEntry(**entry) for name, entry in segment["files"].items()},
+                "tombstones": {name: FileEntry(**entry) for name, entry in segment["tombstones"].items()},
             }
         )
         for segment in raw["segments"]
@@ -220,8 +256,8 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
         raw["fingerprint"],
         FileEntry(**raw["tokenizer"]),
         raw["vocabulary"],
+        raw["config"],
         segments,
-        raw["next_segment"],
         raw["generation"],
         tuple(raw["history"]),
         DenseRecord(**raw["dense"]) if raw.get("dense") else None,

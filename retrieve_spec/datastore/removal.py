@@ -1,35 +1,46 @@
-"""Removing: from paths or a condition to documents, and to a store whose indexes leave them out."""
+"""Removing: from paths or a condition to documents, and to a store that drafts nothing from them."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.catalog import Catalog, Document, rows_checksum
+from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.change import ChangeReport, publish
-from retrieve_spec.datastore.dense import DENSE_FILES
-from retrieve_spec.datastore.files import FileEntry, sync_folder
+from retrieve_spec.datastore.dense import INDEX
+from retrieve_spec.datastore.documents import Row
+from retrieve_spec.datastore.files import sync_folder
 from retrieve_spec.datastore.fresh import config_of
-from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, Manifest, SegmentEntry
+from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, SegmentEntry
 from retrieve_spec.datastore.progress import Stopwatch
-from retrieve_spec.datastore.segment import SUFFIX, Segment, write_arrays
+from retrieve_spec.datastore.segment import Segment, open_segment, write_arrays
 from retrieve_spec.datastore.sources import glob
-from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.store import Datastore, check_files
+from retrieve_spec.datastore.tombstones import (
+    COPIES,
+    DOCUMENTS,
+    MOST_TOKENS,
+    RANKS,
+    document_tokens,
+    find_ranks,
+    tombstones_of,
+    write_tombstones,
+)
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
-_SHARED = ("tokens", "vocabulary", "documents")
+Chosen = dict[str, set[int]]
 
 
-def choose_documents(store: Path, manifest: Manifest, paths: Sequence[str], where: str) -> dict[str, set[int]]:
+def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chosen:
     """Numbers of the documents to remove, by segment.
 
     Raises
@@ -39,89 +50,157 @@ def choose_documents(store: Path, manifest: Manifest, paths: Sequence[str], wher
     """
     if not paths and not where:
         raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
+    if where:
+        return _matching(store, where, paths)
+    exact = [path for path in paths if not set(path) & set("*?")]
     patterns = [glob(path) for path in paths]
-    chosen: dict[str, set[int]] = {}
-    with Catalog(store / CATALOG) as catalog:
+    chosen: Chosen = {}
+    for segment in store.segments:
+        numbers = {number for path in exact for number in segment.documents.numbers_of(path)}
+        if any("/" not in path for path in paths) or len(exact) < len(paths):
+            named = ((number, segment.documents.path(number)) for number in range(len(segment.documents)))
+            numbers |= {number for number, path in named if any(pattern.fullmatch(path) for pattern in patterns)}
+        chosen[segment.name] = numbers - set(segment.removed)
+    return {name: numbers for name, numbers in chosen.items() if numbers}
+
+
+def _matching(store: Datastore, where: str, paths: Sequence[str]) -> Chosen:
+    """Documents for which an SQL condition holds, in the catalogue, and that have one of the paths, if any is given."""
+    catalogue = write_catalog(store.path)
+    with closing(sqlite3.connect(f"{catalogue.resolve().as_uri()}?mode=ro", uri=True)) as connection:
         try:
-            rows = catalog.db.conn.execute(
-                f"select segment, number, path from documents where removed_at is null and ({where or '1'})"
+            rows = connection.execute(
+                f"select segment, number, path from documents where removed = 0 and ({where})"
             ).fetchall()
         except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.Warning) as error:  # by version of Python
             raise BuildError("an SQL condition over the documents table", f"{where!r} ({error})", "Mend it.") from error
-    live = {segment.name for segment in manifest.segments}
+    patterns = [glob(path) for path in paths]
+    chosen: Chosen = {}
     for segment, number, name in rows:
-        if segment in live and (not paths or name in paths or any(p.fullmatch(name) for p in patterns)):
+        if not paths or name in paths or any(pattern.fullmatch(name) for pattern in patterns):
             chosen.setdefault(segment, set()).add(number)
     return chosen
 
 
 def remove_chosen(
-    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], chosen: dict[str, set[int]], progress: bool
+    work: WorkFolder, store: Datastore, plan: dict[str, Any], chosen: Chosen, progress: bool
 ) -> ChangeReport:
-    """Write the segments of chosen documents anew, leave out those of which nothing is left, and publish the rest."""
-    store = open_datastore(work.store)
-    config = config_of(manifest)
+    """Publish a store without some documents."""
     watch = Stopwatch(progress)
-    segments = []
-    catalog: dict[str, list[Document]] = {}
-    with watch.stage("indexing", sum(s.tokens for s in manifest.segments if s.name in chosen), "tok") as bar:
-        for segment, entry in zip(store.segments, manifest.segments, strict=True):
-            gone = chosen.get(entry.name, set())
-            if not gone:
-                segments.append(entry)
-            elif len(gone) < entry.documents:
-                store.check_text(entry)
-                name = f"{manifest.next_segment + len(catalog):06d}"
-                rows = [
-                    replace(row, segment=name, removed_at=plan["at"] if row.number in gone else row.removed_at)
-                    for row in store.documents(entry)
-                ]
-                rewritten = without_documents(work, name, segment, entry, gone, config)
-                segments.append(replace(rewritten, catalog=rows_checksum(rows)))
-                catalog[name] = rows
-            bar.update(entry.tokens if gone else 0)
-    store.catalog.close()
+    with watch.stage("removing", None, "doc"):
+        kept, made = without(work, store, chosen)
     count = sum(len(numbers) for numbers in chosen.values())
-    removed = manifest.tokens - sum(segment.tokens for segment in segments)
-    report = ChangeReport("remove", count, removed, len(segments), (), watch.seconds)
-    return publish(work, manifest, tuple(segments), catalog, plan, report)
+    left = sum(entry.tokens for entry in (*kept, *made))
+    report = ChangeReport(plan["verb"], count, store.manifest.tokens - left, len(kept) + len(made), (), watch.seconds)
+    return publish(work, store.manifest, kept, made, plan, report)
 
 
-def without_documents(
-    work: WorkFolder, name: str, segment: Segment, entry: SegmentEntry, numbers: set[int], config: StoreConfig
-) -> SegmentEntry:
-    """Write a segment anew whose index leaves out some documents; the text is shared through hard links.
+def without(
+    work: WorkFolder, store: Datastore, chosen: Chosen, first: int = 0
+) -> tuple[list[SegmentEntry], list[SegmentEntry]]:
+    """Entries of a store's segments without some documents: those that stay, and those that are written anew.
+
+    Parameters
+    ----------
+    work, store
+        The change, and the store as it is.
+    chosen
+        Documents to remove, by segment; copies of their text that are not listed go too.
+    first
+        Number of the first new segment in the work folder.
 
     Raises
     ------
     BuildError
-        When the segment keeps n-grams only.
+        When a segment keeps n-grams only and something of it is to stay.
     """
+    chosen = _with_copies(store, chosen)
+    kept: list[SegmentEntry] = []
+    made: list[SegmentEntry] = []
+    for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
+        gone = chosen.get(entry.name)
+        if not gone:
+            kept.append(entry)
+            continue
+        found = tombstones_of(store.path, entry)
+        removed = sorted({*found[DOCUMENTS].tolist(), *gone})
+        hidden = {*removed, *found[COPIES].tolist()}
+        if len(hidden) == len(segment.documents):
+            continue
+        _check_text(store.path, segment)
+        raw = open_segment(store.path / SEGMENTS / entry.name, entry, store.manifest.vocabulary)
+        few = INDEX in entry.files or document_tokens(raw.document_starts, removed) <= MOST_TOKENS
+        check_files(store.path, entry, text=not few)
+        if few:
+            kept.append(with_tombstones(work, raw, entry, removed, found[COPIES]))
+        else:
+            made.append(_written_anew(work, raw, entry, hidden, first + len(made), config_of(store.manifest)))
+    return kept, made
+
+
+def _with_copies(store: Datastore, chosen: Chosen) -> Chosen:
+    """The chosen documents, and those with the same text that count as copies."""
+    texts = {
+        segment.documents.hashes[number].tobytes()
+        for segment in store.segments
+        for number in chosen.get(segment.name, ())
+    }
+    found = {name: set(numbers) for name, numbers in chosen.items()}
+    for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
+        if any(name.endswith(f"-{COPIES}.bin") for name in entry.tombstones):
+            for number in tombstones_of(store.path, entry)[COPIES].tolist():
+                if segment.documents.hashes[number].tobytes() in texts:
+                    found.setdefault(entry.name, set()).add(number)
+    return found
+
+
+def _check_text(store: Path, segment: Segment) -> None:
     if not len(segment.tokens):
         raise BuildError(
             "a store that keeps its text, or all documents of a segment",
-            f"{work.store}, which keeps n-grams only",
+            f"{store}, which keeps n-grams only",
             "Build it again without these documents.",
         )
-    removed = sorted({*entry.removed, *numbers})
+
+
+def with_tombstones(
+    work: WorkFolder, segment: Segment, entry: SegmentEntry, removed: Sequence[int], copies: NDArray[np.uint32]
+) -> SegmentEntry:
+    """Entry of a segment whose documents count as removed."""
+    left = np.setdiff1d(copies, removed)
+    arrays = {
+        DOCUMENTS: np.array(removed, np.uint32),
+        RANKS: find_ranks(segment.suffix_array, segment.document_starts, removed),
+        COPIES: left.astype(np.uint32),
+    }
+    files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
+    return counted(entry, segment, {*removed, *left.tolist()}, files)
+
+
+def counted(entry: SegmentEntry, segment: Segment, hidden: Iterable[int], tombstones: dict[str, Any]) -> SegmentEntry:
+    """Entry of a segment with other tombstones, which hide some of its documents."""
+    numbers = list(hidden)
+    starts = segment.document_starts
+    documents = len(starts) - 1
+    tokens = int(starts[-1]) - documents - document_tokens(starts, numbers)
+    return replace(entry, documents=documents - len(numbers), tokens=tokens, tombstones=tombstones)
+
+
+def _written_anew(
+    work: WorkFolder, segment: Segment, entry: SegmentEntry, hidden: set[int], number: int, config: StoreConfig
+) -> SegmentEntry:
+    """Write a segment without some documents; what is left is sorted as it was."""
     starts = segment.document_starts.astype(np.int64)
     gone = np.zeros(len(segment.tokens), np.bool_)
-    for number in removed:
-        gone[starts[number] : starts[number + 1]] = True
+    for document in hidden:
+        gone[starts[document] : starts[document + 1]] = True
     sa = segment.suffix_array[~gone[segment.suffix_array]]
-    folder = work.path / f"segment-{name}"
+    sa -= np.cumsum(gone, dtype=np.uint32)[sa]
+    tokens = segment.tokens[~gone]
+    table = segment.documents
+    rows = [Row(d.path, d.licence, d.source, d.sha256, d.tokens) for d in table if d.number not in hidden]
+    folder = work.path / f"segment-{number:06d}"
     folder.mkdir()
-    shared: dict[str, FileEntry] = {}
-    for file in (*(part + SUFFIX for part in _SHARED), *(part for part in DENSE_FILES if part in entry.files)):
-        _link(work.store / SEGMENTS / entry.name / file, folder / file)
-        shared[file] = entry.files[file]
-    written = write_arrays(folder, segment.tokens, segment.to_global, segment.document_starts, sa, config, skip=_SHARED)
+    files, origins = write_arrays(folder, tokens, segment.to_global, sa, rows, config)
     sync_folder(folder)
-    return SegmentEntry(name, len(starts) - 1 - len(removed), len(sa), tuple(removed), "", shared | written)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)
+    return SegmentEntry(f"{number:06d}", len(rows), len(sa), entry.added_at, origins, files)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.catalog import Document
+from retrieve_spec.datastore.documents import Document
 from retrieve_spec.datastore.segment import Segment
 from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.errors import StoreCorruptError
@@ -80,7 +80,7 @@ def search_datastore(store: Datastore, text: str, *, limit: int = 10, span: int 
     if matched == 0:
         return SearchResult(len(ids), 0, "", 0, (), ())
     parts = [(i, lo, hi) for i, (lo, hi, depth) in enumerate(found) if depth == matched]
-    count = sum(hi - lo for _, lo, hi in parts)
+    count = sum(_listed(store.segments[i], lo, hi) for i, lo, hi in parts)
     counts: dict[int, float] = {}
     for i, lo, hi in parts:
         for token, n in _successors(store.segments[i], lo, hi, matched):
@@ -89,9 +89,11 @@ def search_datastore(store: Datastore, text: str, *, limit: int = 10, span: int 
     decode = store.tokenizer.decode
     places = []
     for i, lo, hi in parts:
-        share = max(1, round(limit * (hi - lo) / count))
-        for at in np.unique(np.linspace(lo, hi - 1, min(share, hi - lo)).astype(np.int64)):
-            places.append(_occurrence(store, i, int(store.segments[i].suffix_array[at]), matched, span))
+        share = max(1, round(limit * (hi - lo) / max(count, 1)))
+        chosen = np.linspace(lo, hi - 1, min(share, hi - lo)).astype(np.int64)
+        shown = store.segments[i].suffix_array[chosen]
+        for at in shown[np.sort(np.unique(shown, return_index=True)[1])]:
+            places.append(_occurrence(store, i, int(at), matched, span))
     return SearchResult(
         len(ids),
         matched,
@@ -110,6 +112,11 @@ def _longest(segment: Segment, ids: NDArray[np.int64]) -> tuple[int, int, int]:
         segment.tokens, segment.suffix_array, segment.top, segment.bits, recent, len(recent), len(recent)
     )
     return int(lo), int(hi), int(depth)
+
+
+def _listed(segment: Segment, lo: int, hi: int) -> int:
+    """Suffixes of an interval that stand for themselves, not for a removed one."""
+    return hi - lo - int(np.diff(np.searchsorted(segment.hidden, [lo, hi]))[0])
 
 
 def _successors(segment: Segment, lo: int, hi: int, depth: int) -> list[tuple[int, float]]:

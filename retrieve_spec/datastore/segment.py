@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from numpy.typing import NDArray
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import StaticAutomaton, build_automaton
 from retrieve_spec.datastore.dense import INDEX, DenseIndex
+from retrieve_spec.datastore.documents import TABLE, DocumentTable, Origin, Row, table_arrays
 from retrieve_spec.datastore.files import FileEntry, check_size, map_array, write_array
 from retrieve_spec.datastore.manifest import DenseRecord, SegmentEntry
 from retrieve_spec.datastore.ngrams import NgramTable, build_ngrams
 from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.datastore.tombstones import DOCUMENTS, RANKS, forget, hidden_of, hide
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.ngram import SLOT
 from retrieve_spec.kernels.suffix_search import sa_top_table
@@ -36,7 +39,8 @@ class Segment:
         (n,) uint16 or uint32 *local* ids: 0 between documents and at the end, tokens from 1 in the order of their ids.
         Empty when the store keeps n-grams only.
     suffix_array
-        (m,) uint32, positions of all tokens of documents that are not removed, sorted by the text that starts there.
+        (m,) uint32, positions of all tokens, sorted by the text that starts there; where documents were removed, their
+        suffixes show a neighbour's position instead (`retrieve_spec.datastore.tombstones`).
     top
         (⌈m / 64⌉,) uint64, packed beginnings of every 64th suffix.
     bits
@@ -48,14 +52,18 @@ class Segment:
     document_starts
         (d + 1,) uint32, where each document begins in `tokens`; document i ends before the separator at
         ``document_starts[i + 1] - 1``.
+    documents
+        The document table.
     removed
-        Numbers of removed documents, ascending.
+        Numbers of the documents that are not listed any more, ascending.
     ngram
         The segment's n-gram table, or None.
     automaton
         The segment's static automaton, or None.
     dense
         The segment's dense index, or None.
+    hidden
+        (k,) uint32, ranks of the suffix array that show a neighbour, rising.
     """
 
     name: str
@@ -66,10 +74,12 @@ class Segment:
     to_global: NDArray[np.uint32]
     to_local: NDArray[np.int32]
     document_starts: NDArray[np.uint32]
+    documents: DocumentTable
     removed: tuple[int, ...]
     ngram: NgramTable | None
     automaton: StaticAutomaton | None
     dense: DenseIndex | None = None
+    hidden: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
 
     def document_of(self, position: int) -> int:
         """Number of the document that covers a token position."""
@@ -107,9 +117,37 @@ def bits_of(vocabulary: int) -> int:
     return max(1, int(vocabulary).bit_length())
 
 
+def local_ids(token_ids: NDArray[np.uint32], starts: NDArray[np.uint32]) -> tuple[NDArray[Any], NDArray[np.uint32]]:
+    """Number the tokens that a text uses.
+
+    Parameters
+    ----------
+    token_ids
+        (n,) uint32 token ids; entries at ``starts[1:] - 1`` are separators, whatever they hold, and are overwritten.
+    starts
+        (d + 1,) uint32, beginning of each document, none of them empty, and n.
+
+    Returns
+    -------
+    tokens, to_global
+        (n,) uint16 or uint32 local ids with 0 as separator, and the token id of each local id.
+    """
+    ends = starts[1:].astype(np.int64) - 1
+    token_ids[ends] = token_ids[ends - 1]
+    used = np.zeros(int(token_ids.max(initial=0)) + 1, np.bool_)
+    used[token_ids] = True
+    to_global = np.concatenate([[0], np.flatnonzero(used)]).astype(np.uint32)
+    dtype = np.uint16 if len(to_global) <= 1 << 16 else np.uint32
+    to_local = np.zeros(len(used), dtype)
+    to_local[to_global[1:]] = np.arange(1, len(to_global), dtype=dtype)
+    tokens = to_local[token_ids]
+    tokens[ends] = 0
+    return tokens, to_global
+
+
 def write_segment(
-    folder: Path, token_ids: NDArray[np.uint32], starts: NDArray[np.uint32], config: StoreConfig
-) -> dict[str, FileEntry]:
+    folder: Path, token_ids: NDArray[np.uint32], rows: Sequence[Row], config: StoreConfig
+) -> tuple[dict[str, FileEntry], tuple[Origin, ...]]:
     """Index a text and write the files of a segment.
 
     Parameters
@@ -117,61 +155,69 @@ def write_segment(
     folder
         Empty folder, to be renamed into place when this returns.
     token_ids
-        (n,) uint32 token ids; entries at ``starts[1:] - 1`` are separators, whatever they hold.
-    starts
-        (d + 1,) uint32, beginning of each document, and n.
+        (n,) uint32 token ids, one entry more than it has tokens for every document; altered.
+    rows
+        The documents.
     config
         What to keep, and limits.
 
     Returns
     -------
-    dict
-        Files by name.
+    files, origins
+        Files by name, and the origins that the document table numbers.
     """
-    used = np.zeros(int(token_ids.max(initial=0)) + 1, np.bool_)
-    ends = starts[1:].astype(np.int64) - 1
-    is_token = np.ones(len(token_ids), np.bool_)
-    is_token[ends] = False
-    used[token_ids[is_token]] = True
-    to_global = np.concatenate([[0], np.flatnonzero(used)]).astype(np.uint32)
-    dtype = np.uint16 if len(to_global) <= 1 << 16 else np.uint32
-    to_local = np.zeros(len(used), dtype)
-    to_local[to_global[1:]] = np.arange(1, len(to_global), dtype=dtype)
-    tokens = to_local[np.where(is_token, token_ids, 0)]
-    tokens[ends] = 0
-    del is_token
-    return write_arrays(folder, tokens, to_global, starts, suffix_array(tokens), config)
+    starts = document_starts(rows)
+    tokens, to_global = local_ids(token_ids, starts)
+    del token_ids
+    return write_arrays(folder, tokens, to_global, suffix_array(tokens), rows, config)
+
+
+def document_starts(rows: Sequence[Row]) -> NDArray[np.uint32]:
+    """(d + 1,) uint32, where documents begin that stand one behind the other with a separator after each."""
+    return np.cumsum([0, *(row.tokens + 1 for row in rows)], dtype=np.int64).astype(np.uint32)
 
 
 def write_arrays(
     folder: Path,
     tokens: NDArray[Any],
     to_global: NDArray[np.uint32],
-    starts: NDArray[np.uint32],
     sa: NDArray[np.uint32],
+    rows: Sequence[Row],
     config: StoreConfig,
-    skip: tuple[str, ...] = (),
-) -> dict[str, FileEntry]:
-    """Write the files of a segment whose text is already sorted, without the arrays named in `skip`."""
-    arrays: dict[str, NDArray[Any]] = {"vocabulary": to_global, "documents": starts}
+) -> tuple[dict[str, FileEntry], tuple[Origin, ...]]:
+    """Write the files of a segment whose text is already sorted; returns what `write_segment` does."""
+    table, origins = table_arrays(rows)
+    arrays: dict[str, NDArray[Any]] = {"vocabulary": to_global, "documents": document_starts(rows), **table}
     if config.index != "ngram":
         top = sa_top_table(tokens, sa, bits_of(len(to_global) - 1))
         arrays |= {"tokens": tokens, "suffix_array": sa, "top": top}
     if config.index != "exact":
-        table = build_ngrams(tokens, sa, to_global, config)
-        arrays |= {f"ngram_{field.name}": getattr(table, field.name).ravel() for field in fields(table)}
+        ngrams = build_ngrams(tokens, sa, to_global, config)
+        arrays |= {f"ngram_{f.name}": getattr(ngrams, f.name).ravel() for f in fields(ngrams)}
     if config.index != "ngram" and len(tokens) <= config.automaton_tokens:
         automaton = build_automaton(tokens, sa)
-        arrays |= {f"automaton_{field.name}": getattr(automaton, field.name) for field in fields(automaton)}
-    return {
-        name + SUFFIX: write_array(folder / (name + SUFFIX), array)
-        for name, array in sorted(arrays.items())
-        if name not in skip
-    }
+        arrays |= {f"automaton_{f.name}": getattr(automaton, f.name) for f in fields(automaton)}
+    files = {name + SUFFIX: write_array(folder / (name + SUFFIX), array) for name, array in sorted(arrays.items())}
+    return files, origins
 
 
-def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int, record: DenseRecord | None = None) -> Segment:
+def open_segment(
+    folder: Path,
+    entry: SegmentEntry,
+    vocabulary: int,
+    record: DenseRecord | None = None,
+    tombstones: Mapping[str, NDArray[np.uint32]] | None = None,
+) -> Segment:
     """Map a segment into memory, with cheap checks (files and sizes).
+
+    Parameters
+    ----------
+    folder, entry
+        Where it is, and what the manifest says of it.
+    vocabulary, record
+        Of the store's manifest.
+    tombstones
+        What counts as removed (`tombstones_of`); None opens the segment as its files are.
 
     Raises
     ------
@@ -180,38 +226,52 @@ def open_segment(folder: Path, entry: SegmentEntry, vocabulary: int, record: Den
     """
     for name, file in entry.files.items():
         check_size(folder / name, file)
+    hiding = tombstones is not None and len(tombstones[DOCUMENTS]) > 0
 
-    def load(name: str, dtype: type, scattered: bool = False) -> NDArray[Any]:
+    def load(name: str, dtype: type, scattered: bool = False, private: bool = False) -> NDArray[Any]:
         file = entry.files.get(name + SUFFIX)
-        return np.empty(0, dtype) if file is None else map_array(folder / (name + SUFFIX), file, scattered=scattered)
+        if file is None:
+            return np.empty(0, dtype)
+        return map_array(folder / (name + SUFFIX), file, scattered=scattered, private=private)
 
     to_global = load("vocabulary", np.uint32)
     to_local = np.zeros(vocabulary, np.int32)
     if not len(to_global) or int(to_global.max()) >= vocabulary:
         raise StoreCorruptError(f"token ids below {vocabulary:,} in {folder / 'vocabulary.bin'}", "others", _REBUILD)
     to_local[to_global[1:]] = np.arange(1, len(to_global), dtype=np.int32)
-    table = None
+    ngrams = None
     if "ngram_slots" + SUFFIX in entry.files:
-        slots, *successors = (load(f"ngram_{field.name}", np.uint32) for field in fields(NgramTable))
-        table = NgramTable(slots[: len(slots) // SLOT * SLOT].reshape(-1, SLOT), *successors)
+        slots, *successors = (load(f"ngram_{f.name}", np.uint32, private=hiding) for f in fields(NgramTable))
+        ngrams = NgramTable(slots[: len(slots) // SLOT * SLOT].reshape(-1, SLOT), *successors)
     automaton = None
-    if "automaton_link" + SUFFIX in entry.files:
-        automaton = StaticAutomaton(*(load(f"automaton_{field.name}", np.uint32) for field in fields(StaticAutomaton)))
+    if "automaton_link" + SUFFIX in entry.files and not hiding:  # its counts are those of the whole text
+        automaton = StaticAutomaton(*(load(f"automaton_{f.name}", np.uint32) for f in fields(StaticAutomaton)))
     starts = load("documents", np.uint32)
+    if len(starts) < 2:
+        raise StoreCorruptError(f"documents in {folder}", "none", _REBUILD)
+    removed = () if tombstones is None else hidden_of(dict(tombstones), len(starts) - 1, entry.name)
+    table = {name: load(name, np.uint8) for name in TABLE}
     dense = None
     if record is not None and INDEX in entry.files:
-        dense = DenseIndex(folder, entry.files, record, starts, entry.removed)
-    return Segment(
+        dense = DenseIndex(folder, entry.files, record, starts, removed)
+    segment = Segment(
         entry.name,
         load("tokens", np.uint16, scattered=True),
-        load("suffix_array", np.uint32, scattered=True),
-        load("top", np.uint64),
+        load("suffix_array", np.uint32, scattered=True, private=hiding),
+        load("top", np.uint64, private=hiding),
         bits_of(len(to_global) - 1),
         to_global,
         to_local,
         starts,
-        entry.removed,
-        table,
+        DocumentTable(entry.name, entry.added_at, entry.origins, starts, table, removed),
+        removed,
+        ngrams,
         automaton,
         dense,
+        tombstones[RANKS] if tombstones is not None else np.empty(0, np.uint32),
     )
+    if hiding and tombstones is not None:
+        hide(entry.name, dict(tombstones), segment.tokens, segment.suffix_array, segment.top, segment.bits)
+        if ngrams is not None:
+            forget(ngrams, (segment.text_ids(number) for number in tombstones[DOCUMENTS].tolist()))
+    return segment

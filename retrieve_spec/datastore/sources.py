@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from retrieve_spec.datastore.manifest import CATALOG, MANIFEST
+from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 from retrieve_spec.errors import BuildError
 
 STDIN = "-"
@@ -50,7 +50,8 @@ class Source:
 class SourceFile:
     """One file to read: index of its source, path to record, path to open, bytes, kind and compression.
 
-    A file that is not to be read carries the reason in `skip`.
+    A file that is not to be read carries the reason in `skip`. A part of a file of JSON Lines carries the bytes
+    ``[start, end)`` and the lines before them.
     """
 
     source: int
@@ -61,6 +62,9 @@ class SourceFile:
     compression: str = ""
     skip: str = ""
     licence: str = ""
+    start: int = 0
+    end: int = 0
+    line: int = 0
 
 
 def list_files(sources: tuple[Source, ...], store: Path | None = None) -> list[SourceFile]:
@@ -151,7 +155,7 @@ def _is_store(folder: Path, store: Path | None) -> bool:
     """Whether a folder is the store that is being built, or another one."""
     if store is not None and folder.name == store.name and folder.resolve() == store:
         return True
-    return all((folder / name).exists() for name in (MANIFEST, CATALOG))
+    return all((folder / name).exists() for name in (MANIFEST, SEGMENTS))
 
 
 def _tracked(root: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,16 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.catalog import Catalog, Document, rows_checksum
 from retrieve_spec.datastore.dense import DenseIndex
+from retrieve_spec.datastore.documents import TABLE, Document
 from retrieve_spec.datastore.files import check_content, map_array
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-from retrieve_spec.datastore.manifest import CATALOG, SEGMENTS, Manifest, SegmentEntry, read_manifest
+from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.ngrams import NgramTable
-from retrieve_spec.datastore.segment import SUFFIX, Segment, open_segment
+from retrieve_spec.datastore.segment import Segment, open_segment
+from retrieve_spec.datastore.tombstones import tombstones_of
 from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
 
 _ATTEMPTS = 5
+_TABLE = {f"{name}.bin" for name in ("documents", *TABLE)}
+_CARRIED = _TABLE | {"tokens.bin", "vocabulary.bin", "suffix_array.bin"}
 _REMEDY = "Restore the store from a copy, or build it again."
 
 
@@ -37,8 +41,6 @@ class Datastore:
         What the store is made of.
     segments
         Its parts, in order; counts of different segments add up.
-    catalog
-        Its documents.
     """
 
     def __init__(
@@ -46,13 +48,11 @@ class Datastore:
         path: Path,
         manifest: Manifest,
         segments: tuple[Segment, ...],
-        catalog: Catalog,
         tokenizer: NDArray[np.uint8],
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.segments = segments
-        self.catalog = catalog
         self._tokenizer = tokenizer  # its file, mapped: `retokenize` takes it away from the folder
 
     @property
@@ -100,27 +100,23 @@ class Datastore:
         IndexError
             When there is no such segment or position.
         StoreCorruptError
-            When the catalogue is damaged or belongs to another state of the store.
+            When the document table is damaged.
         """
         part = self.segments[segment]
         if not 0 <= position < int(part.document_starts[-1]):
             raise IndexError(f"position {position} in segment {segment} of {int(part.document_starts[-1])} tokens")
-        return self.catalog.document(part.name, part.document_of(position))
+        return part.documents[part.document_of(position)]
 
-    def documents(self, entry: SegmentEntry) -> list[Document]:
-        """All documents of a segment, removed ones too, in order.
+    def documents(self) -> Iterator[Document]:
+        """All documents that can be drafted from, in order.
 
         Raises
         ------
         StoreCorruptError
-            When the catalogue does not list them as they were written.
+            When a document table is damaged.
         """
-        rows = self.catalog.documents(entry.name)
-        if rows_checksum(rows) != entry.catalog:
-            raise StoreCorruptError(
-                f"the rows of segment {entry.name} in {self.catalog.path} as they were written", "others", _REMEDY
-            )
-        return rows
+        for segment in self.segments:
+            yield from segment.documents.live()
 
     def check_ids(self, known: int) -> None:
         """Check that the store's text holds only tokens below a number, which fingerprints do not tell.
@@ -140,21 +136,8 @@ class Datastore:
                 f"Convert it with `retrieve-spec retokenize {self.path} --tokenizer MODEL`.",
             )
 
-    def check_text(self, entry: SegmentEntry) -> None:
-        """Check the text of a segment and where it stands, before a change carries them over under new checksums.
-
-        Raises
-        ------
-        StoreCorruptError
-            When a file is damaged.
-        """
-        for name in ("tokens", "vocabulary", "documents", "suffix_array"):
-            file = name + SUFFIX
-            if file in entry.files:
-                check_content(self.path / SEGMENTS / entry.name / file, entry.files[file])
-
     def calibration_path(self, model_key: str) -> Path | None:
-        """File beside the catalogue where the calibration of one model may be kept; None if the store is read-only."""
+        """File in the store's folder where the calibration of one model may be kept; None if the store is read-only."""
         folder = self.path / "calibration"
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", model_key).strip(".-")[:120] or "model"
         if not os.access(folder if folder.exists() else self.path, os.W_OK):
@@ -173,7 +156,7 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     Parameters
     ----------
     path
-        Folder of the store.
+        Folder of the store, or the address of a remote (``hf://…``, ``s3://…``) that one was pushed to.
     tokenizer
         The tokenizer drafts are for (anything `tokenizer_fingerprint` takes, a fingerprint included), or None to skip
         the comparison.
@@ -189,6 +172,10 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     TokenizerMismatchError
         When the store was built with another tokenizer.
     """
+    if isinstance(path, str) and "://" in path:
+        from retrieve_spec.datastore.share import open_remote  # imports what opening a folder need not wait for
+
+        return open_remote(str(path), tokenizer=tokenizer)
     folder = Path(path)
     manifest = read_manifest(folder)
     if tokenizer is not None:
@@ -211,10 +198,33 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
 
 def _open(folder: Path, manifest: Manifest) -> Datastore:
     tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"))
-    segments = tuple(
-        open_segment(folder / SEGMENTS / s.name, s, manifest.vocabulary, manifest.dense) for s in manifest.segments
-    )
-    return Datastore(folder, manifest, segments, Catalog(folder / CATALOG), tokenizer)
+    segments = tuple(_open_segment(folder, entry, manifest) for entry in manifest.segments)
+    return Datastore(folder, manifest, segments, tokenizer)
+
+
+def _open_segment(folder: Path, entry: SegmentEntry, manifest: Manifest) -> Segment:
+    tombstones = tombstones_of(folder, entry) if entry.tombstones else None
+    return open_segment(folder / SEGMENTS / entry.name, entry, manifest.vocabulary, manifest.dense, tombstones)
+
+
+def check_files(folder: Path, entry: SegmentEntry, *, text: bool = True) -> None:
+    """Check the files of a segment that a change carries over under new checksums.
+
+    Parameters
+    ----------
+    folder, entry
+        The store, and its entry of the segment.
+    text
+        Whether the text and its suffix array are carried over, beside the document table.
+
+    Raises
+    ------
+    StoreCorruptError
+        When a file is damaged.
+    """
+    for name, file in sorted(entry.files.items()):
+        if name in (_CARRIED if text else _TABLE):
+            check_content(folder / SEGMENTS / entry.name / name, file)
 
 
 def check_tokenizer(folder: Path, manifest: Manifest, fingerprint: str) -> None:

@@ -15,11 +15,20 @@ from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-from retrieve_spec.datastore.manifest import SEGMENTS, read_manifest
+from retrieve_spec.datastore.manifest import (
+    SEGMENTS,
+    SKIPPED,
+    TOMBSTONES,
+    Manifest,
+    SegmentEntry,
+    content_name,
+    read_manifest,
+)
 from retrieve_spec.datastore.ngrams import NgramTable
 from retrieve_spec.datastore.progress import progress_bar
-from retrieve_spec.datastore.segment import Segment
+from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.store import Datastore, open_datastore
+from retrieve_spec.datastore.tombstones import COPIES, DOCUMENTS, RANKS, document_tokens, find_ranks, tombstones_of
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.ngram import EXTENT, KEY, START, ngram_hash
 from retrieve_spec.kernels.suffix_search import sa_search, sa_top_table
@@ -65,25 +74,39 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
 
 def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
     manifest = store.manifest
-    files = [(store.path / manifest.tokenizer_name, manifest.tokenizer)]
-    for entry in manifest.segments:
-        files += [(store.path / SEGMENTS / entry.name / name, file) for name, file in sorted(entry.files.items())]
+    files = _files(store)
     _check_files(files, progress)
     if tokenizer_fingerprint(store.tokenizer) != manifest.fingerprint:
         raise StoreCorruptError(f"tokenizer {manifest.fingerprint[7:19]}", "another one in the store", _REMEDY)
     queries = 0
-    for segment in store.segments:
+    for entry in manifest.segments:
+        folder = store.path / SEGMENTS / entry.name
+        segment = open_segment(folder, entry, manifest.vocabulary, manifest.dense)
         _check_structure(segment, manifest.vocabulary)
+        segment.documents.check()
+        _check_tombstones(store.path, segment, entry)
         queries += _check_queries(segment)
-    _check_catalog(store)
+        _require(content_name(entry.files) == entry.name, segment, "the name of its content")
     return {
         "segments": len(manifest.segments),
         "documents": manifest.documents,
         "tokens": manifest.tokens,
-        "files": len(files) + 2,
+        "files": len(files) + 1,
         "bytes": sum(entry.bytes for _, entry in files),
         "queries": queries,
     }
+
+
+def _files(store: Datastore) -> list[tuple[Path, FileEntry]]:
+    """Every file that the manifest names."""
+    manifest: Manifest = store.manifest
+    files = [(store.path / manifest.tokenizer_name, manifest.tokenizer)]
+    for entry in manifest.segments:
+        files += [(store.path / SEGMENTS / entry.name / name, file) for name, file in sorted(entry.files.items())]
+        files += [(store.path / TOMBSTONES / name, file) for name, file in sorted(entry.tombstones.items())]
+    listed = (event["listed"] for event in manifest.history if "listed" in event)
+    files += [(store.path / SKIPPED / one["name"], FileEntry(one["bytes"], one["sha256"])) for one in listed]
+    return files
 
 
 def _check_files(files: list[tuple[Path, FileEntry]], progress: bool) -> None:
@@ -139,8 +162,6 @@ def _check_suffix_array(segment: Segment, starts: NDArray[np.int64]) -> None:
     _require(np.array_equal(separators, starts[1:] - 1), segment, "separators at the ends of documents")
     _require(int(tokens.max()) < len(segment.to_global), segment, "tokens of its vocabulary")
     expected = np.asarray(tokens) != 0
-    for number in segment.removed:
-        expected[starts[number] : starts[number + 1]] = False
     listed = np.zeros(len(tokens), np.bool_)
     _require(len(sa) == 0 or int(sa.max()) < len(tokens), segment, "positions inside the text")
     listed[sa] = True
@@ -208,10 +229,21 @@ def _check_ngram(segment: Segment, table: NgramTable, pattern: NDArray[np.int64]
     _require(found is not None or continued == 0 or len(pattern) > 1, segment, "all n-grams of order 1")
 
 
-def _check_catalog(store: Datastore) -> None:
-    store.catalog.check()
-    for entry in store.manifest.segments:
-        rows = store.documents(entry)
-        removed = tuple(row.number for row in rows if row.removed_at is not None)
-        if removed != entry.removed:
-            raise StoreCorruptError(f"{len(entry.removed)} removed documents", f"{len(removed)}", _REMEDY)
+def _check_tombstones(store: Path, segment: Segment, entry: SegmentEntry) -> None:
+    """What counts as removed: documents of the segment, exactly their suffixes, and the counts of what is left."""
+    found = tombstones_of(store, entry)
+    for kind in (DOCUMENTS, RANKS, COPIES):
+        rising = bool((found[kind][1:] > found[kind][:-1]).all())
+        _require(rising, segment, f"rising tombstones ({kind})")
+    hidden = sorted({*found[DOCUMENTS].tolist(), *found[COPIES].tolist()})
+    starts = segment.document_starts
+    documents = len(starts) - 1
+    _require(not hidden or hidden[-1] < documents, segment, "tombstones of its documents")
+    _require(entry.documents == documents - len(hidden), segment, f"{entry.documents:,} documents that are left")
+    left = int(starts[-1]) - documents - document_tokens(starts, hidden)
+    _require(entry.tokens == left, segment, f"{entry.tokens:,} tokens that are left")
+    if len(found[DOCUMENTS]) and len(segment.tokens):
+        ranks = find_ranks(segment.suffix_array, starts, found[DOCUMENTS].tolist())
+        _require(np.array_equal(ranks, found[RANKS]), segment, "the ranks of removed suffixes")
+    else:
+        _require(not len(found[RANKS]), segment, "no ranks of removed suffixes")

@@ -1,9 +1,9 @@
-"""Work in progress: from a stream of tokenised documents to checkpoints that survive a kill, and to segments.
+"""Work in progress: the folder of a change of a store, and how what it made is put in its place.
 
-A change of a store works in ``STORE/work``: `plan.json` says what is being done, ``chunk-N.bin`` and ``chunk-N.json``
-hold the token ids and documents read so far, ``segment-N`` the files of finished segments. Each JSON file is put in
-place last and atomically, so a step is either done or not begun; a resumed change repeats what was not done. Segment
-boundaries depend on the order and length of the documents alone.
+A change works in ``STORE/work``: `plan.json` says what is being done, `inputs.jsonl` has a line for every shard of the
+input, ``shard-N.*`` hold the tokens of shards, `cut.json` says which documents make which segment, ``segment-N`` are
+the files of finished segments. Every record is put in place last and atomically, so a step is either done or not begun;
+a resumed change repeats what was not done.
 """
 
 from __future__ import annotations
@@ -11,46 +11,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from hashlib import sha256
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from retrieve_spec.datastore.files import replace_file, sync_folder, write_bytes
+from retrieve_spec.datastore.manifest import PLAN, SEGMENTS, SKIPPED, TOMBSTONES, WORK, Manifest
 
-from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.catalog import Document, rows_checksum
-from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder, write_array
-from retrieve_spec.datastore.ingest import Tokenised
-from retrieve_spec.datastore.manifest import PLAN, SEGMENTS, WORK, SegmentEntry
-from retrieve_spec.datastore.segment import write_segment
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One checkpoint of the reading.
-
-    Attributes
-    ----------
-    consumed
-        Results taken from the stream up to its end.
-    complete
-        Whether the stream ended here.
-    tokens
-        Entries of the chunk's array, separators included.
-    documents
-        ``[path, licence, source, sha256, tokens]`` of each document.
-    skipped
-        ``[path, source, reason]`` of what was left out.
-    """
-
-    consumed: int
-    complete: bool
-    tokens: int
-    documents: list[list[Any]]
-    skipped: list[list[str]]
+INPUTS = "inputs.jsonl"
+STDIN_COPY = "stdin"
 
 
 class WorkFolder:
@@ -66,10 +35,15 @@ class WorkFolder:
         self.store = store
         self.path = store / WORK
 
-    def begin(self, plan: dict[str, Any]) -> None:
-        """Throw away any earlier work and record what is going to be done."""
+    def begin(self, plan: dict[str, Any], inputs: Iterable[dict[str, Any]] = ()) -> None:
+        """Throw away any earlier work and record what is going to be done, and to which inputs, a line per shard."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
+        with (self.path / INPUTS).open("w", encoding="utf-8", errors="surrogateescape") as file:
+            for line in inputs:
+                file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         replace_file(self.path / PLAN, json.dumps(plan).encode())
 
     def plan(self) -> dict[str, Any] | None:
@@ -80,212 +54,87 @@ class WorkFolder:
             return None
         return plan
 
+    def inputs(self) -> list[tuple[int, int]]:
+        """Where each shard's line stands in the inputs: (offset, bytes)."""
+        places, at = [], 0
+        with (self.path / INPUTS).open("rb") as file:
+            for line in file:
+                places.append((at, len(line)))
+                at += len(line)
+        return places
+
+    def input(self, place: tuple[int, int]) -> dict[str, Any]:
+        """One shard's line of the inputs."""
+        with (self.path / INPUTS).open("rb") as file:
+            file.seek(place[0])
+            line: dict[str, Any] = json.loads(file.read(place[1]))
+        return line
+
     def end(self) -> None:
         """Remove the folder; the plan goes first, so that half a removal is no work to resume."""
         (self.path / PLAN).unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def chunks(self) -> list[Chunk]:
-        """Checkpoints so far, in order."""
-        found: list[Chunk] = []
-        while (path := self.path / f"chunk-{len(found):06d}.json").exists():
-            found.append(Chunk(**json.loads(path.read_bytes())))
-        return found
 
-    def chunk_ids(self, number: int, chunk: Chunk) -> NDArray[np.uint32]:
-        """Token ids of a chunk, separators as 0, mapped into memory."""
-        if chunk.tokens == 0:
-            return np.empty(0, np.uint32)
-        return np.memmap(self.path / f"chunk-{number:06d}.bin", "<u4", "r", shape=(chunk.tokens,))
+def put_segments(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
+    """Move finished segments, (number in the work folder, name in the store), to their place.
 
-    def write_chunk(self, number: int, ids: list[NDArray[np.uint32]], chunk: Chunk) -> None:
-        """Write a checkpoint: ids first, then the record that makes it count."""
-        write_array(self.path / f"chunk-{number:06d}.bin", np.concatenate([np.empty(0, np.uint32), *ids]))
-        replace_file(self.path / f"chunk-{number:06d}.json", json.dumps(asdict(chunk)).encode())
-
-
-def read_into_chunks(
-    work: WorkFolder,
-    stream: Callable[[int], Iterator[Tokenised]],
-    config: StoreConfig,
-    *,
-    known: Iterable[str] = (),
-    max_tokens: int | None = None,
-    tick: Callable[[Tokenised], object] = lambda _: None,
-) -> list[Chunk]:
-    """Read a stream of documents to its end, from where the last checkpoint left off.
-
-    Parameters
-    ----------
-    work
-        Folder of the change.
-    stream
-        Called with the number of results to leave out; yields the rest.
-    config
-        Checkpoint interval; a document longer than a segment is cut.
-    known
-        Content hashes that count as duplicates.
-    max_tokens
-        Reading stops before the document that would exceed this.
-    tick
-        Told of every result.
-
-    Returns
-    -------
-    list of Chunk
-        All checkpoints.
+    Some may have been moved before a kill; a segment whose name is there already is the same.
     """
-    chunks = work.chunks()
-    if chunks and chunks[-1].complete:
-        return chunks
-    seen = set(known) | {document[3] for chunk in chunks for document in chunk.documents}
-    consumed = chunks[-1].consumed if chunks else 0
-    total = sum(document[4] for chunk in chunks for document in chunk.documents)
-    ids: list[NDArray[np.uint32]] = []
-    held = 0
-    documents: list[list[Any]] = []
-    skipped: list[list[str]] = []
-
-    def checkpoint(complete: bool) -> None:
-        nonlocal ids, held, documents, skipped
-        chunk = Chunk(consumed, complete, held, documents, skipped)
-        work.write_chunk(len(chunks), ids, chunk)
-        chunks.append(chunk)
-        ids, held, documents, skipped = [], 0, [], []
-
-    for result in stream(consumed):
-        tick(result)
-        reason = result.skip or ("duplicate" if result.sha256 in seen else "")
-        if not reason and max_tokens is not None and total + len(result.ids) > max_tokens:
-            break
-        consumed += 1
-        if reason:
-            skipped.append([result.path, result.source, reason])
-        else:
-            seen.add(result.sha256)
-            total += len(result.ids)
-            for path, digest, part in _parts(result, config.segment_tokens - 1):
-                ids += [part, np.zeros(1, np.uint32)]
-                held += len(part) + 1
-                documents.append([path, result.licence, result.source, digest, len(part)])
-        if held >= config.checkpoint_tokens or len(skipped) >= 1 << 16:
-            checkpoint(complete=False)
-    checkpoint(complete=True)
-    return chunks
-
-
-def _parts(result: Tokenised, limit: int) -> Iterator[tuple[str, str, NDArray[np.uint32]]]:
-    """Path, content hash and ids of a document, or of the parts of one that is longer than a segment."""
-    if len(result.ids) <= limit:
-        yield result.path, result.sha256, result.ids
-        return
-    for number, start in enumerate(range(0, len(result.ids), limit), 1):
-        digest = result.sha256 if number == 1 else sha256(f"{result.sha256}#{number}".encode()).hexdigest()
-        yield f"{result.path}#part{number}", digest, result.ids[start : start + limit]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A segment to build: its folder name, and the documents ``[first, end)`` of the stream that go into it."""
-
-    name: str
-    first: int
-    end: int
-
-
-def cut_segments(lengths: list[int], limit: int, next_number: int) -> list[Cut]:
-    """Fill segments with documents in order, each up to `limit` entries, separators included."""
-    cuts: list[Cut] = []
-    first = 0
-    held = 0
-    for i, length in enumerate(lengths):
-        if held + length + 1 > limit and i > first:
-            cuts.append(Cut(f"{next_number + len(cuts):06d}", first, i))
-            first, held = i, 0
-        held += length + 1
-    if len(lengths) > first:
-        cuts.append(Cut(f"{next_number + len(cuts):06d}", first, len(lengths)))
-    return cuts
-
-
-def build_segments(
-    work: WorkFolder,
-    chunks: list[Chunk],
-    next_number: int,
-    config: StoreConfig,
-    added_at: str,
-    tick: Callable[[int, int], object] = lambda tokens, total: None,
-) -> tuple[list[SegmentEntry], dict[str, list[Document]]]:
-    """Index what was read, segment by segment, leaving out those that are done.
-
-    Returns
-    -------
-    tuple
-        Segments, and their documents by segment name. Folders lie in the work folder until `publish_segments`.
-    """
-    records = [document for chunk in chunks for document in chunk.documents]
-    total = sum(record[4] for record in records)
-    entries = []
-    catalog = {}
-    offset = 0  # of the segment's first entry in the concatenation of all chunks
-    for cut in cut_segments([record[4] for record in records], config.segment_tokens, next_number):
-        part = records[cut.first : cut.end]
-        starts = np.cumsum([0, *(record[4] + 1 for record in part)], dtype=np.int64).astype(np.uint32)
-        documents = [
-            Document(cut.name, i, path, licence, source, digest, int(starts[i]), length, added_at)
-            for i, (path, licence, source, digest, length) in enumerate(part)
-        ]
-        done = work.path / f"segment-{cut.name}.json"
-        if not done.exists():
-            ids = _slice(work, chunks, offset, int(starts[-1]))
-            _build_one(work.path / f"segment-{cut.name}", done, ids, starts, config)
-        files = {name: FileEntry(**entry) for name, entry in json.loads(done.read_bytes()).items()}
-        tokens = int(starts[-1]) - len(part)
-        entries.append(SegmentEntry(cut.name, len(part), tokens, (), rows_checksum(documents), files))
-        catalog[cut.name] = documents
-        offset += int(starts[-1])
-        tick(tokens, total)
-    return entries, catalog
-
-
-def _build_one(
-    folder: Path, done: Path, ids: NDArray[np.uint32], starts: NDArray[np.uint32], config: StoreConfig
-) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    files = write_segment(folder, ids, starts, config)
-    sync_folder(folder)
-    replace_file(done, json.dumps({name: asdict(entry) for name, entry in files.items()}).encode())
-
-
-def _slice(work: WorkFolder, chunks: list[Chunk], start: int, length: int) -> NDArray[np.uint32]:
-    """Entries ``[start, start + length)`` of all chunks one after another."""
-    out = np.empty(length, np.uint32)
-    at = 0
-    for number, chunk in enumerate(chunks):
-        a, b = max(start, at), min(start + length, at + chunk.tokens)
-        if a < b:
-            out[a - start : b - start] = work.chunk_ids(number, chunk)[a - at : b - at]
-        at += chunk.tokens
-    return out
-
-
-def publish_segments(work: WorkFolder, names: Iterable[str]) -> None:
-    """Move finished segment folders to their place; done already for some when resuming."""
     target = work.store / SEGMENTS
     target.mkdir(exist_ok=True)
-    for name in names:
-        folder = work.path / f"segment-{name}"
-        if folder.exists():
+    for number, name in names:
+        folder = work.path / f"segment-{number}"
+        if (target / name).is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder.exists():
             os.rename(folder, target / name)
     sync_folder(target)
 
 
-def drop_stale_segments(store: Path, keep: Iterable[str]) -> None:
-    """Delete segment folders that no manifest lists: left by an interrupted change, or replaced."""
-    folder = store / SEGMENTS
-    kept = set(keep)
+def put_tombstones(work: WorkFolder) -> None:
+    """Move the tombstones that a change wrote to their place."""
+    made = work.path / TOMBSTONES
+    if made.is_dir():
+        target = work.store / TOMBSTONES
+        target.mkdir(exist_ok=True)
+        for path in sorted(made.iterdir()):
+            os.replace(path, target / path.name)
+        sync_folder(target)
+
+
+def put_skipped(store: Path, skipped: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+    """Write the list of what a change left out; returns its record for the history, empty where nothing was."""
+    if not skipped:
+        return {}
+    content = json.dumps(skipped, ensure_ascii=False, indent=0).encode("utf-8", "backslashreplace")
+    folder = store / SKIPPED
+    folder.mkdir(exist_ok=True)
+    written = write_bytes(folder / "list.tmp", content)
+    name = f"{written.sha256[:16]}.json"
+    os.replace(folder / "list.tmp", folder / name)
+    sync_folder(folder)
+    return {"listed": {"name": name, "bytes": written.bytes, "sha256": written.sha256}}
+
+
+def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
+    """Delete what no manifest lists: left by an interrupted change, or replaced by one."""
+    segments = manifest.segments if manifest else ()
+    _keep(store / SEGMENTS, {entry.name for entry in segments})
+    _keep(store / TOMBSTONES, {name for entry in segments for name in entry.tombstones})
+    events = manifest.history if manifest else ()
+    _keep(store / SKIPPED, {event["listed"]["name"] for event in events if "listed" in event})
+
+
+def _keep(folder: Path, names: set[str]) -> None:
+    for path in _entries(folder):
+        if path.name not in names:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
-        for entry in sorted(folder.iterdir()):
-            if entry.name not in kept:
-                shutil.rmtree(entry, ignore_errors=True)
+        yield from sorted(folder.iterdir())

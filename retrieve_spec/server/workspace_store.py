@@ -206,8 +206,7 @@ def forget_workspace(folders: Iterable[Path]) -> list[list[Path]]:
 
 def held_documents(store: Datastore) -> dict[str, str]:
     """SHA-256 of each file a store drafts from, by the path it was read from."""
-    rows = store.catalog.query("select source, sha256 from documents where removed_at is null")
-    return {str(source): str(sha) for source, sha in rows}
+    return {document.source: document.sha256 for document in store.documents()}
 
 
 def _sha256(text: str) -> str:

@@ -90,8 +90,9 @@ def _newest_documents(store: Datastore, most_tokens: int) -> Iterator[NDArray[np
     for segment in reversed(store.segments):
         if not len(segment.tokens):
             continue  # n-grams only: no texts
+        removed = set(segment.removed)
         for document in range(len(segment.document_starts) - 2, -1, -1):
-            if document in segment.removed:
+            if document in removed:
                 continue
             ids = segment.text_ids(document).astype(np.int32)
             most_tokens -= len(ids)

@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
@@ -34,8 +35,7 @@ def contents(store):
     return {
         row.path: opened.tokenizer.decode(segment.text_ids(row.number).tolist())
         for segment in opened.segments
-        for row in opened.catalog.documents(segment.name)
-        if row.removed_at is None
+        for row in segment.documents.live()
     }
 
 
@@ -183,9 +183,9 @@ class Stop(Exception):
 
 
 def test_interrupted_build_says_how_to_resume(tokenizer, texts, tmp_path, monkeypatch):
-    from retrieve_spec.datastore import build
+    from retrieve_spec.datastore.stages import Stages
 
-    monkeypatch.setattr(build, "build_segments", lambda *a, **k: (_ for _ in ()).throw(Stop()))
+    monkeypatch.setattr(Stages, "segment", lambda *a, **k: (_ for _ in ()).throw(Stop()))
     with pytest.raises(Stop):
         build_datastore(tmp_path / "s", str(texts), tokenizer)
     monkeypatch.undo()
@@ -220,7 +220,7 @@ def test_read_only_store_opens(tokenizer, texts, tmp_path):
 
 
 def test_full_disk_is_explained_and_the_store_stays(tokenizer, texts, records, tmp_path, monkeypatch):
-    from retrieve_spec.datastore import work
+    from retrieve_spec.datastore import segment
 
     build_datastore(tmp_path / "s", str(texts), tokenizer)
     before = read_manifest(tmp_path / "s")
@@ -228,7 +228,7 @@ def test_full_disk_is_explained_and_the_store_stays(tokenizer, texts, records, t
     def full(*_):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(work, "write_array", full)
+    monkeypatch.setattr(segment, "write_array", full)
     with pytest.raises(BuildError, match="No space left on device"):
         add_documents(tmp_path / "s", Source(str(records), field="output"))
     monkeypatch.undo()
@@ -242,7 +242,7 @@ def test_catalogue_can_be_searched_by_path(tokenizer, texts, tmp_path):
     import sqlite_utils
 
     build_datastore(tmp_path / "s", str(texts), tokenizer)
-    database = sqlite_utils.Database(tmp_path / "s" / "catalog.sqlite")
+    database = sqlite_utils.Database(write_catalog(tmp_path / "s"))
     assert [row["path"] for row in database["documents"].search("sub")] == ["sub/d.txt"]
 
 

@@ -6,11 +6,11 @@ import pytest
 from byte_tokenizers import byte_tokenizer
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import build
 from retrieve_spec.datastore.cached import open_or_build
 from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.recipes import Recipe
 from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.stages import Stages
 from retrieve_spec.errors import BuildError, StoreLockedError
 
 
@@ -45,7 +45,7 @@ def test_built_once(opened):
 
 def test_damage_and_other_tokenizers_are_built_anew(opened, tmp_path):
     opened()
-    (tmp_path / "cache" / "s" / "catalog.sqlite").unlink()
+    next((tmp_path / "cache" / "s").glob("segments/*/tokens.bin")).unlink()
     assert opened() == ["before", 4]
     assert opened(byte_tokenizer(offset=9)) == ["before", 4]
 
@@ -55,7 +55,7 @@ def test_an_interrupted_build_is_continued_or_begun_again(opened, tmp_path, monk
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "build_segments", stop)
+    monkeypatch.setattr(Stages, "segment", stop)
     with pytest.raises(KeyboardInterrupt):
         opened()
     monkeypatch.undo()

@@ -136,7 +136,7 @@ def test_models_load_without_bars_where_nobody_watches(command, tmp_path, texts,
         (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "reference", "--max-tokens", "1"], 1, "max_tokens"),
         (["build", "{tmp}/new", "--recipe", "{tmp}/none.toml", "--tokenizer", "reference"], 1, "got No such file"),
         (["add", "{tmp}/texts/a.txt", "{tmp}/texts"], 1, "got a file"),
-        (["remove", "{tmp}/s", "none"], 1, "{tmp}/s/catalog.sqlite"),
+        (["remove", "{tmp}/s", "none"], 1, "retrieve-spec catalog {tmp}/s"),
         (["remove", "{tmp}/s", "--where", "1); drop table documents; --"], 1, "an SQL condition"),
     ],
 )

@@ -44,7 +44,8 @@ def store(whole, tmp_path):
 
 
 def segment_file(store, name):
-    return store / "segments" / "000001" / name
+    (segment,) = (store / "segments").iterdir()
+    return segment / name
 
 
 def forge(store, name, content, checksum=True):
@@ -158,7 +159,7 @@ def test_a_continuation_in_damaged_documents_is_an_error(store):
         continuation(open_datastore(store).segments[0], 9, 4)
 
 
-@pytest.mark.parametrize("name", [*DENSE_FILES, "suffix_array.bin", "manifest.json", "catalog.sqlite"])
+@pytest.mark.parametrize("name", [*DENSE_FILES, "suffix_array.bin", "manifest.json", "document_paths.bin"])
 def test_files_that_may_not_be_read(store, name, monkeypatch, capfd):
     opened = Path.open
 

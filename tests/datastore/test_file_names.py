@@ -18,5 +18,5 @@ def test_names_that_are_not_utf8_are_recorded_escaped(tmp_path, tokenizer):
     report = build_datastore(tmp_path / "store", Source(str(folder)), tokenizer, workers=1)
     assert [(path, reason) for path, _, reason in report.skipped] == [("\\xffc.py", "duplicate")]
     store = open_datastore(tmp_path / "store")
-    paths = [document.path for entry in store.manifest.segments for document in store.catalog.documents(entry.name)]
+    paths = [document.path for document in store.documents()]
     assert sorted(paths) == ["\\xffb.py", "a.py"]

@@ -8,7 +8,7 @@ import pytest
 from dense_models import save_model
 
 from retrieve_spec.config import DenseConfig, StoreConfig
-from retrieve_spec.datastore import work
+from retrieve_spec.datastore import stages, union
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores
 from retrieve_spec.datastore.store import open_datastore
@@ -65,7 +65,8 @@ def stop_reading(monkeypatch, change):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(work.WorkFolder, "write_chunk", stop)
+        patch.setattr(stages, "replace_file", stop)
+        patch.setattr(union, "link_files", stop)
         with pytest.raises(KeyboardInterrupt):
             change()
 

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from retrieve_spec.datastore import ingest
+from retrieve_spec.datastore import ingest, shards, stages
+from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.ingest import encode, texts_of, tokenise
 from retrieve_spec.datastore.sources import Source, glob, list_files
+from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import BuildError
 
 LIMIT = 10_000
@@ -150,11 +152,33 @@ def test_parquet(tokenizer, tmp_path):
     assert outcome(read(tokenizer, tmp_path / "bad.parquet")) == {"bad.parquet": "unreadable"}
 
 
-def test_standard_input(tokenizer, monkeypatch):
+def test_standard_input(tokenizer, tmp_path, monkeypatch):
     import io
 
     monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": io.BytesIO(b"piped text")}))
-    assert [tokenizer.decode(r.ids.tolist()) for r in read(tokenizer, "-")] == ["piped text"]
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "write_segment", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build_datastore(tmp_path / "s", "-", tokenizer)
+    build_datastore(tmp_path / "s", resume=True)  # what was read is at hand
+    (segment,) = open_datastore(tmp_path / "s").segments
+    assert tokenizer.decode(segment.text_ids(0).tolist()) == "piped text"
+    assert segment.documents.path(0) == "stdin"
+
+
+@pytest.mark.parametrize("step", [30, 64, 1000])
+def test_parts_of_a_large_file_of_records_are_the_whole(tokenizer, tmp_path, monkeypatch, step):
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"text": f"line {i} " * (1 + i % 7)}) + "\n" * (1 + i % 3) for i in range(40)))
+    whole = [(r.path, r.skip, r.ids.tolist()) for r in read(tokenizer, path)]
+    monkeypatch.setattr(shards, "SHARD_BYTES", step)
+    monkeypatch.setattr(shards, "_BLOCK", 17)
+    given = (Source(str(path)),)
+    files = [part for file in list_files(given) for part in shards._parts(file)]
+    assert len(files) > 1
+    assert sum(file.size for file in files) == path.stat().st_size
+    parts = tokenise(texts_of(files, given, LIMIT), given, tokenizer, 2, LIMIT)
+    assert [(r.path, r.skip, r.ids.tolist()) for r in parts] == whole
 
 
 def test_missing_source_is_an_error(tokenizer, tmp_path):

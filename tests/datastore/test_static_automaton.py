@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.edit import remove_documents
+from retrieve_spec.datastore.edit import compact_datastore, remove_documents
 from retrieve_spec.datastore.sort import suffix_array
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
@@ -61,6 +61,9 @@ def test_in_a_store(tokenizer, texts, tmp_path):
     verify_datastore(tmp_path / "s")
     store = open_datastore(tmp_path / "s")
     (segment,) = store.segments
+    assert segment.automaton is None  # its counts are those of the whole text; the suffix array is followed instead
+    compact_datastore(tmp_path / "s")
+    (segment,) = open_datastore(tmp_path / "s").segments
     query = segment.localise(np.array(store.tokenizer.encode("the cat s").ids))
     *_, (_, depth) = walk(segment.automaton, segment.tokens, query.tolist())
     assert depth == len(" s")  # "cat sat" stood in the removed document only

@@ -51,7 +51,7 @@ def test_a_first_save_that_failed_does_not_stop_the_next(session, reference_toke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("retrieve_spec.datastore.build.build_segments", full)
+        patched.setattr("retrieve_spec.datastore.stages.write_segment", full)
         with pytest.raises(BuildError, match="No space left"):
             save_session(session, tmp_path / "s", reference_tokenizer)
     save_session(session, tmp_path / "s", reference_tokenizer)
@@ -61,7 +61,7 @@ def test_a_first_save_that_failed_does_not_stop_the_next(session, reference_toke
 def test_an_interrupted_build_of_something_else_is_left_alone(session, reference_tokenizer, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("a text")
     with monkeypatch.context() as patched:
-        patched.setattr("retrieve_spec.datastore.build.build_segments", lambda *_, **__: 1 / 0)
+        patched.setattr("retrieve_spec.datastore.stages.write_segment", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build_datastore(tmp_path / "s", str(tmp_path / "a.txt"), reference_tokenizer)
     with pytest.raises(StoreIncompleteError, match="interrupted build"):

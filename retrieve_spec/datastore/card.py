@@ -1,0 +1,93 @@
+"""Store cards: what a shared store tells of itself, in a manifest without places of this machine and in a README."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+from retrieve_spec.datastore.manifest import Manifest
+from retrieve_spec.datastore.store import Datastore
+
+_KEPT = ("generation", "verb", "at", "version", "recipe", "documents", "tokens", "skipped", "max_tokens")
+
+
+def public_manifest(manifest: Manifest) -> Manifest:
+    """A manifest in which sources, stores and models are called by the last part of their path alone."""
+    segments = tuple(
+        replace(entry, origins=tuple((licence, name_of(source)) for licence, source in entry.origins))
+        for entry in manifest.segments
+    )
+    dense = manifest.dense and replace(manifest.dense, model=name_of(manifest.dense.model))
+    return replace(
+        manifest,
+        segments=segments,
+        config=_public_config(manifest.config),
+        history=tuple(map(_public_event, manifest.history)),
+        dense=dense,
+    )
+
+
+def _public_config(config: dict[str, Any]) -> dict[str, Any]:
+    dense = config.get("dense")
+    return {**config, "dense": {**dense, "model": name_of(dense["model"])}} if dense else config
+
+
+def _public_event(event: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {key: event[key] for key in _KEPT if key in event}
+    if "sources" in event:
+        found["sources"] = [{"path": name_of(s["path"]), "licence": s.get("licence", "")} for s in event["sources"]]
+    if "stores" in event:
+        found["stores"] = [name_of(store) for store in event["stores"]]
+    return found
+
+
+def name_of(path: str) -> str:
+    """Last part of a path; names of models on a hub stay whole."""
+    absolute = path.startswith(("/", "~", ".", "\\")) or ":" in path[:3] or path.count("/") > 1
+    return PurePath(path.replace("\\", "/")).name if absolute else path
+
+
+def without_lists(manifest: Manifest) -> Manifest:
+    """A manifest whose history names no lists of what was left out, which stay where they were made."""
+    history = tuple({key: value for key, value in event.items() if key != "listed"} for event in manifest.history)
+    return replace(manifest, history=history)
+
+
+def store_card(store: Datastore, manifest: Manifest) -> str:
+    """README of a shared store: sources, licences, tokenizer, tokens, how it was built."""
+    return "\n".join(_card(store, manifest)) + "\n"
+
+
+def _card(store: Datastore, manifest: Manifest) -> Iterator[str]:
+    licences: Counter[str] = Counter()
+    documents: Counter[str] = Counter()
+    sources: set[str] = set()
+    names = [dict(enumerate(entry.origins)) for entry in manifest.segments]
+    for segment, entry, origins in zip(store.segments, store.manifest.segments, names, strict=True):
+        place = {origin: number for number, origin in enumerate(entry.origins)}
+        for document in segment.documents.live():
+            licence, source = origins[place[document.licence, document.source]]
+            licences[licence or "not stated"] += document.tokens
+            documents[licence or "not stated"] += 1
+            sources.add(source)
+    yield "---\ntags:\n- retrieve-spec\n- speculative-decoding\n---\n"
+    yield "# Datastore for speculative decoding\n"
+    yield "Text that drafts may come from, indexed. Open it with"
+    yield "`retrieve_spec.open_datastore(URL)`, or fetch it with `retrieve-spec pull URL FOLDER`.\n"
+    yield f"- {manifest.documents:,} documents, {manifest.tokens:,} tokens, {manifest.bytes / 1e6:,.1f} MB in "
+    yield f"  {len(manifest.segments):,} segments"
+    yield f"- tokenizer `{manifest.fingerprint}`, ids below {manifest.vocabulary:,}"
+    yield f"- content `{manifest.content}`"
+    if manifest.dense is not None:
+        yield f"- dense index for {manifest.dense.model}, layer {manifest.dense.layer}, {manifest.dense.dims} dims"
+    yield "\n| licence | documents | tokens |\n|---|---|---|"
+    for licence, tokens in sorted(licences.items(), key=lambda item: (-item[1], item[0])):
+        yield f"| {licence} | {documents[licence]:,} | {tokens:,} |"
+    yield "\nSources: " + (", ".join(sorted(sources)[:50]) + (", …" if len(sources) > 50 else "") or "none") + ".\n"
+    yield "How it was built:\n"
+    for event in manifest.history:
+        counts = f"{event.get('documents', 0):,} documents, {event.get('tokens', 0):,} tokens"
+        yield f"- {event.get('at', '')} {event['verb']} (retrieve-spec {event.get('version', '?')}): {counts}"

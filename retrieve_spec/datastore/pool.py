@@ -1,0 +1,149 @@
+"""Workers: runs the ranks of a stage in this process, or in processes of their own.
+
+A worker is a fresh interpreter (never a fork: threads and their locks stay where they are) that is told ranks on its
+standard input and answers on its standard output. It ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from retrieve_spec import errors
+from retrieve_spec.datastore.stages import Done, Stages, run_rank
+from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.errors import BuildError, RetrieveSpecError
+
+SPAWN_WORK = 1 << 24
+"""Bytes to read, or four times the tokens to sort, from which the start of other processes is worth its second."""
+_MODULE = "retrieve_spec.datastore.worker"
+
+
+def run_ranks(
+    stages: Stages,
+    stage: str,
+    ranks: Sequence[int],
+    workers: int,
+    size: int,
+    tell: Callable[[Done], object],
+) -> None:
+    """Run a stage for some ranks.
+
+    Parameters
+    ----------
+    stages, stage
+        The stages of the change, and `"tokens"` or `"segment"`.
+    ranks
+        Which of its ranks; large ones are best first.
+    workers
+        Processes at most.
+    size
+        How much work it is: bytes to read, or four times the tokens to sort.
+    tell
+        Told of each finished rank.
+
+    Raises
+    ------
+    BuildError
+        When a worker died, as from a lack of memory.
+    RetrieveSpecError, OSError
+        As the stage.
+    """
+    workers = min(workers, len(ranks))
+    if workers < 2 or size < SPAWN_WORK or not sys.executable:
+        for rank in ranks:
+            tell(run_rank(stages, stage, rank))
+        return
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for rank in ranks:
+        waiting.put(rank)
+    answers: queue.SimpleQueue[Done | BaseException] = queue.SimpleQueue()
+    processes = [_start(stages.work) for _ in range(workers)]
+    threads = [
+        threading.Thread(target=_feed, args=(process, stage, waiting, answers), daemon=True) for process in processes
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in ranks:
+            answer = answers.get()
+            if isinstance(answer, BaseException):
+                raise answer
+            tell(answer)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        for process in processes:
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _start(work: WorkFolder) -> subprocess.Popen[bytes]:
+    alone = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", _MODULE, os.fspath(work.store.absolute())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | alone | {"PYTHONPATH": paths},
+    )
+
+
+def _feed(
+    process: subprocess.Popen[bytes],
+    stage: str,
+    waiting: queue.SimpleQueue[int],
+    answers: queue.SimpleQueue[Done | BaseException],
+) -> None:
+    """Hand ranks to one worker until none is left or it fails."""
+    assert process.stdin is not None and process.stdout is not None
+    while True:
+        try:
+            rank = waiting.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            process.stdin.write(f"{stage} {rank}\n".encode())
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except (OSError, ValueError):  # it is gone, or its pipes were closed
+            line = b""
+        try:
+            answer = json.loads(line)
+        except ValueError:  # it ended, or it is no worker
+            process.kill()
+            answers.put(_died(process.wait(), stage, rank))
+            return
+        answers.put(_error_of(answer) or tuple(answer["done"]))
+
+
+def _died(code: int, stage: str, rank: int) -> BuildError:
+    return BuildError(
+        f"stage {stage!r} of rank {rank} to finish",
+        f"its process ended with {f'signal {-code}' if code < 0 else f'code {code}'}",
+        "Often memory ran out: continue with --resume and fewer --workers.",
+    )
+
+
+def _error_of(answer: dict[str, Any]) -> BaseException | None:
+    """Error that a worker told of."""
+    if "error" not in answer:
+        return None
+    if "errno" in answer:
+        return OSError(answer["errno"], answer["got"], answer["error"] or None)
+    known = getattr(errors, answer["error"], None)
+    if isinstance(known, type) and issubclass(known, RetrieveSpecError):
+        return known(answer["expected"], answer["got"], answer["remedy"])
+    return RuntimeError(f"{answer['error']} in a worker: {answer['got']}")

@@ -1,0 +1,229 @@
+"""Remotes: a store in a folder or an object store that fsspec reaches, as immutable files and numbered versions.
+
+A remote holds the files of segments and tombstones under the names that a store gives them, which say what they hold,
+and ``versions/N.json``, a manifest that is put there once and never replaced: of two writers of one version, one is
+told so. The newest version is what the remote holds; ``manifest.json`` beside it makes a plain copy of the remote a
+store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+
+from retrieve_spec.datastore.files import FileEntry
+from retrieve_spec.datastore.manifest import MANIFEST, Manifest, manifest_of
+from retrieve_spec.errors import BuildError, StoreCorruptError, StoreLockedError, StoreNotFoundError
+
+VERSIONS = "versions"
+_BLOCK = 1 << 22
+_REMEDY = "Push the store again from a sound copy."
+
+
+@contextmanager
+def explain_remote_errors(url: str) -> Iterator[None]:
+    """Turn what a remote's library raises into a `BuildError` that names it; a missing file stays what it is."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError, StoreLockedError, StoreCorruptError, BuildError):
+        raise
+    except Exception as error:  # every library raises its own
+        got = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise BuildError(
+            f"to reach {url}", got, "Run the command again when it can be reached: what was moved is not moved again."
+        ) from error
+
+
+class Remote:
+    """One remote.
+
+    Parameters
+    ----------
+    url
+        Its folder.
+
+    Raises
+    ------
+    BuildError
+        When no installed library reaches it.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+        except ImportError as error:
+            raise BuildError("fsspec to reach other machines", "none", "pip install 'retrieve-spec[share]'.") from error
+        try:
+            self.fs, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            remedy = "Install the library that it names, as `pip install s3fs`."
+            raise BuildError(f"a library that reaches {url}", str(error), remedy) from error
+        self.url, self.root = url, root.rstrip("/")
+        protocols = (self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol
+        self._local = "file" in protocols or "local" in protocols
+        self._atomic = not self._local and "memory" not in protocols
+
+    def path(self, *parts: str) -> str:
+        """Place of a file."""
+        return posixpath.join(self.root, *parts)
+
+    def newest(self) -> int:
+        """Number of the newest version, 0 for none."""
+        self.fs.invalidate_cache()
+        try:
+            listed = self.fs.ls(self.path(VERSIONS), detail=False)
+        except FileNotFoundError:
+            return 0
+        names = (posixpath.basename(name).removesuffix(".json") for name in listed)
+        return max((int(name) for name in names if name.isdigit()), default=0)
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of a version.
+
+        Raises
+        ------
+        StoreNotFoundError
+            When there is none.
+        StoreCorruptError
+            When it is damaged.
+        """
+        place = self.path(VERSIONS, f"{version:012d}.json")
+        try:
+            content = self.fs.cat_file(place)
+        except FileNotFoundError as error:
+            raise StoreNotFoundError(
+                f"a datastore at {self.url}", "none", "Check the address, or push one there."
+            ) from error
+        return manifest_of(content, place)
+
+    def add_version(self, version: int, manifest: Manifest) -> None:
+        """Put a version there, unless another process has put that version there.
+
+        Raises
+        ------
+        StoreLockedError
+            When one has.
+        """
+        content = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False).encode()
+        place = self.path(VERSIONS, f"{version:012d}.json")
+        try:
+            self._create(place, content)
+        except FileExistsError as error:
+            raise changed(self.url, f"version {version} to be this one", "one that another process pushed") from error
+        self.write(self.path(MANIFEST), content)
+
+    def _create(self, place: str, content: bytes) -> None:
+        """Write a file that must not be there yet, whole."""
+        if self._local:
+            part = f"{place}.{secrets.token_hex(4)}.part"
+            Path(place).parent.mkdir(parents=True, exist_ok=True)
+            Path(part).write_bytes(content)
+            try:
+                os.link(part, place)
+            finally:
+                os.unlink(part)
+            return
+        try:
+            self.fs.pipe_file(place, content, mode="create")
+        except OSError as error:
+            if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
+                raise FileExistsError(place) from error
+            raise
+
+    def write(self, place: str, content: bytes) -> None:
+        """Write a small file, whole."""
+        if self._atomic:
+            self.fs.pipe_file(place, content)
+            return
+        part = f"{place}.{secrets.token_hex(4)}.part"
+        self.fs.makedirs(posixpath.dirname(place), exist_ok=True)
+        self.fs.pipe_file(part, content)
+        self._move(part, place)
+
+    def _move(self, part: str, place: str) -> None:
+        if self._local:
+            os.replace(part, place)
+        else:
+            self.fs.mv(part, place)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file that is there, by its path below the root."""
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.find(self.root, detail=True)
+        except FileNotFoundError:
+            return {}
+        start = len(self.root) + 1
+        return {name[start:]: int(about["size"]) for name, about in found.items()}
+
+    def send(self, source: Path, place: str, expected: FileEntry, tick: Callable[[int], object]) -> None:
+        """Copy a file of a store there, whole or not at all.
+
+        Raises
+        ------
+        StoreCorruptError
+            When it does not hold what the manifest says.
+        """
+        target = self.path(place)
+        part = target if self._atomic else f"{target}.{secrets.token_hex(4)}.part"
+        self.fs.makedirs(posixpath.dirname(target), exist_ok=True)
+        digest = sha256()
+        try:
+            with source.open("rb") as read:
+                while block := read.read(_BLOCK):
+                    digest.update(block)
+            if digest.hexdigest() != expected.sha256:
+                raise StoreCorruptError(
+                    f"checksum {expected.sha256[:12]} of {source}", digest.hexdigest()[:12], _REMEDY
+                )
+            self.fs.put_file(os.fspath(source), part)
+            if int(self.fs.info(part)["size"]) != expected.bytes:
+                raise OSError(f"{place} did not arrive whole")
+            if part != target:
+                self._move(part, target)
+        except BaseException:
+            if part != target:
+                with suppress(Exception):
+                    self.fs.rm_file(part)
+            raise
+        tick(expected.bytes)
+
+    def fetch(self, place: str, target: Path, expected: FileEntry, tick: Callable[[int], object]) -> None:
+        """Copy a file from there, whole or not at all.
+
+        Raises
+        ------
+        StoreCorruptError
+            When it is not there, or does not hold what the manifest says.
+        """
+        part = target.with_name(target.name + ".part")
+        digest = sha256()
+        try:
+            with self.fs.open(self.path(place), "rb") as read, part.open("wb") as written:
+                while block := read.read(_BLOCK):
+                    digest.update(block)
+                    written.write(block)
+                    tick(len(block))
+                written.flush()
+                os.fsync(written.fileno())
+        except FileNotFoundError as error:
+            raise StoreCorruptError(f"{place} at {self.url}", "no such file", _REMEDY) from error
+        if digest.hexdigest() != expected.sha256:
+            part.unlink()
+            raise StoreCorruptError(
+                f"checksum {expected.sha256[:12]} of {place} at {self.url}", digest.hexdigest()[:12], _REMEDY
+            )
+        os.replace(part, target)
+
+
+def changed(url: str, expected: str, got: str) -> StoreLockedError:
+    """Error about a remote that somebody else changed."""
+    return StoreLockedError(
+        f"{expected} at {url}", got, "Pull it into the store (`retrieve-spec pull`), then push again."
+    )

@@ -1,0 +1,218 @@
+"""Shards: the pieces that a build's input is cut into, and where the tokens and documents of each come from.
+
+A shard is a run of files of about `SHARD_BYTES`, a part of a large file of JSON Lines, or documents of a segment that
+is there already. Where shards begin depends on the list of files and their sizes alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from functools import cached_property
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.datastore.documents import Row
+from retrieve_spec.datastore.files import FileEntry
+from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry
+from retrieve_spec.datastore.segment import Segment, open_segment
+from retrieve_spec.datastore.sources import STDIN, SourceFile
+from retrieve_spec.datastore.store import check_files
+from retrieve_spec.datastore.tombstones import tombstones_of
+from retrieve_spec.datastore.work import STDIN_COPY, WorkFolder
+from retrieve_spec.errors import BuildError
+
+SHARD_BYTES = 1 << 22
+"""Bytes of input that make a shard; what an interrupted build reads again is less than this for each worker."""
+SHARD_FILES = 1 << 13
+SHARD_TOKENS = 1 << 21
+"""Tokens of a segment that are converted to another tokenizer at once."""
+_BLOCK = 1 << 22
+
+
+def file_shards(work: WorkFolder, files: Iterable[SourceFile]) -> Iterator[dict[str, Any]]:
+    """Inputs of shards of files, in order; standard input is copied, so that any worker can read it, and again."""
+    group: list[SourceFile] = []
+    size = 0
+    for file in chain.from_iterable(_parts(_readable(work, file)) for file in files):
+        if group and (size + file.size > SHARD_BYTES or len(group) == SHARD_FILES):
+            yield {"files": [asdict(each) for each in group]}
+            group, size = [], 0
+        group.append(file)
+        size += file.size
+    if group:
+        yield {"files": [asdict(each) for each in group]}
+
+
+def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
+    if file.location != STDIN:
+        return file
+    copy = work.path / STDIN_COPY
+    with copy.open("wb") as out:
+        shutil.copyfileobj(sys.stdin.buffer, out)
+        out.flush()
+        os.fsync(out.fileno())
+    return replace(file, location=os.path.abspath(copy), size=copy.stat().st_size)
+
+
+def _parts(file: SourceFile) -> Iterator[SourceFile]:
+    """A file, or the parts of a large file of JSON Lines."""
+    if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES:
+        yield file
+        return
+    try:
+        cuts = list(_line_cuts(file.location))
+    except OSError:
+        yield file  # reading it will say so
+        return
+    for (start, line), (end, _) in pairwise(cuts):
+        yield replace(file, start=start, end=end, line=line, size=end - start)
+
+
+def _line_cuts(path: str) -> Iterator[tuple[int, int]]:
+    """(offset, lines before it) of the beginnings of parts of a file, and of its end."""
+    at = lines = 0
+    wanted = SHARD_BYTES
+    yield 0, 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            while wanted < at + len(block) and (end := block.find(b"\n", wanted - at)) >= 0:
+                yield at + end + 1, lines + block.count(b"\n", 0, end + 1)
+                wanted = at + end + 1 + SHARD_BYTES
+            lines += block.count(b"\n")
+            at += len(block)
+    yield max(at, 1), lines
+
+
+def segment_shards(store: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Inputs of shards that are the segments of a store, taken over as they are."""
+    for entry in manifest.segments:
+        yield {"store": os.path.abspath(store), "segment": asdict(entry)}
+
+
+def conversion_shards(store: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Inputs of shards whose documents are decoded from a store and encoded anew."""
+    for entry in manifest.segments:
+        starts = open_segment(store / SEGMENTS / entry.name, entry, manifest.vocabulary).document_starts
+        first = 0
+        for end in range(1, len(starts)):
+            if end == len(starts) - 1 or int(starts[end + 1]) - int(starts[first]) > SHARD_TOKENS:
+                yield {"store": os.path.abspath(store), "segment": asdict(entry), "documents": [first, end]}
+                first = end
+
+
+class Shard(Protocol):
+    """Documents with their tokens, in order."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """All documents."""
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Numbers of those that do not count."""
+
+    @property
+    def skipped(self) -> list[tuple[str, str, str]]:
+        """(path, source, reason) of what was no document."""
+
+    def ids(self, first: int, end: int) -> NDArray[np.uint32]:
+        """Token ids of the documents ``[first, end)``, each with an entry for its separator after it."""
+
+
+class WrittenShard:
+    """A shard whose tokens an earlier stage wrote into the work folder."""
+
+    left_out: frozenset[int] = frozenset()
+
+    def __init__(self, work: WorkFolder, rank: int) -> None:
+        self._path = work.path / f"shard-{rank:06d}.bin"
+        record = json.loads(work.path.joinpath(f"shard-{rank:06d}.json").read_bytes())
+        self.rows = [Row(*row) for row in record["documents"]]
+        self.skipped = [(path, source, reason) for path, source, reason in record["skipped"]]
+        self._starts = np.cumsum([0, *(row.tokens + 1 for row in self.rows)], dtype=np.int64)
+
+    def ids(self, first: int, end: int) -> NDArray[np.uint32]:
+        """See `Shard`."""
+        a, b = int(self._starts[first]), int(self._starts[end])
+        found = np.fromfile(self._path, "<u4", b - a, offset=4 * a)
+        if len(found) != b - a:
+            raise BuildError(f"{b:,} tokens in {self._path}", "fewer", "Start the change again without --resume.")
+        return found
+
+
+class SegmentShard:
+    """A shard that is a segment of a store, without the documents that count as removed."""
+
+    skipped: list[tuple[str, str, str]] = []  # noqa: RUF012 (never altered)
+
+    def __init__(self, record: dict[str, Any], vocabulary: int) -> None:
+        self.store = Path(record["store"])
+        self.entry = entry_of(record["segment"])
+        self._vocabulary = vocabulary
+        self._checked = False
+
+    @cached_property
+    def segment(self) -> Segment:
+        """The segment as its files are."""
+        return open_segment(self.store / SEGMENTS / self.entry.name, self.entry, self._vocabulary)
+
+    @cached_property
+    def left_out(self) -> frozenset[int]:
+        """See `Shard`."""
+        found = tombstones_of(self.store, self.entry)
+        return frozenset(number for array in found.values() if array is not found["ranks"] for number in array.tolist())
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """See `Shard`."""
+        self.check()
+        return [Row(d.path, d.licence, d.source, d.sha256, d.tokens) for d in self.segment.documents]
+
+    def check(self) -> None:
+        """Check, once, the files whose content is going to be written under new checksums."""
+        if not self._checked:
+            check_text(self.segment, self.store)
+            check_files(self.store, self.entry)
+            self._checked = True
+
+    def ids(self, first: int, end: int) -> NDArray[np.uint32]:
+        """See `Shard`."""
+        self.check()
+        starts = self.segment.document_starts
+        return self.segment.ids_of(self.segment.tokens[int(starts[first]) : int(starts[end])])
+
+
+def check_text(segment: Segment, store: Path) -> None:
+    """Check that a segment keeps its text.
+
+    Raises
+    ------
+    BuildError
+        When it keeps n-grams only.
+    """
+    if not len(segment.tokens):
+        raise BuildError(
+            "a store that keeps its text", f"{store}, which keeps n-grams only", "Build it again from sources."
+        )
+
+
+def entry_of(record: dict[str, Any]) -> SegmentEntry:
+    """A segment's entry from its JSON form."""
+    return SegmentEntry(
+        record["name"],
+        record["documents"],
+        record["tokens"],
+        record["added_at"],
+        tuple((licence, source) for licence, source in record["origins"]),
+        {name: FileEntry(**file) for name, file in record["files"].items()},
+        {name: FileEntry(**file) for name, file in record["tombstones"].items()},
+    )

@@ -1,0 +1,256 @@
+"""Sharing: from a store on this machine to a remote, and back; only files that the other side lacks travel."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from retrieve_spec._version import __version__
+from retrieve_spec.datastore.card import public_manifest, store_card, without_lists
+from retrieve_spec.datastore.change import ChangeReport, existing_manifest, utc_now, writer
+from retrieve_spec.datastore.dense import TRANSFORM
+from retrieve_spec.datastore.files import FileEntry, replace_file
+from retrieve_spec.datastore.fresh import check_folder, first_manifest
+from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, Manifest, write_manifest
+from retrieve_spec.datastore.progress import progress_bar
+from retrieve_spec.datastore.remote import Remote, changed, explain_remote_errors
+from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
+from retrieve_spec.datastore.union import unite
+from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.errors import BuildError
+from retrieve_spec.paths import cache_dir
+
+REMOTES = "remotes.json"
+_PULL = "pull"
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What a push did.
+
+    Attributes
+    ----------
+    url, version
+        The remote, and the version that it has now.
+    files, bytes
+        What travelled.
+    kept
+        Files that were there already.
+    """
+
+    url: str
+    version: int
+    files: int
+    bytes: int
+    kept: int
+
+
+def push_datastore(
+    path: str | os.PathLike[str], url: str, *, keep_paths: bool = False, progress: bool = False
+) -> PushReport:
+    """Make a remote hold what a store holds.
+
+    Interrupted, it leaves the remote's newest version as it was; run again, it sends what is missing. A store card
+    (``README.md``) is written beside it. What stood there before stays readable under its version.
+
+    Parameters
+    ----------
+    path
+        Folder of the store.
+    url
+        Folder that fsspec reaches: ``s3://…``, ``gs://…``, ``hf://…``, ``file://…``.
+    keep_paths
+        Whether places of this machine (sources, stores, models, SQL conditions) go with it.
+    progress
+        Show bars on standard error.
+
+    Raises
+    ------
+    StoreLockedError
+        When the remote holds something that this store has not seen.
+    StoreCorruptError
+        When a file of the store is damaged.
+    BuildError
+        When the remote cannot be reached or written.
+    """
+    folder = Path(path)
+    store = open_datastore(folder)
+    manifest = without_lists(store.manifest if keep_paths else public_manifest(store.manifest))
+    with explain_remote_errors(url):
+        remote = Remote(url)
+        newest = remote.newest()
+        if newest and not _is_known(folder, url, newest):
+            there = remote.manifest(newest)
+            if there.content != manifest.content:
+                seen = _seen(folder).get(url, {}).get("version", 0)
+                raise changed(url, f"version {seen or 'none'}", f"version {newest}, which this store has not seen")
+        there_sizes = remote.sizes()
+        files = list(_files(folder, manifest))
+        missing = [(place, source, file) for place, source, file in files if there_sizes.get(place) != file.bytes]
+        total = sum(file.bytes for _, _, file in missing)
+        with progress_bar("pushing", total, "B", progress) as bar:
+            for place, source, file in missing:
+                remote.send(source, place, file, bar.update)
+        remote.write(remote.path("README.md"), store_card(store, manifest).encode())
+        remote.add_version(newest + 1, manifest)
+    _remember(folder, url, newest + 1, manifest.content)
+    return PushReport(url, newest + 1, len(missing), total, len(files) - len(missing))
+
+
+def _files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Path, FileEntry]]:
+    """Every file of a store: its place below the root, where it is, and its record."""
+    yield manifest.tokenizer_name, folder / manifest.tokenizer_name, manifest.tokenizer
+    for entry in manifest.segments:
+        for name, file in sorted(entry.files.items()):
+            yield f"{SEGMENTS}/{entry.name}/{name}", folder / SEGMENTS / entry.name / name, file
+        for name, file in sorted(entry.tombstones.items()):
+            yield f"{TOMBSTONES}/{name}", folder / TOMBSTONES / name, file
+
+
+def _seen(folder: Path) -> dict[str, Any]:
+    """Version and content of the remotes that a store was pushed to or pulled from, by address."""
+    try:
+        found: dict[str, Any] = json.loads((folder / REMOTES).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _is_known(folder: Path, url: str, version: int) -> bool:
+    return bool(_seen(folder).get(url, {}).get("version") == version)
+
+
+def _remember(folder: Path, url: str, version: int, content: str) -> None:
+    replace_file(
+        folder / REMOTES,
+        json.dumps(_seen(folder) | {url: {"version": version, "content": content}}, indent=1).encode(),
+    )
+
+
+def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = False) -> ChangeReport:
+    """Bring what a remote holds into a store, which is made when there is none.
+
+    A store that was not changed since it last pulled or pushed holds what the remote holds afterwards; any other one
+    keeps its own segments too. Interrupted, it leaves the store as it was; run again, it fetches what is missing.
+
+    Parameters
+    ----------
+    url
+        Folder of the remote.
+    path
+        Folder of the store.
+    progress
+        Show bars on standard error.
+
+    Raises
+    ------
+    StoreNotFoundError
+        When the remote holds no store.
+    TokenizerMismatchError
+        When the store has another tokenizer.
+    StoreCorruptError
+        When a file there is damaged or missing.
+    BuildError
+        When the remote cannot be reached.
+    """
+    store = Path(path)
+    with explain_remote_errors(url):
+        remote = Remote(url)
+        version = remote.newest()
+        there = remote.manifest(version)
+    mine = existing_manifest(store)
+    if mine is None:
+        check_folder(store)
+    else:
+        check_tokenizer(store, mine, there.fingerprint)
+        if mine.content == there.content:
+            _remember(store, url, version, there.content)
+            return ChangeReport("pull", 0, 0, len(mine.segments))
+    with writer(store) as work:
+        mine = existing_manifest(store)
+        plan = _begin_pull(work, mine, url)
+        pulled = _assemble(work, remote, there, mine, progress)
+        ahead = mine is not None and _seen(store).get(url, {}).get("content") != mine.content
+        report = _take(work, mine if ahead else None, there, pulled, plan, progress)
+    _remember(store, url, version, there.content)
+    return report
+
+
+def _begin_pull(work: WorkFolder, mine: Manifest | None, url: str) -> dict[str, Any]:
+    """Plan of a pull; what an interrupted one of the same remote has fetched is kept."""
+    plan = {"verb": "pull", "url": url, "generation": mine.generation if mine else 0}
+    before = work.plan()
+    if before is None or {key: before.get(key) for key in plan} != plan:
+        work.begin(plan)
+    return plan | {"at": utc_now(), "version": __version__}
+
+
+def _assemble(work: WorkFolder, remote: Remote, there: Manifest, mine: Manifest | None, progress: bool) -> Path:
+    """A store in the work folder that is what the remote holds; what this store has is linked, the rest fetched."""
+    folder = work.path / _PULL
+    held = {entry.name for entry in mine.segments} if mine else set()
+    wanted = [(folder / place, place, file) for place, _, file in _files(folder, there)]
+    missing = [one for one in wanted if not (one[0].exists() and one[0].stat().st_size == one[2].bytes)]
+    with progress_bar("pulling", sum(file.bytes for *_, file in missing), "B", progress) as bar:
+        for target, place, file in missing:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            own = work.store / place
+            if place.split("/")[1:2] and place.split("/")[1] in held and own.is_file():
+                os.link(own, target)
+                bar.update(file.bytes)
+                continue
+            with explain_remote_errors(remote.url):
+                remote.fetch(place, target, file, bar.update)
+    write_manifest(folder, there)
+    return folder
+
+
+def _take(
+    work: WorkFolder, mine: Manifest | None, there: Manifest, pulled: Path, plan: dict[str, Any], progress: bool
+) -> ChangeReport:
+    """Publish what was pulled, with the store's own segments where it has some that the remote has not seen."""
+    if mine is not None:
+        _check_dense(work.store, mine, there)
+        return unite(work, mine, plan, [work.store, pulled], progress)
+    shutil.copyfile(pulled / there.tokenizer_name, work.store / there.tokenizer_name)
+    generation = existing.generation if (existing := existing_manifest(work.store)) else 0
+    base = first_manifest(work.store, there.tokenizer_name)
+    base = replace(base, config=there.config, history=there.history, dense=there.dense, generation=generation)
+    return unite(work, base, plan, [pulled], progress)
+
+
+def _check_dense(store: Path, mine: Manifest, there: Manifest) -> None:
+    """Check that the keys of two stores compare, where both have some."""
+    spaces = {
+        tuple(entry.files[name].sha256 for name in TRANSFORM)
+        for entry in (*mine.segments, *there.segments)
+        if TRANSFORM[0] in entry.files
+    }
+    if len(spaces) > 1:
+        raise BuildError(
+            f"dense keys that compare with those of {store}",
+            "others",
+            "Pull into another folder and join the two with `retrieve-spec merge`, which computes them anew.",
+        )
+
+
+def open_remote(url: str, *, tokenizer: Any = None) -> Datastore:
+    """Open the store that a remote holds, from a copy in the cache folder that is brought up to date first.
+
+    Where the remote cannot be reached, the copy is opened as it is. Errors are those of `pull_datastore` and
+    `open_datastore`.
+    """
+    folder = cache_dir() / "remotes" / hashlib.sha256(url.encode()).hexdigest()[:24]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        pull_datastore(url, folder)
+    except BuildError:
+        if existing_manifest(folder) is None:
+            raise
+    return open_datastore(folder, tokenizer=tokenizer)

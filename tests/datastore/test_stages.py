@@ -1,0 +1,136 @@
+"""Stages of a build: the same bytes for any number of processes, in any order, resumed or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+from byte_tokenizers import byte_tokenizer
+from test_build import contents, digest
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore import pool, shards, stages
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.edit import compact_datastore, retokenize_datastore
+from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.stages import Stages
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.errors import BuildError
+
+SMALL = StoreConfig(segment_tokens=200)
+
+
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    """A folder of which every few files make a shard, and processes of their own for however little work."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    monkeypatch.setattr(shards, "SHARD_BYTES", 150)
+    monkeypatch.setattr(pool, "SPAWN_WORK", 0)
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i:02}.txt").write_text(f"file {i % 27} says {i % 27} things\n" * (1 + i % 27 % 4))
+    (folder / "empty.txt").write_text("")
+    return folder
+
+
+@pytest.mark.slow
+def test_one_process_and_four_write_the_same_bytes(tokenizer, many, tmp_path):
+    found = []
+    for workers in (1, 4):
+        store = tmp_path / f"s{workers}"
+        report = build_datastore(store, str(many), tokenizer, config=SMALL, workers=workers)
+        add_documents(store, str(tmp_path), workers=workers)
+        retokenize_datastore(store, byte_tokenizer(offset=300), workers=workers)
+        compact_datastore(store, workers=workers)
+        verify_datastore(store)
+        found.append((report.skipped, read_manifest(store).content, digest(store)))
+    assert found[0][:2] == found[1][:2]
+    assert found[0][0][-3:] == tuple((f"{i}.txt", str(many), "duplicate") for i in (27, 28, 29))
+    differing = {name for name in found[0][2] if found[0][2][name] != found[1][2].get(name)}
+    assert differing <= {"manifest.json"}  # names the folder of the store
+    assert len(contents(tmp_path / "s1")) == 27
+
+
+def test_ranks_in_any_order_and_repeated_write_the_same_bytes(tokenizer, many, tmp_path, monkeypatch):
+    build_datastore(tmp_path / "a", str(many), tokenizer, config=SMALL, workers=1)
+
+    def backwards(running, stage, ranks, workers, size, tell):
+        for rank in [*ranks[::-1], *ranks[:2]]:
+            getattr(Stages(running.work), stage)(rank)
+
+    monkeypatch.setattr("retrieve_spec.datastore.build.run_ranks", backwards)
+    build_datastore(tmp_path / "b", str(many), tokenizer, config=SMALL, workers=1)
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+def test_what_is_done_is_not_done_again(tokenizer, many, tmp_path, monkeypatch):
+    build_datastore(tmp_path / "a", str(many), tokenizer, config=SMALL, workers=1)
+    read = []
+    tokens = Stages.tokens
+
+    def some(self, rank):
+        read.append(rank)
+        if len(read) == 4:
+            raise KeyboardInterrupt
+        return tokens(self, rank)
+
+    monkeypatch.setattr(Stages, "tokens", some)
+    with pytest.raises(KeyboardInterrupt):
+        build_datastore(tmp_path / "b", str(many), tokenizer, config=SMALL, workers=1)
+    build_datastore(tmp_path / "b", resume=True, workers=1)
+    assert sorted(read) == [*range(3), 3, *range(3, len(set(read)))]
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+def test_a_limit_of_tokens_reads_no_more_than_it_needs(tokenizer, many, tmp_path, monkeypatch):
+    whole = build_datastore(tmp_path / "a", str(many), tokenizer, workers=1, max_tokens=200)
+    ranks = []
+    tokens = Stages.tokens
+    monkeypatch.setattr(Stages, "tokens", lambda self, rank: ranks.append(rank) or tokens(self, rank))
+    report = build_datastore(tmp_path / "b", str(many), tokenizer, workers=1, max_tokens=200)
+    assert (report.documents, report.tokens) == (whole.documents, whole.tokens)
+    assert ranks == list(range(4))
+
+
+def test_a_worker_that_dies_is_named(tokenizer, many, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "_MODULE", "this")  # prints a poem and ends
+    with pytest.raises(BuildError, match=r"rank \d+ to finish"):
+        build_datastore(tmp_path / "s", str(many), tokenizer, workers=2)
+
+
+@pytest.mark.slow
+def test_errors_of_workers_are_those_of_the_library(tokenizer, many, tmp_path):
+    work = WorkFolder(tmp_path / "t")
+    work.store.mkdir()
+    work.begin({"config": {}, "tokenizer": "none.json", "sources": []}, [{"files": []}, {"files": []}])
+    with pytest.raises(BuildError, match=r"tokenizer\.json"):
+        pool.run_ranks(Stages(work), "tokens", [0, 1], 2, 1, print)
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_parent(tokenizer, many, tmp_path):
+    work = WorkFolder(tmp_path / "t")
+    work.store.mkdir()
+    work.begin({"config": {}, "tokenizer": "none.json", "sources": []})
+    process = pool._start(work)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(120) != -signal.SIGKILL
+    assert not [name for name in os.listdir(work.path) if "shard" in name]
+
+
+def test_a_plan_of_another_version_is_not_resumed(tokenizer, many, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "write_segment", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build_datastore(tmp_path / "s", Source(str(many)), tokenizer, workers=1)
+    path = tmp_path / "s" / "work" / "plan.json"
+    plan = json.loads(path.read_bytes())
+    path.write_text(json.dumps(plan | {"version": "0.0"}))
+    with pytest.raises(BuildError, match=r"one of 0\.0"):
+        build_datastore(tmp_path / "s", resume=True)

@@ -1,0 +1,151 @@
+"""Removed documents: nothing that only they said is found or drafted, at once, whatever the index."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import naive_index as naive
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_build import contents, digest
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore import removal
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents
+from retrieve_spec.datastore.search import search_datastore
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.kernels.ngram import ngram_hash
+from retrieve_spec.sources.corpus import CorpusSource
+from retrieve_spec.sources.ngram import NgramSource
+
+TEXTS = st.lists(st.text("abc", min_size=1, max_size=25), min_size=2, max_size=7, unique=True)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A new folder for every example."""
+    return lambda: tmp_path_factory.mktemp("example")
+
+
+def build(folder, tokenizer, texts):
+    (folder / "texts").mkdir()
+    for i, text in enumerate(texts):
+        (folder / "texts" / f"{i}.txt").write_text(text)
+    build_datastore(folder / "s", str(folder / "texts"), tokenizer, workers=1)
+    return folder / "s"
+
+
+@settings(max_examples=60)
+@given(TEXTS, st.data())
+@pytest.mark.parametrize("most", [1 << 17, 0])
+def test_only_what_is_left_is_found_and_drafted(places, tokenizer, most, texts, data):
+    store = build(places(), tokenizer, texts)
+    gone = data.draw(st.sets(st.integers(0, len(texts) - 1), min_size=1, max_size=len(texts) - 1))
+    left = [text for i, text in enumerate(texts) if i not in gone]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(removal, "MOST_TOKENS", most)
+        for i in sorted(gone, reverse=data.draw(st.booleans())):
+            remove_documents(store, [f"{i}.txt"])
+    verify_datastore(store)
+    opened = open_datastore(store)
+    assert sorted(contents(store).values()) == sorted(left)
+    assert opened.manifest.tokens == sum(map(len, left))
+    encode = {character: tokenizer.encode(character).ids[0] for character in "abc"}
+    followed = naive.contexts([[encode[c] for c in text] for text in left], 5)
+    check_ngrams(opened, followed, encode.values())
+    query = data.draw(st.text("abc", min_size=1, max_size=12))
+    check_cursor(opened, left, query, encode)
+
+
+def check_ngrams(opened, followed, alphabet):
+    """Every context of the text that is left has its counts, and no other continuation."""
+    (table,) = opened.ngrams
+    for context in [(), *followed]:
+        for first in alphabet:
+            h = np.uint64(0)
+            for token in reversed((first, *context[-4:])):
+                h = np.uint64(ngram_hash(h, token))
+            found = table.look_up(h)
+            expected = followed.get((first, *context[-4:]), Counter())
+            if found is not None:
+                assert dict(zip(found[2].tolist(), found[3].tolist(), strict=True)) == dict(expected)
+                assert found[0] == sum(expected.values())
+                assert found[3].tolist() == sorted(found[3].tolist(), reverse=True)
+            assert found is not None or sum(expected.values()) < 2 or len(context) == 0
+
+
+def check_cursor(opened, left, query, encode):
+    """The longest end of a query that occurs is that of the text that is left, and only what follows there follows."""
+    longest = next(n for n in range(len(query), -1, -1) if any(query[len(query) - n :] in text for text in left))
+    result = search_datastore(opened, query)
+    assert result.matched == longest
+    if longest:
+        end = query[len(query) - longest :]
+        starts = [text.startswith(end, i) for text in left for i in range(len(text))]
+        assert result.count == sum(starts)
+        assert {place.document.path for place in result.occurrences} <= set(contents(opened.path))
+    source = CorpusSource(opened)
+    state = source.root(np.array([encode[c] for c in query], np.int32))
+    assert state.match_len == longest
+    follow = {c for text in left for c in after(text, end)} if longest else set()
+    assert set(source.successors(state).token_ids.tolist()) == {encode[c] for c in follow}
+    drafted = NgramSource(opened).orders(np.array([encode[c] for c in query[-5:]], np.int64))
+    for known in drafted:
+        context = query[len(query) - known.match_len :]
+        assert {encode[c] for text in left for c in after(text, context)} >= set(known.token_ids.tolist())
+
+
+def after(text, context):
+    n = len(context)
+    return {text[i + n] for i in range(len(text) - n) if text.startswith(context, i)}
+
+
+def test_files_of_a_segment_stay_and_readers_keep_what_they_opened(tokenizer, texts, tmp_path):
+    store = tmp_path / "s"
+    build_datastore(store, str(texts), tokenizer)
+    before = open_datastore(store)
+    files = digest(store / "segments")
+    remove_documents(store, ["a.txt"])
+    assert digest(store / "segments") == files
+    assert search_datastore(before, "sat on the mat.").count == 3
+    assert search_datastore(open_datastore(store), "sat on the mat.").matched < 15
+    assert before.segments[0].suffix_array.flags.writeable is False
+    assert open_datastore(store).segments[0].suffix_array.flags.writeable is False
+    add_documents(store, str(texts / "a.txt"))  # no duplicate: it was removed
+    assert search_datastore(open_datastore(store), "sat on the mat.").count == 3
+    verify_datastore(store)
+
+
+def test_a_text_that_two_stores_have_goes_from_both(tokenizer, texts, tmp_path):
+    for name in ("one", "two"):
+        (texts / f"{name}.txt").write_text(f"only {name} says this")
+        build_datastore(tmp_path / name, [str(texts / "a.txt"), str(texts / f"{name}.txt")], tokenizer)
+    merged = tmp_path / "m"
+    report = merge_datastores(merged, [tmp_path / "one", tmp_path / "two"])
+    assert (report.documents, report.skipped_by_reason) == (3, {"duplicate": 1})
+    verify_datastore(merged)
+    for change in (lambda: None, lambda: compact_datastore(merged)):
+        change()
+        assert sorted(contents(merged)) == ["a.txt", "one.txt", "two.txt"]
+    merge_datastores(tmp_path / "n", [tmp_path / "one", tmp_path / "two"])
+    remove_documents(tmp_path / "n", ["a.txt"])
+    verify_datastore(tmp_path / "n")
+    assert search_datastore(open_datastore(tmp_path / "n"), "the cat sat").matched < 5
+    assert sorted(contents(tmp_path / "n")) == ["one.txt", "two.txt"]
+
+
+def test_merging_links_files_and_takes_a_segment_once(tokenizer, texts, records, tmp_path):
+    build_datastore(tmp_path / "a", str(texts), tokenizer)
+    merge_datastores(tmp_path / "b", [tmp_path / "a"])
+    add_documents(tmp_path / "b", str(records), config=StoreConfig(document_bytes=1 << 20))
+    remove_documents(tmp_path / "a", ["c.py"])
+    merge_datastores(tmp_path / "m", [tmp_path / "b", tmp_path / "a"])
+    verify_datastore(tmp_path / "m")
+    assert "c.py" not in contents(tmp_path / "m")  # one of the stores removed it from the segment that both have
+    first = open_datastore(tmp_path / "a").segments[0].name
+    here, there = (tmp_path / name / "segments" / first / "tokens.bin" for name in "am")
+    assert here.stat().st_ino == there.stat().st_ino
