@@ -67,21 +67,8 @@ def with_limit(limit, at_index, build, path):
 @pytest.mark.parametrize("missing", [1, 40, 1000])
 def test_no_room_for_the_end_of_an_index(build, tmp_path, missing):
     whole = build("whole")
-<<<<<<< HEAD
-    size = (whole / "segments" / "000001" / INDEX).stat().st_size
-    assert build.limited(size - missing, at_index=True) == FULL
-=======
     size = next(whole.glob(f"segments/*/{INDEX}")).stat().st_size
-    write_files = dense_build._write
-
-    def write_on_a_full_disk(*arguments):
-        limit_files(size - missing)
-        return write_files(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dense_build, "_write", write_on_a_full_disk)
-        assert in_child(lambda: build("s")) == FULL
->>>>>>> 081fd8d (datastore: stores are manifests of content-addressed segments with tombstones and document tables; builds are stages that any number of processes runs)
+    assert build.limited(size - missing, at_index=True) == FULL
     with pytest.raises(StoreIncompleteError):
         open_datastore(tmp_path / "s")
     assert keys_of(build("s", resume=True)) == keys_of(whole)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_cursors import CorpusSource, NgramSource
 from test_build import contents, digest
 
 from retrieve_spec.config import StoreConfig
@@ -19,8 +20,6 @@ from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.kernels.ngram import ngram_hash
-from retrieve_spec.sources.corpus import CorpusSource
-from retrieve_spec.sources.ngram import NgramSource
 
 TEXTS = st.lists(st.text("abc", min_size=1, max_size=25), min_size=2, max_size=7, unique=True)
 
