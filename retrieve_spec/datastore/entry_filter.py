@@ -94,6 +94,7 @@ class EntryFilter:
 
     def __init__(self, roots: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> None:
         self.roots = [Path(root).expanduser().resolve() for root in roots]
+        self._tops = [os.path.join(root, "") for root in self.roots]
         self.max_bytes = max_bytes
 
     def list(self) -> Iterator[tuple[Path, Candidate | Reason]]:
@@ -101,20 +102,22 @@ class EntryFilter:
 
         Files that git ignores, and folders that are never looked into, are not listed at all.
         """
+        real: dict[str, bool] = {}
         for root in self.roots:
             for path in list_folder(root):
-                yield path, self._look(path)
+                yield path, self._look(path, real)
 
     def verdicts(self, paths: Iterable[Path]) -> dict[Path, Candidate | Reason]:
         """What names, kind, size and ignore rules say of some paths; many cost little more than one."""
-        found: dict[Path, Candidate | Reason] = {path: self._look(path) for path in paths}
+        real: dict[str, bool] = {}
+        found: dict[Path, Candidate | Reason] = {path: self._look(path, real) for path in paths}
         left = [path for path, verdict in found.items() if isinstance(verdict, Candidate)]
         allowed = listed(self.roots, left)
         return {**found, **{path: Reason.IGNORED for path in left if path not in allowed}}
 
     def read(self, path: Path) -> str | Reason:
         """Text of a file that `list` or `verdicts` let pass, without a byte order mark; never empty."""
-        if self._outside(path) is not None:
+        if self._outside(path, {}) is not None or path.is_symlink():
             return Reason.LINK
         for _ in range(_TRIES):
             data = self._bytes(path)
@@ -124,32 +127,43 @@ class EntryFilter:
 
     def admit(self, path: Path, text: str) -> Reason | None:
         """Why a text may not enter under a path, None if it may (for texts that an editor holds, saved or not)."""
-        return self._outside(path) or self._name(path) or _content(text)
+        link = Reason.LINK if path.is_symlink() else None
+        return self._outside(path, {}) or link or self._name(path) or _content(text)
 
-    def _outside(self, path: Path) -> Reason | None:
-        if not any(path.is_relative_to(root) for root in self.roots):
+    def _outside(self, path: Path, real: dict[str, bool]) -> Reason | None:
+        """Whether a path leads out of the folders, or a folder above it is a link; `real` remembers folders."""
+        name = str(path)
+        if not any(name.startswith(top) for top in self._tops):
             return Reason.OUTSIDE
-        return None if os.path.realpath(path) == str(path) else Reason.LINK
+        folder = os.path.dirname(name)
+        if folder not in real:
+            real[folder] = os.path.realpath(folder) == folder
+        return None if real[folder] else Reason.LINK
 
     def _name(self, path: Path) -> Reason | None:
+        name = str(path)
         try:
-            str(path).encode()
+            name.encode()
         except UnicodeEncodeError:
             return Reason.NAME
-        below = next(path.relative_to(root) for root in self.roots if path.is_relative_to(root))
+        below = next(name[len(top) :] for top in self._tops if name.startswith(top))
         if secret_name(below):
             return Reason.SECRET_NAME
-        return Reason.GENERATED if _GENERATED_NAMES.match(path.name.lower()) else None
+        return Reason.GENERATED if _GENERATED_NAMES.match(os.path.basename(name).lower()) else None
 
-    def _look(self, path: Path) -> Candidate | Reason:
-        if refused := self._outside(path) or self._name(path):
+    def _look(self, path: Path, real: dict[str, bool]) -> Candidate | Reason:
+        if refused := self._outside(path, real):
             return refused
         try:
-            status = path.lstat()
+            status = os.lstat(path)
         except FileNotFoundError:
             return Reason.GONE
         except OSError:
             return Reason.UNREADABLE
+        if stat.S_ISLNK(status.st_mode):
+            return Reason.LINK
+        if refused := self._name(path):
+            return refused
         if not stat.S_ISREG(status.st_mode):
             return Reason.NOT_A_FILE
         if status.st_size > self.max_bytes:

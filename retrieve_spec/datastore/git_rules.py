@@ -32,19 +32,21 @@ def list_folder(root: Path) -> Iterator[Path]:
     A folder that lies in a checkout is listed by git, every other one file by file; checkouts inside of it are listed
     by git on their own.
     """
+    found = None if _checkout_of(root) is None else _git_lists(root)
+    if found is None:
+        yield from _walk(root, IgnoreFiles(root, (".gitignore", ".ignore"), above=True))
+        return
     own = IgnoreFiles(root, (".ignore",))
-    if _checkout_of(root) is not None:
-        found = _git_lists(root)
-        if found is not None:
-            for name, tracked in found:
-                path = root / name
-                if path.is_dir() and not path.is_symlink():  # a checkout inside of this one
-                    if (path / ".git").exists() and not _passed_over(Path(name), tracked=False):
-                        yield from list_folder(path)
-                elif not _passed_over(Path(name).parent, tracked=tracked) and not own.ignores(path):
-                    yield path
-            return
-    yield from _walk(root, IgnoreFiles(root, (".gitignore", ".ignore"), above=True))
+    for name, tracked in found:
+        folder, _, _ = name.rpartition("/")
+        path = root / name
+        if name.endswith("/") or os.path.isdir(path):  # a checkout inside of this one
+            if os.path.islink(path):
+                continue
+            if (path / ".git").exists() and not _passed_over(name.rstrip("/"), tracked=False):
+                yield from list_folder(path)
+        elif not _passed_over(folder, tracked=tracked) and not own.ignores(path):
+            yield path
 
 
 def listed(roots: Sequence[Path], paths: Iterable[Path]) -> set[Path]:
@@ -66,13 +68,15 @@ def listed(roots: Sequence[Path], paths: Iterable[Path]) -> set[Path]:
                 names = (".gitignore", ".ignore") if found is None else (".ignore",)
                 rules[top] = IgnoreFiles(top, names, above=found is None)
             tracked = found is not None and found[path]
-            if not _passed_over(path.relative_to(root).parent, tracked=tracked) and not rules[top].ignores(path):
+            below = path.relative_to(root).parent.as_posix()
+            if not _passed_over(below, tracked=tracked) and not rules[top].ignores(path):
                 allowed.add(path)
     return allowed
 
 
-def _passed_over(folder: Path, *, tracked: bool) -> bool:
-    return any(part in NEVER or (part in _BUILT and not tracked) for part in folder.parts)
+def _passed_over(folder: str, *, tracked: bool) -> bool:
+    parts = folder.split("/")
+    return not NEVER.isdisjoint(parts) or (not tracked and not _BUILT.isdisjoint(parts))
 
 
 def _checkout_of(folder: Path, known: dict[Path, Path | None] | None = None) -> Path | None:
@@ -109,7 +113,7 @@ def _git_allows(checkout: Path, paths: Sequence[Path]) -> dict[Path, bool] | Non
 
 def _parsed(out: bytes) -> list[tuple[str, bool]]:
     entries = (os.fsdecode(entry) for entry in out.split(b"\0") if entry)
-    return [(entry[2:].rstrip("/"), entry[0] != "?") for entry in entries]
+    return [(entry[2:], entry[0] != "?") for entry in entries]
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
@@ -134,13 +138,13 @@ def _walk(folder: Path, rules: IgnoreFiles) -> Iterator[Path]:
     for entry in entries:
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            if entry.name in NEVER or entry.name in _BUILT or rules.ignores(path, folder=True):
+            if entry.name in NEVER or entry.name in _BUILT or rules.ignores_entry(path, folder=True):
                 continue
             if (path / ".git").exists():
                 yield from list_folder(path)
             else:
                 yield from _walk(path, rules)
-        elif not (entry.is_symlink() and entry.is_dir()) and not rules.ignores(path):
+        elif not (entry.is_symlink() and entry.is_dir()) and not rules.ignores_entry(path):
             yield path
 
 
@@ -161,35 +165,41 @@ class IgnoreFiles:
     def __init__(self, root: Path, names: Sequence[str], *, above: bool = False) -> None:
         self._names = names
         self._top = (_checkout_of(root) or root) if above else root
-        self._specs: dict[Path, GitIgnoreSpec | None] = {}
+        self._rules: dict[str, list[tuple[str, GitIgnoreSpec]]] = {}
+        self._left_out: dict[str, bool] = {}
         self._general = _general_rules(self._top) if above else None
 
     def ignores(self, path: Path, *, folder: bool = False) -> bool:
         """Whether a rule leaves out a path, or a folder it lies in."""
-        at = self._top
-        parts = path.relative_to(self._top).parts
-        for depth, part in enumerate(parts, 1):
-            at = at / part
-            if self._matches(at, folder=folder or depth < len(parts)):
-                return True
-        return False
+        return self._ignores_folder(str(path.parent)) or self.ignores_entry(path, folder=folder)
 
-    def _matches(self, path: Path, *, folder: bool) -> bool:
-        verdict = False
-        for base in [*reversed(path.relative_to(self._top).parents)]:
-            specs = [self._spec(self._top / base)]
-            if base == Path("."):
-                specs.insert(0, self._general)  # weaker than the files of any folder
-            inside = str(path.relative_to(self._top / base)) + ("/" if folder else "")
-            for spec in specs:
-                if spec is not None and (result := spec.check_file(inside)).include is not None:
-                    verdict = bool(result.include)
+    def ignores_entry(self, path: Path, *, folder: bool = False) -> bool:
+        """`ignores` for what lies in a folder that is known not to be left out."""
+        name, verdict = str(path), False
+        for base, spec in self._rules_above(os.path.dirname(name)):
+            inside = name[len(base) :].lstrip("/") + ("/" if folder else "")
+            if (result := spec.check_file(inside)).include is not None:
+                verdict = bool(result.include)
         return verdict
 
-    def _spec(self, folder: Path) -> GitIgnoreSpec | None:
-        if folder not in self._specs:
-            self._specs[folder] = _read_rules([folder / name for name in self._names])
-        return self._specs[folder]
+    def _ignores_folder(self, folder: str) -> bool:
+        if folder == str(self._top):
+            return False
+        if folder not in self._left_out:
+            above = self._ignores_folder(os.path.dirname(folder))
+            self._left_out[folder] = above or self.ignores_entry(Path(folder), folder=True)
+        return self._left_out[folder]
+
+    def _rules_above(self, folder: str) -> list[tuple[str, GitIgnoreSpec]]:
+        """(folder of the rules, rules) from the weakest to the strongest, for what lies in a folder."""
+        if folder not in self._rules:
+            if folder == str(self._top):
+                above = [] if self._general is None else [(folder, self._general)]
+            else:
+                above = self._rules_above(os.path.dirname(folder))
+            own = _read_rules([Path(folder, name) for name in self._names])
+            self._rules[folder] = above if own is None else [*above, (folder, own)]
+        return self._rules[folder]
 
 
 def _general_rules(top: Path) -> GitIgnoreSpec | None:

@@ -6,10 +6,10 @@ Tokens are found by the expressions of detect-secrets, and by a few for kinds it
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from functools import lru_cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 _FILES = (
@@ -66,12 +66,12 @@ _AWS_SECRET = re.compile(
 )
 
 
-def secret_name(path: Path) -> bool:
+def secret_name(path: str | os.PathLike[str]) -> bool:
     """Whether a file must not be read, by its name and the folders it lies in (a path relative to the top)."""
-    name = path.name.lower()
+    *folders, name = os.fspath(path).lower().split(os.sep)
     if _SAMPLE.match(name):
         return False
-    if path.suffix.lower() not in _CODE and any(part.lower() in _FOLDERS for part in path.parts[:-1]):
+    if not _FOLDERS.isdisjoint(folders) and os.path.splitext(name)[1] not in _CODE:
         return True
     return bool(_NAME.match(name))
 

@@ -153,16 +153,16 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise ServeError("a running engine", "one that was closed", "Start the server again.")
-            if any(task.replaced_by(w.task) and w.task.arrived > task.arrived for j in self._jobs() for w in j.waiters):
-                sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))  # a newer one overtook it
-                return Ticket(lambda: None)
             job = self._twin(key)
+            if job is None and self._overtaken(task):
+                sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
+                return Ticket(lambda: None)
             if job is not None:
                 if job.text or job.token_ids:
                     sink(Delta(job.text, tuple(job.token_ids)))
                 waiter = Waiter(task, sink)
                 job.waiters.append(waiter)
-                gone += self._supersede(task, besides=waiter)
+                gone += self._supersede(task, besides=job)
             else:
                 gone += self._supersede(task)
                 gone += self._make_room(task)
@@ -188,14 +188,19 @@ class Engine:
                 return job
         return None
 
-    def _supersede(self, task: Task, besides: Waiter | None = None) -> list[Waiter]:
+    def _overtaken(self, task: Task) -> bool:
+        """Whether a request that came later replaces this one: large ones take longer to read."""
+        waiters = (waiter for job in self._jobs() for waiter in job.waiters)
+        return any(task.replaced_by(w.task) and w.task.arrived > task.arrived for w in waiters)
+
+    def _supersede(self, task: Task, besides: Job | None = None) -> list[Waiter]:
         """Whoever waits for what the new task replaces, taken out; a job that nobody waits for any more ends.
 
         The last one who waits for a job under way is told by the job itself, after the pass it is in.
         """
         gone: list[Waiter] = []
         for job in self._jobs():
-            replaced = [w for w in job.waiters if w is not besides and w.task.replaced_by(task)]
+            replaced = [] if job is besides else [w for w in job.waiters if w.task.replaced_by(task)]
             if job.task.warm and not task.warm and job.begun:
                 replaced = list(job.waiters)
             if replaced and len(replaced) == len(job.waiters):

@@ -178,6 +178,69 @@ def test_identical_tasks_are_decoded_once(engine, backend):
     assert len(backend.prompts) == 1
 
 
+def test_identical_tasks_of_one_client_do_not_replace_one_another(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    sinks = [ask(engine, [500], client="me", arrived=float(arrived)) for arrived in (2, 3, 1)]
+    backend.gate.release(100)
+    assert [sink.result().outcome for sink in sinks] == ["done"] * 3
+    assert len(backend.prompts) == 1
+
+
+def test_one_of_two_clients_that_ask_the_same_types_on(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    one = ask(engine, [500], client="one")
+    two = ask(engine, [500], client="two")
+    wait_for(lambda: engine.busy)
+    newer = ask(engine, [510], client="one")
+    assert one.result().outcome == "superseded"
+    backend.gate.release(100)
+    assert two.result().outcome == newer.result().outcome == "done"
+
+
+def test_a_request_that_was_overtaken_is_superseded(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    newer = ask(engine, [510], client="me", arrived=2.0)
+    older = ask(engine, [500], client="me", arrived=1.0)
+    assert older.result().outcome == "superseded"
+    backend.gate.release(100)
+    assert newer.result().outcome == "done"
+
+
+def test_the_same_task_of_another_scope_is_another(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    sinks = [ask(engine, list(range(500, 600)), scope=scope) for scope in ("a", "b")]
+    backend.gate.release(1000)
+    assert [sink.result().cached_tokens for sink in sinks] == [0, 0]
+    assert len(backend.prompts) == 2
+    assert ask(engine, list(range(500, 600)), scope="a").result().cached_tokens == 99
+
+
+def test_typing_interrupts_and_what_was_interrupted_goes_on(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    chat = ask(engine, [500], rules=StopRules(max_tokens=20))
+    backend.gate.release(2)
+    wait_for(lambda: backend.passes == 2)
+    typing = ask(engine, [700], typing=True)
+    ahead = ask(engine, [800], warm=True)
+    backend.gate.release(5)  # the pass under way, then four of whoever types
+    assert typing.result().token_ids == list(range(701, 709))
+    assert not chat.done.is_set()
+    backend.gate.release(1000)
+    done = chat.result()
+    assert done.token_ids == list(range(501, 521))
+    assert chat.text == done.text
+    assert done.figures.passes == 10
+    assert ahead.result().outcome == "done"
+
+
+def test_tasks_of_one_kind_take_turns(engine, backend, monkeypatch):
+    monkeypatch.setattr("retrieve_spec.server.engine._TURN_S", -1.0)
+    sinks = [ask(engine, [500 + 100 * i], rules=StopRules(max_tokens=8)) for i in range(3)]
+    for i, sink in enumerate(sinks):
+        assert sink.result().token_ids == list(range(501 + 100 * i, 509 + 100 * i))
+    assert len(backend.prompts) > 6
+
+
 def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, backend):
     backend.gate = threading.Semaphore(0)
     ask(engine, [500])
