@@ -111,7 +111,7 @@ class Server:
         while True:
             try:
                 body = self.get("/health")
-                if body.get("workspace", {"indexed": True})["indexed"]:
+                if body["status"] == "ok" and body.get("workspace", {"indexed": True})["indexed"]:
                     return
             except OSError:
                 if self.child.poll() is not None:

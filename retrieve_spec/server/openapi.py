@@ -61,7 +61,8 @@ def describe() -> dict[str, Any]:
         }
     }
     paths["/v1/workspace"] = {
-        "delete": {"summary": "Forget what was remembered.", "responses": {"200": _json("Done.")}}
+        "get": {"summary": "What is kept of the caller.", "responses": {"200": _json("How much of each kind.")}},
+        "delete": {"summary": "Forget what is kept of the caller.", "responses": {"200": _json("What there was.")}},
     }
     return {
         "openapi": "3.1.0",
@@ -107,11 +108,12 @@ def _post(path: str, summary: str, bodies: tuple[type[BaseModel], ...], more: tu
         answer["content"]["text/event-stream"] = {}
     responses = {"200": answer, "400": _error("The request is not right; the message says why.")}
     responses["413"] = _error("The body is too large.")
+    responses["408"] = _error("The body did not come in time.")
     responses["403"] = _error("Browser pages of other origins are refused.")
     responses["401"] = _error("A key is required.")
     if path in _WORKING:
         responses["499"] = _error("A newer request of the client superseded this one.")
-        responses["503"] = _error("Too many requests wait.")
+        responses["503"] = _error("Too many requests wait, or the model is being loaded.")
     if 501 in more:
         responses["501"] = _error("The model has no fill-in-the-middle tokens.")
     body = {"required": True, "content": {"application/json": {"schema": schema}}}

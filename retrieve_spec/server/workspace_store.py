@@ -74,21 +74,24 @@ class WorkspaceStore:
         elif monotonic() - self._synced_at < self._every_s:
             return False
         else:
-            self.sync()
+            return self.sync()
         return True
 
-    def sync(self) -> None:
-        """Add, replace and remove documents until the store holds what the workspace holds."""
+    def sync(self) -> bool:
+        """Add, replace and remove documents until the store holds what the workspace holds; whether that was done."""
         with self._lock:
             try:
                 self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
                 with FileLock(self._home / _LOCK, timeout=0):
                     self._attach(self._synchronised())
             except (StoreLockedError, Timeout):
-                self._attach(self._open())  # another server of this workspace writes; read what it wrote
+                self._attach(self._open())  # another server of this workspace writes; read what it has written
+                return False
             except (RetrieveSpecError, OSError):
                 log.exception("the workspace's store could not be written; drafting goes on without it")
-            self._synced_at = monotonic()
+            finally:
+                self._synced_at = monotonic()
+            return True
 
     def forget(self) -> None:
         """Delete the store."""

@@ -38,9 +38,9 @@ class Process:
             assert self.child.poll() is None, self.child.stderr.read()
             assert time.monotonic() < limit, "the server did not start"
             try:
-                health = self.client.get("/health").json()
-                if not indexed or health["workspace"]["indexed"]:
-                    return health
+                answer = self.client.get("/health")
+                if answer.status_code == 200 and (not indexed or answer.json()["workspace"]["indexed"]):
+                    return answer.json()
             except httpx.TransportError:
                 pass
             time.sleep(0.1)
@@ -93,14 +93,14 @@ def test_binding_to_other_hosts_without_a_key_is_refused(processes):
 def test_a_server_that_is_ended_says_so_to_who_waits(processes):
     server = processes()
     server.ready()
-    body = {"n_predict": 1900, "speculative": False, "ignore_eos": True}
-    with ThreadPoolExecutor() as pool:
-        for name in "fg":  # one is decoded, the other waits: then both are known to have arrived
+    body = {"n_predict": 1900, "speculative": False}
+    with ThreadPoolExecutor(8) as pool:
+        for name in "fghijk":  # four are decoded in turns, the others wait: then all are known to have arrived
             client = httpx.Client(base_url=server.client.base_url, timeout=60, trust_env=False)
             other = {**body, "prompt": f"def {name}(x):"}
             answer = pool.submit(client.post, "/completion", json=other, headers={"X-Client-Id": name})
         limit = time.monotonic() + 60
-        while "retrieve_spec_queue_length 1.0" not in server.client.get("/metrics").text:
+        while "retrieve_spec_queue_length 2.0" not in server.client.get("/metrics").text:
             assert time.monotonic() < limit
             assert not answer.done()
         server.child.send_signal(signal.SIGTERM)
