@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
@@ -108,6 +108,9 @@ def accelerate(
     speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model))
     speculation.check_stores = check_stores
     speculation.ranks = Ranks.of(model)
+    text_config = model.config.get_text_config(decoder=True)
+    speculation.new_cache = functools.partial(DynamicCache, config=text_config)
+    speculation.bytes_per_token = _bytes_per_token(text_config, model.dtype)
     speculation.prepare_seconds = loading
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
@@ -158,6 +161,14 @@ def _load_kernels() -> float:
     began = perf_counter()
     read_logits(torch.zeros(1, 2), 1)
     return perf_counter() - began
+
+
+def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Memory that keys and values of one token take, as far as a configuration tells."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return int(2 * (getattr(config, "num_hidden_layers", None) or 1) * kv_heads * width * dtype.itemsize)
 
 
 def _model_key(model: Any) -> str:

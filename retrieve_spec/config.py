@@ -106,7 +106,11 @@ class PassConfig:
     score_bytes
         Attention scores that exist at a time where the prefix is attended to in blocks.
     batch_rows
-        Rows of a batch that are decoded together at most; larger batches are left to the original `generate`.
+        Sequences that one pass serves at most, and that one call has under way at most; the others wait.
+    batch_bytes
+        Memory that keys and values of the sequences of one call may take before further ones wait.
+    prompt_piece
+        Prompt tokens that are read between two passes of other sequences.
     graph_bytes
         GPU memory that captured graphs may hold.
     pool_bytes
@@ -127,7 +131,9 @@ class PassConfig:
     max_rows: int = 512
     attention: Literal["auto", "masked", "split", "triton"] = AUTO
     score_bytes: int = 8 << 20
-    batch_rows: int = 8
+    batch_rows: int = 64
+    batch_bytes: int = 4 << 30
+    prompt_piece: int = 512
     graph_bytes: int = 512 << 20
     pool_bytes: int = 4 << 30
     cuda_graphs: bool = False  # off until it has run on a GPU

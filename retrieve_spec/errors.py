@@ -49,8 +49,8 @@ class DistributionError(RetrieveSpecError, RuntimeError):
     """Scores to sample from are NaN, infinite or all -inf: the model overflowed, or processors left no token."""
 
 
-class SupersededError(RetrieveSpecError, RuntimeError):
-    """A stream was continued after another generation of the same model had begun."""
+class InterruptedPassError(RetrieveSpecError, RuntimeError):
+    """Another generation's interruption cut a pass short where the model's state cannot be taken back."""
 
 
 class RankError(RetrieveSpecError, RuntimeError):

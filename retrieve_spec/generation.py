@@ -6,7 +6,8 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
+from collections.abc import Sequence as Many
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from retrieve_spec.drafting.drafter import VerifiedPass
-from retrieve_spec.engine.batch import generate_batch
-from retrieve_spec.engine.request import Prepared, prepare
-from retrieve_spec.engine.running import Running
+from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.request import Prepared, padded_together, prepare, setting
+from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.speculation import Speculation
-from retrieve_spec.engine.streaming import Piece, StreamerFeed, TextDecoder
+from retrieve_spec.engine.streaming import Piece, Stream, StreamerFeed, TextDecoder
 from retrieve_spec.errors import ConfigError, PromptError, in_a_line
 from retrieve_spec.model_layers import base_model
 from retrieve_spec.verify.interface import input_device
@@ -28,6 +29,7 @@ from retrieve_spec.verify.interface import input_device
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
+_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 _OWN_OPTIONS = ("draft", "nodes", "prediction", "seed")
 
 
@@ -37,15 +39,15 @@ def generate_stream(
     *,
     tokenizer: Any = None,
     past_key_values: Any = None,
-    prediction: str | Sequence[int] | NDArray[np.int32] | None = None,
-    context_ids: Sequence[int] | NDArray[np.int32] | None = None,
+    prediction: str | Many[int] | NDArray[np.int32] | None = None,
+    context_ids: Many[int] | NDArray[np.int32] | None = None,
     on_pass: Callable[[VerifiedPass], None] | None = None,
     draft: str | None = None,
     nodes: int | str | None = None,
     seed: int | None = None,
     skip_special_tokens: bool = True,
     **kwargs: Any,
-) -> Iterator[Piece]:
+) -> Stream:
     """Generate and yield what becomes visible with every pass.
 
     Closing the iterator, an exception or Ctrl-C between or inside passes ends the generation and leaves the model
@@ -96,43 +98,65 @@ def generate_stream(
     ids = arguments["input_ids"]
     if ids.shape[0] != 1:
         raise ConfigError("one row to stream", f"{ids.shape[0]} rows", "Call generate for batches.")
-    begin = functools.partial(
-        speculation.decode,
-        draft=draft,
-        nodes=nodes,
-        context_ids=None if context_ids is None else np.asarray(context_ids, np.int32),
-        on_pass=on_pass,
-        seed=seed,
-    )
+    options = {
+        "draft": draft,
+        "nodes": nodes,
+        "seed": seed,
+        "context_ids": None if context_ids is None else _known_ids(context_ids, "context_ids", model),
+        "on_pass": on_pass,
+    }
+    expected = _prediction_ids(prediction, tokenizer, model)
+    under_way: list[Sequence | GenerationReport] = []
     decoder = TextDecoder(tokenizer, skip_special_tokens) if tokenizer is not None else None
-    return _stream(model, arguments, prediction, begin, decoder)
+    pieces = _pieces(_runs(model, arguments, expected, options, under_way), decoder)
+    return Stream(pieces, lambda: _report_of(under_way))
 
 
-def _stream(
+def _runs(
     model: Any,
     arguments: dict[str, Any],
-    prediction: Any,
-    begin: functools.partial[Running],
-    decoder: TextDecoder | None,
-) -> Iterator[Piece]:
-    """Prepare a call when the first piece is asked for, `begin` its decoding, and show what every pass brings."""
+    prediction: NDArray[np.int32] | None,
+    options: dict[str, Any],
+    under_way: list[Sequence | GenerationReport],
+) -> Generator[NDArray[np.int32], None, None]:
+    """What each pass of one row makes visible; the call is prepared when the first is asked for."""
+    speculation = _speculation_of(model)
     prepared = _prepare(model, arguments)
     if isinstance(prepared, str):
-        _speculation_of(model).delegated(prepared)
-        with _seeded(begin.keywords["seed"], model):
-            runs: Any = iter([_delegate_row(model, arguments)])
-    else:
-        running = begin(prepared, prediction_ids=_prediction_ids(prediction, arguments["tokenizer"]))
-        runs = iter(running)
+        under_way.append(speculation.delegated(prepared))
+        with _seeded(options["seed"], model):
+            whole = _delegate_row(model, arguments)
+        yield whole
+        return
+    (sequence,) = speculation.sequences(prepared, [prediction], **options)
+    under_way.append(sequence)
     try:
+        with contextlib.closing(speculation.engine.run([sequence])) as passes:
+            for _, visible in passes:
+                if visible is not None:
+                    yield visible
+    finally:
+        speculation.ended(sequence)
+    if sequence.error is not None:
+        raise sequence.error
+
+
+def _pieces(
+    runs: Generator[NDArray[np.int32], None, None], decoder: TextDecoder | None
+) -> Generator[Piece, None, None]:
+    """Runs of tokens with their text."""
+    with contextlib.closing(runs):
         for visible in runs:
             yield Piece(visible, decoder.push(visible) if decoder else "")
         if rest := decoder.flush() if decoder else "":
             yield Piece(np.empty(0, np.int32), rest)
-    finally:
-        if not isinstance(prepared, str):
-            runs.close()
-            running.close()
+
+
+def _report_of(under_way: list[Sequence | GenerationReport]) -> GenerationReport | None:
+    """What a generation did so far, None if it has not begun."""
+    if not under_way:
+        return None
+    return under_way[0].log.summary() if isinstance(under_way[0], Sequence) else under_way[0]
 
 
 @functools.wraps(GenerationMixin.generate)
@@ -143,43 +167,23 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     speculation = _speculation_of(self)
     own = {name: kwargs.pop(name, None) for name in _OWN_OPTIONS}
     if reason := own_generate(self):  # its arguments are its own, too
-        with speculation.turns.lock, _seeded(own["seed"], self):
-            speculation.delegated(reason)
+        speculation.delegated(reason)
+        with _seeded(own["seed"], self):
             return _original(self)(*args, **kwargs)
     arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
     arguments.pop("self")
     arguments |= arguments.pop("kwargs", {})
-    with speculation.turns.lock:
-        if own["draft"] is not None:
-            speculation.drafter(own["draft"])
-        tokenizer = arguments.get("tokenizer") or speculation.tokenizer
-        prepared = _prepare(self, arguments, 1 if _is_one_row(arguments) else speculation.max_rows)
-        if isinstance(prepared, Prepared) and len(prepared.inputs.input_ids) > 1:
-            rows = len(prepared.inputs.input_ids)
-            own["predictions"] = _row_predictions(own.pop("prediction"), tokenizer, rows)
-            with speculation.turns.decoding():
-                output = generate_batch(speculation, prepared, arguments, **own)
-            if isinstance(output, torch.Tensor):
-                return output
-            prepared = output
-        if isinstance(prepared, str):
-            speculation.delegated(prepared)
-            with _seeded(own["seed"], self):
-                return _original(self)(*args, **kwargs)
-        config = prepared.config
-        wants_dict = bool(config.return_dict_in_generate)
-        running = speculation.decode(
-            prepared,
-            draft=own["draft"],
-            nodes=own["nodes"],
-            prediction_ids=_prediction_ids(own["prediction"], tokenizer),
-            seed=own["seed"],
-            keep_scores=wants_dict and bool(config.output_scores),
-            keep_raw=wants_dict and bool(config.output_logits),
-        )
-        with speculation.turns.decoding():
-            _feed(running, prepared, arguments.get("streamer"))
-        return _result(running, prepared, wants_dict)
+    speculation.drafter(own["draft"])  # an unknown preset is an error
+    prepared = _prepare(self, arguments, batches=not _is_one_row(self, arguments) and speculation.shares_passes)
+    if isinstance(prepared, str):
+        speculation.delegated(prepared)
+        with _seeded(own["seed"], self):
+            return _original(self)(*args, **kwargs)
+    tokenizer = arguments.get("tokenizer") or speculation.tokenizer
+    predictions = _row_predictions(own.pop("prediction"), tokenizer, len(prepared.inputs.input_ids), self)
+    sequences = speculation.sequences(prepared, predictions, **own)
+    _run(speculation, sequences, prepared, StreamerFeed(arguments.get("streamer")))
+    return _result(sequences, prepared)
 
 
 def own_generate(model: Any) -> str:
@@ -201,46 +205,52 @@ def _seeded(seed: int | None, model: Any) -> Iterator[None]:
         yield
 
 
-def _is_one_row(arguments: dict[str, Any]) -> bool:
-    """Whether a call's prompt is one row, as far as its arguments tell."""
+def _is_one_row(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a call asks for one row, as far as its arguments tell."""
     ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
-    return isinstance(ids, torch.Tensor) and ids.ndim == 2 and len(ids) == 1
+    one = isinstance(ids, torch.Tensor) and ids.ndim == 2 and len(ids) == 1
+    return one and (setting(model, arguments, "num_return_sequences") or 1) == 1
 
 
-def _prepare(model: Any, arguments: dict[str, Any], max_rows: int = 1) -> Prepared | str:
+def _prepare(model: Any, arguments: dict[str, Any], batches: bool = False) -> Prepared | str:
     """Prepare a call, or say why the original `generate` decodes it."""
-    if model.speculation.turns.is_decoding:
+    if model.speculation.engine.is_stepping:
         return "it is asked for in the middle of another generation"
     if reason := own_generate(model):
         return reason
-    return prepare(model, _original(model), model.speculation.interface, arguments, max_rows)
+    return prepare(model, _original(model), model.speculation.interface, arguments, batches)
 
 
-def _feed(running: Running, prepared: Prepared, streamer: Any) -> None:
-    """Run a generation to its end, showing tokens to the streamer; the streamer hears of the end in any case."""
-    feed = StreamerFeed(streamer)
+def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared, feed: StreamerFeed) -> None:
+    """Run the sequences of a call to their ends; the first that fails ends all. The streamer hears of the end."""
+    running = speculation.engine.run(sequences)
     try:
         feed.prompt(prepared.inputs.input_ids)
-        for visible in running:
-            feed.put(visible)
+        for sequence, visible in running:
+            if visible is not None:
+                feed.put(visible)
+            elif sequence.error is not None:
+                raise sequence.error
     finally:
         running.close()
         feed.end()
+        speculation.ended(*sequences)
 
 
-def _result(running: Running, prepared: Prepared, wants_dict: bool) -> Any:
+def _result(sequences: list[Sequence], prepared: Prepared) -> Any:
     """Put the output together as `generate` returns it."""
-    ids = prepared.inputs.input_ids
-    new_ids = torch.from_numpy(running.decoding.text.new_ids.copy())[None].to(ids.device)
-    sequences = torch.cat([ids, new_ids], dim=-1)  # narrower prompts become int64, as in plain decoding
-    if not wants_dict:
-        return sequences
-    scores, raw = running.decoding.sampler.scores, running.decoding.sampler.raw
+    ids = prepared.inputs.input_ids  # narrower prompts become int64, as in plain decoding
+    pad = prepared.config._pad_token_tensor
+    output = padded_together([sequence.text for sequence in sequences], pad).to(ids.device)
+    if not prepared.config.return_dict_in_generate:
+        return output
+    (sequence,) = sequences
+    scores, raw = sequence.sampler.scores, sequence.sampler.raw
     return GenerateDecoderOnlyOutput(
-        sequences=sequences,
+        sequences=output,
         scores=tuple(scores) if scores is not None else None,
         logits=tuple(raw) if raw is not None else None,
-        past_key_values=running.cache,
+        past_key_values=sequence.cache,
     )
 
 
@@ -271,7 +281,7 @@ def _original(model: Any) -> Any:
     return original if original is not None else types.MethodType(type(model).generate, model)
 
 
-def _prediction_ids(prediction: Any, tokenizer: Any) -> NDArray[np.int32] | None:
+def _prediction_ids(prediction: Any, tokenizer: Any, model: Any) -> NDArray[np.int32] | None:
     """(m,) int32 ids of an expected text, given as text, ids or a tensor; None without one."""
     if prediction is None:
         return None
@@ -281,20 +291,42 @@ def _prediction_ids(prediction: Any, tokenizer: Any) -> NDArray[np.int32] | None
                 "a tokenizer to encode the prediction", "none", "Pass tokenizer= to accelerate, or give token ids."
             )
         prediction = tokenizer(prediction, add_special_tokens=False)["input_ids"]
-    if isinstance(prediction, torch.Tensor):
-        prediction = prediction.flatten().cpu().numpy()
-    return np.asarray(prediction, dtype=np.int32)
+    return _known_ids(prediction, "prediction", model)
 
 
-def _row_predictions(prediction: Any, tokenizer: Any, rows: int) -> list[NDArray[np.int32] | None]:
+def _known_ids(given: Any, name: str, model: Any) -> NDArray[np.int32]:
+    """(n,) int32 token ids, given as a sequence or a tensor.
+
+    Raises
+    ------
+    ConfigError
+        They are no numbers, or the model has no such tokens.
+    """
+    try:
+        ids = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given).ravel()
+        whole = ids.astype(np.int64)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"token ids as {name}", repr(given)[:60], "Give one list of whole numbers.") from None
+    known = model.get_input_embeddings().weight.shape[0]
+    if len(ids) and not ((whole == ids).all() and whole.min() >= 0 and whole.max() < known):
+        wrong = ids[(whole != ids) | (whole < 0) | (whole >= known)][0]
+        raise ConfigError(
+            f"{name} of token ids 0 … {known - 1}, which the model has",
+            str(wrong),
+            "Encode it with the model's own tokenizer.",
+        )
+    return whole.astype(np.int32)
+
+
+def _row_predictions(prediction: Any, tokenizer: Any, rows: int, model: Any) -> list[NDArray[np.int32] | None]:
     """Predictions of a batch's rows: a list has one for every row, anything else is that of all rows."""
-    if isinstance(prediction, (list, tuple)) and not all(isinstance(entry, int) for entry in prediction):
+    if rows > 1 and isinstance(prediction, (list, tuple)) and not all(isinstance(entry, int) for entry in prediction):
         if len(prediction) != rows:
             raise ConfigError(
                 f"a prediction for each of {rows} rows", str(len(prediction)), "Use None for a row without."
             )
-        return [_prediction_ids(entry, tokenizer) for entry in prediction]
-    return [_prediction_ids(prediction, tokenizer)] * rows
+        return [_prediction_ids(entry, tokenizer, model) for entry in prediction]
+    return [_prediction_ids(prediction, tokenizer, model)] * rows
 
 
 def _as_inputs(inputs: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
@@ -305,12 +337,20 @@ def _as_inputs(inputs: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
         if not inputs:
             raise PromptError("a prompt of at least one character", "an empty one", "Give some text to continue.")
         inputs = tokenizer(inputs, return_tensors="pt", return_token_type_ids=False)
-    if isinstance(inputs, torch.Tensor):
-        inputs = {"input_ids": inputs if inputs.ndim > 1 else inputs[None]}
-    elif not hasattr(inputs, "items"):
-        inputs = {"input_ids": torch.as_tensor(np.asarray(inputs, np.int64)).reshape(1, -1)}
-    device = input_device(model)
-    return {name: value.to(device) for name, value in inputs.items()}
+    if not hasattr(inputs, "items"):
+        inputs = {"input_ids": inputs}
+    return {name: _as_rows(value, model) if name in _PER_TOKEN else value for name, value in inputs.items()}
+
+
+def _as_rows(value: Any, model: Any) -> torch.Tensor:
+    """(rows, L) on the model's device, of a tensor, an array or lists; one row may come without its own axis."""
+    try:
+        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value, np.int64))
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "rows of one length", "rows of different length, or no numbers", "Let the tokenizer pad, or give one row."
+        ) from None
+    return (tensor if tensor.ndim > 1 else tensor[None]).to(input_device(model))
 
 
 def _delegate_row(model: Any, arguments: dict[str, Any]) -> NDArray[np.int32]:

@@ -61,8 +61,7 @@ class ScriptedDrafter:
             paths = [wrong[:2], right[:1] + wrong[1:3], right[:keep] + other[keep:], other[:2]]
         tree = DraftTree.from_paths([path for path in paths if path])
         kept = min(len(tree), budget.max_nodes)
-        tree = DraftTree(*(getattr(tree, name)[:kept] for name in DraftTree.__slots__))
-        return replace(tree, source=np.full(kept, SCRIPT, np.uint8))
+        return replace(tree.first(kept), source=np.full(kept, SCRIPT, np.uint8))
 
     def observe(self, verified: VerifiedPass) -> None:
         self.text.extend(verified.emitted.tolist())

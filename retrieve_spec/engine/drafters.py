@@ -1,7 +1,8 @@
-"""Names of presets in, their drafters out: made when first asked for, and kept with what they learned."""
+"""Names of presets in, their drafters out: lent to one sequence at a time, and kept with what they learned."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,12 @@ from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.presets import build_drafter
 
 OFF = "off"
+KEPT = 8
+"""Drafters of one preset that are kept for later sequences."""
 
 
 class Drafters:
-    """The drafters of one accelerated model.
+    """The drafters of one accelerated model; those of one preset share a session and a calibration.
 
     Parameters
     ----------
@@ -34,11 +37,12 @@ class Drafters:
         self.datastores = list(datastores)
         self.given = given
         self._config, self._model_key = config, model_key
-        self._first: dict[str, Drafter] = {}
-        self._more: dict[str, list[Drafter]] = {}  # of the second and later rows of a batch
+        self._made: dict[str, list[Drafter]] = {}
+        self._lent: set[int] = set()
+        self._lock = threading.RLock()
 
     def of(self, draft: str | None = None) -> Drafter | None:
-        """Drafter for a call: the one given, a preset's, or None when drafting is off.
+        """Drafter that the next sequence gets: the one given, a preset's, or None when drafting is off.
 
         Raises
         ------
@@ -47,40 +51,51 @@ class Drafters:
         MissingSourceError
             The preset needs a source that was not given.
         """
-        name = self._name(draft)
+        name = self._config.draft if draft is None else draft
         if name == OFF:
             return None
         if self.given is not None and name in (AUTO, self._config.draft):
             return self.given
-        if name not in self._first:
-            calibration = calibration_for(self.datastores, self._model_key)
-            self._first[name] = self._build(name, None, calibration)
-        return self._first[name]
+        with self._lock:
+            made = self._made.setdefault(name, [])
+            for drafter in made:
+                if id(drafter) not in self._lent:
+                    return drafter
+            made.append(self._like(name, made[0]) if made else self._first(name))
+            return made[-1]
 
-    def of_rows(self, draft: str | None, rows: int) -> list[Drafter] | list[None]:
-        """A drafter for every row of a batch, with one session and one calibration (Nones when drafting is off)."""
-        first = self.of(draft)
-        if first is None:
-            return [None] * rows
-        name = self._name(draft)
-        more = self._more.setdefault(name, [])
-        while len(more) < rows - 1:
-            more.append(self._like(name, first))
-        return [first, *more[: rows - 1]]
+    def lend(self, draft: str | None = None) -> Drafter | str:
+        """The same, kept from others until it is given back; or why the sequence goes without."""
+        with self._lock:
+            drafter = self.of(draft)
+            if drafter is None:
+                return "drafting is off"
+            if id(drafter) in self._lent:
+                return "the given drafter is at work for another sequence"
+            self._lent.add(id(drafter))
+            return drafter
+
+    def give_back(self, drafter: Drafter, spoiled: bool = False) -> None:
+        """Take a drafter back; one that was interrupted amid its work is not used again."""
+        with self._lock:
+            self._lent.discard(id(drafter))
+            for made in self._made.values():
+                if any(drafter is one for one in made) and (spoiled or len(made) > KEPT):
+                    made[:] = [one for one in made if one is not drafter]
 
     def use(self, datastores: Sequence[Any]) -> None:
-        """Draft from these stores instead; sessions and calibrations are kept."""
-        self.datastores = list(datastores)
-        self._more.clear()
-        self._first = {name: self._like(name, old) for name, old in self._first.items()}
+        """Draft from these stores instead, from the next sequence on; sessions and calibrations are kept."""
+        with self._lock:
+            self.datastores = list(datastores)
+            self._made = {name: [self._like(name, made[0])] for name, made in self._made.items() if made}
 
     def forget(self) -> None:
         """Drop all drafters that were made here, with what they learned."""
-        self._first.clear()
-        self._more.clear()
+        with self._lock:
+            self._made.clear()
 
-    def _name(self, draft: str | None) -> str:
-        return self._config.draft if draft is None else draft
+    def _first(self, name: str) -> Drafter:
+        return self._build(name, None, calibration_for(self.datastores, self._model_key))
 
     def _like(self, name: str, old: Drafter) -> Drafter:
         return self._build(name, getattr(old, "session", None), getattr(old, "calibration", None))

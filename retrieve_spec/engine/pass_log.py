@@ -1,4 +1,4 @@
-"""Passes as they happen in, what the report says of them and what the cost model learns from them out."""
+"""Passes as they happen in, what the report says of them out."""
 
 from __future__ import annotations
 
@@ -6,61 +6,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.sampling.acceptance import Walk
 from retrieve_spec.sources import SOURCE_NAMES
 
-Seconds = tuple[float, float, float, float]
+Seconds = tuple[float, ...]
 """What a pass took: drafting, forward, commit, learning."""
 
 
 class PassLog:
-    """The passes of one row, taken down one pass late: while a device works on the next one.
+    """The passes of one sequence behind its prompt's, entered in its report when that is asked for.
 
     Parameters
     ----------
     report
         Where figures go, modified in place.
-    cost
-        Learns what passes take; None where a pass is not over this row alone.
     prompt_length
-        Tokens of the row that were not generated.
+        Tokens of the text that were not generated.
     provenance
         Note where accepted drafts came from.
     """
 
-    def __init__(self, report: GenerationReport, cost: CostModel | None, prompt_length: int, provenance: bool) -> None:
-        self._report, self._cost, self._prompt_length, self._provenance = report, cost, prompt_length, provenance
+    def __init__(self, report: GenerationReport, prompt_length: int, provenance: bool) -> None:
+        self._report, self._prompt_length, self._provenance = report, prompt_length, provenance
         self._accepted = np.zeros(256, np.int64)  # by source
-        self._passes: list[tuple[DraftTree, int, NDArray[np.uint8] | None, Seconds]] = []
-        self._noted: tuple[DraftTree, Walk, Seconds, int] | None = None
+        self._passes: list[tuple[DraftTree, Walk, Seconds, int]] = []
 
-    def note(self, tree: DraftTree, verified: Walk, seconds: Seconds, length: int) -> None:
-        """Remember a pass, after which the row has `length` tokens, until there is time to take it down."""
-        self._noted = (tree, verified, seconds, length)
-
-    def take_down(self) -> None:
-        """Enter the pass that was noted, and its time into the cost model."""
-        if self._noted is None:
-            return
-        (tree, verified, seconds, length), self._noted = self._noted, None
-        sources = tree.source[verified.path] if len(verified.path) else None
-        if self._provenance and len(verified.path):
-            first = length - self._prompt_length - len(verified.emitted)
-            self._report.origins += origin_runs(tree.origin[verified.path], first)
-        self._passes.append((tree, len(verified.emitted), sources, seconds))
-        if self._cost is not None:
-            drafted, forward, committed, learned = seconds
-            self._cost.observe(len(tree), length, forward, drafted + committed + learned)
+    def note(self, tree: DraftTree, walked: Walk, seconds: Seconds, length: int) -> None:
+        """Remember a pass, after which the text has `length` tokens."""
+        self._passes.append((tree, walked, seconds, length))
 
     def summary(self) -> GenerationReport:
         """Report of the passes so far."""
-        self.take_down()
         report = self._report
         report.passes += len(self._passes)
-        for tree, emitted, sources, (drafted, forward, committed, learned) in self._passes:
-            accepted = 0 if sources is None else len(sources)
+        for tree, walked, (drafted, forward, committed, learned), length in self._passes:
+            accepted, emitted = len(walked.path), len(walked.emitted)
             report.per_pass.append((len(tree), accepted, tree.expected_accepted, forward * 1e3))
             report.nodes += len(tree)
             report.new_tokens += emitted
@@ -68,8 +49,11 @@ class PassLog:
             report.verify_ms += forward * 1e3
             report.commit_ms += committed * 1e3
             report.learn_ms += learned * 1e3
-            if sources is not None:
-                np.add.at(self._accepted, sources, 1)
+            if accepted:
+                np.add.at(self._accepted, tree.source[walked.path], 1)
+                if self._provenance:
+                    first = length - self._prompt_length - emitted
+                    report.origins += origin_runs(tree.origin[walked.path], first)
         self._passes.clear()
         names = SOURCE_NAMES
         report.accepted_by_source = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,8 +38,8 @@ class GenerationReport:
         Accepted draft tokens by name of the source credited with them.
     prefill_ms, draft_ms, verify_ms, commit_ms, learn_ms
         Where the time went, summed over the generation, in milliseconds.
-    seconds
-        Wall time of the generation.
+    began, seconds
+        When it started, by `time.perf_counter`, and its wall time.
     per_pass
         (nodes, accepted, expected to be accepted, verify ms) of every pass after the prompt's, in order.
     origins
@@ -62,6 +63,7 @@ class GenerationReport:
     verify_ms: float = 0.0
     commit_ms: float = 0.0
     learn_ms: float = 0.0
+    began: float = 0.0
     seconds: float = 0.0
     per_pass: list[tuple[int, int, float, float]] = field(default_factory=list)
     origins: list[tuple[int, int, int]] = field(default_factory=list)
@@ -76,4 +78,22 @@ class GenerationReport:
         """All figures as plain JSON values."""
         from dataclasses import asdict
 
-        return {**asdict(self), "tokens_per_pass": self.tokens_per_pass}
+        figures = {**asdict(self), "tokens_per_pass": self.tokens_per_pass}
+        del figures["began"]  # by a clock of this process
+        return figures
+
+
+def together(parts: Sequence[GenerationReport], passes: int) -> GenerationReport:
+    """Reports of sequences that shared `passes` passes as one."""
+    first = parts[0]
+    whole = GenerationReport(first.mode, first.reason, first.pass_kind, first.pass_reason)
+    whole.rows, whole.passes = len(parts), passes
+    whole.began = min(part.began for part in parts)
+    whole.seconds = max(part.began + part.seconds for part in parts) - whole.began
+    for part in parts:
+        for name in ("new_tokens", "nodes", "prefill_ms", "draft_ms", "verify_ms", "commit_ms", "learn_ms"):
+            setattr(whole, name, getattr(whole, name) + getattr(part, name))
+        whole.per_pass += part.per_pass
+        for source, count in part.accepted_by_source.items():
+            whole.accepted_by_source[source] = whole.accepted_by_source.get(source, 0) + count
+    return whole

@@ -1,4 +1,4 @@
-"""A call of `generate` in, either everything one decoding of ours needs or the reason to leave it to the original out.
+"""A call of `generate` in, the rows that sequences are made of or the reason to leave it to the original out.
 
 The original `generate` prepares: it merges generation configs, builds masks, positions, cache, processors and stopping
 criteria, then hands them to our callable (`custom_generate`), which only takes them down.
@@ -6,14 +6,24 @@ criteria, then hands them to our callable (`custom_generate`), which only takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers import DynamicCache
+from transformers.generation import logits_process as hf
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from retrieve_spec.errors import PromptError
+from retrieve_spec.sampling.samplers import processors_of_row
+from retrieve_spec.sampling.text import RowText
 from retrieve_spec.verify.interface import ModelInterface, seq_length
 from retrieve_spec.verify.tensor_parallel import why_in_step
 from retrieve_spec.verify.verifier import VerifierInputs
@@ -31,7 +41,6 @@ _OTHER_MODES: dict[str, str] = {
 }
 _OTHER_SETTINGS: dict[str, tuple[Any, str]] = {
     "num_beams": (1, "beams are searched"),
-    "num_return_sequences": (1, "several sequences are returned"),
     "prompt_lookup_num_tokens": (None, "transformers' prompt lookup drafts"),
     "penalty_alpha": (None, "contrastive search decodes"),
     "dola_layers": (None, "DoLa decodes"),
@@ -46,6 +55,7 @@ _OTHER_SETTINGS: dict[str, tuple[Any, str]] = {
     "force_words_ids": (None, "constrained beams are searched"),
     "low_memory": (None, "contrastive search decodes"),
 }
+_TOO_MANY = "batches of more than one row are decoded by generate"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"cache_implementation": ("dynamic", "hybrid"), "guidance_scale": (1, 1.0)}
 
 
@@ -63,12 +73,112 @@ class Prepared:
         Stopping criteria in order.
     config
         The merged generation config.
+    callers_cache
+        Whether the cache is the caller's own.
     """
 
     inputs: VerifierInputs
     processors: Any
     criteria: Any
     config: Any
+    callers_cache: bool = False
+
+
+@dataclass(slots=True)
+class Row:
+    """One row of a prepared call.
+
+    Attributes
+    ----------
+    index
+        In the call; the noise its tokens are drawn with is its own.
+    ids
+        (1, L) long, its text as processors and criteria see it.
+    padding
+        Tokens in front of it that it is decoded without.
+    inputs
+        Where its verifier starts from.
+    processors
+        Its logits processors in order.
+    """
+
+    index: int
+    ids: torch.Tensor
+    padding: int
+    inputs: VerifierInputs
+    processors: Any
+
+
+def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -> list[Row]:
+    """The rows of a prepared call, those of a batch without their left padding and over caches of their own."""
+    whole = prepared.inputs
+    if len(whole.input_ids) == 1:
+        return [Row(0, whole.input_ids, 0, whole, prepared.processors)]
+    rows = []
+    for index, padding in enumerate(left_padding(whole) or []):
+        kwargs = {**whole.model_kwargs, "attention_mask": None, cache_name: new_cache()}
+        if (positions := kwargs.get("position_ids")) is not None:
+            kwargs["position_ids"] = positions[index : index + 1, padding:]
+        ids = whole.input_ids[index : index + 1]
+        inputs = VerifierInputs(ids[:, padding:], kwargs, max_length=whole.max_length - padding, returns_cache=False)
+        rows.append(Row(index, ids, padding, inputs, processors_of_row(prepared.processors, index)))
+    return rows
+
+
+_ROW_BY_ROW = (
+    hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor, hf.RepetitionPenaltyLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor, hf.NoBadWordsLogitsProcessor, hf.SequenceBiasLogitsProcessor,
+    hf.SuppressTokensLogitsProcessor, hf.SuppressTokensAtBeginLogitsProcessor, hf.ForcedEOSTokenLogitsProcessor,
+    hf.ForcedBOSTokenLogitsProcessor, hf.ExponentialDecayLengthPenalty, hf.InfNanRemoveLogitsProcessor,
+    hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization,
+)  # fmt: skip
+"""Processors that say the same of a row alone as in company; others may count rows or calls."""
+_STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+
+
+def why_not_together(prepared: Prepared, arguments: dict[str, Any], cache_name: str) -> str:
+    """Why a prepared batch is left to the original `generate`; empty when its rows can be decoded together."""
+    kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
+    if prepared.config.return_dict_in_generate or prepared.callers_cache:
+        return "more than the tokens of a batch is handed back"
+    if arguments.get("streamer") is not None:
+        return "a batch is streamed"
+    if (positions := kwargs.get("position_ids")) is not None and len(positions) != len(prepared.inputs.input_ids):
+        return "a batch has positions of its own"
+    if type(kwargs.get(cache_name)) is not DynamicCache or kwargs[cache_name].offloading:
+        return f"a batch is kept in a {type(kwargs.get(cache_name)).__name__}"
+    others = [p for p in prepared.processors if type(p) not in _ROW_BY_ROW]
+    others += [c for c in criteria if type(c) not in _STOPS]
+    if others:
+        return f"a {type(others[0]).__name__} may tell the rows of a batch apart"
+    kinds = [type(criterion) for criterion in criteria]
+    if StopStringCriteria in kinds and EosTokenCriteria not in kinds:
+        return "rows of a batch go on behind a stop string where there is no end-of-text token"
+    return "" if left_padding(prepared.inputs) is not None else "a batch is padded elsewhere than on the left"
+
+
+def left_padding(inputs: VerifierInputs) -> list[int] | None:
+    """Padding tokens in front of every row of a batch; None when some stand elsewhere, or a row has nothing else."""
+    mask = inputs.model_kwargs.get("attention_mask")
+    rows, length = inputs.input_ids.shape
+    if mask is None:
+        return [0] * rows
+    if mask.shape != (rows, length):
+        return None
+    shown = mask.bool().cpu().numpy()
+    padding = length - shown.sum(axis=1)
+    as_expected = np.arange(length) >= padding[:, None]
+    return padding.tolist() if (shown == as_expected).all() and padding.max() < length else None
+
+
+def padded_together(texts: Sequence[RowText], pad: Any) -> torch.Tensor:
+    """(rows, longest) long: texts of one prompt length, ended ones filled up with the padding token."""
+    longest = max(text.length for text in texts)
+    whole = torch.full((len(texts), longest), int(pad) if pad is not None else 0, dtype=torch.long)
+    for row, text in zip(whole, texts, strict=True):
+        row[: text.length] = torch.from_numpy(text.ids)
+    return whole
 
 
 @dataclass(slots=True)
@@ -93,7 +203,7 @@ def _capture(
 
 
 def prepare(
-    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], max_rows: int = 1
+    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], batches: bool = False
 ) -> Prepared | str:
     """Let the original `generate` prepare a call; return why it should also decode it where ours cannot.
 
@@ -103,32 +213,37 @@ def prepare(
         The model and its original `generate`.
     arguments
         The call's arguments by name; `streamer` and `tokenizer` are left to the caller.
-    max_rows
-        Rows of a batch that the caller decodes at most.
+    batches
+        Whether more than one row may be prepared.
 
     Raises
     ------
     PromptError
         The prompt has no tokens.
     """
-    reason = _reason_from_arguments(model, arguments, max_rows)
+    reason = _reason_from_arguments(model, arguments, batches)
     if reason:
         return reason
     arguments = dict(arguments)
     tokenizer = arguments.pop("tokenizer", None)
-    arguments.pop("streamer", None)
-    stop_strings = _setting(model, arguments, "stop_strings")
+    streamer = arguments.pop("streamer", None)
+    stop_strings = setting(model, arguments, "stop_strings")
     if stop_strings is not None and tokenizer is not None:
         arguments["stop_strings"] = None
         arguments["stopping_criteria"] = StoppingCriteriaList(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
     captured = generate(**{**arguments, "custom_generate": _capture})
-    reason = _reason_from_captured(captured, interface, max_rows)
-    return reason or _as_prepared(captured, arguments.get(interface.cache_name) is not None)
+    reason = _reason_from_captured(captured, interface, batches)
+    if reason:
+        return reason
+    prepared = _as_prepared(captured, arguments.get(interface.cache_name) is not None)
+    if len(prepared.inputs.input_ids) > 1:
+        return why_not_together(prepared, arguments | {"streamer": streamer}, interface.cache_name) or prepared
+    return prepared
 
 
-def _setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
+def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
     """Value of a generation setting: argument, then the config passed, then the model's own."""
     if arguments.get(name) is not None:
         return arguments[name]
@@ -139,7 +254,7 @@ def _setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
     return None
 
 
-def _reason_from_arguments(model: Any, arguments: dict[str, Any], max_rows: int) -> str:
+def _reason_from_arguments(model: Any, arguments: dict[str, Any], batches: bool) -> str:
     """Why a call must be delegated, as far as its arguments tell."""
     if model.config.is_encoder_decoder:
         return "encoder-decoder models are not drafted for"
@@ -153,25 +268,27 @@ def _reason_from_arguments(model: Any, arguments: dict[str, Any], max_rows: int)
         if value is not None and value is not False:
             return reason
     for name, (neutral, reason) in _OTHER_SETTINGS.items():
-        value = _setting(model, arguments, name)
+        value = setting(model, arguments, name)
         if value is not None and value != neutral and value not in _NEUTRAL.get(name, ()):
             return reason
+    if not batches and (setting(model, arguments, "num_return_sequences") or 1) > 1:
+        return "several sequences are returned"
     ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
     if isinstance(ids, torch.Tensor):
         if ids.ndim != 2:
             return "the prompt is not a batch of token ids"
-        if ids.shape[0] > max_rows:
-            return _too_many(max_rows)
+        if ids.shape[0] > 1 and not batches:
+            return _TOO_MANY
         if ids.shape[1] == 0:
             raise PromptError("a prompt of at least one token", "an empty one", "Give some text to continue.")
     return ""
 
 
-def _reason_from_captured(captured: _Captured, interface: ModelInterface, max_rows: int) -> str:
+def _reason_from_captured(captured: _Captured, interface: ModelInterface, batches: bool) -> str:
     """Why a prepared call must be delegated."""
     kwargs = captured.model_kwargs
-    if captured.input_ids.ndim != 2 or captured.input_ids.shape[0] > max_rows:
-        return _too_many(max_rows)
+    if captured.input_ids.ndim != 2 or (captured.input_ids.shape[0] > 1 and not batches):
+        return _TOO_MANY
     positions = kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2 and len(captured.input_ids) > 1:
         return "positions of a batch have more than one axis"
@@ -180,16 +297,10 @@ def _reason_from_captured(captured: _Captured, interface: ModelInterface, max_ro
     length, past = captured.input_ids.shape[1], _past_length(kwargs)
     if past and _holds_past(captured) and past >= length:
         return "the cache already holds the whole prompt"
-    reached = (
-        length if positions is None else min(length, int(positions.flatten()[-1]) + 1)
-    )  # padding takes no positions
+    reached = length if positions is None else min(length, int(positions.flatten()[-1]) + 1)  # without padding
     if interface.rope_rescans and reached <= interface.rope_switch < captured.generation_config.max_length:
         return f"the model recomputes its cache at {interface.rope_switch} tokens"
     return ""
-
-
-def _too_many(max_rows: int) -> str:
-    return f"batches of more than {'one row' if max_rows == 1 else f'{max_rows} rows'} are decoded by generate"
 
 
 def _past_length(kwargs: dict[str, Any]) -> int:
@@ -204,8 +315,8 @@ def _holds_past(captured: _Captured) -> bool:
     return bool(covered == captured.input_ids.shape[1])
 
 
-def _as_prepared(captured: _Captured, given_cache: bool) -> Prepared:
-    """What a decoding of ours starts from; the cache is seen by who gave it, or in what is returned."""
+def _as_prepared(captured: _Captured, callers_cache: bool) -> Prepared:
+    """What sequences start from; the cache is seen by who gave it, or in what is returned."""
     past = _past_length(captured.model_kwargs)
     holds = _holds_past(captured)
     inputs = VerifierInputs(
@@ -214,6 +325,7 @@ def _as_prepared(captured: _Captured, given_cache: bool) -> Prepared:
         past_length=past,
         holds_past=holds,
         max_length=captured.generation_config.max_length + (0 if holds else past),
-        returns_cache=given_cache or bool(captured.generation_config.return_dict_in_generate),
+        returns_cache=callers_cache or bool(captured.generation_config.return_dict_in_generate),
     )
-    return Prepared(inputs, captured.logits_processor, captured.stopping_criteria, captured.generation_config)
+    config = captured.generation_config
+    return Prepared(inputs, captured.logits_processor, captured.stopping_criteria, config, callers_cache)

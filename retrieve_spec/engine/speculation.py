@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import DynamicCache
 
-from retrieve_spec.config import AUTO, MAX_NODES, PASS, SpeculationConfig
+from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
 from retrieve_spec.datastore.change import ChangeReport
+from retrieve_spec.datastore.provenance import sourced_runs
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Drafter, Preparable, VerifiedPass
+from retrieve_spec.engine.budget import Costs
 from retrieve_spec.engine.cost import CostModel
-from retrieve_spec.engine.drafters import Drafters
-from retrieve_spec.engine.loop import Decoding, Limits
-from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.engine.request import Prepared
-from retrieve_spec.engine.running import Running
-from retrieve_spec.engine.turns import Turns
+from retrieve_spec.engine.drafters import OFF, Drafters
+from retrieve_spec.engine.engine import Engine
+from retrieve_spec.engine.report import GenerationReport, together
+from retrieve_spec.engine.request import Prepared, rows_of
+from retrieve_spec.engine.sequence import Limits, Sequence
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
@@ -48,18 +51,20 @@ class Speculation:
     mode, reason
         How drafts are verified ("tree", "chain" or "plain") and why not better; "delegated" where calls with text
         alone are left to the original `generate`.
-    cost
-        Measured seconds per pass.
+    engine
+        Takes the model's sequences from pass to pass.
     last
-        Report of the last generation, None before the first.
+        Report of the generation that ended last, None before the first.
     model_key
         Name under which what was learned about the model is kept beside a store.
     check_stores
         Raises a typed error for stores that are not for this model.
-    turns
-        Whose turn it is to decode.
     ranks
         Processes that hold the model together, None where this one holds it alone.
+    new_cache
+        Makes an empty cache for the model.
+    bytes_per_token
+        Memory that keys and values of one token take.
     prepare_seconds
         How long kernels took to get ready at `accelerate` (compiled, or loaded from Numba's cache).
     """
@@ -70,7 +75,7 @@ class Speculation:
         finding: Finding,
         passes: VerifierFactory,
         tokenizer: Any = None,
-        datastores: Sequence[Any] = (),
+        datastores: Many[Any] = (),
         drafter: Drafter | None = None,
         model_key: str = "model",
     ) -> None:
@@ -78,17 +83,17 @@ class Speculation:
         self.mode: str = finding.mode
         self.reason = finding.reason
         self.tokenizer = tokenizer
-        self.cost = CostModel()
         self.last: GenerationReport | None = None
         self.model_key = model_key
         self.prepare_seconds = 0.0
-        self.check_stores: Callable[[Sequence[Any]], None] = lambda stores: None
+        self.bytes_per_token = 0
+        self.new_cache: Callable[[], Any] = DynamicCache
+        self.check_stores: Callable[[Many[Any]], None] = lambda stores: None
         self.ranks: Ranks | None = None
         self._passes = passes
         self._make_verifier: Callable[[], Verifier] = passes
         self._drafters = Drafters(config, datastores, drafter, model_key)
-        self._batch_costs: dict[int, CostModel] = {}
-        self.turns = Turns()
+        self.engine = Engine(Costs())
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -118,8 +123,17 @@ class Speculation:
 
         Needed after edits that torch does not count: docs/verifier.md says which.
         """
-        with self.turns.lock:
+        with self.engine.alone():
             self._passes.invalidate()
+
+    @property
+    def cost(self) -> CostModel:
+        """Measured seconds of passes over one sequence."""
+        return self.engine.costs.alone
+
+    @cost.setter
+    def cost(self, cost: CostModel) -> None:
+        self.engine.costs.alone = cost
 
     @property
     def datastores(self) -> list[Any]:
@@ -146,9 +160,9 @@ class Speculation:
             drafter.prepare()
         self.prepare_seconds += perf_counter() - began
 
-    def use_datastores(self, datastores: Sequence[Any]) -> None:
+    def use_datastores(self, datastores: Many[Any]) -> None:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
-        with self.turns.lock:
+        with self.engine.alone():
             self.check_stores(datastores)
             self._drafters.use(datastores)
 
@@ -169,7 +183,7 @@ class Speculation:
         """Add the remembered generations to a datastore (`retrieve_spec.sources.session_store.save_session`)."""
         if self.tokenizer is None:
             raise ConfigError("a tokenizer to save texts with", "none", "Give one to accelerate.")
-        with self.turns.lock:
+        with self.engine.alone():
             return save_session(self.session(), path, self.tokenizer)
 
     def load_session(self, store: str | os.PathLike[str] | Datastore) -> int:
@@ -177,18 +191,19 @@ class Speculation:
         if not isinstance(store, Datastore):
             store = open_datastore(store, tokenizer=self.tokenizer)
         self.check_stores([store])
-        with self.turns.lock:
+        with self.engine.alone():
             return load_session(self.session(), store)
 
     def forget(self) -> None:
         """Drop what was learned from earlier generations (texts, calibration); measured costs stay."""
-        with self.turns.lock:
+        with self.engine.alone():
             self._drafters.forget()
 
-    def delegated(self, reason: str) -> None:
-        """Record a call that the original `generate` decodes; the first time for each reason, say so in the log."""
-        self.last = GenerationReport(mode="delegated", reason=reason, pass_kind="plain", pass_reason=reason)
+    def delegated(self, reason: str) -> GenerationReport:
+        """Report a call that the original `generate` decodes; the first time for each reason, say so in the log."""
+        self.last = report = GenerationReport(mode="delegated", reason=reason, pass_kind="plain", pass_reason=reason)
         self.say_once(f"left to the original generate: {reason}")
+        return report
 
     def say_once(self, message: str) -> None:
         """Log a line unless this model has logged it before."""
@@ -196,43 +211,97 @@ class Speculation:
             self._said.add(message)
             logger.info(message)
 
-    def decode(
+    def sequences(
         self,
         prepared: Prepared,
+        predictions: Many[NDArray[np.int32] | None],
         *,
-        draft: str | None,
-        nodes: int | str | None,
-        prediction_ids: NDArray[np.int32] | None,
-        seed: int | None,
+        draft: str | None = None,
+        nodes: int | str | None = None,
         context_ids: NDArray[np.int32] | None = None,
+        seed: int | None = None,
         on_pass: Callable[[VerifiedPass], None] | None = None,
-        keep_scores: bool = False,
-        keep_raw: bool = False,
-    ) -> Running:
-        """Set up the decoding of a prepared call; nothing runs before the first item is asked for."""
-        most = self.dial(nodes)
-        drafter = self.drafter(draft) if most != 0 else None
-        seed, criteria = self.draw_seed(prepared, seed), prepared.criteria
+    ) -> list[Sequence]:
+        """A sequence for every row of a prepared call; nothing runs before the engine takes them along.
+
+        Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row.
+        """
+        most, criteria = self.dial(nodes), prepared.criteria
+        self.drafter(draft)  # an unknown preset is an error now
+        rows = rows_of(prepared, self.interface.cache_name, self.new_cache)
+        seed = self.draw_seed(prepared, seed)
         if self.ranks is not None:
-            drafter, seed, criteria = self.ranks.drafter(drafter), self.ranks.seed(seed), self.ranks.criteria(criteria)
-        stopper = Stopper(criteria)
-        device = prepared.inputs.input_ids.device
-        sampler = make_sampler(prepared.processors, seed, keep_scores=keep_scores, keep_raw=keep_raw, device=device)
-        verifier = self._make_verifier()  # looks at the model, and so comes before what its interface allows
-        limits = self.limits(prepared, stopper, most, provenance=self.config.provenance)
-        decoding = Decoding(
-            prepared.inputs,
-            verifier,
-            drafter,
-            sampler,
-            stopper,
-            limits,
-            self.cost,
-            prediction_ids=prediction_ids,
-            context_ids=context_ids,
-            on_pass=on_pass,
-        )
-        return Running(self, decoding)
+            seed, criteria = self.ranks.seed(seed), self.ranks.criteria(criteria)
+        verifiers = self._verifiers(len(rows))  # looks at the model, and so comes before what its interface allows
+        wants_dict = bool(prepared.config.return_dict_in_generate)
+        made = []
+        for row, verifier, prediction in zip(rows, verifiers, predictions, strict=True):
+            lend, give_back = self._loan(OFF if most == 0 else draft)
+            stopper = Stopper(criteria)
+            sampler = make_sampler(
+                row.processors,
+                seed,
+                row=row.index,
+                keep_scores=wants_dict and bool(prepared.config.output_scores),
+                keep_raw=wants_dict and bool(prepared.config.output_logits),
+                device=row.ids.device,
+            )
+            limits = self.limits(prepared, stopper, most, row.padding)
+            sequence = Sequence(
+                row.inputs,
+                verifier,
+                lend,
+                sampler,
+                stopper,
+                limits,
+                ids=row.ids,
+                prediction_ids=prediction,
+                context_ids=context_ids,
+                on_pass=on_pass,
+                on_end=give_back,
+                waits_for_reader=prepared.callers_cache,
+                bytes_per_token=self.bytes_per_token,
+            )
+            made.append(sequence)
+        return made
+
+    def _verifiers(self, count: int) -> list[Verifier]:
+        """Verifiers for the sequences of one call; several share captured passes, and have none of their own."""
+        with self.engine.alone():  # probing and recording a model that has changed
+            first = self._make_verifier()
+            if count > 1 and isinstance(first, RecordedVerifier):
+                self.engine.pool = first.pool
+                return [first.alone() for _ in range(count)]
+            return [first, *(self._make_verifier() for _ in range(count - 1))]
+
+    def _loan(self, draft: str | None) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
+        """What lends a sequence its drafter, and what takes it back when it has ended."""
+        lent: list[Drafter] = []
+        stores = self.datastores
+
+        def lend() -> Drafter | str:
+            drafter = self._drafters.lend(draft)
+            if isinstance(drafter, str):
+                return drafter
+            lent.append(drafter)
+            shared = drafter if self.ranks is None else self.ranks.drafter(drafter)
+            assert shared is not None
+            return shared
+
+        def give_back(sequence: Sequence) -> None:
+            for drafter in lent:
+                self._drafters.give_back(drafter, sequence.spoiled)
+            sequence.report.provenance = sourced_runs(sequence.report.origins, stores)
+
+        return lend, give_back
+
+    def ended(self, *sequences: Sequence) -> None:
+        """Let `last` be the report of a generation of these sequences."""
+        if len(sequences) == 1:
+            self.last = sequences[0].log.summary()
+            return
+        steps = set().union(*(sequence.steps for sequence in sequences))
+        self.last = together([sequence.report for sequence in sequences], 1 + len(steps))
 
     def dial(self, nodes: int | str | None) -> int | None:
         """Nodes per pass that a call asks for, None where measured cost decides.
@@ -261,9 +330,7 @@ class Speculation:
         prepared: Prepared,
         stopper: Stopper,
         nodes: int | None,
-        *,
         padding: int = 0,
-        provenance: bool = False,
     ) -> Limits:
         """How much a pass of a call may draft; `padding` tokens in front of the row take no positions."""
         inputs = prepared.inputs
@@ -278,31 +345,18 @@ class Speculation:
             draft_end=max(min(ends) - unseen, 1) + padding if ends else 0,
             prefill_chunk=self.config.prefill_chunk,
             prompt_logits=self.config.prompt_logits,
-            provenance=provenance,
+            provenance=self.config.provenance,
         )
 
     @property
-    def max_rows(self) -> int:
-        """Rows of a batch that can be decoded together."""
-        if (
-            self._drafters.given is not None
-            or self.interface.rope_switch
-            or not isinstance(self._make_verifier(), RecordedVerifier)
-        ):
-            return 1
-        return PASS.batch_rows
+    def shares_passes(self) -> bool:
+        """Whether several sequences can be verified in one pass."""
+        return (
+            self._drafters.given is None
+            and not self.interface.rope_switch
+            and isinstance(self._verifiers(1)[0], RecordedVerifier)
+        )
 
     def make_verifier(self) -> Verifier:
-        """A verifier for one generation."""
+        """A verifier for one sequence."""
         return self._make_verifier()
-
-    def row_drafters(self, draft: str | None, rows: int) -> list[Drafter] | list[None]:
-        """A drafter for every row of a batch, with one session and one calibration (Nones when drafting is off)."""
-        return self._drafters.of_rows(draft, rows)
-
-    def batch_costs(self, rows: int) -> dict[int, CostModel]:
-        """By number of rows, up to `rows`, the cost of passes over so many; what is not measured yet is as for one."""
-        for count in range(1, rows + 1):
-            if count not in self._batch_costs:
-                self._batch_costs[count] = CostModel(self.cost)
-        return self._batch_costs

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from retrieve_spec.engine.report import GenerationReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,41 @@ class Piece:
 
     token_ids: NDArray[np.int32]
     text: str = ""
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of one generation, as `generate_stream` hands them out.
+
+    Closing it, leaving it in a `with` statement, or losing it ends the generation.
+
+    Parameters
+    ----------
+    pieces
+        Makes them; ends its generation when it is closed.
+    report
+        Tells what the generation did so far, None before its first piece.
+    """
+
+    def __init__(self, pieces: Generator[Piece, None, None], report: Callable[[], GenerationReport | None]) -> None:
+        self._pieces, self._report = pieces, report
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the generation."""
+        self._pieces.close()
+
+    @property
+    def report(self) -> GenerationReport | None:
+        """What this generation did so far, whatever else the model is doing; None before the first piece."""
+        return self._report()
 
 
 class TextDecoder:

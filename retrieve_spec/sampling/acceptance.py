@@ -219,23 +219,23 @@ def walk(
     text: RowText,
     stop: Callable[[RowText, int, tuple[Any, ...] | None], bool],
     path: list[int] | None = None,
+    begun: int | None = None,
 ) -> Walk:
     """Follow the target's own choices down a tree, appending each to `text` (modified in place).
 
     `first_row` is the row of `logits` that follows the root; row `first_row + 1 + i` follows node i. Accepted nodes
-    are appended to `path`, which tells how far the walk got when a processor or a criterion raises.
+    are appended to `path`, which tells how far the walk got when a processor or a criterion raises; with the same
+    `path`, and `begun`, the length of the text before it, a walk goes on from there.
     """
     path = [] if path is None else path
-    emitted: list[int] = []
-    at = ROOT
+    begun = text.length if begun is None else begun
     while True:
-        token = sampler.choose(logits, first_row + 1 + at, text)
-        text.append(token)
-        emitted.append(token)
-        if stop(text, token, tuple(sampler.scores) if sampler.scores is not None else None):
-            return Walk(np.array(path, np.int32), np.array(emitted, np.int32), True)
-        child = find_child(tree.parent, tree.token_ids, at, token)
+        at = path[-1] if path else ROOT
+        if text.length - begun == len(path):
+            text.append(sampler.choose(logits, first_row + 1 + at, text))
+        token = text.last
+        stopped = stop(text, token, tuple(sampler.scores) if sampler.scores is not None else None)
+        child = ROOT if stopped else find_child(tree.parent, tree.token_ids, at, token)
         if child < 0:
-            return Walk(np.array(path, np.int32), np.array(emitted, np.int32), False)
+            return Walk(np.array(path, np.int32), text.ids[begun:].astype(np.int32), stopped)
         path.append(child)
-        at = child

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,16 +37,28 @@ def make_sampler(
     keep_scores, keep_raw
         Keep processed scores or raw logits of every chosen token.
     device
-        Where the logits are. On a GPU known rules are applied there, to all rows at once; on the host, rows are
-        looked at one by one as the walk gets to them, which is less work.
+        Where the logits are. On a GPU with float64 known rules are applied there, to all rows at once; on the host,
+        rows are looked at one by one as the walk gets to them, which is less work.
     """
     warpers = None if keep_scores or keep_raw else _read_warpers(processors)
     if warpers is None or (seed is None and warpers != Warpers(penalty=warpers.penalty)):
         return ProcessorSampler(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw)
     host = GreedySampler(warpers.penalty) if seed is None else RandomSampler(warpers, seed, row)
-    if device is None or device.type == "cpu" or (isinstance(host, GreedySampler) and host.penalty == 1.0):
+    if isinstance(host, GreedySampler) and host.penalty == 1.0:
         return host  # the argmax of every row is read anyway
-    return DeviceSampler(host)
+    return DeviceSampler(host) if device is not None and draws_exactly(device.type) else host
+
+
+@functools.cache
+def draws_exactly(device: str) -> bool:
+    """Whether a kind of device, other than the host, computes in float64, which the noise of a token is counted in."""
+    if device in ("cpu", "cuda"):
+        return device == "cuda"
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def processors_of_row(processors: Any, row: int) -> LogitsProcessorList:

@@ -15,14 +15,14 @@ class RowText:
     input_ids
         (1, L) long, the prompt as `generate` got it.
     capacity
-        Tokens to make room for; the buffer grows beyond it when needed.
+        Tokens to make room for; the buffer doubles when it is full.
     """
 
-    def __init__(self, input_ids: torch.Tensor, capacity: int) -> None:
+    def __init__(self, input_ids: torch.Tensor, capacity: int = 0) -> None:
         self.prompt_length = input_ids.shape[1]
         self.length = self.prompt_length
         self._device = input_ids.device
-        self._tensor = torch.empty((1, max(capacity, self.length + 1)), dtype=torch.long)
+        self._tensor = torch.empty((1, max(capacity, self.length + 256)), dtype=torch.long)
         self._tensor[:, : self.length] = input_ids
         self._ids: NDArray[np.int64] = self._tensor.numpy()[0]
 
@@ -49,6 +49,11 @@ class RowText:
         """(prompt,) int32 copy of the prompt."""
         prompt: NDArray[np.int32] = self._ids[: self.prompt_length].astype(np.int32)
         return prompt
+
+    @property
+    def last(self) -> int:
+        """The last token."""
+        return int(self._ids[self.length - 1])
 
     @property
     def last_ids(self) -> NDArray[np.int32]:

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import DynamicCache
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
-from retrieve_spec.verify.cache import keep_path, record_past, recording, set_recording, trim
+from retrieve_spec.verify.cache import record_past, recording, set_recording
 from retrieve_spec.verify.interface import ModelInterface, cache_mode, catch_hidden, input_device, weaker
+from retrieve_spec.verify.kept_rows import KeptRows
 from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
@@ -64,14 +66,16 @@ class HFVerifier:
         self._template: dict[str, Any] | None = None
         self._was_recording = recording(self._cache) if self._cache is not None else []
         self._records = any(self._was_recording)
+        self._kept = KeptRows(self._cache) if isinstance(self._cache, DynamicCache) else None
         self._pending = (0, 0)
-        self._reserve(inputs.max_length + MAX_NODES + 1)
+        self._dirty = False  # whether a pass may have left rows that were not committed
+        self._reserve()
         if self._state is not None:
             self._state.attach()
 
-    def _reserve(self, slots: int) -> None:
+    def _reserve(self) -> None:
         """Make the buffers that every pass slices: ids, positions, the 2-D mask when the row is padded."""
-        self._ids = torch.empty((1, max(slots, 2 * MAX_NODES)), dtype=torch.long)
+        self._ids = torch.empty((1, self._uncached + 2 * MAX_NODES), dtype=torch.long)
         self._ids_view = self._ids.numpy()[0]
         self._positions = torch.empty_like(self._ids)
         self._positions_view = self._positions.numpy()[0]
@@ -85,9 +89,7 @@ class HFVerifier:
             row = self._attention_mask[0].cpu().numpy() == 0
             self._padded = row
             self._left_padding = int(np.argmin(row)) if len(row) else 0
-            mask = self._attention_mask
-            self._long_mask = mask.new_ones((1, max(slots, mask.shape[1])))
-            self._long_mask[:, : mask.shape[1]] = mask
+            self._long_mask = self._attention_mask
 
     def forward(
         self,
@@ -99,16 +101,20 @@ class HFVerifier:
     ) -> VerifierOutput:
         """Run one pass (`Verifier.forward`)."""
         nodes = 0 if tree is None else len(tree)
-        if nodes and not self._records and self._cache is not None:
+        if self._kept is not None and self._dirty:
+            self._kept.settle()
+        reading = self._fed < self._uncached
+        by_rows = self._kept is not None and self._kept.grows_by_rows
+        if not self._records and self._cache is not None and (nodes or (by_rows and not reading)):
             record_past(self._cache)
             self._records = True
-        if self._fed < self._uncached:
-            kwargs = self._prefill_inputs(len(root_ids), keep)
-        else:
-            kwargs = self._decode_inputs(root_ids, tree, keep)
+        self._dirty = True
+        kwargs = self._prefill_inputs(len(root_ids), keep) if reading else self._decode_inputs(root_ids, tree, keep)
         with catch_hidden(self.model, want_hidden) as hidden, self._draft(len(root_ids), tree):
             outputs = self.model(**kwargs, return_dict=True)
-        self._cache = getattr(outputs, self.interface.cache_name, self._cache)
+        cache = getattr(outputs, self.interface.cache_name, self._cache)
+        if cache is not self._cache:
+            self._cache, self._kept = cache, KeptRows(cache) if isinstance(cache, DynamicCache) else None
         self._pending = (len(root_ids), nodes)
         rows = keep + nodes
         logits = outputs.logits[0]
@@ -127,20 +133,22 @@ class HFVerifier:
         if self._cache is not None:
             if nodes and self._state is not None:
                 self._state.commit(self._cache, path)
-            if nodes:
-                keep_path(self._cache, path, nodes)
-            elif self._records:
-                trim(self._cache)
+            if self._kept is not None and not (nodes or self._records):
+                self._kept = KeptRows(self._cache)
+            elif self._kept is not None:
+                self._kept.commit(path, nodes)
         self._past += roots + len(path)
         self._fed += roots + len(path)
-        self._pending = (0, 0)
+        self._pending, self._dirty = (0, 0), False
         if self.interface.scale_step and self._model_mode[0] == "tree":
             room = -self._past % self.interface.scale_step
             self.mode = "chain" if room <= MAX_NODES + 1 else weaker(self._model_mode, cache_mode(self._cache))[0]
 
     def finish(self) -> Any:
         """Return the cache as plain `generate` leaves it."""
-        cache, self._cache = self._cache, None
+        if self._kept is not None and self._dirty:
+            self._kept.settle()
+        cache, self._cache, self._kept = self._cache, None, None
         if self._state is not None:
             self._state.detach()
         if cache is not None and self._records:
@@ -172,6 +180,7 @@ class HFVerifier:
         """Arguments of a pass over root tokens and nodes."""
         roots, nodes = len(root_ids), 0 if tree is None else len(tree)
         length = roots + nodes
+        self._make_room(self._past + length + 1)
         if self._template is None:
             self._template = self._make_template()
         kwargs = dict(self._template)
@@ -191,6 +200,12 @@ class HFVerifier:
         elif self._masks_padding:
             kwargs["attention_mask"] = self._long_mask[:, : self._past + length]
         return kwargs
+
+    def _make_room(self, slots: int) -> None:
+        """Let the 2-D mask of a padded row reach as far as a text of `slots` tokens."""
+        if self._attention_mask is not None and self._long_mask.shape[1] < slots:
+            more = self._long_mask.new_ones((1, slots))
+            self._long_mask = torch.cat([self._long_mask, more], dim=1)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._on_host else tensor.to(self._device)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.engine.budget import Costs
 from retrieve_spec.engine.cost import CostModel
-from retrieve_spec.engine.loop import Decoding, Limits
+from retrieve_spec.engine.engine import Engine
+from retrieve_spec.engine.sequence import Limits, Sequence
 from retrieve_spec.sampling.acceptance import GreedySampler, Sampler
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.verify.verifier import Mode, VerifierInputs, VerifierOutput
@@ -21,6 +23,7 @@ class MockVerifier:
 
     def __init__(self, logits_of: Callable[[list[int]], Any], mode: Mode = "tree") -> None:
         self.logits_of, self.mode, self.reason = logits_of, mode, ""
+        self.pass_kind, self.pass_reason = "model's own", ""
         self.cache: list[int] = []
         self.passes: list[int] = []
         self.fail_at = -1
@@ -73,7 +76,7 @@ def counting(vocab: int = 50) -> Callable[[list[int]], Any]:
     return logits_of
 
 
-def decoding(
+def sequence(
     verifier: MockVerifier,
     drafter: Any,
     prompt: list[int],
@@ -81,20 +84,29 @@ def decoding(
     max_length: int = 30,
     criteria: Any = (),
     sampler: Sampler | None = None,
-    cost: CostModel | None = None,
     on_pass: Callable[[VerifiedPass], None] | None = None,
     **limits: Any,
-) -> Decoding:
-    """A decoding over a mock."""
+) -> Sequence:
+    """A sequence over a mock."""
     stopper = Stopper(criteria)
     stopper.max_length = max_length
-    return Decoding(
+    return Sequence(
         VerifierInputs(torch.tensor([prompt]), max_length=max_length),
         verifier,
-        drafter,
+        lambda: drafter or "drafting is off",
         sampler or GreedySampler(),
         stopper,
         Limits(**{"nodes": 8, "max_depth": 100, "max_length": max_length} | limits),
-        cost or CostModel(),
         on_pass=on_pass,
     )
+
+
+def passes(made: Sequence, cost: CostModel | None = None) -> Iterator[list[int]]:
+    """What every pass of a sequence makes visible."""
+    costs = Costs()
+    costs.alone = cost or CostModel()
+    for _, visible in Engine(costs).run([made]):
+        if visible is not None:
+            yield visible.tolist()
+    if made.error is not None:
+        raise made.error

@@ -74,7 +74,7 @@ def test_output_stays_the_same_and_neighbours_are_found(model, prompt, stores, d
         if draft == "dresd":
             assert set(report.accepted_by_source) == {"dense"}
         verifier = model.speculation._make_verifier()
-        assert getattr(verifier, "_captured", None) is None or verifier._captured.layer == layer
+        assert getattr(verifier, "recorded", None) is None or verifier.recorded.layer == layer
     finally:
         rs.restore(model)
 

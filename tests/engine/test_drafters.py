@@ -1,30 +1,55 @@
-"""The drafters of an accelerated model: what the rows of a batch share, and what a change of stores leaves behind."""
+"""The drafters of an accelerated model: what its sequences share, and what a change of stores leaves behind."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.engine.drafters import Drafters
 
 
-def test_rows_share_what_is_learned_and_kept() -> None:
+def lent(drafters: Drafters, count: int) -> list[Any]:
+    """So many drafters at once, given back."""
+    made = [drafters.lend() for _ in range(count)]
+    for drafter in made:
+        drafters.give_back(drafter)
+    return made
+
+
+def test_sequences_share_what_is_learned_and_kept() -> None:
     drafters = Drafters(SpeculationConfig(session=True), [], None, "model")
-    first, second, third = drafters.of_rows(None, 3)
+    first, second, third = lent(drafters, 3)
     assert first is drafters.of(None)
     assert len({id(first), id(second), id(third)}) == 3
     assert first.session is second.session is third.session is not None
     assert first.calibration is second.calibration is third.calibration
-    assert drafters.of_rows(None, 2) == [first, second], "they are kept"
-    assert drafters.of_rows("off", 2) == [None, None]
+    assert lent(drafters, 2) == [first, second], "they are kept"
+    assert drafters.lend("off") == "drafting is off"
 
 
-def test_other_stores_are_drafted_from_in_every_row() -> None:
+def test_one_that_is_lent_is_nobody_elses() -> None:
+    drafters = Drafters(SpeculationConfig(), [], None, "model")
+    first = drafters.lend()
+    second = drafters.of(None)
+    assert second is not first
+    assert drafters.lend() is second
+    drafters.give_back(first)
+    assert drafters.lend() is first
+    drafters.give_back(first, spoiled=True)
+    assert drafters.lend() not in (first, second)
+
+
+def test_other_stores_are_drafted_from_in_every_sequence() -> None:
     """A drafter knows the stores it was made with, so all are made anew; what they learned goes along."""
     drafters = Drafters(SpeculationConfig(session=True), [], None, "model")
-    before = drafters.of_rows(None, 3)
+    before = lent(drafters, 3)
+    at_work = drafters.lend()
     drafters.use([])
-    after = drafters.of_rows(None, 3)
+    after = lent(drafters, 3)
     assert not {id(drafter) for drafter in before} & {id(drafter) for drafter in after}
+    drafters.give_back(at_work)
+    assert drafters.lend() is after[0]
     assert all(drafter.session is before[0].session for drafter in after)
     assert all(drafter.calibration is before[0].calibration for drafter in after)
 
@@ -35,3 +60,5 @@ def test_a_given_drafter_stands_in_for_what_is_configured_alone() -> None:
     assert drafters.of(None) is drafters.of("suffix") is drafters.of("auto") is given
     assert drafters.of("prompt-lookup") is not given
     assert drafters.of("off") is None
+    assert drafters.lend() is given
+    assert drafters.lend() == "the given drafter is at work for another sequence"

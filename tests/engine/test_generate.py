@@ -365,6 +365,23 @@ def test_batches_and_embeddings_are_left_to_the_original(tiny: Any, prompt: torc
     assert torch.equal(tiny.generate(inputs_embeds=embeds, **GREEDY), expected[1])
 
 
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+def test_length_without_end_costs_no_memory(tiny: Any, prompt: torch.Tensor, recorded_pass: Any) -> None:
+    """Nothing is allocated for tokens that may never come."""
+    padded = {"attention_mask": torch.ones_like(prompt).index_fill(1, torch.tensor([0, 1]), 0)}
+    for given in ({}, padded):
+        options = {"max_new_tokens": 1 << 40, "do_sample": False, **given}
+        expected = tiny.generate(prompt, stopping_criteria=[StopAt(40)], **options)
+        rs.accelerate(tiny, recorded_pass=recorded_pass)
+        assert torch.equal(tiny.generate(prompt, stopping_criteria=[StopAt(40)], **options), expected)
+        assert tiny.speculation.last.mode == "tree"
+        pieces = rs.generate_stream(
+            tiny, {"input_ids": prompt, **given}, stopping_criteria=[StopAt(40)], max_new_tokens=1 << 40
+        )
+        assert [t for piece in pieces for t in piece.token_ids.tolist()] == expected[0, 12:].tolist()
+        rs.restore(tiny)
+
+
 def test_prompt_at_the_position_limit(tiny: Any) -> None:
     ids = torch.tensor([[3 + i % 100 for i in range(126)]])
     expected = tiny.generate(ids, max_new_tokens=8, do_sample=False)
@@ -435,21 +452,51 @@ def test_bad_input_is_a_typed_error(tiny: Any, prompt: torch.Tensor) -> None:
         answer_of(tiny, prompt, prediction="text")
     with pytest.raises(errors.ConfigError, match="one row"):
         rs.generate_stream(tiny, torch.cat([prompt, prompt]))
+    for wrong in ([5, 199], [-1], [2**40], torch.tensor([[7, 500]]), np.array([1.5])):
+        with pytest.raises(errors.ConfigError, match="prediction of token ids 0 … 198"):
+            answer_of(tiny, prompt, prediction=wrong)
+        with pytest.raises(errors.ConfigError, match="context_ids of token ids 0 … 198"):
+            rs.generate_stream(tiny, prompt, context_ids=wrong)
+    with pytest.raises(errors.ConfigError, match="token ids as prediction"):
+        answer_of(tiny, prompt, prediction=[[1, 2], [3]])
+    with pytest.raises(errors.ConfigError, match="rows of one length"):
+        rs.generate_stream(tiny, {"input_ids": [[1, 2], [3]]})
 
 
-def test_threads_take_turns(tiny: Any, prompt: torch.Tensor) -> None:
-    expected = answer_of(tiny, prompt)
-    scripted(tiny, expected)
+def test_what_a_tokenizer_gives_without_tensors_is_streamed(tiny: Any, prompt: torch.Tensor) -> None:
+    expected = answer_of(tiny, prompt)[0, 12:].tolist()
+    rs.accelerate(tiny)
+    ids = prompt[0].tolist()
+    for given in (
+        {"input_ids": ids, "attention_mask": [1] * 12},
+        {"input_ids": [ids], "attention_mask": [[1] * 12]},
+        {"input_ids": np.array(ids), "attention_mask": np.ones(12, np.int64)},
+        ids,
+        tuple(ids),
+    ):
+        pieces = rs.generate_stream(tiny, given, **GREEDY)
+        assert [t for piece in pieces for t in piece.token_ids.tolist()] == expected
+
+
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+def test_threads_share_passes(tiny: Any, prompt: torch.Tensor, recorded_pass: Any) -> None:
+    prompts = [prompt.roll(i, 1) for i in range(6)]
+    expected = [answer_of(tiny, ids) for ids in prompts]
+    rs.accelerate(tiny, draft="off", recorded_pass=recorded_pass)
     results: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(torch.equal(answer_of(tiny, prompt), expected)))
-        for _ in range(4)
-    ]
+    together = threading.Barrier(6)
+
+    def ask(i: int) -> None:
+        together.wait()
+        results.append(torch.equal(answer_of(tiny, prompts[i]), expected[i]))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == [True] * 4
+    assert results == [True] * 6
+    assert tiny.speculation.engine.steps < 6 * 24, "steps that took several along"
 
 
 def test_datastores_are_given_as_folders_or_open(tmp_path, reference_model, reference_tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""The loop over a mock model: what is accepted, committed, shown and learned, to the token."""
+"""The engine over a mock model: what is accepted, committed, shown and learned, to the token."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mock_model import MockVerifier, counting, decoding
+from mock_model import MockVerifier, counting, passes, sequence
 from scripted_drafter import ScriptedDrafter
 from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteria
 
-from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.sampling.acceptance import GreedySampler
 
 ANSWER = [i % 50 for i in range(3, 80)]
 
 
 def run(made: Any) -> list[list[int]]:
-    return [visible.tolist() for visible in made.run()]
+    return list(passes(made))
 
 
 def flat(runs: list[list[int]]) -> list[int]:
@@ -31,7 +30,7 @@ def flat(runs: list[list[int]]) -> list[int]:
 def test_output_is_the_models_whatever_is_drafted(script: str, mode: Any) -> None:
     verifier = MockVerifier(counting(), mode)
     drafter = ScriptedDrafter(ANSWER, script, vocab=50)
-    made = decoding(verifier, drafter, [3, 4, 5])
+    made = sequence(verifier, drafter, [3, 4, 5])
     shown = flat(run(made))
     assert shown == ANSWER[3:30]
     assert verifier.cache == ANSWER[:29], "the cache holds all but the last token"
@@ -41,7 +40,7 @@ def test_output_is_the_models_whatever_is_drafted(script: str, mode: Any) -> Non
 
 def test_right_drafts_are_accepted_whole() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", length=6, vocab=50)
-    made = decoding(MockVerifier(counting()), drafter, [3, 4, 5])
+    made = sequence(MockVerifier(counting()), drafter, [3, 4, 5])
     assert run(made) == [[6], *[ANSWER[a : a + 7] for a in (4, 11, 18)], ANSWER[25:30]]
     report = made.log.summary()
     assert (report.new_tokens, report.passes, report.nodes) == (27, 5, 6 + 6 + 6 + 4)
@@ -50,14 +49,14 @@ def test_right_drafts_are_accepted_whole() -> None:
 
 def test_no_pass_asks_for_more_than_may_be_emitted() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", length=50, vocab=50)
-    run(decoding(MockVerifier(counting()), drafter, [3, 4, 5], max_length=9))
+    run(sequence(MockVerifier(counting()), drafter, [3, 4, 5], max_length=9))
     assert [budget.max_depth for budget in drafter.budgets] == [4]
 
 
 def test_drafts_end_at_the_position_limit() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", length=50, vocab=50)
     verifier = MockVerifier(counting())
-    made = decoding(verifier, drafter, [3, 4, 5], draft_end=8)
+    made = sequence(verifier, drafter, [3, 4, 5], draft_end=8)
     assert flat(run(made)) == ANSWER[3:30]
     assert drafter.budgets[0].max_depth == 4
     assert all(budget.max_nodes == 0 for budget in drafter.budgets[1:])
@@ -68,7 +67,7 @@ def test_end_of_text_inside_an_accepted_run_cuts_there() -> None:
     verifier = MockVerifier(counting())
     criteria = [EosTokenCriteria(torch.tensor([40, 10]))]
     drafter = ScriptedDrafter(ANSWER, "right", length=20, vocab=50)
-    assert flat(run(decoding(verifier, drafter, [3, 4], criteria=criteria))) == [5, 6, 7, 8, 9, 10]
+    assert flat(run(sequence(verifier, drafter, [3, 4], criteria=criteria))) == [5, 6, 7, 8, 9, 10]
     assert verifier.cache == [3, 4, 5, 6, 7, 8, 9]
     assert drafter.seen[-1].emitted.tolist() == [6, 7, 8, 9, 10]
 
@@ -87,14 +86,14 @@ class StopAfter(StoppingCriteria):
 def test_custom_criteria_see_every_token_once_and_in_order() -> None:
     stop = StopAfter(12)
     drafter = ScriptedDrafter(ANSWER, "right", length=20, vocab=50)
-    assert flat(run(decoding(MockVerifier(counting()), drafter, [3], criteria=[stop]))) == list(range(4, 13))
+    assert flat(run(sequence(MockVerifier(counting()), drafter, [3], criteria=[stop]))) == list(range(4, 13))
     assert stop.lengths == list(range(2, 11))
 
 
 def test_what_the_drafter_learns() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", length=3, vocab=50, top_k=2)
     drafter.wants_hidden = "last"
-    made = decoding(MockVerifier(counting()), drafter, [3, 4, 5], max_length=12, prompt_logits=2)
+    made = sequence(MockVerifier(counting()), drafter, [3, 4, 5], max_length=12, prompt_logits=2)
     run(made)
     token_ids, top_ids, top_logits = drafter.prompt_rows
     assert token_ids.tolist() == [4, 5]
@@ -111,7 +110,7 @@ def test_who_watches_sees_what_the_drafter_sees() -> None:
     """Row 0 of every pass follows the root, also in the prompt's, of which the drafter may have seen more rows."""
     shown: list[Any] = []
     drafter = ScriptedDrafter(ANSWER, "right", length=2, vocab=50, top_k=2)
-    made = decoding(MockVerifier(counting()), drafter, ANSWER[:3], max_length=12, prompt_logits=2, on_pass=shown.append)
+    made = sequence(MockVerifier(counting()), drafter, ANSWER[:3], max_length=12, prompt_logits=2, on_pass=shown.append)
     emitted = flat(run(made))
     assert [token for verified in shown for token in verified.emitted.tolist()] == emitted
     for verified in shown:
@@ -121,26 +120,26 @@ def test_who_watches_sees_what_the_drafter_sees() -> None:
 
 def test_a_drafter_that_wants_no_logits_gets_none() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", vocab=50, top_k=0)
-    run(decoding(MockVerifier(counting()), drafter, [3, 4, 5], prompt_logits=2))
+    run(sequence(MockVerifier(counting()), drafter, [3, 4, 5], prompt_logits=2))
     assert drafter.prompt_rows is None
     assert all(verified.top_ids is None and verified.hidden is None for verified in drafter.seen)
 
 
 def test_prompt_in_chunks_can_be_cancelled_in_between() -> None:
     verifier = MockVerifier(counting())
-    made = decoding(verifier, None, ANSWER[:20], prefill_chunk=8)
-    passes = made.run()
-    assert next(passes).tolist() == []
+    made = sequence(verifier, None, ANSWER[:20], prefill_chunk=8)
+    under_way = passes(made)
+    assert next(under_way) == []
     assert verifier.cache == ANSWER[:8]
-    passes.close()
+    under_way.close()
     assert verifier.cache == ANSWER[:8]
-    assert flat(run(decoding(MockVerifier(counting()), None, ANSWER[:20], prefill_chunk=8))) == ANSWER[20:30]
+    assert flat(run(sequence(MockVerifier(counting()), None, ANSWER[:20], prefill_chunk=8))) == ANSWER[20:30]
 
 
 def test_plain_verifiers_get_no_drafts() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", vocab=50)
     verifier = MockVerifier(counting(), "plain")
-    assert flat(run(decoding(verifier, drafter, ANSWER[:20], prefill_chunk=4))) == ANSWER[20:30]
+    assert flat(run(sequence(verifier, drafter, ANSWER[:20], prefill_chunk=4))) == ANSWER[20:30]
     assert not drafter.budgets
     assert set(verifier.passes) == {0}
 
@@ -152,15 +151,15 @@ def test_provenance_joins_what_was_read_in_one_piece() -> None:
             return replace(tree, origin=np.array([700, 701, 900, -1, 40][: len(tree)], np.int64))
 
     drafter = Reader(ANSWER, "right", length=5, vocab=50)
-    made = decoding(MockVerifier(counting()), drafter, [3, 4], max_length=9, provenance=True)
+    made = sequence(MockVerifier(counting()), drafter, [3, 4], max_length=9, provenance=True)
     run(made)
     assert made.log.summary().origins == [(1, 2, 700), (3, 1, 900), (5, 1, 40)]
-    assert not decoding(MockVerifier(counting()), drafter, [3, 4]).log.summary().origins
+    assert not sequence(MockVerifier(counting()), drafter, [3, 4]).log.summary().origins
 
 
 def test_auto_budgets_carry_measured_cost() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", vocab=50, length=2)
-    made = decoding(MockVerifier(counting()), drafter, [3], nodes=None)
+    made = sequence(MockVerifier(counting()), drafter, [3], nodes=None)
     run(made)
     first = drafter.budgets[0].cost
     assert first is not None
@@ -173,23 +172,23 @@ def test_auto_budgets_carry_measured_cost() -> None:
     assert (np.diff(cost) >= 0).all()
 
 
-def test_bookkeeping_waits_until_the_next_pass_runs() -> None:
-    """What the next draft does not need is done between the launch of its pass and the wait for it."""
+def test_a_step_is_draft_verify_accept_commit_learn() -> None:
     order: list[str] = []
 
     class Watched(MockVerifier):
         def forward(self, *arguments: Any, **named: Any) -> Any:
-            order.append("launch")
+            order.append("verify")
             return super().forward(*arguments, **named)
 
         def commit(self, path: Any) -> None:
             order.append("commit")
             super().commit(path)
 
-    class Reading(GreedySampler):
-        def read(self, *arguments: Any) -> Any:
-            order.append("wait")
-            return super().read(*arguments)
+    class Choosing(GreedySampler):
+        def choose(self, *arguments: Any) -> Any:
+            if order[-1] != "accept":
+                order.append("accept")
+            return super().choose(*arguments)
 
     class Drafting(ScriptedDrafter):
         def propose(self, budget: Any) -> Any:
@@ -200,18 +199,13 @@ def test_bookkeeping_waits_until_the_next_pass_runs() -> None:
             order.append("learn")
             super().observe(verified)
 
-    class Costs(CostModel):
-        def observe(self, *arguments: Any) -> None:
-            order.append("take down")
-            super().observe(*arguments)
-
     drafter = Drafting(ANSWER, "right", vocab=50)
-    made = decoding(Watched(counting()), drafter, [3, 4], max_length=20, sampler=Reading(), cost=Costs())
-    passes = made.run()
+    made = sequence(Watched(counting()), drafter, [3, 4], max_length=20, sampler=Choosing())
+    under_way = passes(made)
     for _ in range(3):
-        next(passes)
-    step = ["draft", "launch", "take down", "wait", "commit", "learn"]
-    assert order == ["launch", "wait", "commit", "learn", *(entry for entry in step if entry != "take down"), *step]
-    assert made.log.summary().passes == 3, "the last pass is taken down when the report is asked for"
-    passes.close()
+        next(under_way)
+    step = ["draft", "verify", "accept", "commit", "learn"]
+    assert order == [*step[1:], *step, *step]
+    assert made.log.summary().passes == 3
+    under_way.close()
     assert made.log.summary().passes == 3

@@ -66,7 +66,7 @@ class RandomDrafter:
             paths.append(path + [draw.randrange(VOCAB) for _ in range(depth - len(path))])
         draw.shuffle(paths)
         tree = DraftTree.from_paths([path for path in paths if path])
-        return DraftTree(*(getattr(tree, name)[: budget.max_nodes] for name in DraftTree.__slots__))
+        return tree.first(budget.max_nodes)
 
     def observe(self, verified: VerifiedPass) -> None:
         self._length += len(verified.emitted)

@@ -11,7 +11,6 @@ from scripted_drafter import ScriptedDrafter
 from transformers import DynamicCache
 
 import retrieve_spec as rs
-from retrieve_spec import errors
 from retrieve_spec.engine.streaming import TextDecoder
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -65,13 +64,72 @@ def _interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_stream_ends_when_another_generation_begins(tiny: Any, prompt: torch.Tensor) -> None:
+def ids_of(pieces: Any) -> list[int]:
+    return [token for piece in pieces for token in piece.token_ids.tolist()]
+
+
+def test_a_stream_goes_on_while_another_generation_runs(tiny: Any, prompt: torch.Tensor) -> None:
     expected = scripted(tiny, prompt)
     stream = rs.generate_stream(tiny, prompt, **GREEDY)
-    next(stream)
+    seen = next(stream).token_ids.tolist()
     assert torch.equal(tiny.generate(prompt, **GREEDY), expected)
-    with pytest.raises(errors.SupersededError):
-        next(stream)
+    assert seen + ids_of(stream) == expected[0, 12:].tolist()
+
+
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+def test_closing_one_stream_leaves_the_other_alone(tiny: Any, prompt: torch.Tensor, recorded_pass: Any) -> None:
+    """Each has a drafter and a report of its own; `last` belongs to the one that ended last."""
+    first, second = prompt, prompt.flip(1)
+    expected = [tiny.generate(ids, **GREEDY)[0, 12:].tolist() for ids in (first, second)]
+    rs.accelerate(tiny, recorded_pass=recorded_pass, nodes=16)
+    prediction = expected[1]
+    a = rs.generate_stream(tiny, first, **GREEDY)
+    next(a)
+    b = rs.generate_stream(tiny, second, prediction=prediction, **GREEDY)
+    seen = next(b).token_ids.tolist()
+    a.close()
+    closed = tiny.speculation.last
+    assert closed is a.report
+    assert 1 <= closed.new_tokens < 24
+    seen += ids_of(b)
+    assert seen == expected[1]
+    assert tiny.speculation.last is b.report
+    assert b.report.new_tokens == 24
+    assert b.report.accepted_by_source["prediction"] > 10, "its drafter was not ended by the other's end"
+    assert a.report is closed
+    assert closed.new_tokens < 24
+
+
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+def test_streams_read_in_turn_share_passes(tiny: Any, prompt: torch.Tensor, recorded_pass: Any) -> None:
+    prompts = [prompt, prompt.flip(1), prompt[:, :5]]
+    expected = [tiny.generate(ids, **GREEDY)[0, ids.shape[1] :].tolist() for ids in prompts]
+    rs.accelerate(tiny, recorded_pass=recorded_pass)
+    streams = [rs.generate_stream(tiny, ids, **GREEDY) for ids in prompts]
+    shown: list[list[int]] = [[], [], []]
+    before = tiny.speculation.engine.steps
+    live = list(range(3))
+    while live:
+        for i in list(live):
+            piece = next(streams[i], None)
+            if piece is None:
+                live.remove(i)
+            else:
+                shown[i] += piece.token_ids.tolist()
+    assert shown == expected
+    assert tiny.speculation.engine.steps - before < sum(stream.report.passes for stream in streams)
+
+
+def test_an_abandoned_stream_costs_two_passes_at_most(tiny: Any, prompt: torch.Tensor) -> None:
+    rs.accelerate(tiny, draft="off")
+    stream = rs.generate_stream(tiny, prompt, **GREEDY)
+    next(stream)
+    tiny.generate(prompt, **GREEDY)
+    assert stream.report.new_tokens == 3
+    del stream
+    assert tiny.speculation.last.new_tokens == 3, "losing it ends it"
+    tiny.generate(prompt, **GREEDY)
+    assert tiny.speculation.last.new_tokens == 24
 
 
 def test_a_stream_never_started_costs_nothing(tiny: Any, prompt: torch.Tensor) -> None:

@@ -7,12 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripted_drafter import ScriptedDrafter
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
 
 import retrieve_spec as rs
-from retrieve_spec.engine import batch as batches
-from retrieve_spec.engine import speculation
+from retrieve_spec.config import PassConfig
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine import batches, speculation
+from retrieve_spec.engine import engine as engine_module
+from retrieve_spec.engine.budget import Costs, pruned, room, row_cost, share_out
+from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
 
@@ -32,15 +38,16 @@ def left_padded(lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
 def script(model: Any, monkeypatch: pytest.MonkeyPatch, answers: Any, name: str) -> list[ScriptedDrafter]:
     """Accelerate a model whose rows draft what `answers` say, in the manner of a script."""
     rs.accelerate(model, nodes=12, recorded_pass="always")
-    drafters = []
+    drafters: list[ScriptedDrafter] = []
 
-    def row_drafters(_self: Any, draft: Any, rows: int) -> list[Any]:
+    def lend(_self: Any, draft: Any = None) -> Any:
         if draft == "off":
-            return [None] * rows
-        drafters[:] = [ScriptedDrafter(answer[answer != 0], name) for answer in answers]
-        return drafters
+            return "drafting is off"
+        answer = answers[len(drafters) % len(answers)]
+        drafters.append(ScriptedDrafter(answer[answer != 0], name))
+        return drafters[-1]
 
-    monkeypatch.setattr(speculation.Speculation, "row_drafters", row_drafters)
+    monkeypatch.setattr(Drafters, "lend", lend)
     return drafters
 
 
@@ -91,7 +98,7 @@ def test_sampled_rows_are_those_of_each_row_alone(
     for row in range(4):
         alone = {name: part[row : row + 1] for name, part in inputs.items()}
         monkeypatch.setattr(
-            speculation, "make_sampler", lambda *given, row=row, **named: make_sampler(*given, row=row, **named)
+            speculation, "make_sampler", lambda *given, at=row, **named: make_sampler(*given, **{**named, "row": at})
         )
         assert torch.equal(tiny.generate(**alone, **options, draft="off"), undrafted[row : row + 1])
 
@@ -132,10 +139,12 @@ def test_rows_draft_for_themselves_and_budgets_are_shared(tiny: Any) -> None:
     assert torch.equal(ours, plain)
     guided = tiny.speculation.last
     assert guided.passes < 20
-    assert max(nodes for nodes, *_ in guided.per_pass) <= 257 // 4
+    assert sum(nodes for nodes, *_ in guided.per_pass) <= 253 * guided.passes
     again = tiny.generate(**inputs, **options)
     assert torch.equal(again, plain)
-    drafters = tiny.speculation.row_drafters(None, 4)
+    drafters = [tiny.speculation._drafters.lend() for _ in range(4)]
+    for drafter in drafters:
+        tiny.speculation._drafters.give_back(drafter)
     assert len({id(d) for d in drafters}) == len({id(d.context) for d in drafters}) == 4
     assert len({id(d.calibration) for d in drafters}) == 1
     first = tiny.speculation.last.passes
@@ -164,14 +173,10 @@ class Marked(LogitsProcessor):
             {"attention_mask": torch.ones(4, 17, dtype=torch.long).index_fill(1, torch.tensor([3]), 0)},
             "padded elsewhere",
         ),
-        ({"inputs": left_padded((3,) * 9)["input_ids"]}, "more than 8 rows"),
     ],
 )
 def test_what_is_left_to_generate(tiny: Any, change: dict[str, Any], reason: str) -> None:
-    inputs = left_padded()
-    if "inputs" in change:
-        inputs, change = {"input_ids": change["inputs"]}, {}
-    options = inputs | {"max_new_tokens": 6, "do_sample": False} | change
+    options = left_padded() | {"max_new_tokens": 6, "do_sample": False} | change
     plain = tiny.generate(**options)
     rs.accelerate(tiny, recorded_pass="always")
     ours = tiny.generate(**options)
@@ -183,8 +188,8 @@ def test_what_is_left_to_generate(tiny: Any, change: dict[str, Any], reason: str
 def test_without_a_recording_batches_are_left_to_generate(tiny: Any) -> None:
     inputs, options = left_padded(), {"max_new_tokens": 6, "do_sample": False}
     plain = tiny.generate(**inputs, **options)
-    for given in ({"recorded_pass": "off"}, {"recorded_pass": "always", "drafter": ScriptedDrafter(plain[0])}):
-        rs.accelerate(tiny, **given)
+    for how in ({"recorded_pass": "off"}, {"recorded_pass": "always", "drafter": ScriptedDrafter(plain[0])}):
+        rs.accelerate(tiny, **how)
         assert torch.equal(tiny.generate(**inputs, **options), plain)
         assert "more than one row" in tiny.speculation.last.reason
 
@@ -209,15 +214,113 @@ def test_an_interrupted_batch_leaves_the_model_usable(tiny: Any, monkeypatch: py
     assert torch.equal(tiny.generate(**inputs, **options), plain)
 
 
-def test_costs_are_of_passes_over_as_many_rows(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's n nodes cost what n nodes in every row do; what is measured of batches stays out of the cost of one."""
+def test_samples_of_one_prompt(tiny: Any) -> None:
+    """`num_return_sequences`: every sample has noise of its own, and is the same with drafts and without."""
+    inputs = left_padded((5, 9))
+    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12, "seed": 4}
+    rs.accelerate(tiny, recorded_pass="always", draft="off")
+    undrafted = tiny.generate(**inputs, **options)
+    assert undrafted.shape == (6, 21)
+    assert len({tuple(row) for row in undrafted.tolist()}) == 6
+    rs.accelerate(tiny, recorded_pass="always")
+    assert torch.equal(tiny.generate(**inputs, **options, prediction=undrafted[0, 9:]), undrafted)
+    assert tiny.speculation.last.rows == 6
+
+
+def test_more_rows_than_a_pass_serves_wait(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, options = left_padded(tuple(range(1, 14))), {"max_new_tokens": 9, "do_sample": False}
+    plain = tiny.generate(**inputs, **options)
+    rs.accelerate(tiny, recorded_pass="always", draft="off")
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+    assert (tiny.speculation.last.rows, tiny.speculation.last.passes) == (13, 9)
+    monkeypatch.setattr(engine_module, "PASS", PassConfig(batch_rows=4))
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+    assert tiny.speculation.last.passes == 1 + 8 * 4, "four at a time"
+    monkeypatch.setattr(engine_module, "PASS", PassConfig(batch_bytes=1))
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+    assert tiny.speculation.last.passes == 1 + 8 * 13, "one after another"
+
+
+def test_a_pass_that_cannot_be_shared_is_taken_alone(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, options = left_padded(), {"max_new_tokens": 9, "do_sample": False}
+    plain = tiny.generate(**inputs, **options)
+
+    def failing(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("too much at once")
+
+    monkeypatch.setattr(batches, "forward_together", failing)
+    rs.accelerate(tiny, recorded_pass="always")
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+
+
+def test_costs_are_of_passes_over_as_many_sequences(tiny: Any) -> None:
+    """What is measured of batches stays out of the cost of one."""
     rs.accelerate(tiny, recorded_pass="always")
     before = tiny.speculation.cost.seconds(64, 256).copy()
-    costs = tiny.speculation.batch_costs(3)
-    assert sorted(costs) == [1, 2, 3]
-    np.testing.assert_allclose(costs[3].seconds(1, 256), before - tiny.speculation.cost.overhead, rtol=0.2, atol=1e-5)
-    made = batches.Batch([], [], costs, True)
-    curve, most = made._budget(3, 100)
-    assert most == 84 and curve.tolist() == costs[3].seconds(100, 256)[2::3][:85].tolist()
     tiny.generate(**left_padded(), max_new_tokens=12, do_sample=False)
     assert tiny.speculation.cost.seconds(64, 256).tolist() == before.tolist()
+    assert tiny.speculation.engine.costs.of(4).measured
+
+
+def test_a_row_pays_its_share_and_its_nodes() -> None:
+    costs = Costs()
+    for nodes in (0, 4, 16, 64) * 20:
+        costs.alone.observe(nodes, 64, 1.0 + nodes / 10)
+    seconds = costs.of(4).seconds(64, 256)
+    cost = row_cost(seconds, 4)
+    assert len(cost) == 257 - 3
+    assert cost[0] == pytest.approx(seconds[3] / 4, rel=1e-5)
+    np.testing.assert_allclose(np.diff(cost), np.diff(seconds[3:]), atol=1e-5)
+    assert row_cost(seconds, 1) is seconds
+
+
+def tree_of(log_p: list[float], parent: list[int]) -> DraftTree:
+    n = len(log_p)
+    return DraftTree(
+        np.arange(n, dtype=np.int32), np.array(parent, np.int32), np.ones(n, np.int32),
+        np.log(np.array(log_p, np.float32)), np.zeros(n, np.uint8), np.full(n, -1, np.int64),
+    )  # fmt: skip
+
+
+def test_nodes_go_where_they_are_most_probably_accepted() -> None:
+    sure, vague = tree_of([0.9, 0.8, 0.1], [-1, 0, -1]), tree_of([0.3, 0.2, 0.05], [-1, 0, 1])
+    kept = share_out([sure, vague], None, 4)
+    assert [tree.token_ids.tolist() for tree in kept] == [[0, 1], [0, 1]]
+    cheap = np.linspace(1.0, 1.5, 9, dtype=np.float32)
+    assert [len(tree) for tree in share_out([sure, vague], cheap, 250)] == [2, 1]
+    dear = np.linspace(1.0, 30.0, 9, dtype=np.float32)
+    assert [len(tree) for tree in share_out([sure, vague], dear, 250)] == [0, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_shares_are_the_best_there_are(data: st.DataObject) -> None:
+    """Against every choice of how many of the most probable nodes to keep; parents stay with their children."""
+    trees = []
+    for _ in range(data.draw(st.integers(2, 5))):
+        n = data.draw(st.integers(0, 8))
+        parent = [data.draw(st.integers(-1, i - 1)) for i in range(n)]
+        p: list[float] = []
+        for i in range(n):
+            p.append(data.draw(st.floats(0.01, 1.0)) * (p[parent[i]] if parent[i] >= 0 else 1.0))
+        trees.append(tree_of(p, parent))
+    total, rows = sum(map(len, trees)), len(trees)
+    steps = data.draw(st.lists(st.floats(0.0, 1.0), min_size=total + rows, max_size=total + rows))
+    seconds = (1.0 + np.cumsum(steps)).astype(np.float32)
+    most = data.draw(st.integers(0, total))
+    kept = share_out(trees, seconds, most)
+    flat = sorted((float(np.exp(p)) for tree in trees for p in tree.log_p), reverse=True)
+    rates = [(rows + sum(flat[:n])) / seconds[rows - 1 + n] for n in range(min(most, total) + 1)]
+    got = (rows + sum(tree.expected_accepted for tree in kept)) / seconds[rows - 1 + sum(map(len, kept))]
+    assert got == pytest.approx(max(rates), rel=1e-4)
+    for tree in kept:
+        assert (tree.parent < np.arange(len(tree))).all()
+
+
+def test_pruned_trees_keep_their_paths() -> None:
+    tree = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6]])
+    left = pruned(tree, np.array([True, False, False, True, True, False]))
+    left.validate()
+    assert (left.token_ids.tolist(), left.parent.tolist(), left.depth.tolist()) == ([1, 4, 5], [-1, 0, -1], [1, 2, 1])
+    assert room(64, 512) == 193
+    assert room(300, 512) == 0

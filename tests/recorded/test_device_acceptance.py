@@ -132,6 +132,7 @@ PENALTY, TEMPERATURE = hf.RepetitionPenaltyLogitsProcessor(1.2), hf.TemperatureL
         ([PENALTY], None, "cpu", GreedySampler),
         ([PENALTY, TEMPERATURE], 1, "cuda", DeviceSampler),
         ([PENALTY, TEMPERATURE], 1, "cpu", RandomSampler),
+        ([PENALTY, TEMPERATURE], 1, "mps", RandomSampler),  # which has no float64
         ([TEMPERATURE, PENALTY], 1, "cuda", ProcessorSampler),  # not the usual order
         ([TEMPERATURE], None, "cuda", ProcessorSampler),
         ([hf.MinLengthLogitsProcessor(5, 1), TEMPERATURE], 1, "cuda", ProcessorSampler),

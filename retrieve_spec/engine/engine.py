@@ -1,0 +1,221 @@
+"""The engine: sequences join, step together, and leave. One step is draft → verify → accept and commit → learn.
+
+Who drives it: nobody but its callers. A reader that waits for its sequence finds either that nobody is stepping, and
+steps, or that another reader is, and waits for the end of that step. A step takes along every sequence that may go on,
+whoever reads it, so readers in several threads, or streams that one thread reads in turn, share passes without knowing
+of each other; a sequence is at most `RUN_AHEAD` passes ahead of its reader, so one that nobody reads costs no more.
+An exception ends the sequence it came from, and an interruption (Ctrl-C) the sequences of the thread that got it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Sequence as Many
+from time import perf_counter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.batches import each, kept_bytes, passes_over, verify_all
+from retrieve_spec.engine.budget import Costs, room, row_cost, share_out
+from retrieve_spec.engine.sequence import Sequence, climate
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.recorded.cuda.pass_pool import PassPool
+
+_PATIENCE = 1.0
+"""Seconds after which a thread that waits looks for itself, should an interruption have kept it from being told."""
+
+
+class Engine:
+    """Takes the sequences of one model from pass to pass.
+
+    Parameters
+    ----------
+    costs
+        What passes cost; sizes drafts where sequences leave it open, and learns.
+
+    Attributes
+    ----------
+    pool
+        Captured passes over several sequences.
+    steps
+        Taken so far.
+    """
+
+    def __init__(self, costs: Costs | None = None) -> None:
+        self.costs = costs or Costs()
+        self.steps = 0
+        self.pool: PassPool | None = None
+        self._sequences: list[Sequence] = []
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
+        self._driver = 0  # the thread that steps
+
+    def step(self, own: Many[Sequence] = ()) -> None:
+        """One pass for every sequence that may go on; `own` are those that the caller waits for."""
+        self.steps += 1
+        here = climate()
+        going = [s for s in self._sequences if s.may_go_on and (s.climate == here or s in own)]
+        decoding = [sequence for sequence in going if not sequence.is_reading]
+        piece = PASS.prompt_piece if decoding else 0
+        with self._recovering(going, own), torch.inference_mode(False), torch.no_grad():
+            each([sequence for sequence in going if sequence.is_reading], lambda sequence: sequence.read(piece))
+            for batch in passes_over(decoding):
+                self._pass(batch)
+
+    def _pass(self, batch: list[Sequence]) -> None:
+        """One pass of the model over a batch: draft(all) → verify(all) → for each: accept, commit, learn."""
+        began = perf_counter()
+        batch, trees = self._draft(batch)
+        drafted = perf_counter()
+        batch, usual = verify_all(batch, trees, self.pool)
+        batch = each(batch, Sequence.look)  # waits for the device: its time is the pass's
+        checked = perf_counter()
+        batch = each(batch, Sequence.accept)
+        committed = perf_counter()
+        batch = each(batch, Sequence.learn)
+        self._note(batch, usual, (began, drafted, checked, committed, perf_counter()))
+
+    def _draft(self, batch: list[Sequence]) -> tuple[list[Sequence], list[DraftTree]]:
+        """A tree for every sequence within one budget for all, and the sequences whose drafters did not fail."""
+        seconds = None
+        if any(sequence.drafter for sequence in batch) and all(sequence.limits.nodes is None for sequence in batch):
+            context = sum(sequence.text.length for sequence in batch)
+            seconds = self.costs.of(len(batch)).seconds(context, MAX_NODES)
+        cost = None if seconds is None else row_cost(seconds, len(batch))
+        most = room(len(batch), PASS.max_rows)
+        trees: list[DraftTree] = []
+        drafted = each(batch, lambda sequence: trees.append(sequence.draft(most, cost)))
+        return drafted, share_out(trees, seconds, most)
+
+    def _note(self, batch: list[Sequence], usual: bool, at: tuple[float, float, float, float, float]) -> None:
+        """Enter a pass, begun, drafted, verified, committed and learned `at` these times, in logs and costs."""
+        if not batch:
+            return
+        drafted, forward, committed, learned = (later - earlier for earlier, later in itertools.pairwise(at))
+        share = tuple(seconds / len(batch) for seconds in (drafted, forward, committed, learned))
+        rows, context = len(batch) - 1, 0
+        for sequence in batch:
+            sequence.steps.append(self.steps)
+            sequence.log.note(sequence.tree, sequence.walked, share, sequence.text.length)
+            rows, context = rows + len(sequence.tree), context + sequence.text.length
+        if usual:
+            self.costs.of(len(batch)).observe(rows, context, forward, drafted + committed + learned)
+
+    @contextlib.contextmanager
+    def _recovering(self, sequences: Many[Sequence], own: Many[Sequence]) -> Iterator[None]:
+        """Let sequences go on when the step is interrupted, but those of who drives it: they are what was meant."""
+        try:
+            yield
+        except BaseException:
+            each([sequence for sequence in sequences if sequence not in own], Sequence.recover)
+            raise
+
+    def run(self, sequences: Iterable[Sequence]) -> Generator[tuple[Sequence, NDArray[np.int32] | None], None, None]:
+        """Take sequences to their ends, as many at a time as `config.PASS.batch_bytes` holds caches of.
+
+        Yields
+        ------
+        tuple
+            A sequence and what became visible of it, (t,) int32, or None once, when it has ended.
+        """
+        waiting = iter(sequences)
+        following = next(waiting, None)
+        live: list[Sequence] = []
+        try:
+            while live or following is not None:
+                while following is not None and self._has_room(live, following):
+                    live.append(following)
+                    self.join(following)
+                    following = next(waiting, None)
+                self.advance(live)
+                for sequence in list(live):
+                    while sequence.news:
+                        yield sequence, sequence.news.popleft()
+                    if sequence.ended:
+                        live.remove(sequence)
+                        yield sequence, None
+        finally:
+            self.leave(*live)
+
+    @staticmethod
+    def _has_room(live: list[Sequence], another: Sequence) -> bool:
+        """Whether one more sequence may begin beside those of a call that are under way; one always may."""
+        if not live:
+            return True
+        return len(live) < PASS.batch_rows and sum(map(kept_bytes, [*live, another])) <= PASS.batch_bytes
+
+    def join(self, sequence: Sequence) -> None:
+        """Let a sequence take part from the next step on."""
+        with self._mutex:
+            self._sequences.append(sequence)
+
+    def leave(self, *sequences: Sequence) -> None:
+        """End sequences, however far they got; safe to call more than once, from any thread."""
+        for sequence in sequences:
+            sequence.cancelled = True
+        if self.is_stepping or not sequences:  # from inside a step: its end ends them
+            return
+        with self.alone():
+            pass
+
+    def advance(self, sequences: list[Sequence]) -> None:
+        """Return when one of these sequences has news or has ended, stepping as long as nobody else does.
+
+        Raises
+        ------
+        ConfigError
+            The call comes from inside a step.
+        """
+        for sequence in sequences:
+            sequence.asked += 1
+        try:
+            while not any(sequence.has_news for sequence in sequences):
+                with self.alone(unless=lambda: any(sequence.has_news for sequence in sequences)) as turn:
+                    if turn:
+                        self.step(sequences)
+        finally:
+            for sequence in sequences:
+                sequence.asked -= 1
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether this thread is in the middle of a step."""
+        return self._driver == threading.get_ident()
+
+    @contextlib.contextmanager
+    def alone(self, unless: Callable[[], bool] = bool) -> Iterator[bool]:
+        """Keep others from stepping; False if there was to wait, and `unless` came true meanwhile."""
+        me = threading.get_ident()
+        if self._driver == me:
+            raise ConfigError(
+                "calls between passes", "one from inside a pass of the same model", "Make it when the pass is over."
+            )
+        try:
+            with self._mutex:
+                while self._driver and not unless():
+                    self._changed.wait(_PATIENCE)
+                if not self._driver:
+                    self._driver = me
+            yield self._driver == me
+        finally:
+            if self._driver == me:
+                try:
+                    self._end_leaving()
+                finally:
+                    self._driver = 0
+                    with self._mutex:
+                        self._changed.notify_all()
+
+    def _end_leaving(self) -> None:
+        """End the sequences that have stopped, failed or were cancelled."""
+        leaving = [s for s in self._sequences if s.stopped or s.cancelled or s.error is not None]
+        for sequence in leaving:
+            sequence.end()
+            self._sequences.remove(sequence)

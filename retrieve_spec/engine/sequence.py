@@ -1,0 +1,395 @@
+"""A sequence: one text that is being generated, with all that is its own: sampler, stopping criteria, drafter, cache.
+
+An `Engine` takes it from pass to pass with these verbs: `read` (a piece of the prompt), `draft`, `verify`, `look`,
+`accept`, `learn`, and at last `end`. What a pass made visible waits in `news` until the sequence's reader takes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.config import MAX_NODES
+from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, VerifiedPass
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.pass_log import PassLog
+from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.errors import InterruptedPassError
+from retrieve_spec.sampling.acceptance import Sampler, walk
+from retrieve_spec.sampling.pass_logits import PassLogits
+from retrieve_spec.sampling.stopping import Stopper
+from retrieve_spec.sampling.text import RowText
+from retrieve_spec.verify.verifier import Verifier, VerifierInputs, VerifierOutput
+
+NO_DRAFT = DraftTree()
+_NO_TIME = (0.0, 0.0, 0.0, 0.0)
+_BETWEEN, _READING, _DRAFTING, _VERIFYING, _WALKING, _COMMITTING, _LEARNING = range(7)
+"""What a sequence is in the middle of; it matters when an interruption cuts a pass short."""
+RUN_AHEAD = 2
+"""Passes that a sequence is ahead of its reader at most, when other sequences' passes take it along."""
+
+
+@dataclass(slots=True)
+class Limits:
+    """How much one pass of a sequence may draft.
+
+    Attributes
+    ----------
+    nodes
+        Draft nodes at most; None leaves it to the drafter and the measured cost.
+    max_depth
+        Longest drafted path.
+    max_length
+        Tokens the text may grow to.
+    draft_end
+        Length of the text that no drafted token may reach beyond (position limit, rotary switch); 0 for no limit.
+    prefill_chunk
+        Prompt tokens per pass at most; 0 feeds the prompt in one pass.
+    prompt_logits
+        Positions at the end of the prompt whose top tokens the drafter sees.
+    provenance
+        Note where accepted drafts came from.
+    """
+
+    nodes: int | None
+    max_depth: int
+    max_length: int
+    draft_end: int = 0
+    prefill_chunk: int = 0
+    prompt_logits: int = 0
+    provenance: bool = False
+
+
+class Sequence:
+    """One text under way.
+
+    Parameters
+    ----------
+    inputs
+        What the generation starts from.
+    verifier
+        What runs the model for it.
+    lend
+        Lends it a drafter when it starts, or says why it goes without.
+    sampler, stopper
+        Which token is the target's next, and after which it ends.
+    limits
+        How much one pass may draft.
+    ids
+        (1, L) long, the text as processors and criteria see it, where it has more than `inputs`: padding in front.
+    prediction_ids
+        (m,) int32 text the output is expected to follow.
+    context_ids
+        (n,) int32 what the drafter reads in place of the prompt.
+    on_pass
+        Called with what each pass showed the drafter, the prompt's first.
+    on_end
+        Called once, when the sequence has ended.
+    waits_for_reader
+        Takes part in passes only while its reader asks for one: its cache is the caller's and never runs ahead.
+    bytes_per_token
+        Memory that keys and values of a token take.
+
+    Attributes
+    ----------
+    text
+        Prompt and emitted tokens.
+    news
+        Visible tokens of passes that the reader has not taken, (t,) int32 each; empty after a piece of a prompt.
+    asked
+        Readers that are waiting for it.
+    drafter, lent
+        What drafts for it, and what it gives back when it has ended, `spoiled` if an interruption hit it amid its work.
+    steps
+        Numbers of the engine's steps it took part in behind its prompt.
+    ended, error, cache
+        Whether it is over, what it failed with, and the cache as plain `generate` leaves it.
+    """
+
+    def __init__(
+        self,
+        inputs: VerifierInputs,
+        verifier: Verifier,
+        lend: Callable[[], Drafter | str],
+        sampler: Sampler,
+        stopper: Stopper,
+        limits: Limits,
+        *,
+        ids: torch.Tensor | None = None,
+        prediction_ids: NDArray[np.int32] | None = None,
+        context_ids: NDArray[np.int32] | None = None,
+        on_pass: Callable[[VerifiedPass], None] | None = None,
+        on_end: Callable[[Sequence], None] | None = None,
+        waits_for_reader: bool = False,
+        bytes_per_token: int = 0,
+    ) -> None:
+        self.text = RowText(inputs.input_ids if ids is None else ids)
+        self.report = GenerationReport()
+        self.log = PassLog(self.report, self.text.prompt_length, limits.provenance)
+        self.news: deque[NDArray[np.int32]] = deque()
+        self.asked = 0
+        self.cancelled = self.stopped = self.ended = self.spoiled = False
+        self.error: BaseException | None = None
+        self.cache: Any = None
+        self.verifier = verifier
+        self.drafter: Drafter | None = None
+        self.lent: Drafter | None = None
+        self.wants_hidden: Layer | None = None
+        self.limits = limits
+        self.sampler, self._stopper = sampler, stopper
+        self._inputs, self._lend = inputs, lend
+        self._prediction_ids, self._on_pass, self._on_end = prediction_ids, on_pass, on_end
+        self._context_ids = _prompt_ids(inputs) if context_ids is None else context_ids
+        self._waits_for_reader = waits_for_reader
+        self.bytes_per_token = bytes_per_token
+        self.climate = climate()
+        self.steps: list[int] = []
+        self._unread = inputs.uncached_ids
+        self._stage = _BETWEEN
+        self._path: list[int] = []
+        self._started = False
+        self._drafts = False  # whether the drafter was started
+        self.tree = NO_DRAFT
+        self._output: VerifierOutput | None = None
+        self._logits: PassLogits | None = None
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether some of the prompt is still to be read."""
+        return len(self._unread) > 0
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the next pass may take it along: its reader is not too far behind."""
+        if self.stopped or self.cancelled or self.ended or self.error is not None:
+            return False
+        if self._waits_for_reader:
+            return self.asked > 0 and not self.news
+        return len(self.news) < RUN_AHEAD
+
+    @property
+    def has_news(self) -> bool:
+        """Whether its reader has something to take, or nothing to wait for."""
+        return bool(self.news) or self.ended
+
+    def take(self) -> NDArray[np.int32] | None:
+        """The visible tokens of the oldest pass not taken; None at the end; what it failed with is raised."""
+        if self.news:
+            return self.news.popleft()
+        if self.error is not None:
+            raise self.error
+        return None
+
+    def _start(self) -> None:
+        """Take over the cache and let the drafter read the text."""
+        self.report.began = self.report.began or perf_counter()
+        self._started = True
+        self.verifier.start(self._inputs)
+        self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
+        if self.verifier.mode != "plain":
+            lent = self.lent or self._lend()
+            if isinstance(lent, str):
+                self.report.mode, self.report.reason = "plain", lent
+            else:
+                self.drafter = self.lent = lent
+                self.wants_hidden = lent.wants_hidden
+                lent.start(self._context_ids, self._prediction_ids)
+                self._drafts = True
+
+    def read(self, most: int = 0) -> None:
+        """Read the next piece of the prompt, of `most` tokens at most (0: no limit); the last one brings a token.
+
+        Models whose state cannot be rolled back read their prompt in one piece.
+        """
+        began = perf_counter()
+        self._stage = _READING
+        if not self._started:
+            self._start()
+        verifier = self.verifier
+        size = min(self.limits.prefill_chunk or len(self._unread), most or len(self._unread))
+        if len(self._unread) > size and verifier.mode != "plain":
+            verifier.forward(self._unread[:size], want_hidden=self.wants_hidden)
+            verifier.commit(NO_DRAFT.parent)
+            self._unread = self._unread[size:]
+            self.news.append(NO_DRAFT.token_ids)
+        else:
+            self._read_last()
+        self._stage = _BETWEEN
+        self.report.prefill_ms += (perf_counter() - began) * 1e3
+
+    def _read_last(self) -> None:
+        """Read the rest of the prompt and choose the first token."""
+        prompt, drafter = self._unread, self.drafter
+        learns = drafter is not None and drafter.top_k > 0
+        keep = min(max(self.limits.prompt_logits, 1), len(prompt)) if learns else 1
+        output = self.verifier.forward(prompt, keep=keep, want_hidden=self.wants_hidden)
+        self._unread = prompt[:0]
+        self.saw(NO_DRAFT, output, keep - 1)
+        self.look()
+        self.accept()
+        if drafter is not None and learns:
+            logits = self._logits
+            assert logits is not None
+            drafter.observe_prompt(prompt[-keep:], logits.top_ids, logits.top_logits)
+        self.learn(prompt=True)
+
+    def draft(self, most: int = MAX_NODES, cost: NDArray[np.float32] | None = None) -> DraftTree:
+        """Ask the drafter for a tree that fits everything the text may still become.
+
+        Parameters
+        ----------
+        most
+            Nodes at most.
+        cost
+            (n + 1,) seconds of a pass over 0 … n drafted nodes, or None.
+        """
+        if self.drafter is None:
+            return NO_DRAFT
+        limits, length = self.limits, self.text.length
+        depth = min(limits.max_depth, limits.max_length - length - 1)
+        if limits.draft_end:
+            depth = min(depth, limits.draft_end - length)
+        nodes = most if limits.nodes is None else min(limits.nodes, most)
+        if depth < 1:
+            nodes, cost = 0, None
+        self._stage = _DRAFTING
+        tree = self.drafter.propose(Budget(nodes, max(depth, 0), cost, self.sampler.noise_at(self.text)))
+        self._stage = _BETWEEN
+        return tree.first_branch() if self.verifier.mode == "chain" and not tree.is_chain else tree
+
+    def verify(self, tree: DraftTree) -> None:
+        """Run the model over the last token and a draft, in a pass of its own."""
+        self._stage = _VERIFYING
+        given = tree if len(tree) else None
+        self.saw(tree, self.verifier.forward(self.text.last_ids, given, want_hidden=self.wants_hidden))
+
+    def saw(self, tree: DraftTree, output: VerifierOutput, first_row: int = 0) -> None:
+        """Take over what a pass computed for a draft; row `first_row` of it follows the root."""
+        self.tree, self._output, self._first_row, self._begun = tree, output, first_row, self.text.length
+        self._path = []
+        self._stage = _WALKING
+
+    def look(self) -> None:
+        """Bring over what the walk and the drafter need of the pass's logits; waits for the device."""
+        top_k = self.drafter.top_k if self.drafter is not None else 1
+        assert self._output is not None
+        self._logits = self.sampler.read(self._output.logits, self._first_row, self.tree, self.text, top_k)
+
+    def accept(self) -> None:
+        """Follow the target's choices down the tree, keep what was walked and show it."""
+        assert self._logits is not None
+        self.walked = walk(
+            self.tree, self._logits, self._first_row, self.sampler, self.text, self._stopper, self._path, self._begun
+        )
+        self._commit()
+        self._stage = _LEARNING
+        self.stopped = self.walked.stopped
+        self.news.append(self.walked.emitted)
+        if not self.report.passes:  # the prompt's pass
+            self.report.passes, self.report.new_tokens = 1, len(self.walked.emitted)
+
+    def _commit(self) -> None:
+        """Let the cache keep the nodes that were walked."""
+        self._stage = _COMMITTING
+        self.verifier.commit(np.array(self._path, np.int32))
+
+    def learn(self, prompt: bool = False) -> None:
+        """Tell the drafter what the pass showed; of the `prompt` it has seen the top tokens."""
+        if self.drafter is not None:
+            shown = self._shown(self.drafter.top_k > 0)
+            self.drafter.observe(replace(shown, top_ids=None, top_logits=None) if prompt else shown)
+            if self._on_pass is not None:
+                self._on_pass(shown)
+        self._output = None
+        self._stage = _BETWEEN
+
+    def _shown(self, with_top: bool) -> VerifiedPass:
+        """What the pass showed, from the root on."""
+        assert self._logits is not None and self._output is not None
+        first, path = self._first_row, self.walked.path
+        return VerifiedPass(
+            self.tree,
+            path,
+            self.walked.emitted,
+            self._logits.top_ids[first:] if with_top else None,
+            self._logits.top_logits[first:] if with_top else None,
+            _host(self._output.hidden, first + (int(path[-1]) + 1 if len(path) else 0)),
+        )
+
+    def recover(self) -> None:
+        """Make good a pass that was cut short: what the model has computed is used, else the pass begins again.
+
+        Raises
+        ------
+        InterruptedPassError
+            It was cut where the model's state cannot be taken back.
+        """
+        stage, self._stage = self._stage, _BETWEEN
+        if stage in (_DRAFTING, _LEARNING):
+            self.drafter, self.spoiled = None, True
+        elif stage == _WALKING:
+            self.look()
+            self.accept()
+            self.learn()
+            self.log.note(self.tree, self.walked, _NO_TIME, self.text.length)
+        elif stage == _READING and self._started:
+            cache, self._started = self.verifier.finish(), False
+            self._unread = self._inputs.uncached_ids
+            past = self._inputs.past_length
+            if cache is not None and (surplus := int(cache.get_seq_length()) - past):
+                cache.crop(-surplus) if past else cache.reset()
+        elif stage == _COMMITTING or (stage == _VERIFYING and self.verifier.mode == "plain"):
+            raise InterruptedPassError(
+                "passes that run to their end",
+                "one that another generation's interruption cut short",
+                "Start this generation again.",
+            )
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the sequence, however far it got: the cache is handed back, the drafter keeps what it may keep."""
+        if self.ended:
+            return
+        self.error = self.error or error
+        stage, self._stage = self._stage, _BETWEEN
+        try:
+            if self._started:
+                if stage == _WALKING:
+                    self._commit()
+                self.report.pass_kind, self.report.pass_reason = self.verifier.pass_kind, self.verifier.pass_reason
+                self.cache = self.verifier.finish()
+            self.spoiled |= stage in (_DRAFTING, _LEARNING) or (stage == _READING and not self._drafts)
+            if self.drafter is not None and self._drafts and not self.spoiled:
+                self.drafter.finish()
+        except Exception as failed:
+            self.error = self.error or failed
+        finally:
+            self.ended = True
+            self.report.seconds = perf_counter() - self.report.began if self.report.began else 0.0
+            self.log.summary()
+            if self._on_end is not None:
+                self._on_end(self)
+
+
+def _prompt_ids(inputs: VerifierInputs) -> NDArray[np.int32]:
+    """(L,) int32 the prompt."""
+    ids: NDArray[np.int32] = inputs.input_ids[0].cpu().numpy().astype(np.int32)
+    return ids
+
+
+def climate() -> tuple[object, ...]:
+    """What else of this thread a model's arithmetic depends on: sequences of one climate share steps."""
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+
+def _host(hidden: torch.Tensor | None, row: int) -> NDArray[np.float32] | None:
+    if hidden is None:
+        return None
+    state: NDArray[np.float32] = hidden[row].float().cpu().numpy()
+    return state

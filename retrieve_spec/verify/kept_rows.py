@@ -1,0 +1,124 @@
+"""Kept rows: which rows of a cache stay after a pass, so that an exception at any instant can be made good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from retrieve_spec.verify.cache import keep_path, trim
+
+_Rows = tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Commit:
+    """What a commit does to one layer: the same if it is done again."""
+
+    rows: int  # before it
+    dropped: int
+    seen: int  # tokens of the text afterwards
+    moved: _Rows | None  # copies of the accepted rows that do not lie right, keys and values
+    place: int  # where they go
+
+
+class KeptRows:
+    """Which rows of a cache stay, so that what an exception at any instant leaves can be made good.
+
+    A pass appends rows to every layer. `commit` keeps those of the accepted path; `settle` finishes a commit that was
+    cut short, or takes every layer back to where it was before a pass that was not committed. Caches with layers that
+    do not grow row by row are cropped as they do it themselves.
+
+    Parameters
+    ----------
+    cache
+        The cache as it is before the first pass.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._commits: list[_Commit] = []
+        self._at_rest = self._held()
+
+    def _held(self) -> list[tuple[int, int]]:
+        """By layer, rows held and tokens seen."""
+        return [(_rows(layer), int(getattr(layer, "cumulative_length", 0))) for layer in self._cache.layers]
+
+    @property
+    def grows_by_rows(self) -> bool:
+        """Whether every layer that holds something grows row by row."""
+        kinds = {type(layer) for layer in self._cache.layers}
+        return all(kind in (DynamicLayer, DynamicSlidingWindowLayer) or kind.__name__ == "DummyLayer" for kind in kinds)
+
+    def commit(self, path: NDArray[np.int32], nodes: int) -> None:
+        """Keep the rows of the last pass but those of its last `nodes` nodes that are not on `path`, (a,) int32."""
+        if not self.grows_by_rows:
+            if nodes:
+                keep_path(self._cache, path, nodes)
+            else:
+                trim(self._cache)
+            return
+        stay = int((np.append(path, -1) != np.arange(len(path) + 1)).argmax())  # accepted rows that lie right
+        commits = []
+        for (rows, seen), layer in zip(self._held(), self._cache.layers, strict=True):
+            moved = None
+            if stay < len(path) and rows:
+                index = torch.as_tensor(path[stay:].astype(np.int64) + rows - nodes, device=layer.keys.device)
+                moved = tuple(part.index_select(-2, index) for part in (layer.keys, layer.values))
+            commits.append(_Commit(rows, nodes - len(path), seen - nodes + len(path), moved, rows - nodes + stay))
+        self._commits = commits
+        self.settle()
+
+    def settle(self) -> None:
+        """Finish a commit that was begun, or forget a pass that was not committed."""
+        if not self.grows_by_rows:
+            return
+        if self._commits:
+            for layer, commit in zip(self._cache.layers, self._commits, strict=True):
+                _finish(layer, commit)
+        else:
+            for i, layer in enumerate(self._cache.layers):
+                _take_back(layer, *(self._at_rest[i] if i < len(self._at_rest) else (0, 0)))
+        self._at_rest, self._commits = self._held(), []
+
+
+def _rows(layer: Any) -> int:
+    """Rows a layer holds."""
+    keys = getattr(layer, "keys", None)
+    return int(keys.shape[-2]) if isinstance(keys, torch.Tensor) and keys.numel() else 0
+
+
+def _finish(layer: Any, commit: _Commit) -> None:
+    """Keep what a commit keeps of a layer; a part that has fewer rows than before it is done."""
+    if not commit.rows:
+        return
+    parts: _Rows = (layer.keys, layer.values)
+    for i, part in enumerate(parts if commit.moved else ()):
+        assert commit.moved is not None
+        if part.shape[-2] == commit.rows:
+            part.narrow(-2, commit.place, commit.moved[i].shape[-2]).copy_(commit.moved[i])
+    last = commit.rows - commit.dropped
+    kept = [part.narrow(-2, 0, last) if part.shape[-2] == commit.rows and commit.dropped else part for part in parts]
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        kept = [part[..., -layer.sliding_window + 1 :, :] for part in kept]
+        layer.keys, layer.values, layer.cumulative_length = kept[0], kept[1], commit.seen
+    else:
+        layer.keys, layer.values = kept
+
+
+def _take_back(layer: Any, rows: int, seen: int) -> None:
+    """Let a layer hold its first `rows` rows only, of `seen` tokens."""
+    if not getattr(layer, "is_initialized", False) or getattr(layer, "keys", None) is None:
+        return
+    if not rows:
+        layer.reset()
+        return
+    keys, values = (part.narrow(-2, 0, min(rows, part.shape[-2])) for part in (layer.keys, layer.values))
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.keys, layer.values, layer.cumulative_length = keys, values, seen
+    else:
+        layer.keys, layer.values = keys, values
