@@ -1,4 +1,4 @@
-"""Turns an exported program into a short Python function over live weights, by rewriting its graph.
+"""Graph passes: an exported program becomes a short Python function over live weights, by rewriting its graph.
 
 Knows tensor operations, not models.
 """

@@ -1,4 +1,4 @@
-"""Turns graphs into ones with fewer and faster calls: normalisation, rotary embeddings, gates, weight layouts.
+"""Graph rewrites: fewer and faster calls for normalisation, rotary embeddings, gates, and linear layers.
 
 Rewrites for float32 graphs change how floats are rounded; those for 16-bit graphs (`fuse_half`) keep where the model
 rounds to 16 bits.

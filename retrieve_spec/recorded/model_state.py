@@ -17,8 +17,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
+
+from retrieve_spec.recorded.state_parts import (
+    SMALL,
+    different_keys,
+    equal,
+    has_changed,
+    is_one_number,
+    kind,
+    place,
+    read_function,
+    read_slots,
+    same_buffers,
+    same_entry,
+    slots_of,
+    storage_ref,
+    version_of,
+)
 
 OWN_ATTRIBUTES = frozenset(
     {"speculation", "generate", "_generate_before_speculation", "generation_config", "prepare_inputs_for_generation"}
@@ -32,8 +48,6 @@ _UNREAD = (
 """Containers of a module that do not change what its forward gives as long as there are no hooks."""
 MOST_VALUES = 1_000_000
 """Plain values that are followed at most."""
-_SMALL = 4096
-"""Entries of a tensor that is compared by value."""
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, types.ModuleType)
 _SKIPPED = (GenerationConfig, torch.Generator, logging.Logger)
 
@@ -70,9 +84,9 @@ class ModelState:
         self._root = self._own(model)
         self._walk(model)
         self._types = [type(each) for each in self._objects]
-        self._kinds = [_kind(tensor) for tensor in self._tensors]
-        self._storages = [_storage_ref(tensor) for tensor in self._tensors]  # an address is not used again meanwhile
-        self._places = [_place(tensor) for tensor in self._tensors]
+        self._kinds = [kind(tensor) for tensor in self._tensors]
+        self._storages = [storage_ref(tensor) for tensor in self._tensors]  # an address is not used again meanwhile
+        self._places = [place(tensor) for tensor in self._tensors]
         self._seen.clear()
         self._alive.clear()
 
@@ -84,37 +98,37 @@ class ModelState:
                 and self._own(model) == self._root
                 and all(map(operator.eq, self._lives, self._copies))
                 and list(map(type, self._objects)) == self._types
-                and list(map(_kind, self._tensors)) == self._kinds
+                and list(map(kind, self._tensors)) == self._kinds
                 and all(live() == part for _, live, part in self._parts)
                 and all(container[key] is tensor for container, key, tensor in self._ones)
-                and not any(map(_has_changed, self._constants))
-                and all(_same_buffers(live, then) for _, live, then in self._buffers)
+                and not any(map(has_changed, self._constants))
+                and all(same_buffers(live, then) for _, live, then in self._buffers)
             )
         except Exception:  # whatever a comparison of changed values raises: they are not what they were
             return False
 
     def has_moved(self) -> bool:
         """Whether a tensor has another storage than before; then what kept its address must not use it."""
-        places = list(map(_place, self._tensors))
+        places = list(map(place, self._tensors))
         moved = places != self._places
         if moved:
             self._places = places
-            self._storages = [_storage_ref(tensor) for tensor in self._tensors]
+            self._storages = [storage_ref(tensor) for tensor in self._tensors]
         return moved
 
     def changes(self, model: Any) -> list[str]:
         """Names of what is not what it was, as "Class.attribute"."""
         found = [] if type(model) is self._type else ["the model's class"]
-        found += _different_keys(self._type.__name__, self._own(model), self._root)
+        found += different_keys(self._type.__name__, self._own(model), self._root)
         for name, live, copy in zip(self._names, self._lives, self._copies, strict=True):
-            if not _equal(live, copy):
-                found += _different_keys(name, live, copy)
+            if not equal(live, copy):
+                found += different_keys(name, live, copy)
         found += [f"the class of {then.__name__}" for each, then in self._retyped()]
-        found += [name for name, live, part in self._parts if not _equal(live(), part)]
+        found += [name for name, live, part in self._parts if not equal(live(), part)]
         found += [str(key) for container, key, tensor in self._ones if container.get(key) is not tensor]
-        found += [constant[0] for constant in self._constants if _has_changed(constant)]
-        found += [name for name, live, then in self._buffers if not _same_buffers(live, then)]
-        if list(map(_kind, self._tensors)) != self._kinds:
+        found += [constant[0] for constant in self._constants if has_changed(constant)]
+        found += [name for name, live, then in self._buffers if not same_buffers(live, then)]
+        if list(map(kind, self._tensors)) != self._kinds:
             found.append("the type, shape or device of a weight")
         return found
 
@@ -123,20 +137,20 @@ class ModelState:
         if self.holds(model):
             return []
         found = self.changes(model)
-        same = [i for i, (live, copy) in enumerate(zip(self._lives, self._copies, strict=True)) if _equal(live, copy)]
+        same = [i for i, (live, copy) in enumerate(zip(self._lives, self._copies, strict=True)) if equal(live, copy)]
         self._names, self._lives, self._copies = (
             [entries[i] for i in same] for entries in (self._names, self._lives, self._copies)
         )
         before, now = self._root, self._own(model)
-        changed = {key for key in before.keys() | now.keys() if not _same_entry(now.get(key), before.get(key))}
+        changed = {key for key in before.keys() | now.keys() if not same_entry(now.get(key), before.get(key))}
         self._ignored |= changed
         self._root = self._own(model)
         self._types = [type(each) for each in self._objects]
-        self._kinds = [_kind(tensor) for tensor in self._tensors]
-        self._parts = [part for part in self._parts if _equal(part[1](), part[2])]
+        self._kinds = [kind(tensor) for tensor in self._tensors]
+        self._parts = [part for part in self._parts if equal(part[1](), part[2])]
         self._ones = [one for one in self._ones if one[0].get(one[1]) is one[2]]
-        self._constants = [constant for constant in self._constants if not _has_changed(constant)]
-        self._buffers = [buffers for buffers in self._buffers if _same_buffers(*buffers[1:])]
+        self._constants = [constant for constant in self._constants if not has_changed(constant)]
+        self._buffers = [buffers for buffers in self._buffers if same_buffers(*buffers[1:])]
         return found
 
     def keeps(self, other: ModelState) -> bool:
@@ -178,7 +192,7 @@ class ModelState:
         elif isinstance(value, dict):
             self._add(name, value, dict(value))
             todo.extend((f"{name}[{key!r}]", each) for key, each in value.items())
-            self._ones += [(value, key, each) for key, each in value.items() if _is_one_number(each)]
+            self._ones += [(value, key, each) for key, each in value.items() if is_one_number(each)]
         elif isinstance(value, (list, deque)):
             self._add(name, value, value.copy())
             todo.extend((f"{name}[{i}]", each) for i, each in enumerate(value))
@@ -206,7 +220,7 @@ class ModelState:
     def _add_object(self, value: Any, todo: deque[tuple[str, Any]]) -> None:
         """Note an object's attributes: those in its dictionary, and those in slots."""
         name = type(value).__name__
-        slots = [slot for cls in type(value).__mro__ for slot in _slots(cls)]
+        slots = [slot for cls in type(value).__mro__ for slot in slots_of(cls)]
         attributes = getattr(value, "__dict__", None)
         if attributes is None and not slots:
             return
@@ -217,9 +231,9 @@ class ModelState:
         if isinstance(attributes, dict):
             self._add(name, attributes, dict(attributes))
             todo.extend((f"{name}.{key}", each) for key, each in attributes.items())
-            self._ones += [(attributes, key, each) for key, each in attributes.items() if _is_one_number(each)]
+            self._ones += [(attributes, key, each) for key, each in attributes.items() if is_one_number(each)]
         if slots:
-            read = functools.partial(_read_slots, value, slots)
+            read = functools.partial(read_slots, value, slots)
             self._parts.append((name, read, read()))
             todo.extend((name, each) for each in read())
 
@@ -241,13 +255,13 @@ class ModelState:
     def _add_tensor(self, name: str, tensor: torch.Tensor, todo: deque[tuple[str, Any]]) -> None:
         """Note a tensor that is no parameter and no buffer: recording may have read numbers from it."""
         self._tensors.append(tensor)
-        copy = tensor.detach().clone() if tensor.numel() <= _SMALL and not tensor.is_meta else None
-        self._constants.append((name, tensor, copy, _version(tensor)))
+        copy = tensor.detach().clone() if tensor.numel() <= SMALL and not tensor.is_meta else None
+        self._constants.append((name, tensor, copy, version_of(tensor)))
         todo.append((name, getattr(tensor, "__dict__", None)))
 
     def _add_function(self, name: str, function: types.FunctionType, todo: deque[tuple[str, Any]]) -> None:
         """Note a function's code, its defaults and what it closes over."""
-        read = functools.partial(_read_function, function)
+        read = functools.partial(read_function, function)
         self._parts.append((name, read, read()))
         todo.extend((name, each) for each in read())
         todo.append((name, function.__dict__))
@@ -269,111 +283,3 @@ class ModelState:
 
 
 _CODE = (types.FunctionType, type)
-
-
-def why_not_recordable(model: Any) -> str:
-    """Why a recording would not stand for the model's forward; empty when it would."""
-    if model.training:
-        return "the model is in training mode"
-    if not model._supports_attention_backend:
-        return "its layers do not use transformers' attention interface"
-    torch_wide = torch.nn.modules.module
-    if torch_wide._global_forward_hooks or torch_wide._global_forward_pre_hooks:
-        return "torch has forward hooks for all modules"
-    for module in model.modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            # transformers' own hooks stay behind after output_hidden_states=True and do nothing unless it is asked for
-            if not getattr(hook, "__module__", "").startswith("transformers."):
-                return f"{type(module).__name__} has forward hooks"
-    return ""
-
-
-def _kind(tensor: torch.Tensor) -> Any:
-    """Type, device, shape and strides of a tensor, as far as it has them."""
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
-        return tensor.dtype, tensor.device, tensor.shape
-    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Which storage a tensor lies in, and its address; zeros for a tensor that is made of others."""
-    try:
-        return tensor.untyped_storage()._cdata, tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0, 0
-
-
-def _storage_ref(tensor: torch.Tensor) -> StorageWeakRef | None:
-    """What keeps the name of a tensor's storage from being given to another one, without keeping its memory."""
-    try:
-        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; 0 where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _has_changed(constant: tuple[str, torch.Tensor, torch.Tensor | None, int]) -> bool:
-    _, tensor, copy, version = constant
-    return _version(tensor) != version or (copy is not None and not torch.equal(tensor.detach(), copy))
-
-
-def _same_buffers(live: dict[str, Any], then: dict[str, Any]) -> bool:
-    """Whether buffers are the same ones, or small ones were replaced by equal ones."""
-    if live.keys() != then.keys():
-        return False
-    for now, before in zip(live.values(), map(then.get, live), strict=True):
-        if now is before:
-            continue
-        if now is None or before is None or now.numel() > _SMALL or _kind(now) != _kind(before):
-            return False
-        if not torch.equal(now, before):
-            return False
-    return True
-
-
-def _is_one_number(value: Any) -> bool:
-    """Whether a value is a tensor that compares to a single truth value."""
-    return isinstance(value, torch.Tensor) and value.numel() <= 1
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = cls.__dict__.get("__slots__", ())
-    return tuple(s for s in ((slots,) if isinstance(slots, str) else slots) if not s.startswith("__"))
-
-
-def _read_slots(value: Any, slots: list[str]) -> tuple[Any, ...]:
-    return tuple(getattr(value, slot, None) for slot in slots)
-
-
-def _read_function(function: types.FunctionType) -> tuple[Any, ...]:
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # still empty
-            cells.append(None)
-    return (function.__code__, function.__defaults__, function.__kwdefaults__, *cells)
-
-
-def _equal(live: Any, copy: Any) -> bool:
-    try:
-        return bool(live == copy)
-    except Exception:  # tensors of several numbers have no truth value
-        return False
-
-
-def _different_keys(name: str, live: Any, copy: Any) -> list[str]:
-    """Names of the entries that two containers differ in."""
-    if not isinstance(live, (dict, types.MappingProxyType)):
-        return [] if _equal(live, copy) else [name]
-    keys = [*copy, *(key for key in live if key not in copy)]
-    missing = object()
-    return [f"{name}.{key}" for key in keys if not _same_entry(live.get(key, missing), copy.get(key, missing))]
-
-
-def _same_entry(live: Any, copy: Any) -> bool:
-    return live is copy or _equal(live, copy)

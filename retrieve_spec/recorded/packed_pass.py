@@ -1,4 +1,4 @@
-"""Turns the trees of several rows of text into one recorded pass, every row over its own cache."""
+"""Packed pass: the trees of several rows of text in one recorded pass, every row over its own KV buffer."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def _run(
     verifiers: Sequence[RecordedVerifier], laid: Sequence[LaidOut], spans: list[slice], graphs: GraphedTexts | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and hidden states of all texts, one behind the other."""
-    captured = verifiers[0].recorded
-    if packs(captured, laid):
+    recorded = verifiers[0].recorded
+    if packs(recorded, laid):
         if graphs is not None and (out := graphs.run(laid)) is not None:
             return out
         rows, texts = spans[-1].stop, len(laid)
-        return PackedPass(captured, laid, rows, texts, shares(captured, laid, rows, texts))(laid)
+        return PackedPass(recorded, laid, rows, texts, shares(recorded, laid, rows, texts))(laid)
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         parts = [
@@ -71,7 +71,7 @@ def _run(
 
     ids = np.concatenate([text.ids for text in laid])
     positions = np.concatenate([text.depths + text.position for text in laid])
-    return run_rows(captured, ids, positions, attend)
+    return run_rows(recorded, ids, positions, attend)
 
 
 def _spans(laid: Sequence[LaidOut]) -> list[slice]:

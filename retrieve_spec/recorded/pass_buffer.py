@@ -1,4 +1,4 @@
-"""Turns what changes from pass to pass into arrays in device memory, filled with one copy that nobody waits for."""
+"""Pass buffers: what changes from pass to pass as arrays in device memory, filled with one copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a model's own forward into one flat list of tensor operations with the cache and the attention left open.
+"""Recorded pass: a model's own forward as one flat list of tensor operations, with cache and attention left open.
 
 `torch.export` records what the model does to a handful of tokens; Python modules, hooks and masks are gone afterwards,
 and no operation depends on how many tokens the cache holds. Recording runs on fake tensors, so a forward whose
@@ -28,7 +28,7 @@ from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded import graph_passes
-from retrieve_spec.recorded.model_state import why_not_recordable
+from retrieve_spec.recorded.recordable import why_not_recordable
 from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.interface import catch_hidden, input_device
 
@@ -39,7 +39,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 class RecordingError(Exception):
-    """A forward cannot be recorded; the message completes "the pass is not captured because …"."""
+    """A forward cannot be recorded; the message completes "the pass is not recorded because …"."""
 
 
 @torch.library.custom_op("retrieve_spec::attend", mutates_args=())

@@ -1,4 +1,4 @@
-"""Verifies draft trees, and reads prompts where that is faster, with a model's recorded pass and preallocated cache."""
+"""Recorded verifier: verifies draft trees, and reads prompts, with a recorded pass and a KV buffer."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 from retrieve_spec.recorded.kv_buffer import cache_windows, why_not_preallocated
-from retrieve_spec.recorded.model_state import ModelState, why_not_recordable
+from retrieve_spec.recorded.model_state import ModelState
+from retrieve_spec.recorded.recordable import why_not_recordable
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.weight_layout import Layouts

@@ -16,6 +16,7 @@ import torch
 from retrieve_spec.config import PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.recorded.model_state import ModelState
+from retrieve_spec.recorded.recordable import why_single_steps
 from retrieve_spec.recorded.recorded_pass import RECORDER, attention_implementation
 from retrieve_spec.recorded.recording import Recording, try_recording, why_not_recorded
 from retrieve_spec.recorded.weight_layout import Layouts
@@ -148,6 +149,8 @@ class VerifierFactory:
 
     def _examine(self, finding: Finding | None = None) -> _Known:
         """Probe the model, record it if it may be, and remember both for its state."""
+        if why := why_single_steps(self._model):  # for this call only: nothing to remember
+            return _Known(ModelState(self._model), Finding("plain", why, self._finding.interface))
         if self._known and logger.isEnabledFor(logging.DEBUG):
             logger.debug("the model has changed: %s", ", ".join(self._known[0].state.changes(self._model)[:5]))
         with torch.autocast(input_device(self._model).type, enabled=False):

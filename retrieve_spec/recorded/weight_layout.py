@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from retrieve_spec.kernels.checksum import checksum, is_diagonal, read_diagonal
+from retrieve_spec.recorded.state_parts import place, storage_ref, version_of
 
 _ROWS = (1, 2, 4, 16, 64)
 """Numbers of rows that are tried; from the largest of them on, one answer holds."""
@@ -50,13 +51,11 @@ class Layout:
     def _note(self) -> None:
         """Take down what the weight is like at the moment it is copied."""
         words = self._words()
-        self._place, self._version = self._where(), version_of(self.weight)
+        self._place, self._version = place(self.weight), version_of(self.weight)
+        self._storage = storage_ref(self.weight)  # its name is not given to another one meanwhile
         self._sample = np.empty(max(words.shape), np.uint32)
         read_diagonal(words, self._sample)
         self._checksum = checksum(words.reshape(-1))
-
-    def _where(self) -> tuple[int, int]:
-        return self.weight.untyped_storage()._cdata, self.weight.data_ptr()
 
     def _words(self) -> NDArray[np.uint32]:
         """(out, d) the weight's numbers as they lie in memory."""
@@ -64,7 +63,7 @@ class Layout:
 
     def looks_current(self) -> bool:
         """Whether storage, version counter and wrapped diagonal are those of the copy."""
-        same = self._place == self._where() and self._version == version_of(self.weight)
+        same = self._place == place(self.weight) and self._version == version_of(self.weight)
         return same and bool(is_diagonal(self._words(), self._sample))
 
     def is_current(self) -> bool:
@@ -79,11 +78,6 @@ class Layout:
             packed, self.from_rows = _by_columns(weight), 0
         self.tensor = packed
         self._note()
-
-
-def version_of(weight: torch.Tensor) -> int:
-    """How often a tensor was changed in place, as torch counts; 0 for inference tensors, where it does not."""
-    return 0 if weight.is_inference() else weight._version
 
 
 class WeightCopies:
@@ -110,8 +104,8 @@ class WeightCopies:
         stale |= {id(layout): layout for layout in self._due(passes) if not layout.is_current()}
         for layout in stale.values():
             layout.copy_again()
-        for place, layout in self._layouts:
-            inputs[place] = layout.tensor  # another recording may have copied it again
+        for at, layout in self._layouts:
+            inputs[at] = layout.tensor  # another recording may have copied it again
         return len(stale)
 
     def _due(self, passes: int) -> Iterable[Layout]:

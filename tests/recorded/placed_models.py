@@ -26,15 +26,15 @@ class Placed:
         self.host = build(family)
         self.gpu, self.device = gpu, torch.device("cuda", index)
         self.begins: list[tuple[Counter[str], Counter[str]]] = []
-        captured = RecordedPass(self.host, 2)
+        recorded = RecordedPass(self.host, 2)
         self.model = copy.deepcopy(self.host).to(self.device)
-        move_recording(captured, self.model, index)
-        self.captured = captured
+        move_recording(recorded, self.model, index)
+        self.recorded = recorded
 
     def accelerate(self, answer: Any, script: str = "branchy", graphs: bool = True) -> PassPool:
-        model, interface, captured = self.model, read_interface(self.model), self.captured
+        model, interface, recorded = self.model, read_interface(self.model), self.recorded
         rs.accelerate(model, drafter=ScriptedDrafter(answer, script, vocab=VOCAB), nodes=24, recorded_pass="off")
-        pool, placed = PassPool(captured), self
+        pool, placed = PassPool(recorded), self
 
         class Counted(RecordedVerifier):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ class Placed:
                 return super().forward(*args, **kwargs)
 
         model.speculation._make_verifier = lambda: Counted(
-            model, HFVerifier(model, interface), captured, pool if graphs else None
+            model, HFVerifier(model, interface), recorded, pool if graphs else None
         )
         return pool
 

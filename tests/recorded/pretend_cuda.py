@@ -486,21 +486,21 @@ def triton_stand_in(gpu: PretendCuda) -> ModuleType:
     return module
 
 
-def move_recording(captured: Any, model: Any, index: int = 0) -> None:
+def move_recording(recorded: Any, model: Any, index: int = 0) -> None:
     """Let a recording that was made on the host stand for a model on a GPU; within `PretendCuda`."""
     device = torch.device("cuda", index)
     moved: dict[int, torch.Tensor] = {}
-    captured._weights = [
-        moved.setdefault(id(w), w if isinstance(w, CudaTensor) else w.detach().to(device)) for w in captured._weights
+    recorded._weights = [
+        moved.setdefault(id(w), w if isinstance(w, CudaTensor) else w.detach().to(device)) for w in recorded._weights
     ]
-    captured.device = device
-    captured.rules = [
-        rule if rule.sinks is None else replace(rule, sinks=rule.sinks.detach().to(device)) for rule in captured.rules
+    recorded.device = device
+    recorded.rules = [
+        rule if rule.sinks is None else replace(rule, sinks=rule.sinks.detach().to(device)) for rule in recorded.rules
     ]
-    module = captured._code.__self__
+    module = recorded._code.__self__
     for node in module.graph.nodes:
         if node.kwargs.get("device") == torch.device("cpu"):
             node.kwargs = {**node.kwargs, "device": device}
         node.args = tree_map(lambda a: device if a == torch.device("cpu") else a, node.args)
     module.recompile()
-    captured._code = module.forward
+    recorded._code = module.forward

@@ -49,13 +49,13 @@ class Together:
         wrong = torch.arange(new_tokens) % 5 == 4
         self.answers = [torch.where(wrong, 7, row[30:]).tolist() for row in free]
         self.prompt, self.mask = prompt, mask.to(self.placed.device)
-        self.pool = PassPool(self.placed.captured)
+        self.pool = PassPool(self.placed.recorded)
 
     def accelerate(self, graphs: bool) -> None:
-        model, captured, pool = self.placed.model, self.placed.captured, self.pool if graphs else None
+        model, recorded, pool = self.placed.model, self.placed.recorded, self.pool if graphs else None
         rs.accelerate(model, nodes=12, recorded_pass="off")
         interface = read_interface(model)
-        model.speculation._make_verifier = lambda: RecordedVerifier(model, HFVerifier(model, interface), captured, pool)
+        model.speculation._make_verifier = lambda: RecordedVerifier(model, HFVerifier(model, interface), recorded, pool)
 
     def generate(self) -> torch.Tensor:
         return self.placed.generate(self.prompt, attention_mask=self.mask, prediction=self.answers, **self.options)
@@ -128,7 +128,7 @@ def test_batches_go_on_where_several_texts_cannot_share_a_launch_or_a_capture_fa
         run()
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    rows.pool = PassPool(rows.placed.captured, refused)
+    rows.pool = PassPool(rows.placed.recorded, refused)
     rows.accelerate(graphs=True)
     for _ in range(2):
         assert torch.equal(rows.generate(), rows.expected)

@@ -40,10 +40,10 @@ class Capture:
 def use_pool(model: Any, answer: Any, script: str, capture: Capture) -> PassPool:
     """Accelerate a model whose verifiers share a pool."""
     rs.accelerate(model, drafter=ScriptedDrafter(answer, script, vocab=VOCAB), nodes=24, recorded_pass="always")
-    captured = RecordedPass(model, 2)
-    pool = PassPool(captured, capture, triton=False)
+    recorded = RecordedPass(model, 2)
+    pool = PassPool(recorded, capture, triton=False)
     interface = read_interface(model)
-    model.speculation._make_verifier = lambda: RecordedVerifier(model, HFVerifier(model, interface), captured, pool)
+    model.speculation._make_verifier = lambda: RecordedVerifier(model, HFVerifier(model, interface), recorded, pool)
     return pool
 
 

@@ -155,7 +155,7 @@ def test_switches() -> None:
 def test_recording_agrees_for_every_number_of_rows() -> None:
     """One recording serves any number of rows, one included."""
     model = build("qwen3")
-    captured = RecordedPass(model, 2)
+    recorded = RecordedPass(model, 2)
     tokens = ids(40)
     expected = model(tokens).logits[0]
     from retrieve_spec.attention.tree_attention import attend
@@ -164,7 +164,7 @@ def test_recording_agrees_for_every_number_of_rows() -> None:
 
     for rows in (1, 2, 7, 40):
         cache = KVBuffer([0, 0], 64)
-        mask = TreeMask(captured.groups, torch.float32, torch.device("cpu"))
+        mask = TreeMask(recorded.groups, torch.float32, torch.device("cpu"))
         got = []
         for start in range(0, 40, rows):
             part = tokens[:, start : start + rows]
@@ -173,7 +173,7 @@ def test_recording_agrees_for_every_number_of_rows() -> None:
 
             def run(q: Any, k: Any, v: Any, layer: int, cache: Any = cache, mask: Any = mask) -> Any:
                 keys, values = cache.layers[layer].update(k, v)
-                return attend(q, keys, values, mask, captured.rules[layer])
+                return attend(q, keys, values, mask, recorded.rules[layer])
 
-            got.append(captured.run(part, torch.arange(start, start + n)[None], run)[0][0])
+            got.append(recorded.run(part, torch.arange(start, start + n)[None], run)[0][0])
         torch.testing.assert_close(torch.cat(got), expected, atol=1e-4, rtol=1e-4)

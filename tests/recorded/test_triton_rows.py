@@ -45,16 +45,16 @@ for model, norms in (
     ids, positions = torch.arange(3, 14)[None], torch.arange(11)[None]
     outs = []
     for fused in (False, True):
-        captured = RecordedPass(model, 2, fused=fused)
-        mask = TreeMask(captured.groups, dtype, torch.device("cpu"))
+        recorded = RecordedPass(model, 2, fused=fused)
+        mask = TreeMask(recorded.groups, dtype, torch.device("cpu"))
         mask.set(0, torch.ones(11, 11).tril().bool().numpy(), positions[0].numpy())
 
         def attend(query, keys, values, layer):
             packed = query.reshape(1, 2, 22, 8)
-            return attend_split(packed, keys, values, mask, captured.rules[layer]).reshape(1, 4, 11, 8).transpose(1, 2)
+            return attend_split(packed, keys, values, mask, recorded.rules[layer]).reshape(1, 4, 11, 8).transpose(1, 2)
 
-        outs.append(captured.run(ids, positions, attend)[0].float())
-        called = [node.target for node in captured._code.__self__.graph.nodes if node.op == "call_function"]
+        outs.append(recorded.run(ids, positions, attend)[0].float())
+        called = [node.target for node in recorded._code.__self__.graph.nodes if node.op == "call_function"]
         counts = [called.count(kernel) for kernel in (kernels.rms_norm, kernels.rotate, kernels.gate)]
         assert counts == ([norms, 4, 2] if fused else [0, 0, 0]), counts
     assert (outs[0] - outs[1]).abs().max() <= 0.01 * outs[0].std(), (outs[0] - outs[1]).abs().max()

@@ -75,12 +75,12 @@ for model, windows in (
     (Gemma3ForCausalLM(Gemma3TextConfig(**common, **sliding)), [8, 0]),
 ):
     model = model.eval()
-    captured = RecordedPass(model, 2)
+    recorded = RecordedPass(model, 2)
     cache = KVBuffer(windows, 128)
     for slab in cache.slabs:
         slab.fit(torch.empty(1, 2, 1, 8), torch.empty(1, 2, 1, 8))
     cache.refresh()
-    passes = GraphedPasses(captured, cache, no_graph, triton=True)
+    passes = GraphedPasses(recorded, cache, no_graph, triton=True)
     ids = torch.tensor([[(i * 37 + 11) % 99 for i in range(40)]])
     expected = model(ids).logits[0]
     past = 0

@@ -1,4 +1,4 @@
-"""Turns a recorded pass into CUDA graphs, one per padded number of rows, that are replayed as the cache grows.
+"""CUDA graphs of a recorded pass, one per padded number of rows, that are replayed as the KV buffer grows.
 
 Everything that changes from pass to pass is read from one device buffer: token ids, positions, visibility bits and the
 rows held. Padding rows see themselves only and write behind the real rows.
@@ -68,7 +68,7 @@ class BucketPass:
 
     Parameters
     ----------
-    captured, cache
+    recorded, cache
         What to run, and the cache it writes to; the pass holds while `cache.capacities` does.
     rows
         Rows it is padded to.
@@ -78,10 +78,10 @@ class BucketPass:
         Use the Triton kernel, where it takes the layers' shapes; else torch attends to all rows there is room for.
     """
 
-    def __init__(self, captured: RecordedPass, cache: KVBuffer, rows: int, capture: Capture, triton: bool) -> None:
+    def __init__(self, recorded: RecordedPass, cache: KVBuffer, rows: int, capture: Capture, triton: bool) -> None:
         self.rows, self.capacities = rows, cache.capacities
-        self._captured, self._cache, self._triton = captured, cache, triton
-        self._buffer = PassBuffer(rows, len(cache.slabs), captured.device)
+        self._recorded, self._cache, self._triton = recorded, cache, triton
+        self._buffer = PassBuffer(rows, len(cache.slabs), recorded.device)
         held = [slab.capacity - rows for slab in cache.slabs]  # capturing writes, too: behind all rows
         self._buffer.fill(np.zeros(0), np.zeros(0), np.ones((0, 0), np.bool_), 0, held)
         self._slots: list[torch.Tensor] = []
@@ -94,10 +94,10 @@ class BucketPass:
         self._masks.clear()
         rows = torch.arange(self.rows, device=buffer.ids.device)
         self._slots = [rows + buffer.held[i] for i in range(len(self._cache.slabs))]
-        self._outputs = self._captured.run(buffer.ids.long()[None], buffer.positions.long()[None], self._attend)
+        self._outputs = self._recorded.run(buffer.ids.long()[None], buffer.positions.long()[None], self._attend)
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-        at, rule = self._cache.slab_of[layer], self._captured.rules[layer]
+        at, rule = self._cache.slab_of[layer], self._recorded.rules[layer]
         all_keys, all_values = self._cache.layer_slabs[layer]
         all_keys.index_copy_(2, self._slots[at], keys)
         all_values.index_copy_(2, self._slots[at], values)
@@ -209,11 +209,11 @@ class GraphedPasses(LazyGraphs[BucketPass]):
         What the passes write to.
     """
 
-    def __init__(self, captured: RecordedPass, cache: KVBuffer, capture: Capture, triton: bool | None = None) -> None:
-        super().__init__(captured.device)
+    def __init__(self, recorded: RecordedPass, cache: KVBuffer, capture: Capture, triton: bool | None = None) -> None:
+        super().__init__(recorded.device)
         self.cache = cache
-        self._captured, self._capture = captured, capture
-        self._triton = not why_not_triton(captured.device.type) if triton is None else triton
+        self._recorded, self._capture = recorded, capture
+        self._triton = not why_not_triton(recorded.device.type) if triton is None else triton
 
     def bucket(self, rows: int) -> BucketPass | None:
         """The pass that `rows` rows are padded to, or None when there is none, its memory is spent or capture fails."""
@@ -223,7 +223,7 @@ class GraphedPasses(LazyGraphs[BucketPass]):
         size = PASS.graph_rows[at]
         if any(made.capacities != self.cache.capacities for made in self._made.values()):
             self._forget()
-        return self._find(size, lambda: BucketPass(self._captured, self.cache, size, self._capture, self._triton))
+        return self._find(size, lambda: BucketPass(self._recorded, self.cache, size, self._capture, self._triton))
 
 
 def _gpu_bytes(device: Any) -> int:

@@ -1,4 +1,4 @@
-"""Turns the rows of several texts into one recorded pass whose attention is one launch for all, captured or not.
+"""Packed passes: the rows of several texts in one recorded pass, whose attention is one launch, captured or not.
 
 Where the texts' rows and slabs stand is read from device memory. A recorded pass therefore outlives the texts it was
 captured for: it serves any of at most as many texts and rows, wherever their slabs are and however they grow.
@@ -34,8 +34,8 @@ class PackedPass:
 
     Parameters
     ----------
-    captured
-        The recording.
+    recorded
+        The recorded pass.
     laid
         A pass like those to be run: shapes and layers are read from its caches.
     rows, texts
@@ -45,13 +45,13 @@ class PackedPass:
     """
 
     def __init__(
-        self, captured: RecordedPass, laid: Sequence[LaidOut], rows: int, texts: int, splits: Sequence[int]
+        self, recorded: RecordedPass, laid: Sequence[LaidOut], rows: int, texts: int, splits: Sequence[int]
     ) -> None:
         cache = laid[0].cache
-        self._captured, self._splits = captured, splits
+        self._recorded, self._splits = recorded, splits
         self._slab_of, self._layer_in_slab = cache.slab_of, cache.layer_in_slab
-        self._block = _block(captured, cache, rows, texts)
-        self._buffer = PackedBuffer(rows, texts, len(cache.slabs), captured.groups, self._block, captured.device)
+        self._block = _block(recorded, cache, rows, texts)
+        self._buffer = PackedBuffer(rows, texts, len(cache.slabs), recorded.groups, self._block, recorded.device)
         self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, laid: Sequence[LaidOut], replay: Replay | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,12 +70,12 @@ class PackedPass:
     def run(self) -> None:
         """Run the pass that was written last; running it again changes nothing."""
         buffer = self._buffer
-        self._outputs = self._captured.run(buffer.ids.long()[None], buffer.positions.long()[None], self._attend)
+        self._outputs = self._recorded.run(buffer.ids.long()[None], buffer.positions.long()[None], self._attend)
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         from retrieve_spec.kernels.triton_tree_attention import packed_tree_attention
 
-        at, rule, buffer = self._slab_of[layer], self._captured.rules[layer], self._buffer
+        at, rule, buffer = self._slab_of[layer], self._recorded.rules[layer], self._buffer
         query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
         return packed_tree_attention(
             query[0], keys[0], values[0], buffer.words, buffer.depths, buffer.held[at], buffer.starts, buffer.text_of,
@@ -84,29 +84,29 @@ class PackedPass:
         )[None]  # fmt: skip
 
 
-def _block(captured: RecordedPass, cache: KVBuffer, rows: int, texts: int) -> int:
+def _block(recorded: RecordedPass, cache: KVBuffer, rows: int, texts: int) -> int:
     """Queries that one program takes: those of a text with its share of the rows, if that many fit."""
     from retrieve_spec.kernels.triton_tree_attention import launch_options
 
     keys = cache.slabs[0].tensors[0]
-    height, width = captured.groups * -(-rows // texts), keys.shape[3]
+    height, width = recorded.groups * -(-rows // texts), keys.shape[3]
     wide = min(height, 32) if width > 128 else height  # two addresses more than one text needs leave fewer registers
     return launch_options(wide, width, keys.element_size())["BLOCK_M"]
 
 
-def shares(captured: RecordedPass, laid: Sequence[LaidOut], rows: int, texts: int) -> tuple[int, ...]:
+def shares(recorded: RecordedPass, laid: Sequence[LaidOut], rows: int, texts: int) -> tuple[int, ...]:
     """By slab, how many programs share the context of a text."""
     from retrieve_spec.kernels.triton_tree_attention import num_splits
 
     heads = laid[0].cache.slabs[0].tensors[0].shape[1] * texts
-    height, count = captured.groups * -(-rows // texts), processors(captured.device)
+    height, count = recorded.groups * -(-rows // texts), processors(recorded.device)
     longest = np.max([text.cache.capacities for text in laid], axis=0).tolist()
     return tuple(num_splits(heads, height, capacity, count) for capacity in longest)
 
 
-def packs(captured: RecordedPass, laid: Sequence[LaidOut]) -> bool:
+def packs(recorded: RecordedPass, laid: Sequence[LaidOut]) -> bool:
     """Whether one launch can serve all texts of a pass; else each layer attends text by text."""
-    if PASS.attention not in (AUTO, "triton") or why_not_packed(captured.device.type):
+    if PASS.attention not in (AUTO, "triton") or why_not_packed(recorded.device.type):
         return False
     kept = [tensor for text in laid for slab in text.cache.slabs for tensor in slab.tensors]
     return len({(*tensor.shape[1:2], tensor.shape[3], tensor.dtype) for tensor in kept}) == 1 and all(
@@ -159,9 +159,9 @@ class GraphedTexts(LazyGraphs[tuple[PackedPass, Replay]]):
     Contexts of another length may be worth other splits, and a pass captured anew.
     """
 
-    def __init__(self, captured: RecordedPass, capture: Capture) -> None:
-        super().__init__(captured.device)
-        self._captured, self._capture = captured, capture
+    def __init__(self, recorded: RecordedPass, capture: Capture) -> None:
+        super().__init__(recorded.device)
+        self._recorded, self._capture = recorded, capture
 
     def run(self, laid: Sequence[LaidOut]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Logits and states as `PackedPass` gives them; None when no graph serves the pass."""
@@ -172,13 +172,13 @@ class GraphedTexts(LazyGraphs[tuple[PackedPass, Replay]]):
         rows, texts = GRAPH_ROWS[at], max(2, 1 << (len(laid) - 1).bit_length())
         last = laid[-1]
         last.cache.make_room(len(last.ids) + rows - real)  # padding is written, too
-        splits = shares(self._captured, laid, rows, texts)
+        splits = shares(self._recorded, laid, rows, texts)
         made = self._find((rows, texts, splits), lambda: self._record(laid, rows, texts, splits))
         return None if made is None else made[0](laid, made[1])
 
     def _record(
         self, laid: Sequence[LaidOut], rows: int, texts: int, splits: tuple[int, ...]
     ) -> tuple[PackedPass, Replay]:
-        made = PackedPass(self._captured, laid, rows, texts, splits)
+        made = PackedPass(self._recorded, laid, rows, texts, splits)
         made.fill(laid)
         return made, self._capture(made.run)

@@ -1,4 +1,4 @@
-"""Turns a recorded model into CUDA graphs, and slabs they write to, that one generation after another borrows."""
+"""Pass pool: a recorded pass's CUDA graphs, and KV buffers they write to, that one generation after another borrows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PassPool:
     `config.PASS.pool_bytes`; a text that needs more room lets the slabs grow.
     """
 
-    def __init__(self, captured: RecordedPass, capture: Capture | None = None, triton: bool | None = None) -> None:
-        self._captured, self._triton = captured, triton
+    def __init__(self, recorded: RecordedPass, capture: Capture | None = None, triton: bool | None = None) -> None:
+        self._recorded, self._triton = recorded, triton
         self._capture = capture
         self._idle: GraphedPasses | None = None
         self._idle_texts: GraphedTexts | None = None
@@ -32,7 +32,7 @@ class PassPool:
         if idle is not None and idle.cache.windows == windows:
             idle.cache.reserve(rows)
             return idle
-        return GraphedPasses(self._captured, KVBuffer(windows, rows), self._recorder(), self._triton)
+        return GraphedPasses(self._recorded, KVBuffer(windows, rows), self._recorder(), self._triton)
 
     def give_back(self, passes: GraphedPasses) -> None:
         """Keep what a generation used for the next one."""
@@ -47,7 +47,7 @@ class PassPool:
     def take_texts(self) -> GraphedTexts:
         """Graphs of passes over several texts; the texts bring their slabs."""
         idle, self._idle_texts = self._idle_texts, None
-        return GraphedTexts(self._captured, self._recorder()) if idle is None else idle
+        return GraphedTexts(self._recorded, self._recorder()) if idle is None else idle
 
     def give_back_texts(self, passes: GraphedTexts) -> None:
         """Keep what a batch used for the next one."""

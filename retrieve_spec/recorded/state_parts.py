@@ -1,0 +1,110 @@
+"""Parts of a model's state: how tensors, buffers, containers, functions and slots are read and compared."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+SMALL = 4096
+"""Entries of a tensor that is compared by value."""
+
+
+def kind(tensor: torch.Tensor) -> Any:
+    """Type, device, shape and strides of a tensor, as far as it has them."""
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return tensor.dtype, tensor.device, tensor.shape
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+def place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which storage a tensor lies in, and its address; zeros for a tensor that is made of others."""
+    try:
+        return tensor.untyped_storage()._cdata, tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0, 0
+
+
+def storage_ref(tensor: torch.Tensor) -> StorageWeakRef | None:
+    """What keeps the name of a tensor's storage from being given to another one, without keeping its memory."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; 0 where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def has_changed(constant: tuple[str, torch.Tensor, torch.Tensor | None, int]) -> bool:
+    """Whether a tensor that numbers may have been read from holds others now."""
+    _, tensor, copy, version = constant
+    return version_of(tensor) != version or (copy is not None and not torch.equal(tensor.detach(), copy))
+
+
+def same_buffers(live: dict[str, Any], then: dict[str, Any]) -> bool:
+    """Whether buffers are the same ones, or small ones were replaced by equal ones."""
+    if live.keys() != then.keys():
+        return False
+    for now, before in zip(live.values(), map(then.get, live), strict=True):
+        if now is before:
+            continue
+        if now is None or before is None or now.numel() > SMALL or kind(now) != kind(before):
+            return False
+        if not torch.equal(now, before):
+            return False
+    return True
+
+
+def is_one_number(value: Any) -> bool:
+    """Whether a value is a tensor that compares to a single truth value."""
+    return isinstance(value, torch.Tensor) and value.numel() <= 1
+
+
+def slots_of(cls: type) -> tuple[str, ...]:
+    """Names of the slots that a class adds."""
+    names = cls.__dict__.get("__slots__", ())
+    return tuple(name for name in ((names,) if isinstance(names, str) else names) if not name.startswith("__"))
+
+
+def read_slots(value: Any, slots: list[str]) -> tuple[Any, ...]:
+    """What stands in an object's slots."""
+    return tuple(getattr(value, slot, None) for slot in slots)
+
+
+def read_function(function: types.FunctionType) -> tuple[Any, ...]:
+    """A function's code, its defaults and what it closes over."""
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # still empty
+            cells.append(None)
+    return (function.__code__, function.__defaults__, function.__kwdefaults__, *cells)
+
+
+def equal(live: Any, copy: Any) -> bool:
+    """Whether two values compare equal; what cannot be compared is not."""
+    try:
+        return bool(live == copy)
+    except Exception:  # tensors of several numbers have no truth value
+        return False
+
+
+def different_keys(name: str, live: Any, copy: Any) -> list[str]:
+    """Names of the entries that two containers differ in."""
+    if not isinstance(live, (dict, types.MappingProxyType)):
+        return [] if equal(live, copy) else [name]
+    keys = [*copy, *(key for key in live if key not in copy)]
+    missing = object()
+    return [f"{name}.{key}" for key in keys if not same_entry(live.get(key, missing), copy.get(key, missing))]
+
+
+def same_entry(live: Any, copy: Any) -> bool:
+    """Whether two entries of containers are one object, or equal."""
+    return live is copy or equal(live, copy)
