@@ -58,6 +58,11 @@ class Trial:
     padding: int
     rounds: int = 1
 
+    @property
+    def length(self) -> int:
+        """Positions that the text takes at most."""
+        return self.prompt + (4 if self.rounds == 1 else 9 * self.rounds + 3)
+
 
 def probe(model: Any, interface: ModelInterface) -> Finding:
     """Try trees, then chains; a mode counts when its logits are those of single steps from a cache.
@@ -74,6 +79,8 @@ def probe(model: Any, interface: ModelInterface) -> Finding:
     if not far:
         most = max(lengths.values(), default=0)
         trials += [Trial(_PROMPT, 0, 2)] + ([Trial(most + 3, 0, 2), Trial(most + 3, _PADDING)] if lengths else [])
+    if interface.max_positions:
+        trials = trials[:1] + [trial for trial in trials[1:] if trial.length <= interface.max_positions]
     found = _strongest(model, interface, mode, reason, trials)
     if far and found.mode != "plain":
         return _beyond(model, found, lengths)
