@@ -221,10 +221,10 @@ def prepare(
     PromptError
         The prompt has no tokens.
     """
+    arguments = {name: value for name, value in arguments.items() if not _says_nothing(name, value)}
     reason = _reason_from_arguments(model, arguments, batches)
     if reason:
         return reason
-    arguments = dict(arguments)
     tokenizer = arguments.pop("tokenizer", None)
     streamer = arguments.pop("streamer", None)
     stop_strings = setting(model, arguments, "stop_strings")
@@ -241,6 +241,11 @@ def prepare(
     if len(prepared.inputs.input_ids) > 1:
         return why_not_together(prepared, arguments | {"streamer": streamer}, interface.cache_name) or prepared
     return prepared
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether an argument says that all tokens are text, as processors of vision models always say."""
+    return name == "mm_token_type_ids" and isinstance(value, torch.Tensor) and not bool(value.any())
 
 
 def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:

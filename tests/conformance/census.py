@@ -34,9 +34,12 @@ MAPPINGS = {
 }
 NEW = 18
 HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
 EXTRA: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"text_config": _AXES},
+    "qwen2_5_vl": {"text_config": _AXES},
     "granitemoehybrid": {"layer_types": HYBRID, "num_hidden_layers": 3},
-    "bamba": {"layers_block_type": HYBRID, "num_hidden_layers": 3},
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "zamba2": {"mamba_headdim": 16, "n_mamba_heads": 4, "hidden_size": 32, "mamba_expand": 2},
 }
 """What a default config needs so that every kind of its layers is there."""

@@ -36,6 +36,45 @@ def test_padded_rows_of_vision_models_with_text_alone(name: str) -> None:
         rs.restore(model)
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
+def test_positions_of_several_axes_with_text_alone(name: str) -> None:
+    """Processors say of every token that it is text; hybrid layers beside (qwen3_5)."""
+    model = build(name, "image")
+    inputs = {**padded(model), "mm_token_type_ids": torch.zeros(1, 31, dtype=torch.long)}
+    wanted = model.generate(**inputs, **GREEDY)
+    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=200), nodes=12)
+    assert model.speculation.mode == "tree"
+    assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
+    assert model.speculation.last.mode == "tree"
+    assert model.speculation.last.tokens_per_pass > 1.5
+
+
+def test_a_pass_that_raises_leaves_mixers_as_they_were() -> None:
+    from families import FAMILIES
+    from families import build as build_family
+
+    model = build_family(next(family for family in FAMILIES if family.name == "mamba2"), "eager")
+    mixer = model.backbone.layers[0].mixer
+    before = mixer.chunk_size, mixer.time_step_limit
+    ids = prompt(model, 20)
+    wanted = model.generate(ids, **GREEDY)
+    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=199), nodes=12)
+    passes = []
+
+    def fails(_module: Any, args: Any) -> None:
+        passes.append(args[0].shape)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+
+    hook = model.backbone.layers[0].mixer.out_proj.register_forward_pre_hook(fails)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, **GREEDY)
+    hook.remove()
+    assert (mixer.chunk_size, mixer.time_step_limit) == before
+    assert not mixer._forward_pre_hooks and not mixer._forward_hooks and not mixer.in_proj._forward_hooks
+    assert torch.equal(model.generate(ids, **GREEDY), wanted)
+
+
 def test_queries_that_are_scaled_anew_every_so_many_tokens() -> None:
     """Llama 4 scales by slot, not by position: nodes of a tree must not lie on both sides of a multiple."""
     from families import FAMILIES, Family
