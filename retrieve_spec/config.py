@@ -274,7 +274,8 @@ class StoreConfig:
     index
         What is kept: `"both"`, only the `"exact"` index (tokens and suffix array) or only `"ngram"` tables.
     segment_tokens
-        Tokens of one segment at most; a document that is longer is cut.
+        Tokens of one segment at most; a document that is longer is cut. A process that indexes one takes about 25 bytes
+        of memory per token.
     ngram_orders
         Longest context of an n-gram table, 1 … 5.
     ngram_successors
@@ -288,21 +289,18 @@ class StoreConfig:
         answers as the suffix array does, in constant time per token; 0 for none.
     document_bytes
         Longer documents are skipped as huge.
-    checkpoint_tokens
-        A resumed build tokenises at most about this many tokens again.
     dense
         Dense indexes to build, or None.
     """
 
     index: Literal["both", "exact", "ngram"] = "both"
-    segment_tokens: int = 1 << 28
+    segment_tokens: int = 1 << 26
     ngram_orders: int = 5
     ngram_successors: int = 12
     ngram_share: float = 0.25
     ngram_floor: int = 32 << 20
     automaton_tokens: int = 0
     document_bytes: int = 64 << 20
-    checkpoint_tokens: int = 1 << 22
     dense: DenseConfig | None = None
 
     def __post_init__(self) -> None:
@@ -316,6 +314,6 @@ class StoreConfig:
             raise ConfigError("segment_tokens in 1 … 2^30", repr(self.segment_tokens), "Leave it at its default.")
         if not 1 <= self.ngram_orders <= 5:
             raise ConfigError("ngram_orders in 1 … 5", repr(self.ngram_orders), "Leave it at its default.")
-        for name in ("ngram_successors", "document_bytes", "checkpoint_tokens"):
+        for name in ("ngram_successors", "document_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")

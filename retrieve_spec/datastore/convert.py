@@ -66,7 +66,9 @@ def convert_datastore(path: str | os.PathLike[str], *, progress: bool = False) -
     store = Path(path)
     with writer(store) as work:
         raw = checked_body(store, _BEFORE)
-        config = (raw["history"][0].get("config") if raw["history"] else None) or asdict(StoreConfig())
+        recorded = (raw["history"][0].get("config") if raw["history"] else None) or {}
+        known = {name: value for name, value in recorded.items() if name in StoreConfig.__dataclass_fields__}
+        config = asdict(StoreConfig(**known))
         manifest = Manifest(
             raw["fingerprint"],
             FileEntry(**raw["tokenizer"]),

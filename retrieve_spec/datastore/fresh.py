@@ -26,7 +26,7 @@ from retrieve_spec.datastore.manifest import (
     incomplete,
     tokenizer_name,
 )
-from retrieve_spec.datastore.work import INPUTS, STDIN_COPY, WorkFolder
+from retrieve_spec.datastore.work import GONE, INPUTS, STDIN_COPY, WorkFolder
 from retrieve_spec.errors import BuildError
 
 _OURS = {
@@ -37,7 +37,7 @@ _OURS = {
         rf"(?:plan|cut|(?:shard|segment|dense|keys)-[\w-]+)\.(?:json|bin)(?:\.tmp)?|{STDIN_COPY}|{INPUTS}|segment-\d+"
         rf"|{TOMBSTONES}|pull"
     ),
-    SEGMENTS: re.compile(r"[0-9a-f]{32}"),
+    SEGMENTS: re.compile(rf"[0-9a-f]{{32}}(?:{re.escape(GONE)})?"),
     TOMBSTONES: re.compile(r"[0-9a-f]{32}-[0-9a-f]{12}-\w+\.bin"),
     SKIPPED: re.compile(r"[0-9a-f]{16}\.json|list\.tmp"),
 }

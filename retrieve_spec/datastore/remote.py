@@ -19,7 +19,7 @@ from pathlib import Path
 
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import MANIFEST, Manifest, manifest_of
-from retrieve_spec.errors import BuildError, StoreCorruptError, StoreLockedError, StoreNotFoundError
+from retrieve_spec.errors import BuildError, RetrieveSpecError, StoreCorruptError, StoreLockedError, StoreNotFoundError
 
 VERSIONS = "versions"
 _BLOCK = 1 << 22
@@ -31,7 +31,7 @@ def explain_remote_errors(url: str) -> Iterator[None]:
     """Turn what a remote's library raises into a `BuildError` that names it; a missing file stays what it is."""
     try:
         yield
-    except (FileNotFoundError, FileExistsError, StoreLockedError, StoreCorruptError, BuildError):
+    except (RetrieveSpecError, FileNotFoundError, FileExistsError):
         raise
     except Exception as error:  # every library raises its own
         got = next(iter(str(error).splitlines()), "") or type(error).__name__

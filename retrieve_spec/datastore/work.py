@@ -20,6 +20,7 @@ from retrieve_spec.datastore.manifest import PLAN, SEGMENTS, SKIPPED, TOMBSTONES
 
 INPUTS = "inputs.jsonl"
 STDIN_COPY = "stdin"
+GONE = ".gone"
 
 
 class WorkFolder:
@@ -128,11 +129,17 @@ def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
 
 def _keep(folder: Path, names: set[str]) -> None:
     for path in _entries(folder):
-        if path.name not in names:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        if path.name in names:
+            continue
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+        elif path.suffix == GONE:
+            shutil.rmtree(path, ignore_errors=True)
+        else:  # at once: half a folder must not be taken for the segment of that name
+            gone = path.with_suffix(GONE)
+            shutil.rmtree(gone, ignore_errors=True)
+            os.rename(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def _entries(folder: Path) -> Iterator[Path]:

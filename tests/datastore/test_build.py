@@ -26,7 +26,7 @@ from retrieve_spec.errors import (
     TokenizerMismatchError,
 )
 
-SMALL = StoreConfig(segment_tokens=80, checkpoint_tokens=30)
+SMALL = StoreConfig(segment_tokens=80)
 
 
 def contents(store):
