@@ -104,7 +104,7 @@ class CompletionHandlers:
         who = who if who.explicit else replace(who, client=None)
 
         def prepare() -> Prepared:
-            return self.service.raw(self.service.chat_prompt(body.messages), body, who, wanted)
+            return self.service.raw(self.service.prompts.chat(body.messages), body, who, wanted)
 
         return await self._openai(request, body, [await asyncio.to_thread(prepare)], chat=True)
 

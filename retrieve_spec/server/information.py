@@ -59,7 +59,7 @@ class InformationHandlers:
     async def apply_template(self, request: Request) -> Response:
         """`POST /apply-template`."""
         body = await self._reader.read(request, schemas.TemplateRequest)
-        ids = await asyncio.to_thread(self.service.chat_prompt, body.messages)
+        ids = await asyncio.to_thread(self.service.prompts.chat, body.messages)
         return JSONResponse({"prompt": self.service.codec.decode(ids)})
 
     async def models(self, request: Request) -> Response:

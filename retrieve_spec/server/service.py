@@ -17,8 +17,9 @@ from retrieve_spec.server.fim_formats import find_format, missing_tokens
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Task
 from retrieve_spec.server.memory import Memory
+from retrieve_spec.server.prompts import Prompts
 from retrieve_spec.server.samplers import Sampling, normalise_chain
-from retrieve_spec.server.schemas import Common, InfillRequest, Message, TabbyRequest
+from retrieve_spec.server.schemas import Common, InfillRequest, TabbyRequest
 from retrieve_spec.server.stopping import StopRules
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.workspace import Workspace
@@ -129,7 +130,7 @@ class Service:
         )
         self._shared = shared
         self._accounts = Accounts(self._open_account)
-        self.most_chars = backend.n_ctx * self.codec.longest
+        self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
 
     def _open_account(self, scope: str) -> Account:
         config, codec = self.config, self.codec.apart()
@@ -201,7 +202,7 @@ class Service:
             raise Refusal(501, self.no_fim(), "not_supported_error")
         forgotten = account.memory.times_forgotten
         prompt = account.assembler.assemble(parts, 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8))
-        memory, expected = account.memory, self._expected(request)
+        memory, expected = account.memory, self.prompts.expected(request)
         memory.note_chunks([(chunk.filename, chunk.text) for chunk in parts.extra])
         memory.note_typed(parts.prefix)
         memory.encode_new()
@@ -219,7 +220,7 @@ class Service:
 
     def raw(self, prompt: str | Sequence[int], request: Common, caller: Caller, wanted: int) -> Prepared:
         """A task for what follows a prompt; one that spells fill-in-the-middle tokens is treated as typing."""
-        ids = self.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.prompts.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             ids = [self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else next(iter(self.end_ids))]
         if max(ids) >= self.backend_vocabulary:
@@ -230,8 +231,8 @@ class Service:
             raise Refusal(
                 400, f"the prompt has {len(ids)} tokens; the model reads at most {limit - 1}", "exceed_context"
             )
-        memory, expected = self.memory(caller.scope), self._expected(request)
-        forgotten, cursor = memory.times_forgotten, self._split(ids)
+        memory, expected = self.memory(caller.scope), self.prompts.expected(request)
+        forgotten, cursor = memory.times_forgotten, self.prompts.cursor(ids)
         if cursor is None:
             tail = self.codec.decode(ids[-512:], skip_special=True)
             who = caller if caller.explicit else replace(caller, client=None)
@@ -251,23 +252,6 @@ class Service:
         )
         return Prepared(task, memory, False, left, len(expected), forgotten)
 
-    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt; one that cannot fit is refused by its length, before it is encoded.
-
-        Raises
-        ------
-        Refusal
-            400: too long.
-        """
-        if len(text) > self.most_chars:
-            raise Refusal(
-                400,
-                f"the prompt has {len(text)} characters; the model reads {self.backend.n_ctx} tokens, which are at most"
-                f" {self.most_chars} characters",
-                "exceed_context",
-            )
-        return self.codec.encode_prompt(text, add_special_tokens=add_special_tokens)
-
     @property
     def backend_vocabulary(self) -> int:
         """Entries of the vocabulary."""
@@ -280,48 +264,6 @@ class Service:
             "fill-in-the-middle (Qwen2.5-Coder, StarCoder2, DeepSeek-Coder, CodeLlama, CodeGemma, Codestral, Granite, "
             "Seed-Coder)."
         )
-
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, by the model's own template where it has one."""
-        turns = [{"role": m.role, "content": m.as_text()} for m in messages]
-        if getattr(self.tokenizer, "chat_template", None):
-            try:
-                text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # templates raise what they like
-                raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
-            return self.encode_prompt(text, add_special_tokens=False)
-        if (size := sum(len(turn["content"]) for turn in turns)) > self.most_chars:
-            return self.encode_prompt(" " * size)  # refused
-        return self._plain_chat(turns)
-
-    def _plain_chat(self, turns: Sequence[dict[str, str]]) -> list[int]:
-        """ChatML where the vocabulary has it, else turns as paragraphs."""
-        start, end = self.codec.token_id("<|im_start|>"), self.codec.token_id("<|im_end|>")
-        encode = self.codec.encode
-        if start is None or end is None:
-            return encode("".join(f"{turn['role']}: {turn['content']}\n\n" for turn in turns) + "assistant:")
-        ids: list[int] = []
-        for turn in turns:
-            ids += [start, *encode(f"{turn['role']}\n{turn['content']}"), end, *encode("\n")]
-        return [*ids, start, *encode("assistant\n")]
-
-    def _split(self, ids: list[int]) -> tuple[list[int], list[int]] | None:
-        """What stands before and after the cursor in a prompt that spells fill-in-the-middle tokens.
-
-        Other files in front of it count as standing before.
-        """
-        fim = self.fim
-        if fim is None or fim.prefix not in ids or fim.suffix not in ids:
-            return None
-        last = len(ids) - 1 if fim.middle is not None and ids[-1] == fim.middle else len(ids)
-        prefix, suffix = ids.index(fim.prefix), ids.index(fim.suffix)
-        if prefix < suffix:
-            return [*ids[:prefix], *ids[prefix + 1 : suffix]], ids[suffix + 1 : last]
-        return [*ids[:suffix], *ids[prefix + 1 : last]], ids[suffix + 1 : prefix]
-
-    def _expected(self, request: Common) -> list[int]:
-        """Tokens of the text a client expects; what the model could not say for its length is left out."""
-        return self.codec.encode(request.prediction.as_text()[: self.most_chars]) if request.prediction else []
 
     def _task(
         self,

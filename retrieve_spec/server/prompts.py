@@ -1,0 +1,87 @@
+"""Turns prompts of every kind into token ids: raw text, conversations, expected texts; and finds a cursor in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retrieve_spec.server.fim_formats import FimVocabulary
+from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.schemas import Common, Message
+from retrieve_spec.server.text import TextCodec
+
+
+class Prompts:
+    """Prompts for one model; what cannot fit is refused by its length, before it is encoded.
+
+    Parameters
+    ----------
+    codec
+        Text codec of the model.
+    fim
+        Its fill-in-the-middle tokens, if any.
+    n_ctx
+        Tokens it reads at most.
+    """
+
+    def __init__(self, codec: TextCodec, fim: FimVocabulary | None, n_ctx: int) -> None:
+        self.codec, self.fim, self.n_ctx = codec, fim, n_ctx
+        self.most_chars = n_ctx * codec.longest
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; one that cannot fit is refused by its length, before it is encoded.
+
+        Raises
+        ------
+        Refusal
+            400: too long.
+        """
+        if len(text) > self.most_chars:
+            raise Refusal(
+                400,
+                f"the prompt has {len(text)} characters; the model reads {self.n_ctx} tokens, which are at most"
+                f" {self.most_chars} characters",
+                "exceed_context",
+            )
+        return self.codec.encode_prompt(text, add_special_tokens=add_special_tokens)
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, by the model's own template where it has one."""
+        turns = [{"role": m.role, "content": m.as_text()} for m in messages]
+        if getattr(self.codec.tokenizer, "chat_template", None):
+            try:
+                text = self.codec.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # templates raise what they like
+                raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
+            return self.encode(text, add_special_tokens=False)
+        if (size := sum(len(turn["content"]) for turn in turns)) > self.most_chars:
+            return self.encode(" " * size)  # refused
+        return self._plain_chat(turns)
+
+    def _plain_chat(self, turns: Sequence[dict[str, str]]) -> list[int]:
+        """ChatML where the vocabulary has it, else turns as paragraphs."""
+        start, end = self.codec.token_id("<|im_start|>"), self.codec.token_id("<|im_end|>")
+        encode = self.codec.encode
+        if start is None or end is None:
+            return encode("".join(f"{turn['role']}: {turn['content']}\n\n" for turn in turns) + "assistant:")
+        ids: list[int] = []
+        for turn in turns:
+            ids += [start, *encode(f"{turn['role']}\n{turn['content']}"), end, *encode("\n")]
+        return [*ids, start, *encode("assistant\n")]
+
+    def cursor(self, ids: list[int]) -> tuple[list[int], list[int]] | None:
+        """What stands before and after the cursor in a prompt that spells fill-in-the-middle tokens.
+
+        Other files in front of it count as standing before.
+        """
+        fim = self.fim
+        if fim is None or fim.prefix not in ids or fim.suffix not in ids:
+            return None
+        last = len(ids) - 1 if fim.middle is not None and ids[-1] == fim.middle else len(ids)
+        prefix, suffix = ids.index(fim.prefix), ids.index(fim.suffix)
+        if prefix < suffix:
+            return [*ids[:prefix], *ids[prefix + 1 : suffix]], ids[suffix + 1 : last]
+        return [*ids[:suffix], *ids[prefix + 1 : last]], ids[suffix + 1 : prefix]
+
+    def expected(self, request: Common) -> list[int]:
+        """Tokens of the text a client expects; what the model could not say for its length is left out."""
+        return self.codec.encode(request.prediction.as_text()[: self.most_chars]) if request.prediction else []
