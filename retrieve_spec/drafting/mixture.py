@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,7 @@ class MixtureDrafter(OpenSources):
         self._queries = None if self.dense is None else DenseQueries(self.dense)
         self._pace: float | None = None
         self._proposed = 0, 0.0
+        self._sampled = False
         self._history: list[NDArray[np.int32]] = []
         self._fresh: list[NDArray[np.int32]] = []
         self._rest = self._misses = 0
@@ -93,6 +94,7 @@ class MixtureDrafter(OpenSources):
         self._fresh = []
         self._rest = self._misses = 0
         self._noise[0] = 0
+        self._sampled = False
         self._keep_learned()
         if self._queries is not None:
             self._queries.leave()
@@ -109,14 +111,18 @@ class MixtureDrafter(OpenSources):
 
     def _read(self, ids: NDArray[np.int32]) -> None:
         """Take text (n,) that was not generated into the text so far."""
-        with self._at_rest:
-            self._sync()
-            self._append_rest(ids, request.read(self._table.words, self._request.words, ids, FOLLOWED))
-
-    def _append_rest(self, ids: NDArray[np.int32], appended: int) -> None:
-        """Append what the text's automaton had no room for yet."""
+        if self.session is None:
+            appended = self._follow(ids)
+        else:
+            with self.session:
+                appended = self._follow(ids)
         if appended < len(ids):
             self.context.extend(ids[appended:])
+
+    def _follow(self, ids: NDArray[np.int32]) -> int:
+        """Follow text that was not generated; for how much of it the text's automaton had room."""
+        self._sync()
+        return request.read(self._table.words, self._request.words, ids, FOLLOWED)
 
     def observe_prompt(
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
@@ -147,22 +153,30 @@ class MixtureDrafter(OpenSources):
         cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
         self._hear(budget.noise)
         depth = min(budget.max_depth, self.config.max_depth)
-        tree = DraftTree.unfilled(limit)
-        with self._at_rest:
-            self._sync()
-            if self._queries is not None:
-                self._ask(self._queries, cost, limit, depth)
-            n = self._grow(cost, limit, depth, tree)
-        expected = float(self._scratch.node_p[:n].sum())
+        if self.session is None:
+            tree = self._grow(cost, limit, depth)
+        else:
+            with self.session:
+                tree = self._grow(cost, limit, depth)
         if budget.cost is not None:
+            n, expected = self._proposed
             self._misses = 0 if n else self._misses + 1
             self._rest = min(self._misses // 2, _LONGEST_REST)
             self._pace = float(budget.cost[n]) / (1.0 + expected)
-        self._proposed = n, expected
-        return tree.first(n)
+        return tree
 
-    def _grow(self, cost: NDArray[np.float32], limit: int, depth: int, tree: DraftTree) -> int:
-        """Grow the tree; how many of its nodes are worth verifying."""
+    def _grow(self, cost: NDArray[np.float32], limit: int, depth: int) -> DraftTree:
+        """Look up neighbours if that pays, and grow the tree."""
+        self._sync()
+        if self._queries is not None:
+            self._ask(self._queries, cost, limit, depth)
+        expected, *fields = self._kernel(cost, limit, depth)
+        tree = DraftTree(*fields)
+        self._proposed = len(tree), expected
+        return tree
+
+    def _kernel(self, cost: NDArray[np.float32], limit: int, depth: int) -> Any:
+        """What `step.propose` returns."""
         return step.propose(
             self._table.words,
             self._request.words,
@@ -172,14 +186,8 @@ class MixtureDrafter(OpenSources):
             limit,
             depth,
             self.config.min_path_probability,
-            self.calibration.promise(bool(self._noise[0])),
+            self.calibration.promise(self._sampled),
             self._says_where,
-            tree.token_ids,
-            tree.parent,
-            tree.depth,
-            tree.log_p,
-            tree.source,
-            tree.origin,
         )
 
     def _ask(self, queries: DenseQueries, cost: NDArray[np.float32], limit: int, depth: int) -> None:
@@ -192,17 +200,19 @@ class MixtureDrafter(OpenSources):
         if queries.comparison is not None:
             found = cursor.copy()
             cursor[:] = 0
-            n = self._grow(cost, limit, depth, DraftTree.unfilled(limit))
+            n = len(self._kernel(cost, limit, depth)[1])
             queries.comparison.without = self._scratch.nodes[:n, :2].copy()
             cursor[:] = found
 
     def _hear(self, noise: tuple[int, int, int] | None) -> None:
         """Take over the key of the sampling noise; positions are kept relative to the text so far."""
-        self._noise[0] = noise is not None
         if noise is not None:
             seed, row, position = noise
-            self._noise[1:] = (seed + (1 << 63)) % (1 << 64) - (1 << 63), row, position  # the seed's 64 bits, signed
+            self._noise[:] = 1, (seed + (1 << 63)) % (1 << 64) - (1 << 63), row, position  # the seed's 64 bits, signed
             self._request.words[request.OFFSET] = position - self._request.words[request.LENGTH]
+        elif self._sampled:
+            self._noise[0] = 0
+        self._sampled = noise is not None
 
     def observe(self, verified: VerifiedPass) -> None:
         """Learn from the pass and take the emitted tokens into the text so far (later, while drafting rests)."""
@@ -212,20 +222,19 @@ class MixtureDrafter(OpenSources):
         if len(verified.tree):
             whole = len(verified.tree) == self._proposed[0]  # a verifier of chains takes one branch
             expected = self._proposed[1] if whole else verified.tree.expected_accepted
-            self.calibration.drafted(expected, len(verified.emitted) - 1, bool(self._noise[0]))
+            self.calibration.drafted(expected, len(verified.emitted) - 1, self._sampled)
         if self._rest > 0:
             return
-        known = self.recycling is not None and verified.top_ids is not None and verified.top_logits is not None
-        if known and len(self._fresh) == 1:
-            self._catch_up(verified.tree, verified.top_ids, verified.top_logits)
-        else:
+        if len(self._fresh) > 1 or self.recycling is None or verified.top_ids is None or verified.top_logits is None:
             self._catch_up()
+        else:
+            self._catch_up(verified.tree, verified.top_ids, verified.top_logits)
 
     def _catch_up(
         self,
         tree: DraftTree = _NOTHING,
-        top_ids: NDArray[np.int32] | None = None,
-        top_logits: NDArray[np.float32] | None = None,
+        top_ids: NDArray[np.int32] = _NO_IDS,
+        top_logits: NDArray[np.float32] = _NO_LOGITS,
     ) -> None:
         """Follow all tokens emitted since the last time with every source, and learn at each.
 
@@ -235,23 +244,32 @@ class MixtureDrafter(OpenSources):
             return
         emitted = self._fresh[0] if len(self._fresh) == 1 else np.concatenate(self._fresh)
         self._fresh = []
-        with self._at_rest:
-            self._sync()
-            appended = step.observe(
-                self._table.words,
-                self._request.words,
-                self.calibration.cells,
-                self.calibration.scale,
-                self.config.min_path_probability,
-                emitted,
-                tree.token_ids,
-                tree.parent,
-                _NO_IDS if top_ids is None else top_ids,
-                _NO_LOGITS if top_logits is None else top_logits,
-            )
-        self._append_rest(emitted, appended)
-        if self.session is not None:
+        if self.session is None:
+            appended = self._learn(emitted, tree, top_ids, top_logits)
+        else:
+            with self.session:
+                appended = self._learn(emitted, tree, top_ids, top_logits)
             self._history.append(emitted)
+        if appended < len(emitted):
+            self.context.extend(emitted[appended:])
+
+    def _learn(
+        self, emitted: NDArray[np.int32], tree: DraftTree, top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
+    ) -> int:
+        """What `step.observe` returns."""
+        self._sync()
+        return step.observe(
+            self._table.words,
+            self._request.words,
+            self.calibration.cells,
+            self.calibration.scale,
+            self.config.min_path_probability,
+            emitted,
+            tree.token_ids,
+            tree.parent,
+            top_ids,
+            top_logits,
+        )
 
     def finish(self) -> None:
         """End the request: the session, if there is one, remembers what was generated; calibration is kept."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,8 +41,8 @@ class Scratch:
     cursors: NDArray[np.int64] = field(init=False)
     tails: NDArray[np.int32] = field(init=False)
     pool_p: NDArray[np.float32] = field(init=False)
-    pool_ids: NDArray[np.int64] = field(init=False)
-    heap: NDArray[np.int64] = field(init=False)
+    pool_ids: NDArray[np.int32] = field(init=False)
+    heap: NDArray[np.int32] = field(init=False)
     memory: NDArray[np.int64] = field(init=False)
     nodes: NDArray[np.int64] = field(init=False)
     node_p: NDArray[np.float32] = field(init=False)
@@ -53,8 +52,8 @@ class Scratch:
         self.cursors = np.zeros(((MAX_NODES + 1) * self.rows, CURSOR), np.int64)
         self.tails = np.zeros((MAX_NODES + 1, TAIL), np.int32)
         self.pool_p = np.empty(pool, np.float32)
-        self.pool_ids = np.empty((pool, 3), np.int64)
-        self.heap = np.empty(pool, np.int64)
+        self.pool_ids = np.empty((pool, 3), np.int32)
+        self.heap = np.empty(pool, np.int32)
         self.memory = blend.scratch_memory(self.rows)
         self.nodes = np.empty((MAX_NODES, 4), np.int64)
         self.node_p = np.empty(MAX_NODES, np.float32)
@@ -81,8 +80,6 @@ class OpenSources:
     ) -> None:
         self.context = SuffixAutomaton(4096)
         self.session = session
-        self._at_rest = nullcontext() if session is None else session
-        """Entered while kernels read the table: drafters of other threads may add to the session."""
         self.stores = StoreRows.of(list(datastores), NGRAM, EXACT)
         self.recycling = RecyclingTable() if recycling else None
         self.prediction: Prediction | None = None
@@ -171,7 +168,11 @@ class OpenSources:
         self._learned = {column: int(self._request.words[column]) for column in self._learned}
 
     def _sync(self) -> None:
-        """Read sources whose arrays were replaced where they are now; the session must be at rest."""
+        """Read sources whose arrays were replaced where they are now.
+
+        A session must be at rest from here until the kernels return (`SessionMemory.__enter__`): drafters of other
+        threads add to it.
+        """
         self._table.put(self._context_row, self.context.row(CONTEXT))
         for i, automaton in enumerate(self._earlier):
             self._table.put(self._session_row + i, automaton.row(SESSION))

@@ -155,24 +155,6 @@ class DraftTree:
         assert len(pairs) == n, "two siblings carry the same token"
 
     @classmethod
-    def unfilled(cls, n: int) -> DraftTree:
-        """``n`` nodes for a kernel to fill in: what they hold is undefined."""
-        return cls(
-            np.empty(n, np.int32),
-            np.empty(n, np.int32),
-            np.empty(n, np.int32),
-            np.empty(n, np.float32),
-            np.empty(n, np.uint8),
-            np.empty(n, np.int64),
-        )
-
-    def first(self, n: int) -> DraftTree:
-        """The first ``n`` nodes."""
-        return DraftTree(
-            self.token_ids[:n], self.parent[:n], self.depth[:n], self.log_p[:n], self.source[:n], self.origin[:n]
-        )
-
-    @classmethod
     def from_paths(cls, paths: list[list[int]]) -> DraftTree:
         """Merge token paths into one tree, first path first (tests and scripted drafters)."""
         children: dict[tuple[int, int], int] = {}

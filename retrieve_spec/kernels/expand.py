@@ -6,11 +6,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels import recycling
 from retrieve_spec.kernels.blend import MASS_FLOOR, blend, collect_levels, open_scratch
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.scale import CERTAIN, scaled
-from retrieve_spec.kernels.source_table import CURSOR, NUMBER, RESTING, TAIL
+from retrieve_spec.kernels.source_table import CURSOR, KIND, NUMBER, RECYCLING, RESTING, TAIL, recycling_sets
 from retrieve_spec.kernels.views import borrowed
 from retrieve_spec.kernels.weights import NUM_SOURCES
 
@@ -21,7 +22,7 @@ RANKS = 72
 
 
 @njit(cache=True, nogil=True)
-def _before(pool_p: NDArray[np.float32], pool_ids: NDArray[np.int64], a: int, b: int) -> bool:
+def _before(pool_p: NDArray[np.float32], pool_ids: NDArray[np.int32], a: int, b: int) -> bool:
     """Heap order: higher probability, then lower token id, then earlier candidate."""
     if pool_p[a] != pool_p[b]:
         return bool(pool_p[a] > pool_p[b])
@@ -32,7 +33,7 @@ def _before(pool_p: NDArray[np.float32], pool_ids: NDArray[np.int64], a: int, b:
 
 @njit(cache=True, nogil=True)
 def _push(
-    heap: NDArray[np.int64], size: int, item: int, pool_p: NDArray[np.float32], pool_ids: NDArray[np.int64]
+    heap: NDArray[np.int32], size: int, item: int, pool_p: NDArray[np.float32], pool_ids: NDArray[np.int32]
 ) -> None:
     i = size
     while i > 0:
@@ -45,7 +46,7 @@ def _push(
 
 
 @njit(cache=True, nogil=True)
-def _pop(heap: NDArray[np.int64], size: int, pool_p: NDArray[np.float32], pool_ids: NDArray[np.int64]) -> None:
+def _pop(heap: NDArray[np.int32], size: int, pool_p: NDArray[np.float32], pool_ids: NDArray[np.int32]) -> None:
     """Remove the first of ``size`` items."""
     item = heap[size - 1]
     n = size - 1
@@ -133,6 +134,9 @@ def _follow(
         tails[at, i] = tails[above, i - 1]
     rows = len(table)
     for s in range(rows):
+        if table[s, KIND] == RECYCLING:
+            recycling.ask_for(recycling_sets(table, s), tails, at)  # looked up when the automata have been followed
+    for s in range(rows):
         if table[s, RESTING] == 1:
             continue
         advance_row(table, s, cursors, above * rows + s, token, cursors, at * rows + s)
@@ -156,8 +160,8 @@ def expand(
     cursors: NDArray[np.int64],
     tails: NDArray[np.int32],
     pool_p: NDArray[np.float32],
-    pool_ids: NDArray[np.int64],
-    heap: NDArray[np.int64],
+    pool_ids: NDArray[np.int32],
+    heap: NDArray[np.int32],
     memory: NDArray[np.int64],
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
@@ -183,7 +187,7 @@ def expand(
     cursors, tails
         ((max_nodes + 1) · s, CURSOR) int64 and (max_nodes + 1, TAIL) int32 scratch; the root's come first.
     pool_p, pool_ids, heap
-        (c,) float32, (c, 3) int64 (token, parent, source row), (c,) int64 scratch for candidates.
+        (c,) float32, (c, 3) int32 (token, parent, source row), (c,) int32 scratch for candidates.
     memory
         `blend.scratch_memory` of the table's rows.
     nodes, node_p

@@ -52,6 +52,15 @@ def find(sets: NDArray[np.uint64], key: np.uint64) -> int:
 
 
 @njit(cache=True, nogil=True)
+def ask_for(sets: NDArray[np.uint64], tails: NDArray[np.int32], row: int) -> None:
+    """Ask memory for the sets of the contexts in a row of tails."""
+    h = np.uint64(0)
+    for order in range(ORDERS):
+        h = mix(h, tails[row, order])
+        prefetch(np.int64(sets.ctypes.data) + 8 * SET * home(sets, h))
+
+
+@njit(cache=True, nogil=True)
 def seen(sets: NDArray[np.uint64], entry: int) -> int:
     """How often the context of an entry was observed."""
     return np.int64(sets[(entry // WAYS) * SET + WAYS + entry % WAYS] & _LOW)

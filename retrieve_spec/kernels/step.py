@@ -30,13 +30,48 @@ from retrieve_spec.kernels.source_table import (
     expected_text,
     recycling_sets,
 )
-from retrieve_spec.kernels.views import view_f32, view_f64_cube, view_i64, view_i64_rows, view_rows
+from retrieve_spec.kernels.views import view_f32, view_f64_cube, view_i32, view_i64, view_i64_rows, view_rows
 from retrieve_spec.kernels.weights import LENGTH_CLASSES, NUM_SOURCES
 
 
 @njit(cache=True, nogil=True)
 def _trust(request: NDArray[np.int64]) -> NDArray[np.float64]:
     return view_f64_cube(request[state.TRUST], NUM_SOURCES, 1 + LENGTH_CLASSES, 2)
+
+
+@njit(cache=True, nogil=True)
+def _block_sum(values: NDArray[np.float32], first: int, n: int) -> np.float32:
+    """Eight running sums over at most 128 values."""
+    total = np.float32(0)
+    if n < 8:
+        for i in range(first, first + n):
+            total += values[i]
+        return total
+    running = values[first : first + 8].copy()
+    whole = n - n % 8
+    for i in range(8, whole):
+        running[i % 8] += values[first + i]
+    left = (running[0] + running[1]) + (running[2] + running[3])
+    total = left + ((running[4] + running[5]) + (running[6] + running[7]))
+    for i in range(first + whole, first + n):
+        total += values[i]
+    return total
+
+
+@njit(cache=True, nogil=True)
+def pairwise_sum(values: NDArray[np.float32], n: int) -> np.float32:
+    """Sum of the first n ≤ 256 values in float32, in NumPy's order: halves are added while they are above 128."""
+    total = np.float32(0)
+    first = 0
+    for end in (n // 2 // 8 * 8, n) if n > 128 else (n, n):
+        size = end - first
+        if size > 128:
+            half = size // 2 // 8 * 8
+            total += _block_sum(values, first, half) + _block_sum(values, first + half, size - half)
+        elif size > 0:
+            total += _block_sum(values, first, size)
+        first = end
+    return total
 
 
 @njit(cache=True, nogil=True)
@@ -51,13 +86,15 @@ def propose(
     min_p: float,
     promise: float,
     origins: bool,
-    token_ids: NDArray[np.int32],
-    parent: NDArray[np.int32],
-    depth: NDArray[np.int32],
-    log_p: NDArray[np.float32],
-    source: NDArray[np.uint8],
-    origin: NDArray[np.int64],
-) -> int:
+) -> tuple[
+    float,
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.float32],
+    NDArray[np.uint8],
+    NDArray[np.int64],
+]:
     """Draft what follows the text.
 
     Parameters
@@ -66,13 +103,12 @@ def propose(
         As for `expand.expand`.
     origins
         Say where nodes stand in a store.
-    token_ids, parent, depth, log_p, source, origin
-        (≥ max_nodes,) outputs: the fields of a `DraftTree`.
 
     Returns
     -------
-    int
-        How many nodes there are; the request's `NODES` and `NODE_P` hold them in best-first order.
+    expected, token_ids, parent, depth, log_p, source, origin
+        Sum of the nodes' path probabilities, and the fields of a `DraftTree`, (n,) each; the request's `NODES` and
+        `NODE_P` hold the nodes in best-first order.
     """
     rows = len(table)
     most = (max_nodes + 1) * rows
@@ -98,8 +134,8 @@ def propose(
         cursors,
         view_rows(request[state.NODE_TAILS], max_nodes + 1, TAIL),
         view_f32(request[state.POOL_P], pool),
-        view_i64_rows(request[state.POOL_IDS], pool, 3),
-        view_i64(request[state.HEAP], pool),
+        view_rows(request[state.POOL_IDS], pool, 3),
+        view_i32(request[state.HEAP], pool),
         view_i64(request[state.SCRATCH], request[state.WORDS]),
         nodes,
         node_p,
@@ -111,8 +147,10 @@ def propose(
     numbers = np.empty(rows, np.uint8)
     for s in range(rows):
         numbers[s] = table[s, NUMBER]
-    depth_first(nodes, node_p, numbers, found, token_ids[:n], parent[:n], depth[:n], log_p[:n], source[:n], origin[:n])
-    return n
+    token_ids, parent, depth = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
+    log_p, source, origin = np.empty(n, np.float32), np.empty(n, np.uint8), np.empty(n, np.int64)
+    depth_first(nodes, node_p, numbers, found, token_ids, parent, depth, log_p, source, origin)
+    return np.float64(pairwise_sum(node_p, n)), token_ids, parent, depth, log_p, source, origin
 
 
 @njit(cache=True, nogil=True)

@@ -107,8 +107,14 @@ class SuffixAutomaton:
         return ids[:n], counts[:n], int(self.states[state, kernels.COUNT])
 
     def row(self, number: int) -> Row:
-        """Row of the mixture's source table: the same one until `extend` has replaced an array."""
-        if self._row is None or self._row.words[source_table.NUMBER] != number:
+        """Row of the mixture's source table: the same one until `extend` has replaced an array.
+
+        Parameters
+        ----------
+        number
+            Place in `retrieve_spec.sources.SOURCE_NAMES`, always the same for one automaton.
+        """
+        if self._row is None:
             self._row = source_row(
                 source_table.AUTOMATON,
                 number,

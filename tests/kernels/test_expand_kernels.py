@@ -98,8 +98,8 @@ def test_node_tails(shape, text, width):
 @given(st.lists(st.tuples(st.sampled_from([0.1, 0.25, 0.5]), st.integers(0, 3)), max_size=60), st.data())
 def test_heap_breaks_ties_by_token_then_order(items, data):
     pool_p = np.array([p for p, _ in items], np.float32)
-    pool_ids = np.array([[token, 0, 0] for _, token in items], np.int64).reshape(-1, 3)
-    heap = np.empty(len(items) + 1, np.int64)
+    pool_ids = np.array([[token, 0, 0] for _, token in items], np.int32).reshape(-1, 3)
+    heap = np.empty(len(items) + 1, np.int32)
     size, waiting = 0, []
     for i in range(len(items)):
         expand._push(heap, size, i, pool_p, pool_ids)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.kernels import request
+from retrieve_spec.kernels import request, step
 from retrieve_spec.kernels.order import MATCH
 from retrieve_spec.kernels.source_table import (
     AUTOMATON,
@@ -94,3 +94,9 @@ def test_tokens_are_pushed_in_front(tokens):
     for token in tokens:
         request.push(newest, token)
     assert newest[0].tolist() == [*tokens[::-1], *[-1] * TAIL][:TAIL]
+
+
+@given(st.integers(0, 256), st.integers(0, 10**6))
+def test_probabilities_are_added_as_numpy_adds_them(n, seed):
+    values = np.random.default_rng(seed).random(256).astype(np.float32) ** 3
+    assert step.pairwise_sum(values, n) == values[:n].sum()
