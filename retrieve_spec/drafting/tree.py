@@ -154,6 +154,12 @@ class DraftTree:
         pairs = set(zip(self.parent.tolist(), self.token_ids.tolist(), strict=True))
         assert len(pairs) == n, "two siblings carry the same token"
 
+    def first(self, n: int) -> DraftTree:
+        """The first ``n`` nodes, which are a tree too, as parents come first."""
+        return DraftTree(
+            self.token_ids[:n], self.parent[:n], self.depth[:n], self.log_p[:n], self.source[:n], self.origin[:n]
+        )
+
     @classmethod
     def from_paths(cls, paths: list[list[int]]) -> DraftTree:
         """Merge token paths into one tree, first path first (tests and scripted drafters)."""
