@@ -111,10 +111,10 @@ class MixtureDrafter(OpenSources):
 
     def _read(self, ids: NDArray[np.int32]) -> None:
         """Take text (n,) that was not generated into the text so far."""
-        if self.session is None:
+        if self._shared is None:
             appended = self._follow(ids)
         else:
-            with self.session:
+            with self._shared:
                 appended = self._follow(ids)
         if appended < len(ids):
             self.context.extend(ids[appended:])
@@ -153,10 +153,10 @@ class MixtureDrafter(OpenSources):
         cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
         self._hear(budget.noise)
         depth = min(budget.max_depth, self.config.max_depth)
-        if self.session is None:
+        if self._shared is None:
             tree = self._grow(cost, limit, depth)
         else:
-            with self.session:
+            with self._shared:
                 tree = self._grow(cost, limit, depth)
         if budget.cost is not None:
             n, expected = self._proposed
@@ -244,12 +244,12 @@ class MixtureDrafter(OpenSources):
             return
         emitted = self._fresh[0] if len(self._fresh) == 1 else np.concatenate(self._fresh)
         self._fresh = []
-        if self.session is None:
+        if self._shared is None:
             appended = self._learn(emitted, tree, top_ids, top_logits)
         else:
-            with self.session:
+            with self._shared:
                 appended = self._learn(emitted, tree, top_ids, top_logits)
-            self._history.append(emitted)
+        self._history.append(emitted)
         if appended < len(emitted):
             self.context.extend(emitted[appended:])
 

@@ -104,6 +104,7 @@ class OpenSources:
         table.append(self.context.row(CONTEXT))
         self._session_row = len(table)
         self._earlier: list[SuffixAutomaton] = []
+        self._shared = self.session  # `session` may be exchanged before the next request
         if self.session is not None:
             with self.session:
                 self._earlier = list(self.session.automata)

@@ -175,7 +175,7 @@ class PublishedDrafter:
 
     def __init__(self, session: SessionMemory | None = None) -> None:
         self.session = session
-        self._at_rest = nullcontext() if session is None else session
+        self._at_rest: SessionMemory | nullcontext[None] = nullcontext()
         self.text = Text()
         self._generated: list[NDArray[np.int32]] = []
 
@@ -183,6 +183,7 @@ class PublishedDrafter:
         """Begin a request: forget the last one's text, read the prompt."""
         self.text.clear()
         self._generated = []
+        self._at_rest = nullcontext() if self.session is None else self.session
         with self._at_rest:
             self._reset()
         self.feed(prompt_ids)
