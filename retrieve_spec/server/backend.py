@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from retrieve_spec.server.branches import Branch, BranchCollector
 from retrieve_spec.server.samplers import Sampling
@@ -137,7 +138,7 @@ class HuggingFaceBackend:
         self.tokenizer = tokenizer
         self._stream = generate_stream
         self._infill: Any = None
-        self._scope = ""
+        self._scopes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._branches = BranchCollector(follow=True)
         config = model.config.get_text_config()
         self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
@@ -239,14 +240,16 @@ class HuggingFaceBackend:
         drafter: Any = self.model.speculation.drafter()
         if hasattr(drafter, "session"):
             drafter.session = hints.session
-        if hints.scope != self._scope:
-            self._scope = hints.scope
-            self._forget_logits(drafter)
+        if drafter is not None:
+            if self._scopes.get(drafter, hints.scope) != hints.scope:
+                self._forget_logits(drafter)
+            self._scopes[drafter] = hints.scope
 
     def forget(self, scope: str) -> None:
         """Drop what was learned from the text of a scope."""
-        if scope == self._scope:
-            self._forget_logits(self.model.speculation.drafter())
+        for drafter, last in list(self._scopes.items()):
+            if last == scope:
+                self._forget_logits(drafter)
 
     @staticmethod
     def _forget_logits(drafter: Any) -> None:
