@@ -154,6 +154,11 @@ def _levels(
     return levels
 
 
+def _shape(part: Any) -> tuple[int, ...]:
+    """Rows and places of a tensor, nothing of anything else."""
+    return tuple(part.shape[:2]) if isinstance(part, torch.Tensor) else ()
+
+
 class _Site:
     """One mixer under drafts: its hooks, its twin, and what the last pass computed."""
 
@@ -245,7 +250,10 @@ class _Site:
             setattr(module, name, value)
         if out is None:  # the pass raised
             return None
-        return (paths.gather(out[0]), *out[1:]) if isinstance(out, tuple) else paths.gather(out)
+        if not isinstance(out, tuple):
+            return paths.gather(out)
+        spread = (paths.paths, paths.longest)
+        return tuple(paths.gather(part) if _shape(part) == spread else part for part in out)
 
     def _before_projection(self, _module: nn.Module, args: Any) -> Any:
         paths = self.running
