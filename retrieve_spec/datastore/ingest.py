@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ import zstandard
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.sources import Source, SourceFile
+from retrieve_spec.datastore.sources import FILTERED_BYTES, Source, SourceFile
 from retrieve_spec.errors import BuildError
 
 _A = TypeVar("_A")
@@ -144,11 +145,13 @@ def _field(record: Any, field: str) -> Any:
     return record
 
 
-def _read(text: Text, field: str, limit: int) -> tuple[str, int, str]:
+def _read(text: Text, source: Source, limit: int) -> tuple[str, int, str]:
     """Text, bytes read and reason to skip (one of the first and the last is empty)."""
     if text.skip:
         return "", 0, text.skip
     content = text.content
+    if content is None and source.filtered:
+        return _admitted(Path(text.file.location), Path(source.path))
     if content is None:
         try:
             with _opened(text.file) as stream:
@@ -157,13 +160,23 @@ def _read(text: Text, field: str, limit: int) -> tuple[str, int, str]:
             return "", 0, "unreadable"
     elif isinstance(content, bytes):
         try:
-            value = _field(json.loads(content), field)
+            value = _field(json.loads(content), source.field)
         except (ValueError, RecursionError):
             return "", len(content), "no JSON"
         if not isinstance(value, str):
-            return "", len(content), f"no field {field!r}"
+            return "", len(content), f"no field {source.field!r}"
         content = value
     return _decode(content, limit)
+
+
+def _admitted(path: Path, root: Path) -> tuple[str, int, str]:
+    """Text of a file of a filtered folder, as `_read`."""
+    from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
+
+    found = EntryFilter([root], max_bytes=FILTERED_BYTES).read(path)
+    if isinstance(found, Reason):
+        return "", 0, str(found)
+    return (found, len(found), "") if found.strip() else ("", 0, "empty")
 
 
 def _decode(content: bytes | str, limit: int) -> tuple[str, int, str]:
@@ -200,7 +213,7 @@ def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
 
 
 def _tokenise(text: Text, source: Source, tokenizer: Tokenizer, limit: int) -> Tokenised:
-    content, size, skip = _read(text, source.field, limit)
+    content, size, skip = _read(text, source, limit)
     none = np.empty(0, np.uint32)
     if skip:
         return Tokenised(text.path, text.file.licence, source.path, "", none, size, skip)

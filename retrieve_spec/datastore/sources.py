@@ -14,6 +14,8 @@ from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 from retrieve_spec.errors import BuildError
 
 STDIN = "-"
+FILTERED_BYTES = 1 << 20
+"""Largest file that enters from a filtered folder."""
 _IGNORED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__"})
 _RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _COMPRESSED = {".gz": "gz", ".zst": "zst"}
@@ -36,6 +38,8 @@ class Source:
         Field or column that holds the text of JSON Lines and Parquet records, dotted for nested ones.
     prefix
         Put before the path of every document, as ``networkx/``; globs see it.
+    filtered
+        Whether the folder's files enter only as `EntryFilter` lets them.
     """
 
     path: str
@@ -44,6 +48,7 @@ class Source:
     exclude: tuple[str, ...] = ()
     field: str = "text"
     prefix: str = ""
+    filtered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,9 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
     root = Path(source.path)
     if not root.exists():
         raise BuildError(f"a file or folder at {root}", "nothing there", "Check the path.")
+    if source.filtered:
+        yield from _admitted(index, source, root.resolve(), store)
+        return
     included, excluded = _matcher(source.include), _matcher(source.exclude)
 
     def wanted(relative: str) -> bool:
@@ -110,6 +118,20 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
     for relative in _tracked(root) if (root / ".git").exists() else _walk(root, store):
         if wanted(relative):
             yield _describe(index, source, relative, root / relative, root.resolve())
+
+
+def _admitted(index: int, source: Source, root: Path, store: Path | None) -> Iterator[SourceFile]:
+    """Files of a folder that may enter, in the order of their paths, and those that may not with the reason."""
+    from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter
+
+    for path, verdict in sorted(EntryFilter([root], max_bytes=FILTERED_BYTES).list()):
+        if store is not None and path.is_relative_to(store):
+            continue
+        name = readable(source.prefix + os.path.relpath(path, root))
+        if isinstance(verdict, Candidate):
+            yield SourceFile(index, name, str(path), verdict.size, "text", licence=source.licence)
+        else:
+            yield SourceFile(index, name, str(path), 0, "text", skip=str(verdict), licence=source.licence)
 
 
 def _describe(index: int, source: Source, relative: str, location: Path, root: Path) -> SourceFile:

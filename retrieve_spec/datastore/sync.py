@@ -1,0 +1,301 @@
+"""Synchronising: from folders as they are now to a store that says what they say.
+
+What a folder said last time (size, time and SHA-256 of every file) lies in ``sync.json`` beside the manifest: only
+files whose size or time differ are read again. It is a cache, and what counts is the document tables: where it is lost,
+all files are read once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.build import build_datastore, checked, grow
+from retrieve_spec.datastore.change import ChangeReport, Inputs, begin_change, existing_manifest, publish, writer
+from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
+from retrieve_spec.datastore.files import replace_file
+from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
+from retrieve_spec.datastore.fresh import config_of
+from retrieve_spec.datastore.manifest import SegmentEntry, read_manifest
+from retrieve_spec.datastore.removal import Chosen, without
+from retrieve_spec.datastore.shards import file_shards, segment_shards
+from retrieve_spec.datastore.sources import FILTERED_BYTES, Source, SourceFile, readable
+from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
+from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.errors import BuildError
+
+STATE = "sync.json"
+RACY_NS = 2_000_000_000
+"""A file that changed this shortly before it was looked at may change again without another time."""
+MOST_SMALL = 8
+"""Small segments that may stand beside each other; more are merged."""
+_REWRITTEN = 900_000
+
+
+@dataclass(slots=True)
+class FolderState:
+    """What files said: (bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is left out or "")."""
+
+    files: dict[str, tuple[int, int, str, str]] = field(default_factory=dict)
+
+
+def sync_datastore(
+    path: str | os.PathLike[str],
+    folders: Sequence[str | os.PathLike[str]],
+    tokenizer: Any = None,
+    *,
+    licence: str = "",
+    config: StoreConfig | None = None,
+    workers: int | None = None,
+    progress: bool = False,
+) -> ChangeReport:
+    """Make a store say what folders say: new, changed, moved and deleted files; other documents stay as they are.
+
+    What may enter is decided by `EntryFilter`. Killed at any moment, it leaves the old store or the new one.
+
+    Parameters
+    ----------
+    path
+        Folder of the store, which is made when there is none.
+    folders
+        What to follow.
+    tokenizer
+        Of the model that will draft; only a new store needs it.
+    licence
+        Licence to record with new documents.
+    config
+        Settings of a new store.
+    workers, progress
+        As for `build_datastore`.
+
+    Returns
+    -------
+    ChangeReport
+        Documents and tokens that were added; `skipped` is what may not enter, and why.
+
+    Raises
+    ------
+    BuildError
+        When a folder is not there, or nothing of the folders may enter a new store.
+    TokenizerMismatchError
+        When the store has another tokenizer.
+    StoreLockedError
+        When another process is writing to it.
+    """
+    store = Path(path)
+    roots = [_root(folder) for folder in folders]
+    if not roots:
+        raise BuildError("at least one folder to follow", "none", "Give folders.")
+    sources = tuple(Source(str(root), licence, filtered=True) for root in roots)
+    if existing_manifest(store) is None:
+        return build_datastore(store, list(sources), tokenizer, config=config, workers=workers, progress=progress)
+    if tokenizer is not None:
+        check_tokenizer(store, read_manifest(store), tokenizer_fingerprint(tokenizer))
+    with writer(store) as work:
+        report = _synchronised(work, roots, sources, workers, progress)
+        while (group := _small(read_manifest(store).segments)) is not None:
+            _merge(work, group, progress)
+    return report
+
+
+def _root(folder: str | os.PathLike[str]) -> Path:
+    root = Path(folder).expanduser().resolve()
+    if not root.is_dir():
+        raise BuildError(f"a folder at {folder}", "none", "Check the path.")
+    return root
+
+
+def _synchronised(
+    work: WorkFolder, roots: Sequence[Path], sources: tuple[Source, ...], workers: int | None, progress: bool
+) -> ChangeReport:
+    opened = open_datastore(work.store)
+    manifest = opened.manifest
+    states = read_state(work.store)
+    wanted: dict[str, list[tuple[int, str]]] = {}
+    skipped: list[tuple[str, str, str]] = []
+    found: dict[str, FolderState] = {}
+    for number, root in enumerate(roots):
+        state = look(root, states.get(str(root), FolderState()), work.store)
+        found[str(root)] = state
+        for name, (_, _, digest, reason) in sorted(state.files.items()):
+            if digest:
+                wanted.setdefault(digest, []).append((number, name))
+            else:
+                skipped.append((readable(name), str(root), reason))
+    gone, held = _compare(opened, [str(root) for root in roots], wanted)
+    fresh = sorted(places[0] for digest, places in wanted.items() if digest not in held)
+    report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
+    if gone or fresh:
+        files = [_file(roots, sources, *place) for place in fresh]
+        done = _change(work, opened, gone, files, sources, workers, progress)
+        report = replace(done, skipped=(*skipped, *done.skipped))
+    write_state(work.store, states | found)
+    return report
+
+
+def _compare(
+    store: Datastore, roots: Sequence[str], wanted: dict[str, list[tuple[int, str]]]
+) -> tuple[Chosen, set[str]]:
+    """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
+    gone: Chosen = {}
+    held = set()
+    numbers = {root: number for number, root in enumerate(roots)}
+    places = {(number, readable(name)): digest for digest, found in wanted.items() for number, name in found}
+    first: dict[tuple[int, str], bool] = {}
+    for document in store.documents():
+        name, _, part = document.path.partition("#part")
+        number = numbers.get(document.source)
+        stays = number is None  # of another source
+        if number is not None:  # later parts of a long text go with the first: their hashes say nothing
+            key = (number, name)
+            stays = first.get(key, False) if part not in ("", "1") else document.sha256 == places.get(key)
+            first[key] = stays
+        if stays:
+            held.add(document.sha256)
+        else:
+            gone.setdefault(document.segment, set()).add(document.number)
+    return gone, held
+
+
+def _file(roots: Sequence[Path], sources: tuple[Source, ...], number: int, name: str) -> SourceFile:
+    location = roots[number] / name
+    size = location.stat().st_size if location.exists() else 0
+    return SourceFile(number, readable(name), str(location), size, "text", licence=sources[number].licence)
+
+
+def _change(
+    work: WorkFolder,
+    opened: Datastore,
+    gone: Chosen,
+    files: list[SourceFile],
+    sources: tuple[Source, ...],
+    workers: int | None,
+    progress: bool,
+) -> ChangeReport:
+    """Publish a store without some documents and with those of some files, in one change."""
+    manifest = opened.manifest
+    config = checked(config_of(manifest), manifest.fingerprint)
+    plan = {
+        "verb": "sync",
+        "sources": [asdict(source) for source in sources],
+        "config": asdict(config),
+        "tokenizer": manifest.tokenizer_name,
+        "bytes": sum(file.size for file in files),
+    }
+    plan = begin_change(work, manifest, plan, file_shards(work, files))
+    kept, made = without(work, opened, gone, _REWRITTEN) if gone else (list(manifest.segments), [])
+    if not files:
+        report = ChangeReport("sync", 0, 0, len(kept) + len(made), (), {})
+        return publish(work, manifest, kept, made, plan, report)
+    left = {(entry, number) for entry, numbers in gone.items() for number in numbers}
+    known = (d.sha256 for d in opened.documents() if (d.segment, d.number) not in left)
+    return grow(work, manifest, plan, workers=workers, progress=progress, known=known, kept=tuple(kept), made=made)
+
+
+def look(root: Path, before: FolderState, store: Path) -> FolderState:
+    """What the files of a folder say now; those that did not change since are not read."""
+    entries = EntryFilter([root], max_bytes=FILTERED_BYTES)
+    racy = time.time_ns() - RACY_NS
+    now = FolderState()
+    inside = os.path.join(store.resolve(), "")
+    for path, verdict in entries.list():
+        place = str(path)
+        if place.startswith(inside):  # the store itself
+            continue
+        name = os.path.relpath(place, root)
+        if not isinstance(verdict, Candidate):
+            now.files[name] = (0, 0, "", str(verdict))
+            continue
+        known = before.files.get(name)
+        if known is not None and known[:2] == (verdict.size, verdict.modified_ns):
+            now.files[name] = known
+            continue
+        text = entries.read(path)
+        changed = verdict.modified_ns if verdict.modified_ns < racy else 0  # looked at again next time
+        if isinstance(text, Reason):
+            now.files[name] = (verdict.size, changed, "", str(text))
+        elif not text.strip():
+            now.files[name] = (verdict.size, changed, "", "empty")
+        else:
+            now.files[name] = (verdict.size, changed, hashlib.sha256(text.encode()).hexdigest(), "")
+    return now
+
+
+def read_state(store: Path) -> dict[str, FolderState]:
+    """What folders said when a store was last synchronised, by folder."""
+    try:
+        raw = json.loads((store / STATE).read_bytes())
+        return {
+            root: FolderState({name: (size, at, digest, reason) for name, (size, at, digest, reason) in files.items()})
+            for root, files in raw.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def write_state(store: Path, states: dict[str, FolderState]) -> None:
+    """Remember what folders said."""
+    content = json.dumps({root: state.files for root, state in states.items()})
+    replace_file(store / STATE, content.encode("utf-8", "surrogateescape"))
+
+
+def _small(segments: Sequence[SegmentEntry]) -> list[SegmentEntry] | None:
+    """Segments to merge: the smallest ones, as long as the next is no larger than two times all before it."""
+    if len(segments) <= MOST_SMALL:
+        return None
+    rising = sorted(segments, key=lambda entry: (entry.tokens, entry.name))
+    group = rising[:2]
+    for entry in rising[2:]:
+        if entry.tokens > 2 * sum(one.tokens for one in group):
+            break
+        group.append(entry)
+    names = {entry.name for entry in group}
+    return [entry for entry in segments if entry.name in names]
+
+
+def _merge(work: WorkFolder, group: Sequence[SegmentEntry], progress: bool) -> ChangeReport:
+    """Make one segment of several."""
+    manifest = read_manifest(work.store)
+    plan = {
+        "verb": "sync",
+        "config": asdict(checked(config_of(manifest), manifest.fingerprint)),
+        "tokenizer": manifest.tokenizer_name,
+        "vocabulary": manifest.vocabulary,
+    }
+    inputs: Inputs = segment_shards(work.store, replace(manifest, segments=tuple(group)))
+    plan = begin_change(work, manifest, plan, inputs)
+    names = {entry.name for entry in group}
+    kept = tuple(entry for entry in manifest.segments if entry.name not in names)
+    return grow(work, manifest, plan, workers=1, progress=progress, kept=kept)
+
+
+def watch_folders(
+    path: str | os.PathLike[str],
+    folders: Sequence[str | os.PathLike[str]],
+    *,
+    tell: Callable[[ChangeReport], object],
+    **options: Any,
+) -> None:
+    """Synchronise a store, and again whenever something in the folders changes, until interrupted.
+
+    Raises
+    ------
+    BuildError
+        When watchfiles is not installed; otherwise as `sync_datastore`.
+    """
+    try:
+        from watchfiles import watch
+    except ImportError as error:
+        raise BuildError("watchfiles to follow folders", "none", "pip install 'retrieve-spec[serve]'.") from error
+    tell(sync_datastore(path, folders, **options))
+    inside = os.path.join(Path(path).resolve(), "")
+    for changes in watch(*(os.fspath(folder) for folder in folders), raise_interrupt=True):
+        if any(not os.path.join(place, "").startswith(inside) for _, place in changes):
+            tell(sync_datastore(path, folders, **options))

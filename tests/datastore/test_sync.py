@@ -1,0 +1,135 @@
+"""Stores that follow folders: afterwards they say what the folders say, whatever was done to the files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_build import contents
+
+from retrieve_spec.cli import run
+from retrieve_spec.datastore import sync
+from retrieve_spec.datastore.build import add_documents
+from retrieve_spec.datastore.entry_filter import EntryFilter
+from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.sync import sync_datastore
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import BuildError
+
+NAMES = [f"{folder}{name}.txt" for folder in ("", "sub/") for name in "abcd"]
+STATES = st.lists(
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["one", "two", "three", "  "])), min_size=1, max_size=6
+)
+
+
+@pytest.fixture
+def folder(texts):
+    return texts
+
+
+def said(folder):
+    """Texts of a folder, each once."""
+    return {path.read_text() for path in folder.rglob("*.txt") if path.read_text().strip()}
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(states=STATES)
+def test_a_store_says_what_its_folder_says(tokenizer, tmp_path_factory, states):
+    place = tmp_path_factory.mktemp("sync")
+    (place / "f" / "sub").mkdir(parents=True)
+    (place / "f" / "stays.txt").write_text("this one stays")
+    sync_datastore(place / "s", [place / "f"], tokenizer)
+    for state in states:
+        for name in NAMES:
+            (place / "f" / name).unlink(missing_ok=True)
+        for name, text in state.items():
+            (place / "f" / name).write_text(text)
+        sync_datastore(place / "s", [place / "f"])
+        found = contents(place / "s")
+        assert set(found.values()) == said(place / "f") and len(found) == len(said(place / "f"))
+        assert all((place / "f" / path).read_text() == text for path, text in found.items())
+        assert len(read_manifest(place / "s").segments) <= sync.MOST_SMALL
+    verify_datastore(place / "s")
+
+
+def test_only_what_changed_is_read(folder, tokenizer, tmp_path, monkeypatch):
+    store = tmp_path / "s"
+    for path in folder.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    sync_datastore(store, [folder], tokenizer)
+    sync_datastore(store, [folder])  # the first look
+    read = []
+    original = EntryFilter.read
+    monkeypatch.setattr(EntryFilter, "read", lambda self, path: read.append(path.name) or original(self, path))
+    generation = read_manifest(store).generation
+    assert sync_datastore(store, [folder]).documents == 0
+    assert (read, read_manifest(store).generation) == ([], generation)
+    (folder / "b.txt").write_text("another text")
+    report = sync_datastore(store, [folder])
+    assert (set(read), report.documents) == ({"b.txt"}, 1)
+    os.rename(folder / "a.txt", folder / "moved.txt")
+    (folder / "c.py").unlink()
+    sync_datastore(store, [folder])
+    assert set(contents(store)) == {"b.txt", "moved.txt", "sub/d.txt"}
+    (store / "sync.json").unlink()  # a cache
+    assert sync_datastore(store, [folder]).documents == 0
+    verify_datastore(store)
+
+
+def test_other_documents_stay(folder, tokenizer, records, tmp_path):
+    store = tmp_path / "s"
+    sync_datastore(store, [folder], tokenizer)
+    add_documents(store, Source(str(records), field="output"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "own.txt").write_text("of another folder")
+    before = set(contents(store))
+    sync_datastore(store, [other])
+    assert set(contents(store)) == before | {"own.txt"}
+    shutil.rmtree(other)
+    other.mkdir()
+    sync_datastore(store, [other])
+    assert set(contents(store)) == before
+    with pytest.raises(BuildError, match="a folder at"):
+        sync_datastore(store, [tmp_path / "nowhere"])
+
+
+def test_what_may_not_enter_stays_out(folder, tokenizer, tmp_path):
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    (folder / ".gitignore").write_text("ignored.txt\n")
+    (folder / "ignored.txt").write_text("git ignores this")
+    (folder / ".env").write_text("PASSWORD=hunter2hunter2")
+    (folder / "x.min.js").write_text("var a")
+    os.symlink(folder / "a.txt", folder / "link.txt")
+    report = sync_datastore(tmp_path / "s", [folder], tokenizer)
+    found = contents(tmp_path / "s")
+    assert {"a.txt", "b.txt", "c.py", "sub/d.txt"} <= set(found)
+    assert {"ignored.txt", ".env", "x.min.js", "link.txt"}.isdisjoint(found)
+    assert report.skipped_by_reason.get("a secret by its name") == 1
+    assert report.skipped_by_reason.get("generated or minified") == 1
+
+
+def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
+    store = folder / "store"
+    sync_datastore(store, [folder], tokenizer)
+    assert set(contents(store)) == {"a.txt", "b.txt", "c.py", "sub/d.txt"}
+    for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
+        path.unlink()
+    sync_datastore(store, [folder])
+    assert contents(store) == {}
+    (folder / "new.txt").write_text("new text")
+    assert sync_datastore(store, [folder]).documents == 1
+    verify_datastore(store)
+
+
+def test_command(folder, tmp_path, capfd):
+    assert run(["sync", str(tmp_path / "s"), str(folder), "--tokenizer", "reference", "-q"]) == 0
+    (folder / "a.txt").unlink()
+    assert run(["sync", str(tmp_path / "s"), str(folder), "-q", "--json"]) == 0
+    assert '"verb": "sync"' in capfd.readouterr().out
+    assert "a.txt" not in contents(tmp_path / "s")
