@@ -17,7 +17,7 @@ from small_decoders import build, ids
 import retrieve_spec as rs
 import retrieve_spec.kernels
 from retrieve_spec.config import PassConfig
-from retrieve_spec.recorded import graph_rewrites, recorded_verifier, recording
+from retrieve_spec.recorded import recorded_pass, recorded_verifier, recording
 from retrieve_spec.recorded.cuda import cuda_graphs, pass_pool
 from retrieve_spec.recorded.cuda.cuda_graphs import CudaGraphCapture
 from retrieve_spec.recorded.pass_buffer import PassBuffer
@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def plain_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings as a GPU has them: no weights packed for a CPU."""
-    monkeypatch.setattr(graph_rewrites, "PASS", PassConfig(layout_bytes=0))
+    monkeypatch.setattr(recorded_pass, "PASS", PassConfig(layout_bytes=0))
 
 
 @pytest.mark.parametrize(

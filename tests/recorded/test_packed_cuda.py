@@ -16,7 +16,7 @@ from small_decoders import ids
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
-from retrieve_spec.recorded import graph_rewrites, recorded_verifier, slab
+from retrieve_spec.recorded import recorded_pass, recorded_verifier, slab
 from retrieve_spec.recorded.cuda import packed_graphs
 from retrieve_spec.recorded.cuda.packed_graphs import GraphedTexts
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
@@ -29,7 +29,7 @@ from retrieve_spec.verify.interface import read_interface
 @pytest.fixture(autouse=True)
 def plain_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings as a GPU has them: no weights packed for a CPU."""
-    monkeypatch.setattr(graph_rewrites, "PASS", PassConfig(layout_bytes=0))
+    monkeypatch.setattr(recorded_pass, "PASS", PassConfig(layout_bytes=0))
 
 
 class Together:
