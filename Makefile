@@ -13,7 +13,7 @@ KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!trit
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-lowest lint fmt docs serve setup setup-serve setup-test clean
+.PHONY: help demo test test-fast hammer test-lowest lint fmt docs serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ test: setup-test
 ## make test-fast   the tests that take less than ten seconds each
 test-fast: setup-test
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+## make hammer      random calls of random models against plain `generate` (ARGS="--minutes 30")
+hammer: setup-test
+	MALLOC_PERTURB_=165 PYTHONPATH=. $(BIN)/python -m tests.hammer $(ARGS)
 
 ## make test-lowest the same with the oldest packages that pyproject.toml allows, in an environment of their own
 test-lowest:
