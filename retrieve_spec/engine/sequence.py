@@ -206,7 +206,7 @@ class Sequence:
     def read(self, most: int = 0) -> None:
         """Read the next piece of the prompt, of `most` tokens at most (0: no limit); the last one brings a token.
 
-        Models whose state cannot be rolled back read their prompt in one piece.
+        Models whose forward over several tokens takes no notice of their state read their prompt in one piece.
         """
         began = perf_counter()
         self._stage = _READING
@@ -214,7 +214,7 @@ class Sequence:
             self._start()
         verifier = self.verifier
         size = min(self.limits.prefill_chunk or len(self._unread), most or len(self._unread))
-        if len(self._unread) > size and verifier.mode != "plain":
+        if len(self._unread) > size and not verifier.whole_prompts:
             verifier.forward(self._unread[:size], want_hidden=self.wants_hidden)
             verifier.commit(NO_DRAFT.parent)
             self._unread = self._unread[size:]

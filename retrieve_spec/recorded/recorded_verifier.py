@@ -50,6 +50,7 @@ class RecordedVerifier:
         self.model = model
         self.mode: Mode = ordinary.mode
         self.reason = ordinary.reason
+        self.whole_prompts = ordinary.whole_prompts
         self.not_recorded = ""
         """Why this generation does not use the recorded pass; empty when it does."""
         self._ordinary, self.recorded, self._state = ordinary, recorded, state

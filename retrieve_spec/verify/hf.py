@@ -36,6 +36,7 @@ class HFVerifier:
         self.interface = interface
         self.mode: Mode = mode
         self.reason = reason
+        self.whole_prompts = interface.recurrence is not None and interface.recurrence.way == "steps"
         self.pass_kind: PassKind = "model's own"
         self.pass_reason = ""
         self._device = input_device(model)

@@ -20,6 +20,7 @@ class StepVerifier:
         self.model = model
         self.mode: Mode = "plain"
         self.reason = reason
+        self.whole_prompts = True
         self.pass_kind: PassKind = "plain"
         self.pass_reason = reason
         self._takes_logits_to_keep = model._supports_logits_to_keep()

@@ -82,6 +82,8 @@ class Verifier(Protocol):
     """What `forward` accepts: in "chain" mode only trees with `is_chain`, in "plain" mode only None or empty trees."""
     reason: str
     """Why the mode is not "tree"; empty when it is."""
+    whole_prompts: bool
+    """Whether the prompt must come in one piece: a second one would not see what the first left behind."""
 
     @property
     def pass_kind(self) -> PassKind:

@@ -110,6 +110,19 @@ def test_left_padding_is_honoured(family: Family, attention: str) -> None:
         rs.restore(model)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2", "mamba", "jamba", "lfm2"])
+def test_prompts_may_come_in_pieces(name: str) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    model = model_of(family, family.attention[0])
+    expected = greedy(model, {"input_ids": ids(22)})
+    drafter = ScriptedDrafter(expected[0], "half", vocab=VOCAB)
+    try:
+        rs.accelerate(model, drafter=drafter, nodes=24, prefill_chunk=5, recorded_pass="off")
+        assert torch.equal(greedy(model, {"input_ids": ids(22)}), expected)
+    finally:
+        rs.restore(model)
+
+
 def layers_of(cache: Any) -> list[dict[str, Any]]:
     """What a cache holds, layer by layer."""
     names = ("keys", "values", "cumulative_length", "record_past", "conv_states", "recurrent_states")

@@ -24,6 +24,7 @@ class MockVerifier:
     def __init__(self, logits_of: Callable[[list[int]], Any], mode: Mode = "tree") -> None:
         self.logits_of, self.mode, self.reason = logits_of, mode, ""
         self.pass_kind, self.pass_reason = "model's own", ""
+        self.whole_prompts = mode == "plain"
         self.cache: list[int] = []
         self.passes: list[int] = []
         self.fail_at = -1
