@@ -28,7 +28,8 @@ ORDER = [
     {"demo_screen"},
     {"demo"},
     {"cli_store_read"},
-    {"cli_generate", "cli_serve", "cli_share", "cli_store", "cli_sync"},
+    {"cli_generate", "cli_serve", "cli_store"},
+    {"cli_share", "cli_sync"},
     {"cli"},
 ]
 """Rooms from the bottom up; those of one floor do not know each other."""
