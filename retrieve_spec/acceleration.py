@@ -24,6 +24,7 @@ from retrieve_spec.drafting.drafter import Drafter, Layer
 from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.engine.threads import PassThreads
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation import BEFORE, generate, generate_stream, own_generate, why_delegated
@@ -31,7 +32,7 @@ from retrieve_spec.model_layers import base_model
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sources.dense import DenseIndexes
-from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.verify.interface import input_device, read_interface
 from retrieve_spec.verify.probe import Finding, probe
 from retrieve_spec.verify.tensor_parallel import Ranks
 
@@ -108,6 +109,8 @@ def accelerate(
     speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model))
     speculation.check_stores = check_stores
     speculation.ranks = Ranks.of(model)
+    if input_device(model).type == "cpu":
+        speculation.engine.threads = PassThreads.of_torch()
     text_config = model.config.get_text_config(decoder=True)
     speculation.new_cache = functools.partial(DynamicCache, config=text_config)
     speculation.bytes_per_token = _bytes_per_token(text_config, model.dtype)

@@ -7,6 +7,7 @@ that record libgomp starts new threads, in the parent as in the child. LLVM's an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -31,13 +32,20 @@ def _end_threads() -> None:
     try:
         if len(os.listdir("/proc/self/task")) == 1:  # there are none, whatever libgomp remembers of a parent's
             return
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-            paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "libgomp" in line}
     except OSError:
         return  # not Linux
-    for path in paths:
-        try:
-            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    for library in loaded_libgomp().values():
+        with contextlib.suppress(AttributeError):  # older than GCC 9
             library.omp_pause_resource_all(_PAUSE_SOFT)
-        except (OSError, AttributeError):  # older than GCC 9
-            continue
+
+
+def loaded_libgomp() -> dict[str, ctypes.CDLL]:
+    """Every libgomp that this process has loaded, by path; empty where that cannot be seen."""
+    libraries = {}
+    with contextlib.suppress(OSError):  # not Linux
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "libgomp" in line}
+        for path in sorted(paths):
+            with contextlib.suppress(OSError):
+                libraries[path] = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    return libraries

@@ -24,7 +24,9 @@ from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.batches import each, kept_bytes, passes_over, verify_all
 from retrieve_spec.engine.budget import Costs, room, row_cost, share_out
+from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.sequence import Sequence, climate
+from retrieve_spec.engine.threads import PassThreads
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 
@@ -46,10 +48,13 @@ class Engine:
         Captured passes over several sequences.
     steps
         Taken so far.
+    threads
+        How many threads passes use; None where no CPU runs them.
     """
 
-    def __init__(self, costs: Costs | None = None) -> None:
+    def __init__(self, costs: Costs | None = None, threads: PassThreads | None = None) -> None:
         self.costs = costs or Costs()
+        self.threads = threads
         self.steps = 0
         self.pool: PassPool | None = None
         self._sequences: list[Sequence] = []
@@ -74,8 +79,9 @@ class Engine:
         began = perf_counter()
         batch, trees = self._draft(batch)
         drafted = perf_counter()
-        batch, usual = verify_all(batch, trees, self.pool)
-        batch = each(batch, Sequence.look)  # waits for the device: its time is the pass's
+        with contextlib.nullcontext() if self.threads is None else self.threads.used():
+            batch, usual = verify_all(batch, trees, self.pool)
+            batch = each(batch, Sequence.look)  # waits for the device: its time is the pass's
         checked = perf_counter()
         batch = each(batch, Sequence.accept)
         committed = perf_counter()
@@ -103,10 +109,20 @@ class Engine:
         rows, context = len(batch) - 1, 0
         for sequence in batch:
             sequence.steps.append(self.steps)
+            sequence.report.threads = 0 if self.threads is None else self.threads.chosen
             sequence.log.note(sequence.tree, sequence.walked, share, sequence.text.length)
             rows, context = rows + len(sequence.tree), context + sequence.text.length
         if usual:
-            self.costs.of(len(batch)).observe(rows, context, forward, drafted + committed + learned)
+            self._learn_cost(self.costs.of(len(batch)), rows, context, forward, drafted + committed + learned)
+
+    def _learn_cost(self, cost: CostModel, rows: int, context: int, forward: float, around: float) -> None:
+        """Enter a pass over one token and `rows` more behind `context` tokens, seconds in and around the model."""
+        if self.threads is not None:
+            compared = self.threads.comparing
+            self.threads.observe(forward + around, float(cost.seconds(context, MAX_NODES)[min(rows, MAX_NODES)]))
+            if compared:
+                return
+        cost.observe(rows, context, forward, around)
 
     @contextlib.contextmanager
     def _recovering(self, sequences: Many[Sequence], own: Many[Sequence]) -> Iterator[None]:

@@ -29,6 +29,8 @@ class GenerationReport:
         Tokens emitted.
     passes
         Forward passes of the target, the prompt's not counted among them beyond the first.
+    threads
+        Threads that the last passes used on a CPU, chosen by their times (the user's setting or fewer); 0 elsewhere.
     rows
         Rows of text decoded together; all other figures count the tokens and passes of all rows together, `per_pass`
         lists one row's passes after the other's, and `origins` and `provenance` stay empty when there are several.
@@ -53,6 +55,7 @@ class GenerationReport:
     reason: str = ""
     pass_kind: PassKind = "plain"
     pass_reason: str = ""
+    threads: int = 0
     new_tokens: int = 0
     passes: int = 0
     rows: int = 1
@@ -87,7 +90,7 @@ def together(parts: Sequence[GenerationReport], passes: int) -> GenerationReport
     """Reports of sequences that shared `passes` passes as one."""
     first = parts[0]
     whole = GenerationReport(first.mode, first.reason, first.pass_kind, first.pass_reason)
-    whole.rows, whole.passes = len(parts), passes
+    whole.rows, whole.passes, whole.threads = len(parts), passes, parts[-1].threads
     whole.began = min(part.began for part in parts)
     whole.seconds = max(part.began + part.seconds for part in parts) - whole.began
     for part in parts:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
+
+from retrieve_spec.forks import loaded_libgomp
 
 _PAIRS = 3
 """Passes with either number of threads that one comparison takes."""
@@ -37,6 +40,9 @@ class PassThreads:
     ----------
     most
         Threads at most: the user's setting. With 1 there is nothing to choose.
+    set_threads
+        Sets the number for the calling thread alone (OpenMP's own; `torch.set_num_threads` would reach every thread
+        that computes for the first time meanwhile, and all of MKL for good).
 
     Attributes
     ----------
@@ -44,7 +50,8 @@ class PassThreads:
         Threads of the next pass unless it is one of a comparison.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, set_threads: Callable[[int], object] = bool) -> None:
+        self._set = set_threads
         self.most = self.chosen = self._challenged = max(most, 1)
         self._numbers = [self.most >> i for i in range(self.most.bit_length())]
         self._other = 0  # what `chosen` is compared with; 0 while nothing is compared
@@ -64,18 +71,29 @@ class PassThreads:
             return self._other
         return self.chosen
 
+    @classmethod
+    def of_torch(cls) -> PassThreads | None:
+        """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked."""
+        torch_folder = os.path.dirname(torch.__file__)
+        for path, library in loaded_libgomp().items():
+            if path.startswith(torch_folder + os.sep):
+                return cls(torch.get_num_threads(), library.omp_set_num_threads)
+        return None
+
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Run a pass with `next` threads; the user's setting is back afterwards."""
+        """Run a pass of this thread with `next` threads; afterwards it has the user's setting again."""
         before = torch.get_num_threads()
+        if before != self.most:  # set anew since
+            self.__init__(before, self._set)  # type: ignore[misc]
         if self.next == before:
             yield
             return
-        torch.set_num_threads(self.next)
+        self._set(self.next)
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            self._set(before)
 
     def observe(self, seconds: float, expected: float) -> None:
         """Learn from the pass that ran with `next` threads.

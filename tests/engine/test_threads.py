@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 
+import retrieve_spec as rs
 from retrieve_spec.engine.threads import PassThreads
 
 
@@ -77,12 +80,37 @@ def test_one_thread_stays_one():
     assert run(Machine(1), threads, 200) == [1] * 200
 
 
-def test_the_users_setting_is_back_after_a_pass_also_when_it_fails():
+def test_only_the_pass_and_only_its_thread_see_another_number():
+    threads = PassThreads.of_torch()
+    if threads is None:
+        pytest.skip("torch does not compute with libgomp here")
     before = torch.get_num_threads()
-    threads = PassThreads(before + 3)
+    threads.most = before
+    threads.chosen = before + 3
+    seen = []
     with threads.used():
         assert torch.get_num_threads() == before + 3
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+    assert seen == [before]
     assert torch.get_num_threads() == before
     with pytest.raises(KeyboardInterrupt), threads.used():
         raise KeyboardInterrupt
     assert torch.get_num_threads() == before
+
+
+def test_a_setting_that_the_user_changes_counts():
+    calls = []
+    threads = PassThreads(torch.get_num_threads() + 1, calls.append)
+    threads.chosen = 1
+    with threads.used():
+        pass
+    assert (threads.most, threads.chosen, calls) == (torch.get_num_threads(), torch.get_num_threads(), [])
+
+
+def test_a_report_says_how_many_threads_passes_used(tiny, prompt):
+    rs.accelerate(tiny, draft="off")
+    tiny.generate(prompt, max_new_tokens=8, do_sample=False)
+    chosen = tiny.speculation.engine.threads
+    assert tiny.speculation.last.threads == (0 if chosen is None else chosen.chosen)
