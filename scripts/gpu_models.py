@@ -197,7 +197,7 @@ def recorded_answers(setting: Setting, vocab: int) -> Iterator[tuple[list[int], 
             record = json.loads(line)
             yield read(record["prompt"])[-max(setting.context) :], read(record["output"])[: setting.new_tokens]
         return
-    names = ("verify/hf.py", "engine/loop.py", "engine/speculation.py")
+    names = ("verify/hf.py", "engine/sequence.py", "engine/speculation.py")
     pieces = [read((package / name).read_text(encoding="utf-8")) for name in names]
     whole = [token for piece in pieces for token in piece]
     new, longest = setting.new_tokens, max(setting.context)

@@ -71,7 +71,7 @@ def test_rows_of_a_batch_attend_in_one_launch(
     monkeypatch.setattr(slab, "PASS", PassConfig(cache_block=1))
     grown: list[bool] = []
     make_room = Slab.make_room
-    monkeypatch.setattr(Slab, "make_room", lambda *given: grown.append(make_room(*given)) or grown[-1])
+    monkeypatch.setattr(Slab, "make_room", lambda *given: grown.append(not Slab.fits(*given)) or make_room(*given))
     rows = Together(gpu, family, index)
     assert not packed_graphs.why_not_packed("cuda")
     captures = []
