@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.edit import remove_documents
+from retrieve_spec.datastore.edit import compact_datastore, remove_documents
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.published.sam import LONGEST, Sam, SamRecycling
@@ -18,16 +18,14 @@ TOKENS = 6
 
 @pytest.fixture(scope="module")
 def stores(make_store):
-    """The same documents, in two segments, some removed: with suffix arrays alone, and with automata too."""
+    """The same documents, in two segments: with suffix arrays alone, and with automata too."""
     random = np.random.default_rng(3)
     base = [random.integers(0, TOKENS, 60).tolist() for _ in range(4)]
     documents = [base[random.integers(4)][:30] + random.integers(0, TOKENS, 20).tolist() for _ in range(30)]
     more = [base[0] + random.integers(0, TOKENS + 3, 10).tolist() for _ in range(5)]
     made = []
     for config in (StoreConfig(automaton_tokens=0), StoreConfig(automaton_tokens=1 << 20)):
-        path = make_store(documents, config, more).path
-        remove_documents(path, ["003.txt"])
-        made.append(open_datastore(path))
+        made.append(make_store(documents, config, more))
     return made
 
 
@@ -37,6 +35,15 @@ def test_the_automata_are_used_where_all_segments_have_one(stores):
     assert static_automata(stores) is None
     assert isinstance(static_automata([stores[1]]), AutomatonCorpus)
     assert len(stores[1].segments) == 2
+
+
+def test_automata_rest_behind_a_removal_until_the_text_is_written_anew(make_store):
+    documents = np.random.default_rng(5).integers(0, TOKENS, (8, 30)).tolist()
+    path = make_store(documents, StoreConfig(automaton_tokens=1 << 20)).path
+    remove_documents(path, ["003.txt"])
+    assert static_automata([open_datastore(path)]) is None
+    compact_datastore(path)
+    assert static_automata([open_datastore(path)]) is not None
 
 
 def test_same_trees(stores):
