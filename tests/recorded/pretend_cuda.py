@@ -61,6 +61,9 @@ class CudaTensor(torch.Tensor):
         _addressed[self.host.data_ptr()] = weakref.ref(self.host)
         return self.host.data_ptr()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CudaTensor:
+        return memo.setdefault(id(self), self.clone())
+
     def __repr__(self) -> str:
         return f"CudaTensor({tuple(self.shape)}, {self.dtype})"
 
