@@ -18,15 +18,10 @@ from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.unigrams import Unigrams
 
 
 class Unfed(SuffixAutomaton):
-    """A context source that is never given the text: kernels find no room in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.states = self.states[:1].copy()  # the root alone
+    """A context source that is never given the text."""
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
         """Do nothing."""
@@ -69,7 +64,6 @@ class FreshDrafter:
 
 def _no_context(drafter: MixtureDrafter) -> None:
     drafter.context = Unfed()
-    drafter.unigrams = Unigrams(drafter.calibration.rates, mute=True)
 
 
 def _no_session(drafter: MixtureDrafter) -> None:
@@ -99,10 +93,6 @@ def _no_dense(drafter: MixtureDrafter) -> None:
     drafter.wants_hidden = None
 
 
-def _no_phrases(drafter: MixtureDrafter) -> None:
-    drafter.phrases = None
-
-
 SOURCES: dict[str, Callable[[MixtureDrafter], None]] = {
     "context": _no_context,
     "session": _no_session,
@@ -111,7 +101,6 @@ SOURCES: dict[str, Callable[[MixtureDrafter], None]] = {
     "ngram": _no_ngram,
     "exact": _no_exact,
     "dense": _no_dense,
-    "phrases": _no_phrases,
 }
 """What takes a source away from the mixture, by its name."""
 

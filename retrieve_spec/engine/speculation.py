@@ -8,7 +8,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from time import perf_counter
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -235,10 +234,9 @@ class Speculation:
             seed, criteria = self.ranks.seed(seed), self.ranks.criteria(criteria)
         verifiers = self._verifiers(len(rows))  # looks at the model, and so comes before what its interface allows
         wants_dict = bool(prepared.config.return_dict_in_generate)
-        call = uuid4().hex if len(rows) > 1 else None
         made = []
         for row, verifier, prediction in zip(rows, verifiers, predictions, strict=True):
-            lend, give_back = self._loan(OFF if most == 0 else draft, call)
+            lend, give_back = self._loan(OFF if most == 0 else draft)
             stopper = Stopper(criteria)
             sampler = make_sampler(
                 row.processors,
@@ -276,15 +274,13 @@ class Speculation:
                 return [first.alone() for _ in range(count)]
             return [first, *(self._make_verifier() for _ in range(count - 1))]
 
-    def _loan(
-        self, draft: str | None, call: str | None
-    ) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
+    def _loan(self, draft: str | None) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
         """What lends a sequence its drafter, and what takes it back when it has ended."""
         lent: list[Drafter] = []
         stores = self.datastores
 
         def lend() -> Drafter | str:
-            drafter = self._drafters.lend(draft, call)
+            drafter = self._drafters.lend(draft)
             if isinstance(drafter, str):
                 return drafter
             lent.append(drafter)

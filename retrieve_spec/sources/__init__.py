@@ -9,6 +9,5 @@ SOURCE_NAMES = (
     "exact",
     "dense",
     "script",
-    "phrases",
 )
 """Names by the number stored in `DraftTree.source`; statistics are reported by these names."""

@@ -50,7 +50,7 @@ def test_a_source_that_is_left_out_gets_no_credit_and_is_missed(loaded, store):
     for name in credited:
         less = replay(FreshDrafter(config, opened, [name]).drafter, tokenizer)
         assert name not in less["accepted_by_source"]
-    alone = replay(FreshDrafter(config, opened, ["session", "ngram", "exact", "context", "phrases"]).drafter, tokenizer)
+    alone = replay(FreshDrafter(config, opened, ["session", "ngram", "exact", "context"]).drafter, tokenizer)
     assert alone["tokens_per_pass"] == 1.0
 
 
