@@ -28,6 +28,8 @@ NOT_RECORDED = {
     "biogpt": INTERFACE,
     "xglm": INTERFACE,
     "dbrx": "torch.export refused it",  # experts are looped over
+    "lfm2": "layers of type LinearAttentionLayer",
+    **dict.fromkeys(["mamba", "mamba2", "falcon_h1", "jamba", "qwen3_next"], INTERFACE),  # recurrent state
 }
 if Version(transformers.__version__) < Version("5.23"):
     NOT_RECORDED["phi3-longrope"] = "torch.export refused it"  # its frequencies depended on the positions, too
