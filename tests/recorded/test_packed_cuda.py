@@ -83,8 +83,8 @@ def test_rows_of_a_batch_attend_in_one_launch(
         report = rows.placed.model.speculation.last
         assert report.rows == 3 and report.tokens_per_pass > 3 and report.passes > 2
         assert any(grown)
-        assert gpu.launches["several texts"]
         if not graphs:  # the text that goes on when the others have ended is one alone
+            assert gpu.launches["several texts"]
             assert gpu.launches["several texts"] + gpu.launches["one text"] == 2 * (report.passes - 1)
             continue
         idle = rows.pool._idle_texts
