@@ -169,9 +169,7 @@ def test_sections_of_the_gpu_check(
         assert len(decoded) == 4 and all(figures["same"] for figures in decoded)
 
 
-def record(
-    model: Any, num_layers: int, layer: Any = "last", fused: bool = False, layouts: Any = None
-) -> RecordedPass:
+def record(model: Any, num_layers: int, layer: Any = "last", fused: bool = False, layouts: Any = None) -> RecordedPass:
     """Record a copy of a model on the host and let that stand for the model on the pretended GPU."""
     host = type(model)(model.config).to(model.dtype).eval()
     theirs = [*model.parameters(), *model.buffers()]
