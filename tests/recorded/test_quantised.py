@@ -65,7 +65,7 @@ def test_activations_quantised_over_all_rows_leave_plain_decoding(full: Any) -> 
     quantised = torch.ao.quantization.quantize_dynamic(full, {nn.Linear}, dtype=torch.qint8)
     check(quantised, "right", 1.0)
     assert quantised.speculation.mode == "plain"
-    assert "gives other logits than separate passes" in quantised.speculation.reason
+    assert "gives other logits than single steps" in quantised.speculation.reason
 
 
 @pytest.mark.parametrize("kind", ["Linear8bitLt", "Linear4bit"])
