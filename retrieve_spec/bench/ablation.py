@@ -21,7 +21,11 @@ from retrieve_spec.sources.automaton import SuffixAutomaton
 
 
 class Unfed(SuffixAutomaton):
-    """A context source that is never given the text."""
+    """A context source that is never given the text: kernels find no room in it, and `extend` makes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = self.states[:1].copy()  # the empty context alone
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
         """Do nothing."""
