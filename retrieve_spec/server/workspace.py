@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
@@ -24,6 +25,8 @@ log = logging.getLogger("retrieve_spec.server")
 _SEGMENT_CHARS = 500_000
 _RULES = (".gitignore", ".ignore", "exclude")
 """Files that say what counts."""
+_REST = 4.0
+"""How much longer than looking at everything the pause after it is, while a file that cannot be named changes."""
 _TOO_MANY, _TOO_MUCH = "beyond the bound of files", "beyond the bound of text"
 
 
@@ -251,8 +254,21 @@ class Workspace:
             self.trouble = f"{type(error).__name__}: {error}"
             self.indexed.set()
 
+    def _look_again(self) -> None:
+        """Look at everything, then do nothing for a while."""
+        began = monotonic()
+        try:
+            self.scan()
+        except Exception:
+            log.exception("the workspace could not be looked at again")
+        self._stop.wait(_REST * (monotonic() - began))
+
     def _watch(self) -> None:
-        """Follow changes until the end, or until a name that is not Unicode changes: what else did is not told then."""
+        """Follow changes until the end, or until a name that is not Unicode changes: what else did is not told then.
+
+        Everything is then looked at at once, since such a file may go on changing, and again with the next notice:
+        between two watchers nobody looks.
+        """
         from watchfiles import watch
 
         notices = watch(*self.roots, stop_event=self._stop, debounce=400, rust_timeout=500, yield_on_timeout=True)
@@ -262,6 +278,7 @@ class Workspace:
             except RuntimeError:  # watchfiles' own, of which only the text says what it is
                 log.info("workspace: a file changed whose name is not Unicode; everything is looked at again")
                 self._missed = True
+                self._look_again()
                 return
             except StopIteration:
                 return
