@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 import retrieve_spec
@@ -26,6 +28,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SLOW * limit))
 
 
+@pytest.fixture(autouse=True)
+def _threads_stay() -> Iterator[None]:
+    """Torch uses as many threads after a test as before it: other tests compare sums to the last bit."""
+    before = torch.get_num_threads()
+    yield
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert after == before, f"this test left torch with {after} threads instead of {before}"
+
+
 @pytest.fixture(scope="session")
 def reference_tokenizer() -> Any:
     from transformers import AutoTokenizer
@@ -35,7 +47,6 @@ def reference_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def _loaded_reference() -> Any:
-    import torch
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32).eval()
@@ -50,7 +61,6 @@ def reference_model(_loaded_reference: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def _tiny() -> Any:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -71,6 +81,4 @@ def tiny(_tiny: Any) -> Any:
 @pytest.fixture
 def prompt() -> Any:
     """(1, 12) token ids for `tiny`."""
-    import torch
-
     return torch.tensor([[3 + (i * 37 + 11) % 190 for i in range(12)]])

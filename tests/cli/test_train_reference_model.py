@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from retrieve_spec.reference_model import load_model, reference_path
 
@@ -79,7 +80,14 @@ def test_fill_in_the_middle_keeps_every_token_once(script):
 
 def test_one_step_on_a_tiny_corpus_gives_a_model_that_completes(script, site, tmp_path):
     out = tmp_path / "out"
-    options = {"vocab": 400, "seq": 64, "long-seq": 64, "micro-tokens": 64, "tokens-per-step": 128, "threads": 1}
+    options = {
+        "vocab": 400,
+        "seq": 64,
+        "long-seq": 64,
+        "micro-tokens": 64,
+        "tokens-per-step": 128,
+        "threads": torch.get_num_threads(),
+    }
     sizes = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     words = ["--out", str(out), "--roots", str(site), "--per-package-mb", "0.01", "--budget", "tiny=5", "--no-compile"]
     script.main([*words, "--max-steps", "1", *sizes])

@@ -1,0 +1,170 @@
+"""Doctor: what this machine, these packages and a model allow, measured, and what would be faster."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from retrieve_spec.cli_common import counted, explained_wait, loading_bars
+
+PROMPT = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
+TOKENS = 96
+EXTRAS = {
+    "serve": ("starlette", "uvicorn", "pygls", "watchfiles"),
+    "share": ("fsspec",),
+    "bench": ("matplotlib", "jinja2"),
+    "parquet": ("pyarrow",),
+}
+"""What the optional commands import, by the name of the extra that brings it."""
+
+
+@click.command(short_help="Say what this machine and a model allow, and what would be faster.")
+@click.option(
+    "--model",
+    default="reference",
+    show_default=True,
+    metavar="reference|PATH|HUB_ID|none",
+    help="The model to examine.",
+)
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
+@click.option("--device", default="auto", show_default=True, metavar="D", help="auto, cpu, cuda, cuda:1 …")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
+def doctor(model: str, dtype: str, device: str, as_json: bool) -> None:
+    """Say which packages, kernels, device and pass are used, how fast a model is with and without drafts, and why.
+
+    The model writes about a hundred tokens of Python, with drafts and by its original `generate`.
+    """
+    from retrieve_spec.bench.machine import machine_facts
+
+    facts: dict[str, Any] = {"machine": machine_facts()}
+    facts["missing_extras"] = [extra for extra, modules in EXTRAS.items() if not all(map(_is_there, modules))]
+    with explained_wait():
+        facts["kernels"] = _kernels()
+        if model != "none":
+            facts["model"] = {"name": model, **_examine(model, dtype, device)}
+    facts["advice"] = advice(facts)
+    click.echo(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _kernels() -> dict[str, Any]:
+    """Where the compiled kernels are kept, and how long it took to have them."""
+    from retrieve_spec.drafting.mixture import MixtureDrafter
+    from retrieve_spec.kernels import step
+
+    began = time.perf_counter()
+    MixtureDrafter().prepare()
+    folder = Path(step.propose.stats.cache_path or "")
+    return {
+        "folder": str(folder),
+        "seconds": round(time.perf_counter() - began, 1),
+        "kept": os.access(folder, os.W_OK) and any(folder.glob("*.nbi")),
+    }
+
+
+def _examine(name: str, dtype: str, device: str) -> dict[str, Any]:
+    """Which pass verifies a model's drafts, and how fast it writes with drafts and without."""
+    import retrieve_spec as rs
+    from retrieve_spec.reference_model import load_model
+
+    with loading_bars():
+        model, tokenizer = load_model(name, dtype=dtype, device=device)
+    began = time.perf_counter()
+    rs.accelerate(model, tokenizer)
+    found = {
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attention": model.config._attn_implementation,
+        "accelerate_seconds": round(time.perf_counter() - began, 1),
+    }
+    speculation = model.speculation
+    drafted = _seconds_per_token(model, tokenizer)
+    last = speculation.last
+    found |= {
+        "mode": speculation.mode,
+        "reason": speculation.reason,
+        "pass_kind": speculation.pass_kind,
+        "pass_reason": speculation.pass_reason,
+        "threads": last.threads if last else None,
+        "tokens_per_pass": last.tokens_per_pass if last else None,
+    }
+    rs.restore(model)
+    plain = _seconds_per_token(model, tokenizer)
+    return found | {
+        "tokens_per_second": round(1 / drafted, 1),
+        "plain_tokens_per_second": round(1 / plain, 1),
+        "speedup": round(plain / drafted, 2),
+    }
+
+
+def _seconds_per_token(model: Any, tokenizer: Any) -> float:
+    """Time of a token on the second of two generations; the first one warms up."""
+    prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    for _ in range(2):
+        began = time.perf_counter()
+        output = model.generate(**prompt, max_new_tokens=TOKENS, do_sample=False)
+        seconds = time.perf_counter() - began
+    return float(seconds / max(output.shape[1] - prompt["input_ids"].shape[1], 1))
+
+
+def advice(facts: dict[str, Any]) -> list[str]:
+    """What would be faster, or what is missing, a sentence each."""
+    machine, model, found = facts["machine"], facts.get("model"), []
+    if not facts["kernels"]["kept"]:
+        found.append(
+            f"Compiled kernels cannot be kept in {facts['kernels']['folder']}, so that every start compiles them: "
+            "set NUMBA_CACHE_DIR to a folder that can be written."
+        )
+    if machine["load"] > 0.5 * machine["cores"]:
+        found.append(f"Other programs use this machine (load {machine['load']}): speeds vary, and drafts are smaller.")
+    if facts["missing_extras"]:
+        extras = ",".join(facts["missing_extras"])
+        found.append(f"Some commands need more packages: pip install 'retrieve-spec[{extras}]'.")
+    if model is None:
+        return found
+    if model["device"] == "cpu" and "gpu" in machine:
+        found.append(f"The model is on the CPU although there is a GPU ({machine['gpu']}): use --device cuda.")
+    if model["device"] == "cpu" and model["dtype"] != "float32":
+        found.append(f"On a CPU {model['dtype']} is often slower than float32: compare with --dtype float32.")
+    if model["mode"] != "tree":
+        found.append(f"Drafts are verified in {model['mode']} mode: {model['reason']}.")
+    elif model["pass_kind"] != "recorded":
+        found.append(f"Passes go through the model's own modules: {model['pass_reason']}.")
+    found.append(
+        "Drafts come from the text itself here; text of yours that is likely to be repeated helps: "
+        "retrieve-spec build STORE FOLDER, then --store STORE."
+    )
+    return found
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    """The facts as a person reads them."""
+    from retrieve_spec.bench.machine import summary
+
+    kernels, model = facts["kernels"], facts.get("model")
+    versions = ", ".join(f"{name} {version}" for name, version in facts["machine"]["packages"].items())
+    lines = [
+        f"machine   {summary(facts['machine'])}",
+        f"packages  {versions}",
+        f"kernels   ready after {kernels['seconds']} s, kept in {kernels['folder']}",
+    ]
+    if model is not None:
+        lines += [
+            f"model     {model['name']}: {model['parameters'] / 1e6:,.0f} M parameters, {model['dtype']} on "
+            f"{model['device']}, attention {model['attention']}, accelerated in {model['accelerate_seconds']} s",
+            f"pass      {model['pass_kind']}, drafts verified in {model['mode']} mode"
+            + (f", {counted(model['threads'], 'thread')}" if model["threads"] else ""),
+            f"speed     {model['tokens_per_second']:.0f} tokens/s with drafts, {model['plain_tokens_per_second']:.0f} "
+            f"without: {model['speedup']:.2f} ×",
+        ]
+    return [*lines, *(f"advice    {sentence}" for sentence in facts["advice"])]
