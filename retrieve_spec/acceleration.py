@@ -208,8 +208,6 @@ def accelerated(model: Any, tokenizer: Any = None, **options: Any) -> Iterator[A
 def _find_mode(model: Any) -> Finding:
     """What a probe says of a model that need not be in evaluation mode."""
     interface = read_interface(model)
-    if model.config.is_encoder_decoder:
-        return Finding("plain", "encoder-decoder models are not drafted for", interface)
     if reason := own_generate(model):
         return Finding("plain", reason, interface)
     training = [module for module in model.modules() if module.training]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import GenerationMixin
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.report import GenerationReport
@@ -245,8 +245,10 @@ def _result(sequences: list[Sequence], prepared: Prepared) -> Any:
     if not prepared.config.return_dict_in_generate:
         return output
     (sequence,) = sequences
+    encoded = prepared.inputs.model_kwargs.get("encoder_outputs")
     scores, raw = sequence.sampler.scores, sequence.sampler.raw
-    return GenerateDecoderOnlyOutput(
+    kind = GenerateDecoderOnlyOutput if encoded is None else GenerateEncoderDecoderOutput
+    return kind(
         sequences=output,
         scores=tuple(scores) if scores is not None else None,
         logits=tuple(raw) if raw is not None else None,
@@ -357,5 +359,6 @@ def _delegate_row(model: Any, arguments: dict[str, Any]) -> NDArray[np.int32]:
     """Output of the original `generate`, without the prompt."""
     output = _original(model)(**arguments)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
-    new_ids: NDArray[np.int32] = sequences[0, arguments["input_ids"].shape[1] :].cpu().numpy().astype(np.int32)
+    given = arguments["input_ids"].shape[1] if not model.config.is_encoder_decoder else 1
+    new_ids: NDArray[np.int32] = sequences[0, given:].cpu().numpy().astype(np.int32)
     return new_ids

@@ -36,8 +36,6 @@ _OTHER_MODES: dict[str, str] = {
     "synced_gpus": "GPUs generate in step (synced_gpus)",
     "negative_prompt_ids": "a negative prompt needs a second model call per token",
     "inputs_embeds": "the prompt is given as embeddings",
-    "token_type_ids": "token types are given per token",
-    "mm_token_type_ids": "token types are given per token",
 }
 _OTHER_SETTINGS: dict[str, tuple[Any, str]] = {
     "num_beams": (1, "beams are searched"),
@@ -75,6 +73,8 @@ class Prepared:
         The merged generation config.
     callers_cache
         Whether the cache is the caller's own.
+    context_ids
+        (n,) int32 what a drafter reads in place of the prompt, where that is not the prompt alone.
     """
 
     inputs: VerifierInputs
@@ -82,6 +82,7 @@ class Prepared:
     criteria: Any
     config: Any
     callers_cache: bool = False
+    context_ids: NDArray[np.int32] | None = None
 
 
 @dataclass(slots=True)
@@ -139,6 +140,8 @@ _STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 def why_not_together(prepared: Prepared, arguments: dict[str, Any], cache_name: str) -> str:
     """Why a prepared batch is left to the original `generate`; empty when its rows can be decoded together."""
+    if "encoder_outputs" in prepared.inputs.model_kwargs:
+        return "a batch is read by an encoder"
     kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
     if prepared.config.return_dict_in_generate or prepared.callers_cache:
         return "more than the tokens of a batch is handed back"
@@ -237,7 +240,9 @@ def prepare(
     reason = _reason_from_captured(captured, interface, batches)
     if reason:
         return reason
-    prepared = _as_prepared(captured, arguments.get(interface.cache_name) is not None)
+    prepared = _as_prepared(captured, interface, arguments.get(interface.cache_name) is not None)
+    if interface.has_encoder:
+        prepared.context_ids = _encoded_ids(model, arguments, captured.input_ids)
     if len(prepared.inputs.input_ids) > 1:
         return why_not_together(prepared, arguments | {"streamer": streamer}, interface.cache_name) or prepared
     return prepared
@@ -261,8 +266,6 @@ def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
 
 def _reason_from_arguments(model: Any, arguments: dict[str, Any], batches: bool) -> str:
     """Why a call must be delegated, as far as its arguments tell."""
-    if model.config.is_encoder_decoder:
-        return "encoder-decoder models are not drafted for"
     if why := why_in_step(model):
         return why
     preparing = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", model)
@@ -289,6 +292,18 @@ def _reason_from_arguments(model: Any, arguments: dict[str, Any], batches: bool)
     return ""
 
 
+def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> NDArray[np.int32] | None:
+    """What an encoder reads and what the decoder begins with, where both have one vocabulary."""
+    given = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
+    if model.main_input_name != "input_ids" or not isinstance(given, torch.Tensor) or given.ndim != 2:
+        return None
+    sizes = {int(model.config.get_text_config(**side).vocab_size) for side in ({"encoder": True}, {"decoder": True})}
+    if len(sizes) > 1:
+        return None
+    both: NDArray[np.int32] = torch.cat([given[0], ids[0].to(given.device)]).cpu().numpy().astype(np.int32)
+    return both
+
+
 def _reason_from_captured(captured: _Captured, interface: ModelInterface, batches: bool) -> str:
     """Why a prepared call must be delegated."""
     kwargs = captured.model_kwargs
@@ -300,7 +315,7 @@ def _reason_from_captured(captured: _Captured, interface: ModelInterface, batche
     if kwargs.get("use_cache") is False:
         return "the cache is switched off"
     length, past = captured.input_ids.shape[1], _past_length(kwargs)
-    if past and _holds_past(captured) and past >= length:
+    if past and _holds_past(captured, interface) and past >= length:
         return "the cache already holds the whole prompt"
     reached = length if positions is None else min(length, int(positions.flatten()[-1]) + 1)  # without padding
     if interface.rope_rescans and reached <= interface.rope_switch < captured.generation_config.max_length:
@@ -313,17 +328,17 @@ def _past_length(kwargs: dict[str, Any]) -> int:
     return 0 if cache is None else seq_length(cache)
 
 
-def _holds_past(captured: _Captured) -> bool:
+def _holds_past(captured: _Captured, interface: ModelInterface) -> bool:
     """Whether `input_ids` includes the cached tokens, by the rule of plain `generate`: it is as long as the mask."""
-    mask = captured.model_kwargs.get("attention_mask")
+    mask = captured.model_kwargs.get(interface.mask_name)
     covered = mask.shape[1] if mask is not None else getattr(captured.generation_config, "_mask_length", -1)
     return bool(covered == captured.input_ids.shape[1])
 
 
-def _as_prepared(captured: _Captured, callers_cache: bool) -> Prepared:
+def _as_prepared(captured: _Captured, interface: ModelInterface, callers_cache: bool) -> Prepared:
     """What sequences start from; the cache is seen by who gave it, or in what is returned."""
     past = _past_length(captured.model_kwargs)
-    holds = _holds_past(captured)
+    holds = _holds_past(captured, interface)
     inputs = VerifierInputs(
         input_ids=captured.input_ids,
         model_kwargs=captured.model_kwargs,

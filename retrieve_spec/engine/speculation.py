@@ -227,6 +227,7 @@ class Speculation:
         Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row.
         """
         most, criteria = self.dial(nodes), prepared.criteria
+        context_ids = prepared.context_ids if context_ids is None else context_ids
         self.drafter(draft)  # an unknown preset is an error now
         rows = rows_of(prepared, self.interface.cache_name, self.new_cache)
         seed = self.draw_seed(prepared, seed)

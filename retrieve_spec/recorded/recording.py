@@ -128,6 +128,8 @@ def why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) ->
         return "recorded_pass is off"
     if config.recorded_pass == AUTO and model.num_parameters() < PASS.min_parameters:
         return f"the model has fewer than {PASS.min_parameters:,} parameters"
+    if model.config.is_encoder_decoder:
+        return "the model has an encoder"
     if Ranks.of(model) is not None:
         return "the model is spread over several processes"
     if len({parameter.device for parameter in model.parameters()}) > 1:

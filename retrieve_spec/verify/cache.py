@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
+
+
+def decoder_cache(cache: Any) -> Any:
+    """The part of a cache that grows with the text: of an encoder–decoder's, what its decoder attends to itself."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def keep_path(cache: Any, path: NDArray[np.int32], num_nodes: int) -> None:

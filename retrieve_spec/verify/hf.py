@@ -14,13 +14,13 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
-from retrieve_spec.verify.cache import record_past, recording, set_recording
+from retrieve_spec.verify.cache import decoder_cache, record_past, recording, set_recording
+from retrieve_spec.verify.extras import SET_EACH_PASS, Extras
 from retrieve_spec.verify.interface import ModelInterface, cache_mode, catch_hidden, input_device, weaker
 from retrieve_spec.verify.kept_rows import KeptRows
 from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
-_SET_EACH_PASS = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", "use_cache"}
 _NO_TREE = DraftTree()
 
 
@@ -36,7 +36,8 @@ class HFVerifier:
         self.interface = interface
         self.mode: Mode = mode
         self.reason = reason
-        self.whole_prompts = interface.recurrence is not None and interface.recurrence.way == "steps"
+        self._ignores_state = interface.recurrence is not None and interface.recurrence.way == "steps"
+        self.whole_prompts = self._ignores_state
         self.pass_kind: PassKind = "model's own"
         self.pass_reason = ""
         self._device = input_device(model)
@@ -52,27 +53,32 @@ class HFVerifier:
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation; the mode may weaken when the caller's cache cannot be rolled back."""
         kwargs = dict(inputs.model_kwargs)
-        self._cache = kwargs.pop(self.interface.cache_name, None)
+        self._take_cache(kwargs.pop(self.interface.cache_name, None))
         self.mode, self.reason = weaker(self._model_mode, cache_mode(self._cache))
-        self._attention_mask = kwargs.pop("attention_mask", None)
-        self._position_ids = kwargs.pop("position_ids", None)
+        self._attention_mask = kwargs.pop(self.interface.mask_name, None)
+        self._position_ids = kwargs.pop(self.interface.positions_name, None)
         kwargs.pop("logits_to_keep", None)
         kwargs.pop("use_cache", None)
-        self._extras = kwargs
+        self._extras = Extras(self.model, kwargs)
+        self.whole_prompts = self._ignores_state or bool(self._extras.kind)
         self._prompt = inputs.input_ids
         self._past = inputs.past_length
         self._fed = 0  # tokens given to forward since start
         self._uncached = inputs.input_ids.shape[1] - (inputs.past_length if inputs.holds_past else 0)
         self._length = self._past + self._uncached  # of the prompt
         self._template: dict[str, Any] | None = None
-        self._was_recording = recording(self._cache) if self._cache is not None else []
+        self._was_recording = recording(self._rows) if self._rows is not None else []
         self._records = any(self._was_recording)
-        self._kept = KeptRows(self._cache) if isinstance(self._cache, DynamicCache) else None
         self._pending = (0, 0)
         self._dirty = False  # whether a pass may have left rows that were not committed
         self._reserve()
         if self._state is not None:
             self._state.attach()
+
+    def _take_cache(self, cache: Any) -> None:
+        """Keep to a cache: `_rows` is the part of it that grows with the text."""
+        self._cache, self._rows = cache, decoder_cache(cache)
+        self._kept = KeptRows(self._rows) if isinstance(self._rows, DynamicCache) else None
 
     def _reserve(self) -> None:
         """Make the buffers that every pass slices: ids, positions, the 2-D mask when the row is padded."""
@@ -106,8 +112,8 @@ class HFVerifier:
             self._kept.settle()
         reading = self._fed < self._uncached
         by_rows = self._kept is not None and self._kept.grows_by_rows
-        if not self._records and self._cache is not None and (nodes or (by_rows and not reading)):
-            record_past(self._cache)
+        if not self._records and self._rows is not None and (nodes or (by_rows and not reading)):
+            record_past(self._rows)
             self._records = True
         self._dirty = True
         kwargs = self._prefill_inputs(len(root_ids), keep) if reading else self._decode_inputs(root_ids, tree, keep)
@@ -115,7 +121,9 @@ class HFVerifier:
             outputs = self.model(**kwargs, return_dict=True)
         cache = getattr(outputs, self.interface.cache_name, self._cache)
         if cache is not self._cache:
-            self._cache, self._kept = cache, KeptRows(cache) if isinstance(cache, DynamicCache) else None
+            self._take_cache(cache)
+        if reading and self._fed + len(root_ids) == self._uncached:
+            self._extras.went_on(outputs)
         self._pending = (len(root_ids), nodes)
         rows = keep + nodes
         logits = outputs.logits[0]
@@ -126,16 +134,16 @@ class HFVerifier:
         """Keep recurrent state as it is while a draft is verified."""
         if self._state is None or tree is None or not len(tree):
             return contextlib.nullcontext()
-        return self._state.verifying(self._cache, roots, tree, self._device)
+        return self._state.verifying(self._rows, roots, tree, self._device)
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
         roots, nodes = self._pending
-        if self._cache is not None:
+        if self._rows is not None:
             if nodes and self._state is not None:
-                self._state.commit(self._cache, path)
+                self._state.commit(self._rows, path)
             if self._kept is not None and not (nodes or self._records):
-                self._kept = KeptRows(self._cache)
+                self._kept = KeptRows(self._rows)
             elif self._kept is not None:
                 self._kept.commit(path, nodes)
         self._past += roots + len(path)
@@ -149,11 +157,12 @@ class HFVerifier:
         """Return the cache as plain `generate` leaves it."""
         if self._kept is not None and self._dirty:
             self._kept.settle()
-        cache, self._cache, self._kept = self._cache, None, None
+        cache, rows = self._cache, self._rows
+        self._take_cache(None)
         if self._state is not None:
             self._state.detach()
-        if cache is not None and self._records:
-            set_recording(cache, self._was_recording)
+        if rows is not None and self._records:
+            set_recording(rows, self._was_recording)
         return cache
 
     def _prefill_inputs(self, num_tokens: int, keep: int) -> dict[str, Any]:
@@ -161,17 +170,13 @@ class HFVerifier:
         stop = self._prompt.shape[1] - self._uncached + self._fed + num_tokens
         slots = self._past + num_tokens
         mask, positions = self._attention_mask, self._position_ids
-        extras = dict(self._extras)
+        extras = self._extras.up_to(stop, self._prompt.shape[1])
         if positions is not None:
-            extras["position_ids"] = positions[..., :slots]
+            extras[self.interface.positions_name] = positions[..., :slots]
+        extras[self.interface.mask_name] = None if mask is None else mask[:, :slots]
+        extras[self.interface.cache_name] = self._cache
         kwargs: dict[str, Any] = self.model.prepare_inputs_for_generation(
-            self._prompt[:, :stop],
-            next_sequence_length=num_tokens,
-            is_first_iteration=True,
-            attention_mask=None if mask is None else mask[:, :slots],
-            use_cache=True,
-            **{self.interface.cache_name: self._cache},
-            **extras,
+            self._prompt[:, :stop], next_sequence_length=num_tokens, is_first_iteration=True, use_cache=True, **extras
         )
         if self.interface.takes_logits_to_keep:
             kwargs["logits_to_keep"] = keep
@@ -185,21 +190,24 @@ class HFVerifier:
         if self._template is None:
             self._template = self._make_template()
         kwargs = dict(self._template)
+        if self._extras.by_rows:
+            kwargs = self._settings(self._prepared(length))
         kwargs[self.interface.cache_name] = self._cache
         drafted = _NO_TREE if tree is None else tree
         fill_inputs(
             self._ids_view, self._positions_view, root_ids, drafted.token_ids, drafted.depth, self._past + self._shift
         )
-        kwargs["input_ids"] = self._to_device(self._ids[:, :length])
+        kwargs[self.interface.ids_name] = self._to_device(self._ids[:, :length])
         if self.interface.takes_position_ids:
             positions = self._positions[:, :length]
-            kwargs["position_ids"] = self._to_device(positions if self._axes is None else positions + self._axes)
+            positions = positions if self._axes is None else positions + self._axes
+            kwargs[self.interface.positions_name] = self._to_device(positions)
         if self.interface.takes_logits_to_keep:
             kwargs["logits_to_keep"] = keep + nodes
         if tree is not None and nodes and self.mode == "tree":
-            kwargs["attention_mask"] = self._tree_masks(tree, roots)
+            kwargs[self.interface.mask_name] = self._tree_masks(tree, roots)
         elif self._masks_padding:
-            kwargs["attention_mask"] = self._long_mask[:, : self._past + length]
+            kwargs[self.interface.mask_name] = self._long_mask[:, : self._past + length]
         return kwargs
 
     def _make_room(self, slots: int) -> None:
@@ -213,21 +221,33 @@ class HFVerifier:
 
     def _make_template(self) -> dict[str, Any]:
         """What the model itself would add to a decoding pass besides what is set for each pass; its next position."""
-        extras = dict(self._extras)
+        kwargs = self._prepared(1)
+        self._read_positions(kwargs.get(self.interface.positions_name))
+        self._masks_padding = self._attention_mask is not None and kwargs.get(self.interface.mask_name) is not None
+        template = self._settings(kwargs)
+        if self._extras.kind:
+            self._make_room(self._past + 2)
+            self._extras.see_rows(template, self._settings(self._prepared(2)))
+        return template
+
+    def _prepared(self, rows: int) -> dict[str, Any]:
+        """What the model itself prepares for a pass over `rows` tokens behind the cached ones."""
+        extras = self._extras.ahead(self._past + rows - self._length)
         if self._position_ids is not None:
-            extras["position_ids"] = self._position_ids[..., -1:] + (self._past + 1 - self._length)
-        kwargs = self.model.prepare_inputs_for_generation(
-            self._prompt[:, -1:],
-            next_sequence_length=1,
-            attention_mask=None if self._attention_mask is None else self._long_mask[:, : self._past + 1],
-            use_cache=True,
-            **{self.interface.cache_name: self._cache},
-            **extras,
+            ahead = torch.arange(self._past + 1 - self._length, self._past + 1 - self._length + rows)
+            extras[self.interface.positions_name] = self._position_ids[..., -1:] + self._to_device(ahead)
+        mask = None if self._attention_mask is None else self._long_mask[:, : self._past + rows]
+        extras |= {self.interface.mask_name: mask, self.interface.cache_name: self._cache}
+        prepared: dict[str, Any] = self.model.prepare_inputs_for_generation(
+            self._prompt[:, -1:].expand(-1, rows), next_sequence_length=rows, use_cache=True, **extras
         )
-        self._read_positions(kwargs.get("position_ids"))
-        self._masks_padding = self._attention_mask is not None and kwargs.get("attention_mask") is not None
-        kept = {key: value for key, value in kwargs.items() if key not in _SET_EACH_PASS}
-        return {**kept, "use_cache": True}
+        return prepared
+
+    def _settings(self, prepared: dict[str, Any]) -> dict[str, Any]:
+        """Of what a model prepared, all that is not set for each pass."""
+        unset = {name: value for name, value in prepared.items() if name not in SET_EACH_PASS}
+        unset.pop(self.interface.mask_name, None)
+        return {**unset, "use_cache": True}
 
     def _read_positions(self, position_ids: torch.Tensor | None) -> None:
         """Where the next token stands; models that are given no positions count slots, padding included."""
@@ -246,7 +266,7 @@ class HFVerifier:
             if view is None:
                 masks[layer_type] = None
                 continue
-            kv_length, kv_offset = self._cache.get_mask_sizes(rows, view.layer_idx)
+            kv_length, kv_offset = self._rows.get_mask_sizes(rows, view.layer_idx)
             if self._mask_buffer.size < rows * kv_length:
                 self._mask_buffer = np.empty(2 * rows * kv_length, np.bool_)
             buffer = self._mask_buffer if len(self.interface.masks) == 1 else np.empty(rows * kv_length, np.bool_)

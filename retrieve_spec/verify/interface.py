@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -86,6 +87,8 @@ class ModelInterface:
         Whether layers keep recurrent or convolution state.
     recurrence
         How that state is verified, once a probe has found out.
+    has_encoder
+        Whether an encoder reads the prompt, and ids, positions and masks are those of the decoder.
     """
 
     cache_name: str
@@ -101,6 +104,22 @@ class ModelInterface:
     scale_step: int = 0
     recurrent: bool = False
     recurrence: Recurrence | None = None
+    has_encoder: bool = False
+
+    @property
+    def ids_name(self) -> str:
+        """Name of the forward argument that takes the text's ids."""
+        return "decoder_input_ids" if self.has_encoder else "input_ids"
+
+    @property
+    def mask_name(self) -> str:
+        """Name of the forward argument that takes the mask over the text."""
+        return "decoder_attention_mask" if self.has_encoder else "attention_mask"
+
+    @property
+    def positions_name(self) -> str:
+        """Name of the forward argument that takes the text's positions."""
+        return "decoder_position_ids" if self.has_encoder else "position_ids"
 
     @property
     def attends(self) -> bool:
@@ -118,7 +137,8 @@ def read_interface(model: Any) -> ModelInterface:
     attends = any(view is not None for view in masks.values())
     if mode == "tree" and attends and mask_form == "none":
         mode, reason = "chain", f"{attention_of(model)} takes no tree masks"
-    if mode == "tree" and attends and "position_ids" not in parameters:
+    positions = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
+    if mode == "tree" and attends and positions not in parameters:
         mode, reason = "chain", "the model derives positions itself"
     if recurrent and mode == "chain":  # mixers are verified along with tree masks only
         mode = "plain"
@@ -127,7 +147,7 @@ def read_interface(model: Any) -> ModelInterface:
     switch, rescans = _rope_switch(config)
     return ModelInterface(
         cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
-        takes_position_ids="position_ids" in parameters,
+        takes_position_ids=positions in parameters,
         takes_logits_to_keep="logits_to_keep" in parameters,
         mask_form=mask_form,
         masks=masks,
@@ -138,6 +158,7 @@ def read_interface(model: Any) -> ModelInterface:
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 0) if attends else 0,
         scale_step=int(getattr(config, "floor_scale", 0) or 0) if getattr(config, "attn_temperature_tuning", 0) else 0,
         recurrent=recurrent,
+        has_encoder=bool(model.config.is_encoder_decoder),
     )
 
 
@@ -204,6 +225,8 @@ def cache_mode(cache: Any) -> tuple[Mode, str]:
     """Best mode a cache allows, and why it is not "tree"."""
     if cache is None:
         return "tree", ""
+    if type(cache) is EncoderDecoderCache:
+        return cache_mode(cache.self_attention_cache)
     if not isinstance(cache, Cache):
         return "plain", f"a {type(cache).__name__} cannot be rolled back"
     if type(cache) is not DynamicCache:

@@ -49,7 +49,9 @@ class StepVerifier:
             assert len(root_ids) == 1, "a plain verifier takes one token at a time"
             token = torch.tensor([[int(root_ids[0])]], dtype=self._text.dtype, device=self._text.device)
             self._text = torch.cat([self._text, token], dim=-1)
-            self._kwargs = self.model._update_model_kwargs_for_generation(self._outputs, self._kwargs)
+            self._kwargs = self.model._update_model_kwargs_for_generation(
+                self._outputs, self._kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
+            )
         if self._takes_logits_to_keep:
             self._kwargs["logits_to_keep"] = keep
         inputs = self.model.prepare_inputs_for_generation(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput
 
 
 class PreparedCall:
@@ -41,13 +42,27 @@ def _take_down(
 
 
 def prepare_call(model: Any, ids: torch.Tensor, attention_mask: torch.Tensor) -> PreparedCall:
-    """Let `generate` prepare a prompt of (1, L) tokens."""
+    """Let `generate` prepare a prompt of (1, L) tokens; where there is an encoder, it reads them backwards."""
+    arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": attention_mask}
+    if model.config.is_encoder_decoder:
+        arguments = {"decoder_input_ids": ids, "decoder_attention_mask": attention_mask} | _encoded(model, ids)
     prepared = GenerationMixin.generate(
-        model, ids, attention_mask=attention_mask, max_new_tokens=64, num_beams=1, do_sample=False,
-        use_cache=True, custom_generate=_take_down,
+        model, **arguments, max_new_tokens=64, num_beams=1, do_sample=False, use_cache=True,
+        custom_generate=_take_down,
     )  # fmt: skip
     assert isinstance(prepared, PreparedCall)
     return prepared
+
+
+def _encoded(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Arguments that give an encoder something to read, and a decoder its first token."""
+    start = {"decoder_start_token_id": int(ids[0, 0])}
+    if model.main_input_name == "input_ids":
+        return {"input_ids": ids.flip(-1), **start}
+    config = model.config.get_text_config(decoder=True)
+    width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
+    states = torch.randn((1, 9, width), generator=torch.Generator().manual_seed(0)).to(ids.device, model.dtype)
+    return {"encoder_outputs": BaseModelOutput(last_hidden_state=states), **start}
 
 
 class SingleSteps:
@@ -69,7 +84,9 @@ class SingleSteps:
             self._text, next_sequence_length=length, is_first_iteration=self._first, **self._kwargs
         )
         outputs = self._model(**inputs, return_dict=True)
-        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
+        self._kwargs = self._model._update_model_kwargs_for_generation(
+            outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
+        )
         self._first = False
         logits: torch.Tensor = outputs.logits[0, -1]
         return logits.float()

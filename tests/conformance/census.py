@@ -1,7 +1,7 @@
 """Every architecture of transformers' mappings in, how it is decoded and whether the text is that of `generate` out.
 
 Every entry is built by shrinking its default config; each is decoded plainly and accelerated: greedy, sampled, padded,
-over a second turn, under planted drafts that are right and wrong.
+over a second turn, from embeddings, with a picture, under planted drafts that are right and wrong.
 
 python tests/conformance/census.py --mapping causal --part 1/8 --out census.jsonl
 python tests/conformance/census.py --only qwen3_5_text,mamba2
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 import warnings
@@ -18,110 +19,140 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
-from transformers.models.auto import modeling_auto
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from census_models import EXTRA, HYBRID, MAPPINGS, build, names, picture_prompt, prompt
 from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
-from retrieve_spec.verify.shrink import randomise, small_config
 
-MAPPINGS = {
-    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-    "image": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-}
+__all__ = ["EXTRA", "HYBRID", "MAPPINGS", "build", "examine", "names", "prompt"]
 NEW = 18
-HYBRID = ["linear_attention", "full_attention", "linear_attention"]
-_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
-EXTRA: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"text_config": _AXES},
-    "qwen2_5_vl": {"text_config": _AXES},
-    "granitemoehybrid": {"layer_types": HYBRID, "num_hidden_layers": 3},
-    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
-    "zamba2": {"mamba_headdim": 16, "n_mamba_heads": 4, "hidden_size": 32, "mamba_expand": 2},
-}
-"""What a default config needs so that every kind of its layers is there."""
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+SAMPLED: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "temperature": 0.9, "seed": 3}
 
 
-def build(name: str, mapping: str, attention: str | None = None) -> Any:
-    """A small random float32 instance of a model type."""
-    config = small_config(AutoConfig.for_model(name, **EXTRA.get(name, {})))
-    kind = MAPPINGS[mapping][type(config)]
-    kind = kind[0] if isinstance(kind, (list, tuple)) else kind
-    torch.manual_seed(0)
-    options = {"attn_implementation": attention} if attention else {}
-    model = kind._from_config(config, dtype=torch.float32, **options).eval()
-    randomise(model)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    model.generation_config.use_cache = True
-    return model
+class Planted(ScriptedDrafter):
+    """A scripted drafter for one call after another, whatever it is shown as the text before them."""
+
+    def __init__(self) -> None:
+        super().__init__([], "branchy", vocab=200)
+        self.prompt = 0
+
+    def plant(self, answer: torch.Tensor, prompt: int, script: str) -> None:
+        """Draft in a manner for the call that comes: `answer` begins with `prompt` tokens that are given."""
+        self.answer, self.prompt, self.script, self.seen = answer.tolist(), prompt, script, []
+
+    def start(self, prompt_ids: Any, prediction_ids: Any = None) -> None:
+        super().start(prompt_ids, prediction_ids)
+        self.text = self.answer[: self.prompt]
 
 
-def prompt(model: Any, length: int, step: int = 37) -> torch.Tensor:
-    """(1, length) long, tokens that are special nowhere."""
-    vocab = min(int(model.config.get_text_config(decoder=True).vocab_size), 256) - 16
-    return torch.tensor([[8 + (i * step + 11) % (vocab - 8) for i in range(length)]])
+def padded(inputs: dict[str, Any], many: int = 5) -> dict[str, Any]:
+    """The same prompt with padding in front."""
+    given = dict(inputs)
+    length = inputs["input_ids"].shape[1]
+    given.setdefault("attention_mask", torch.ones(1, length, dtype=torch.long))
+    for name, value in given.items():
+        if name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "cross_attention_mask"):
+            front = value.new_zeros((1, many, *value.shape[2:]))
+            given[name] = torch.cat([front, value], dim=1)
+    return given
 
 
-def compare(model: Any, checks: dict[str, str]) -> None:
-    """Decode plainly and accelerated; `checks` takes "same", "differs" or what was raised, by kind of call."""
-    ids = prompt(model, 30)
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
-    shown = torch.tensor([[0] * 5 + [1] * 30])
-    calls = {
-        "greedy": {"input_ids": ids},
-        "short": {"input_ids": prompt(model, 5)},
-        "padded": {"input_ids": padded, "attention_mask": shown},
-    }
-    for name, inputs in calls.items():
-        options = {"max_new_tokens": NEW, "do_sample": False}
+class Entry:
+    """One entry of the census: a model that is accelerated, and what its calls gave."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.checks: dict[str, str] = {}
+        self.modes: dict[str, str] = {}
+        self.drafter = Planted()
+
+    def compare(self, key: str, inputs: dict[str, Any], scripts: tuple[str, ...]) -> None:
+        """Decode one prompt plainly and under drafts."""
+        model = self.model
+        original = type(model).generate
         try:
-            wanted = model.generate(**inputs, **options)
+            wanted = original(model, **inputs, **GREEDY)
         except Exception as error:
-            checks[name] = f"plain raises {type(error).__name__}"
-            continue
-        for script in ("right", "wrong", "branchy"):
-            key = f"{name} {script}"
-            try:
-                rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], script, vocab=200), nodes=16)
-                checks[key] = "same" if torch.equal(model.generate(**inputs, **options), wanted) else "differs"
-                if name == "greedy" and script != "wrong":
-                    checks[f"tokens per pass {script}"] = f"{model.speculation.last.tokens_per_pass:.2f}"
-                if name == "greedy" and script == "branchy":
-                    sampled = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "seed": 3}
-                    drafted = model.generate(**inputs, **sampled)
-                    same = torch.equal(model.generate(**inputs, **sampled, draft="off"), drafted)
-                    checks["sampled"] = "same" if same else "differs"
-            except Exception as error:
-                checks[key] = f"raises {type(error).__name__}: {str(error)[:80]}"
-            finally:
-                rs.restore(model)
-    second_turn(model, ids, checks)
+            self.checks[key] = f"plain raises {type(error).__name__}: {str(error)[:60]}"
+            return
+        given = wanted.shape[1] - NEW
+        for script in scripts:
+            self.drafter.plant(wanted[0], given, script)
+            self.note(f"{key} {script}", lambda: torch.equal(model.generate(**inputs, **GREEDY), wanted))
+            last = model.speculation.last
+            if script != "wrong" and last is not None:
+                self.modes[key] = last.mode if last.mode != "delegated" else f"delegated: {last.reason}"
+                self.checks[f"tokens per pass {key} {script}"] = f"{last.tokens_per_pass:.2f}"
+        self.drafter.plant(wanted[0], given, "branchy")
+        if self.modes.get(key, "").startswith("delegated"):
+            return
 
+        def same() -> bool:
+            drawn = model.generate(**inputs, **SAMPLED)
+            self.drafter.plant(drawn[0], given, "branchy")
+            drafted = model.generate(**inputs, **SAMPLED)
+            return torch.equal(drafted, drawn) and torch.equal(model.generate(**inputs, **SAMPLED, draft="off"), drawn)
 
-def second_turn(model: Any, ids: torch.Tensor, checks: dict[str, str]) -> None:
-    """A cache that is handed back and continued from."""
-    options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
-    try:
-        first = model.generate(ids, **options)
-        more = torch.cat([first.sequences, prompt(model, 6, 53)], dim=1)
-        wanted = model.generate(more, past_key_values=first.past_key_values, **options).sequences
-    except Exception as error:
-        checks["second turn"] = f"plain raises {type(error).__name__}"
-        return
-    try:
-        rs.accelerate(model, drafter=ScriptedDrafter(first.sequences[0], "branchy", vocab=200), nodes=16)
-        cache = model.generate(ids, **options).past_key_values
-        rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=200), nodes=16)
-        got = model.generate(more, past_key_values=cache, **options).sequences
-        checks["second turn"] = "same" if torch.equal(got, wanted) else "differs"
-    except Exception as error:
-        checks["second turn"] = f"raises {type(error).__name__}: {str(error)[:80]}"
-    finally:
-        rs.restore(model)
+        self.note(f"{key} sampled", same)
+
+    def note(self, key: str, same: Any) -> None:
+        """Take down what a comparison says, or raises."""
+        try:
+            self.checks[key] = "same" if same() else "differs"
+        except Exception as error:
+            self.checks[key] = f"raises {type(error).__name__}: {str(error)[:80]}"
+
+    def second_turn(self, inputs: dict[str, Any], key: str) -> None:
+        """A cache that is handed back and continued from."""
+        model, original = self.model, type(self.model).generate
+        options = {**GREEDY, "return_dict_in_generate": True}
+        try:
+            first = original(model, **inputs, **options)
+            more = torch.cat([first.sequences, prompt(model, 6, 53)], dim=1)
+            wanted = original(model, more, past_key_values=first.past_key_values, **options).sequences
+        except Exception as error:
+            self.checks[key] = f"plain raises {type(error).__name__}"
+            return
+
+        def same() -> bool:
+            self.drafter.plant(first.sequences[0], inputs["input_ids"].shape[1], "branchy")
+            cache = model.generate(**inputs, **options).past_key_values
+            self.drafter.plant(wanted[0], more.shape[1], "branchy")
+            return torch.equal(model.generate(more, past_key_values=cache, **options).sequences, wanted)
+
+        self.note(key, same)
+
+    def embedded(self, ids: torch.Tensor) -> None:
+        """A prompt that is given as embeddings."""
+        try:
+            with torch.no_grad():
+                embeds = self.model.get_input_embeddings()(ids)
+            type(self.model).generate(self.model, inputs_embeds=embeds, max_new_tokens=2, do_sample=False)
+        except Exception as error:
+            self.checks["embeddings"] = f"plain raises {type(error).__name__}"
+            return
+        self.compare("embeddings", {"inputs_embeds": embeds}, ("branchy",))
+
+    def all(self, mapping: str) -> None:
+        """Every kind of call."""
+        ids = prompt(self.model, 30)
+        every = ("right", "wrong", "branchy")
+        self.compare("text", {"input_ids": ids}, every)
+        self.compare("short", {"input_ids": prompt(self.model, 5)}, ("branchy",))
+        self.compare("padded", padded({"input_ids": ids}), ("wrong", "branchy"))
+        if not self.model.config.is_encoder_decoder:
+            self.second_turn({"input_ids": ids}, "second turn")
+            self.embedded(ids)
+        if mapping == "image":
+            picture = picture_prompt(self.model)
+            if picture is None:
+                self.checks["picture"] = "no picture that the model takes was found"
+                return
+            self.compare("picture", picture, every)
+            self.compare("padded picture", padded(picture), ("branchy",))
 
 
 def examine(name: str, mapping: str) -> dict[str, Any]:
@@ -132,23 +163,22 @@ def examine(name: str, mapping: str) -> dict[str, Any]:
         model = build(name, mapping)
     except Exception as error:
         return {**line, "mode": "not built", "reason": f"{type(error).__name__}: {str(error)[:120]}"}
-    checks: dict[str, str] = {}
+    entry = Entry(model)
     try:
-        rs.accelerate(model, draft="off")
-        interface = model.speculation.interface
+        rs.accelerate(model, drafter=entry.drafter, nodes=16)
         line |= {"class": type(model).__name__, "mode": model.speculation.mode, "reason": model.speculation.reason}
-        line["way"] = interface.recurrence.way if interface.recurrence is not None else ""
-        rs.restore(model)
-        compare(model, checks)
+        recurrence = model.speculation.interface.recurrence
+        line["way"] = recurrence.way if recurrence is not None else ""
+        entry.all(mapping)
     except Exception as error:
         line |= {"mode": "crash", "reason": f"{type(error).__name__}: {str(error)[:120]}"}
-    bad = [key for key, value in checks.items() if value == "differs" or value.startswith("raises")]
-    return {**line, "checks": checks, "wrong": bad, "seconds": round(time.perf_counter() - began, 1)}
+    bad = [key for key, value in entry.checks.items() if value == "differs" or value.startswith("raises")]
+    seconds = round(time.perf_counter() - began, 1)
+    return {**line, "calls": entry.modes, "checks": entry.checks, "wrong": bad, "seconds": seconds}
 
 
-def names(mapping: str) -> list[str]:
-    """Model types of a mapping."""
-    return sorted(dict.fromkeys(config.model_type for config in MAPPINGS[mapping]))
+def _late(*_args: Any) -> None:
+    raise TimeoutError("an entry took too long")
 
 
 def main() -> None:
@@ -157,14 +187,18 @@ def main() -> None:
     parser.add_argument("--mapping", choices=list(MAPPINGS), default="causal")
     parser.add_argument("--part", default="1/1", help="K/N: every N-th entry, from the K-th on")
     parser.add_argument("--only", default="", help="model types, separated by commas")
+    parser.add_argument("--seconds", type=int, default=150, help="for one entry at most")
     parser.add_argument("--out", type=Path, help="file that lines are added to")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     part, parts = (int(number) for number in args.part.split("/"))
     chosen = args.only.split(",") if args.only else names(args.mapping)[part - 1 :: parts]
+    signal.signal(signal.SIGALRM, _late)
     for name in chosen:
+        signal.alarm(args.seconds)
         line = json.dumps(examine(name, args.mapping))
+        signal.alarm(0)
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
         if args.out:

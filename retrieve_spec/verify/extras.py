@@ -1,0 +1,96 @@
+"""Extras: what a call gives a model's forward besides ids, positions, mask and cache, as `generate` would hand it on.
+
+Pictures, encoder states, token types and masks over pictures go along with the prompt. What becomes of them behind it
+the model's own `_update_model_kwargs_for_generation` says; what has a place for every token is found by how it grows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SET_EACH_PASS = {
+    "input_ids", "decoder_input_ids", "inputs_embeds", "position_ids", "decoder_position_ids", "logits_to_keep",
+    "use_cache",
+}  # fmt: skip
+"""Arguments that a pass gets from elsewhere."""
+
+
+class Extras:
+    """Extra arguments of one generation, in step with its text.
+
+    Parameters
+    ----------
+    model
+        The model.
+    given
+        The arguments.
+
+    Attributes
+    ----------
+    by_rows
+        Whether some of them have a place for every row of a pass, so that they are made anew for each.
+    """
+
+    def __init__(self, model: Any, given: dict[str, Any]) -> None:
+        self._model = model
+        self.given = given
+        self.by_rows = False
+        self._grown: dict[str, tuple[torch.Tensor, int, int]] = {}
+
+    @property
+    def kind(self) -> frozenset[str]:
+        """Names of the arguments that say something about the prompt."""
+        return frozenset(name for name, value in self.given.items() if _tells(value))
+
+    def up_to(self, slots: int, length: int) -> dict[str, Any]:
+        """The arguments of a pass that ends at `slots` of a prompt of `length` tokens."""
+        if slots == length:
+            return dict(self.given)
+        types = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+        return {name: value[..., :slots] if name in types and isinstance(value, torch.Tensor) else value
+                for name, value in self.given.items()}  # fmt: skip
+
+    def went_on(self, outputs: Any) -> None:
+        """Let the model say what becomes of the arguments behind the prompt, which it has just read."""
+        if not self.kind:
+            return
+        before = dict(self.given)
+        after = self._model._update_model_kwargs_for_generation(
+            outputs, {**before, "use_cache": True}, is_encoder_decoder=self._model.config.is_encoder_decoder
+        )
+        caches = ("past_key_values", "cache_params", "use_cache")
+        self.given = {name: value for name, value in after.items() if name not in caches or name in before}
+        for name, value in self.given.items():
+            axis = _grew_along(before.get(name), value)
+            if axis is not None:
+                self._grown[name] = (value, axis, value.shape[axis])
+
+    def ahead(self, tokens: int) -> dict[str, Any]:
+        """The arguments at a text of so many tokens behind the prompt, 1 or more."""
+        given = dict(self.given)
+        for name, (value, axis, length) in self._grown.items():
+            if tokens > 1:
+                last = value.narrow(axis, length - 1, 1)
+                given[name] = torch.cat([value, last.repeat_interleave(tokens - 1, dim=axis)], dim=axis)
+        return given
+
+    def see_rows(self, one: dict[str, Any], two: dict[str, Any]) -> None:
+        """Compare what the model makes of the arguments for a pass of one row and for one of two rows."""
+        pairs = ((value, two.get(name)) for name, value in one.items() if name not in SET_EACH_PASS)
+        shapes = ((a.shape, b.shape) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor))
+        self.by_rows = bool(self._grown) or any(a != b for a, b in shapes)
+
+
+def _tells(value: Any) -> bool:
+    """Whether an argument is more than a setting."""
+    return value is not None and not isinstance(value, (bool, int, float, str))
+
+
+def _grew_along(before: Any, after: Any) -> int | None:
+    """The axis along which a tensor has one place more."""
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.ndim == after.ndim):
+        return None
+    more = [axis for axis in range(before.ndim) if after.shape[axis] != before.shape[axis]]
+    return more[0] if len(more) == 1 and after.shape[more[0]] == before.shape[more[0]] + 1 else None
