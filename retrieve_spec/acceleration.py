@@ -168,10 +168,16 @@ def _load_kernels() -> float:
 
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Memory that keys and values of one token take, as far as a configuration tells."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return int(2 * (getattr(config, "num_hidden_layers", None) or 1) * kv_heads * width * dtype.itemsize)
+
+    def number(name: str, otherwise: int) -> int:
+        try:
+            return int(getattr(config, name, None) or otherwise)
+        except (AttributeError, RuntimeError, TypeError):  # layers that differ in it
+            return otherwise
+
+    heads = number("num_attention_heads", 1)
+    width = number("head_dim", number("hidden_size", 0) // heads)
+    return 2 * number("num_hidden_layers", 1) * number("num_key_value_heads", heads) * width * dtype.itemsize
 
 
 def _model_key(model: Any) -> str:

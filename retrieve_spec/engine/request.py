@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import DynamicCache
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import (
@@ -297,8 +298,8 @@ def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> ND
     given = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
     if model.main_input_name != "input_ids" or not isinstance(given, torch.Tensor) or given.ndim != 2:
         return None
-    sizes = {int(model.config.get_text_config(**side).vocab_size) for side in ({"encoder": True}, {"decoder": True})}
-    if len(sizes) > 1:
+    read, written = model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()
+    if getattr(read, "num_embeddings", None) != getattr(written, "num_embeddings", -1):
         return None
     both: NDArray[np.int32] = torch.cat([given[0], ids[0].to(given.device)]).cpu().numpy().astype(np.int32)
     return both

@@ -302,7 +302,9 @@ def _verified(call: PreparedCall, mode: Mode, drafts: list[_Draft], verifier: Ve
 
 
 def _vocab(model: Any) -> int:
-    return int(model.config.get_text_config(decoder=True).vocab_size)
+    config = model.config.get_text_config(decoder=True)
+    embedded = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 30)  # encoders may have a vocabulary apart
+    return min(int(getattr(config, "vocab_size", embedded)), embedded)
 
 
 def _tokens(model: Any, length: int) -> torch.Tensor:

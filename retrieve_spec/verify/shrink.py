@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -32,8 +33,11 @@ _SIZES = {
     "linear_num_value_heads": 4, "state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8, "mamba_d_ssm": 64,
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_head_dim": 8, "mamba_num_heads": 8, "n_mamba_heads": 2,
     "mamba_n_groups": 1, "n_groups": 1, "mamba_ngroups": 1, "n_mamba_groups": 1, "mamba_headdim": 8,
-    "mamba_dt_rank": 4, "time_step_rank": 4, "attention_hidden_size": 32, "attention_head_dim": 8, "adapter_rank": 4,
+    "mamba_dt_rank": 4, "time_step_rank": 4, "attention_hidden_size": 64, "attention_head_dim": 16, "adapter_rank": 4,
     "moe_shared_expert_intermediate_size": 24, "num_mem_blocks": 1, "block_ff_dim": 48, "linear_head_dim": 8,
+    "decoder_layers": 2, "encoder_layers": 2, "num_decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "d_ff": 48, "d_kv": 8, "cross_attention_hidden_size": 32,
+    "expert_ffn_hidden_size": 24,
     "linear_num_heads": 4, "expand_ratio": 2, "mlp_hidden_size": 48, "max_seq_len": 4096, "kv_channels": 8,
 }  # fmt: skip
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
@@ -72,12 +76,20 @@ def small_config(config: Any) -> Any:
     """A config of the same shape with small numbers in it, those of its parts too."""
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
-    _shrink_layers(text)
-    for part in {id(part): part for part in (small, text, *_parts(small))}.values():
+    layered = {id(part): part for part in (small, text, *_parts(small))}.values()
+    differing = {id(part): _take_differences(part) for part in layered}
+    for part in layered:
+        if part is text or (part is small and small.is_encoder_decoder):
+            differing[id(part)] = _shrink_layers(part, differing[id(part)])
+    for part in layered:
         _shrink_widths(part)
+        if layers := differing[id(part)]:
+            part.per_layer_config = {
+                i: {name: _smaller(name, value) for name, value in layer.items()} for i, layer in layers.items()
+            }
     for name, length in _LENGTHS.items():
-        if isinstance(getattr(text, name, None), int) and getattr(text, name) > 0:
-            setattr(text, name, length)
+        if _is_number(getattr(text, name, None)) and getattr(text, name) > 0:
+            _set(text, name, length)
     return small
 
 
@@ -86,26 +98,60 @@ def _parts(config: Any) -> list[Any]:
     return [part for name in names if (part := getattr(config, name, None)) is not None]
 
 
-def _shrink_layers(text: Any) -> None:
+def _take_differences(part: Any) -> dict[int, dict[str, Any]]:
+    """What layers have of their own, taken out of a config: else it does not say what they have in common."""
+    layers = part.to_dict().get("per_layer_config") or {}
+    if layers:
+        part.per_layer_config = None
+    return {int(i): dict(layer) for i, layer in layers.items()}
+
+
+def _set(part: Any, name: str, value: Any) -> None:
+    """Set what can be set: some attributes are derived from others."""
+    with contextlib.suppress(AttributeError, ValueError, TypeError, NotImplementedError):
+        setattr(part, name, value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _smaller(name: str, value: Any) -> Any:
+    """A width that is small, whatever else as it is."""
+    if name in _HEADS and isinstance(value, int):
+        return min(value, 4)
+    if name in _SIZES and _is_number(value) and value > 0:
+        return type(value)(min(value, _SIZES[name]))
+    return value
+
+
+def _shrink_layers(text: Any, differing: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Keep two layers of every kind, in order, and what is said of them layer by layer."""
     name = next((name for name in _LAYERS if isinstance(getattr(text, name, None), int)), "")
     if not name:
-        return
+        return differing
     count = getattr(text, name)
-    types = getattr(text, "layer_types", None)
+    types = getattr(text, "layer_types", None) or vars(text).get("layers_block_type")
+    sharing = int(getattr(text, "num_kv_shared_layers", 0) or 0)
+    kinds = [((types[i] if types is not None else ""), i >= count - sharing) for i in range(count)]
     kept: list[int] = []
-    for i in range(count):
-        kind = types[i] if types is not None else ""
-        if sum((types[j] if types is not None else "") == kind for j in kept) < 2:
+    for i, kind in enumerate(kinds):
+        if sum(kinds[j] == kind for j in kept) < 2:
             kept.append(i)
+    if count - 1 not in kept:  # some configs say of what kind the last one must be
+        kept[[j for j, i in enumerate(kept) if kinds[i] == kinds[-1]][-1]] = count - 1
+        kept.sort()
     lists = {
         key: [value[i] for i in kept]
         for key, value in vars(text).items()
         if isinstance(value, list) and len(value) == count > len(kept)
     }
-    setattr(text, name, len(kept))
+    _set(text, name, len(kept))
     for key, value in lists.items():
-        setattr(text, key, value)
+        _set(text, key, value)
+    if sharing:
+        _set(text, "num_kv_shared_layers", sum(kinds[i][1] for i in kept))
+    return {new: differing[i] for new, i in enumerate(kept) if i in differing}
 
 
 def _shrink_widths(part: Any) -> None:
@@ -113,26 +159,47 @@ def _shrink_widths(part: Any) -> None:
     heads = next((getattr(part, name) for name in _HEADS if isinstance(getattr(part, name, None), int)), 0)
     for name in _HEADS:
         if isinstance(getattr(part, name, None), int):
-            setattr(part, name, 4)
+            _set(part, name, 4)
     for name in _KEY_HEADS:
         if isinstance(getattr(part, name, None), int) and heads:
-            setattr(part, name, max(1, 4 * getattr(part, name) // heads))
-    for name, size in _SIZES.items():
-        if isinstance(value := getattr(part, name, None), (int, float)) and not isinstance(value, bool) and value > 0:
-            setattr(part, name, type(value)(min(value, size)))
-    if isinstance(vocab := getattr(part, "vocab_size", None), int):
-        part.vocab_size = min(vocab, _VOCAB)
+            _set(part, name, max(1, 4 * getattr(part, name) // heads))
+    for name in _SIZES:
+        value: Any = getattr(part, name, None)
+        if _is_number(value) and value > 0:
+            _set(part, name, _smaller(name, value))
+    _make_consistent(part)
+    for name in ("vocab_size", "decoder_vocab_size"):
+        if isinstance(vocab := getattr(part, name, None), int):
+            _set(part, name, min(vocab, _VOCAB))
     for name, value in list(vars(part).items()):
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= _VOCAB:
-            setattr(part, name, _VOCAB - 1)
+            _set(part, name, _VOCAB - 1)
         if name == "eos_token_id" and isinstance(value, list):
             part.eos_token_id = _VOCAB - 1
     if isinstance(positions := getattr(part, "max_position_embeddings", None), int):
-        part.max_position_embeddings = min(positions, 4096)
+        _set(part, "max_position_embeddings", min(positions, 4096))
     rope = getattr(part, "rope_parameters", None)
     for entry in [rope, *rope.values()] if isinstance(rope, dict) else []:
         if isinstance(entry, dict):
             _shrink_rope(entry)
+
+
+_MIXER_HEADS = (
+    ("num_heads", "head_dim", "expand"), ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("mamba_num_heads", "mamba_head_dim", "expand"),
+)  # fmt: skip
+"""Heads, their width, and how many times wider than the model all of them are together."""
+
+
+def _make_consistent(part: Any) -> None:
+    """Let widths that are made of others fit them."""
+    for heads, width, factor in _MIXER_HEADS:
+        sizes: list[Any] = [getattr(part, name, None) for name in (width, factor, "hidden_size")]
+        if hasattr(part, heads) and all(_is_number(size) and size > 0 for size in sizes):
+            _set(part, heads, int(sizes[1] * sizes[2] // sizes[0]))
+    parts: list[Any] = [getattr(part, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if _is_number(getattr(part, "qk_head_dim", None)) and all(map(_is_number, parts)):
+        _set(part, "qk_head_dim", sum(parts))
 
 
 def _shrink_rope(parameters: dict[str, Any]) -> None:
@@ -144,11 +211,12 @@ def _shrink_rope(parameters: dict[str, Any]) -> None:
         parameters["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
 
 
-def randomise(model: nn.Module) -> None:
+def randomise(model: Any) -> None:
     """Weights large enough for every layer to be heard."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2 and parameter.is_floating_point():
                 parameter.normal_(0.0, parameter[0].numel() ** -0.5)
-        embeddings = model.get_input_embeddings()  # type: ignore[operator]
-        embeddings.weight.normal_(0.0, 1.0)
+        embeddings: Any = model.get_input_embeddings()
+        for part in list(embeddings) if isinstance(embeddings, nn.ModuleList) else [embeddings]:
+            part.weight.normal_(0.0, 1.0)

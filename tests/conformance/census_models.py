@@ -19,19 +19,40 @@ MAPPINGS = {
 }
 HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 _AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
+_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12],
+                             "partial_rotary_factor": 0.5}}  # fmt: skip
 EXTRA: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"text_config": _AXES},
     "qwen2_5_vl": {"text_config": _AXES},
+    **{name: {"text_config": _HALF} for name in ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga")},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "default",
+                                                                              "rope_theta": 1e4}}}},
     "granitemoehybrid": {"layer_types": HYBRID, "num_hidden_layers": 3},
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
-    "zamba2": {"mamba_headdim": 16, "n_mamba_heads": 4, "hidden_size": 32, "mamba_expand": 2},
+    "zamba2": {"mamba_headdim": 16, "n_mamba_heads": 4, "hidden_size": 32, "mamba_expand": 2,
+               "layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4},
+    "hrm_text": {"num_hidden_layers": 16, "num_layers_per_stack": 2},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 8,
+                       "indexer_compress_ratio": 4},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "reformer": {"is_decoder": True},
     "big_bird": {"attention_type": "original_full", "is_decoder": True},
     **{name: {"is_decoder": True} for name in ("bert", "bert-generation", "camembert", "data2vec-text", "electra",
        "ernie", "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
-       "xlm-roberta-xl", "xmod")},
+       "xlm-roberta-xl")},
 }  # fmt: skip
 """What a default config needs so that every kind of its layers is there, and that it decodes at all."""
-_PICTURE_SIZES = {"image_size": 56, "patch_size": 14, "spatial_patch_size": 14}
+
+
+_MARKS = ("image_token_id", "image_token_index", "media_token_id", "media_placeholder_token_id")
 
 
 def names(mapping: str) -> list[str]:
@@ -41,9 +62,12 @@ def names(mapping: str) -> list[str]:
 
 def build(name: str, mapping: str, attention: str | None = None) -> Any:
     """A small random float32 instance of a model type."""
-    config = small_config(AutoConfig.for_model(name, **EXTRA.get(name, {})))
+    whole = AutoConfig.for_model(name, **EXTRA.get(name, {}))
+    config = small_config(_with_small_pictures(whole))
     kind = MAPPINGS[mapping][type(config)]
     kind = kind[0] if isinstance(kind, (list, tuple)) else kind
+    if kind.config_class is not type(config) and isinstance(config.get_text_config(decoder=True), kind.config_class):
+        config = config.get_text_config(decoder=True)
     torch.manual_seed(0)
     options = {"attn_implementation": attention} if attention else {}
     model = kind._from_config(config, dtype=torch.float32, **options).eval()
@@ -51,11 +75,24 @@ def build(name: str, mapping: str, attention: str | None = None) -> Any:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     model.generation_config.use_cache = True
+    model.generation_config.num_beams = 1
     if model.config.is_encoder_decoder:
         model.generation_config.decoder_start_token_id = 2
         model.generation_config.bos_token_id = 2
         model.generation_config.forced_bos_token_id = model.generation_config.forced_eos_token_id = None
     return model
+
+
+def _with_small_pictures(config: Any) -> Any:
+    """Let pictures be a few patches wide."""
+    for name in ("vision_config", "vision_encoder_config"):
+        vision = getattr(config, name, None)
+        patch = getattr(vision, "patch_size", None)
+        if isinstance(patch, int) and isinstance(getattr(vision, "image_size", None), int):
+            vision.image_size = 4 * patch
+            if hasattr(config, "mm_tokens_per_image"):
+                config.mm_tokens_per_image = 4
+    return config
 
 
 def prompt(model: Any, length: int, step: int = 37) -> torch.Tensor:
@@ -129,6 +166,9 @@ def _pictures(model: Any) -> Iterator[dict[str, Any]]:
         seen[..., 0] = 1
         yield {"pixel_values": pixels(1, 1, tiles, channels, size, size), "aspect_ratio_ids": torch.ones(1, 1).long(),
                "aspect_ratio_mask": seen}  # fmt: skip
+    if "image_patches" in takes:
+        yield {"image_patches": pixels(1, 4, channels * patch * patch),
+               "image_patches_indices": torch.tensor([[-1] * 6 + [0, 1, 2, 3] + [-1] * 26])}  # fmt: skip
     sizes = {"image_sizes": torch.tensor([[size, size]])} if "image_sizes" in takes else {}
     for shape in ((1,), (1, 1), (1, 2), (1, 3), (1, 5)):
         yield {"pixel_values": pixels(*shape, channels, size, size), **sizes}
@@ -142,12 +182,12 @@ def _pictures(model: Any) -> Iterator[dict[str, Any]]:
 def _placed(model: Any, words: torch.Tensor, picture: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A picture and the words around it, with as many places for it as it takes."""
     takes = set(inspect.signature(model.forward).parameters)
-    mark = next((getattr(model.config, name) for name in ("image_token_id", "image_token_index", "media_token_id",
-                 "media_placeholder_token_id") if isinstance(getattr(model.config, name, None), int)), None)  # fmt: skip
+    marks = [getattr(model.config, name, None) for name in _MARKS]
+    mark = next((number for number in marks if isinstance(number, int)), None)
     places = _rows_of(model, picture) if mark is not None else 0
-    for count in dict.fromkeys((places, 1, 0) if places else (1, 0)):
+    for count in dict.fromkeys((places, 16, 4, 1, 0) if places else (16, 4, 1, 0)):
         ids = torch.cat([words[:, :6], torch.full((1, count), mark or 0), words[:, 6:]], dim=1) if count else words
-        kinds = (ids == mark).long() if count else torch.zeros_like(ids)
+        kinds = (ids == mark).long() if mark is not None else torch.zeros_like(ids)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **picture}
         for name in ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask"):
             if name in takes:

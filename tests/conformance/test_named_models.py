@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from census import build, prompt
+from census import Planted, build, prompt
+from census_models import picture_prompt
 from scripted_drafter import ScriptedDrafter
 from transformers import GenerationMixin, MistralConfig, MistralForCausalLM
 
@@ -191,3 +192,52 @@ def test_a_length_that_cannot_be_tried_is_not_drafted_beyond(monkeypatch: pytest
     assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False), wanted)
     widths = [len(seen.tree) for seen in drafter.seen]
     assert np.count_nonzero(widths) == 2  # up to the window, and no further
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "marian"])
+def test_decoders_of_encoder_decoders_are_drafted_for(name: str) -> None:
+    model = build(name, "seq2seq")
+    ids = prompt(model, 20)
+    wanted = model.generate(ids, return_dict_in_generate=True, **GREEDY)
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=12)
+    planted.plant(wanted.sequences[0], 1, "right")
+    got = model.generate(ids, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert model.speculation.last.tokens_per_pass > 2
+    assert type(got) is type(wanted)
+    assert got.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length()
+    begun = torch.tensor([[2, 9, 11, 13]])
+    wanted = model.generate(ids, decoder_input_ids=begun, **GREEDY)
+    planted.plant(wanted[0], 4, "half")
+    assert torch.equal(model.generate(ids, decoder_input_ids=begun, **GREEDY), wanted)
+
+
+def test_what_an_encoder_reads_is_drafted_from() -> None:
+    model = build("bart", "seq2seq")
+    ids = prompt(model, 20)
+    planted = Planted()
+    seen = []
+    planted.start = lambda prompt_ids, prediction_ids=None: seen.append(prompt_ids.tolist())  # type: ignore[method-assign]
+    rs.accelerate(model, drafter=planted, nodes=4)
+    model.generate(ids, max_new_tokens=3)
+    assert seen == [[*ids[0].tolist(), 2]]
+    for given in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+        model.generate(ids, max_new_tokens=3, **given)
+        assert model.speculation.last.mode == "delegated"
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "idefics3"])
+def test_behind_a_picture_decoding_is_text(name: str) -> None:
+    """Token types, states of pictures and positions of several axes go along."""
+    model = build(name, "image")
+    inputs = picture_prompt(model)
+    assert inputs is not None
+    wanted = model.generate(**inputs, **GREEDY)
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=12)
+    for script in ("branchy", "wrong", "right"):
+        planted.plant(wanted[0], inputs["input_ids"].shape[1], script)
+        assert torch.equal(model.generate(**inputs, **GREEDY), wanted), script
+        assert model.speculation.last.mode in ("tree", "chain")
+    assert model.speculation.last.tokens_per_pass > 2
