@@ -218,5 +218,6 @@ def randomise(model: Any) -> None:
             if parameter.ndim >= 2 and parameter.is_floating_point():
                 parameter.normal_(0.0, parameter[0].numel() ** -0.5)
         embeddings: Any = model.get_input_embeddings()
-        for part in list(embeddings) if isinstance(embeddings, nn.ModuleList) else [embeddings]:
+        parts: list[Any] = list(embeddings) if isinstance(embeddings, nn.ModuleList) else [embeddings]
+        for part in parts:
             part.weight.normal_(0.0, 1.0)
