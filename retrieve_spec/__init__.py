@@ -13,6 +13,7 @@ _EXPORTS = {
     "accelerate": "retrieve_spec.acceleration",
     "accelerated": "retrieve_spec.acceleration",
     "build_datastore": "retrieve_spec.datastore.build",
+    "generate_many": "retrieve_spec.acceleration",
     "generate_stream": "retrieve_spec.acceleration",
     "open_datastore": "retrieve_spec.datastore.store",
     "restore": "retrieve_spec.acceleration",

@@ -27,7 +27,9 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import PassThreads
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
-from retrieve_spec.generation import BEFORE, generate, generate_stream, own_generate, why_delegated
+from retrieve_spec.generation.calls import BEFORE, generate, own_generate, why_delegated
+from retrieve_spec.generation.many import generate_many
+from retrieve_spec.generation.streams import generate_stream
 from retrieve_spec.model_layers import base_model
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.pass_logits import read_logits
@@ -36,7 +38,7 @@ from retrieve_spec.verify.interface import input_device, read_interface
 from retrieve_spec.verify.probe import Finding, probe
 from retrieve_spec.verify.tensor_parallel import Ranks
 
-__all__ = ["accelerate", "accelerated", "generate_stream", "restore"]
+__all__ = ["accelerate", "accelerated", "generate_many", "generate_stream", "restore"]
 
 
 def accelerate(

@@ -133,8 +133,17 @@ class Engine:
             each([sequence for sequence in sequences if sequence not in own], Sequence.recover)
             raise
 
-    def run(self, sequences: Iterable[Sequence]) -> Generator[tuple[Sequence, NDArray[np.int32] | None], None, None]:
+    def run(
+        self, sequences: Iterable[Sequence], rows: int = 0
+    ) -> Generator[tuple[Sequence, NDArray[np.int32] | None], None, None]:
         """Take sequences to their ends, as many at a time as `config.PASS.batch_bytes` holds caches of.
+
+        Parameters
+        ----------
+        sequences
+            Taken one by one, when there is room for them.
+        rows
+            Under way at a time at most; 0 for `config.PASS.batch_rows`.
 
         Yields
         ------
@@ -146,7 +155,7 @@ class Engine:
         live: list[Sequence] = []
         try:
             while live or following is not None:
-                while following is not None and self._has_room(live, following):
+                while following is not None and self._has_room(live, following, rows or PASS.batch_rows):
                     live.append(following)
                     self.join(following)
                     following = next(waiting, None)
@@ -161,11 +170,11 @@ class Engine:
             self.leave(*live)
 
     @staticmethod
-    def _has_room(live: list[Sequence], another: Sequence) -> bool:
+    def _has_room(live: list[Sequence], another: Sequence, rows: int) -> bool:
         """Whether one more sequence may begin beside those of a call that are under way; one always may."""
         if not live:
             return True
-        return len(live) < PASS.batch_rows and sum(map(kept_bytes, [*live, another])) <= PASS.batch_bytes
+        return len(live) < rows and sum(map(kept_bytes, [*live, another])) <= PASS.batch_bytes
 
     def join(self, sequence: Sequence) -> None:
         """Let a sequence take part from the next step on."""

@@ -221,10 +221,12 @@ class Speculation:
         context_ids: NDArray[np.int32] | None = None,
         seed: int | None = None,
         on_pass: Callable[[VerifiedPass], None] | None = None,
+        together: bool = False,
     ) -> list[Sequence]:
         """A sequence for every row of a prepared call; nothing runs before the engine takes them along.
 
-        Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row.
+        Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row. `together`: other
+        calls' sequences will share their passes.
         """
         most, criteria = self.dial(nodes), prepared.criteria
         context_ids = prepared.context_ids if context_ids is None else context_ids
@@ -233,7 +235,9 @@ class Speculation:
         seed = self.draw_seed(prepared, seed)
         if self.ranks is not None:
             seed, criteria = self.ranks.seed(seed), self.ranks.criteria(criteria)
-        verifiers = self._verifiers(len(rows))  # looks at the model, and so comes before what its interface allows
+        verifiers = self._verifiers(
+            len(rows), together or len(rows) > 1
+        )  # looks at the model, and so comes before what its interface allows
         wants_dict = bool(prepared.config.return_dict_in_generate)
         made = []
         for row, verifier, prediction in zip(rows, verifiers, predictions, strict=True):
@@ -266,11 +270,11 @@ class Speculation:
             made.append(sequence)
         return made
 
-    def _verifiers(self, count: int) -> list[Verifier]:
-        """Verifiers for the sequences of one call; several share captured passes, and have none of their own."""
+    def _verifiers(self, count: int, together: bool) -> list[Verifier]:
+        """Verifiers for the sequences of one call; those that go together share captured passes, and have no others."""
         with self.engine.alone():  # probing and recording a model that has changed
             first = self._make_verifier()
-            if count > 1 and isinstance(first, RecordedVerifier):
+            if together and isinstance(first, RecordedVerifier):
                 self.engine.pool = first.pool
                 return [first.alone() for _ in range(count)]
             return [first, *(self._make_verifier() for _ in range(count - 1))]
@@ -355,7 +359,7 @@ class Speculation:
         return (
             self._drafters.given is None
             and not self.interface.rope_switch
-            and isinstance(self._verifiers(1)[0], RecordedVerifier)
+            and isinstance(self._verifiers(1, False)[0], RecordedVerifier)
         )
 
     def make_verifier(self) -> Verifier:

@@ -1,0 +1,1 @@
+"""Calls of an accelerated model: `generate`, `generate_stream` and `generate_many`, all callers of one engine."""

@@ -1,0 +1,86 @@
+"""What a caller gives, text, ids or tensors, in; token ids that the model has, on its device, out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.errors import ConfigError, PromptError
+from retrieve_spec.verify.interface import input_device
+
+_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+
+
+def prediction_ids(prediction: Any, tokenizer: Any, model: Any) -> NDArray[np.int32] | None:
+    """(m,) int32 ids of an expected text, given as text, ids or a tensor; None without one."""
+    if prediction is None:
+        return None
+    if isinstance(prediction, str):
+        if tokenizer is None:
+            raise ConfigError(
+                "a tokenizer to encode the prediction", "none", "Pass tokenizer= to accelerate, or give token ids."
+            )
+        prediction = tokenizer(prediction, add_special_tokens=False)["input_ids"]
+    return known_ids(prediction, "prediction", model)
+
+
+def known_ids(given: Any, name: str, model: Any) -> NDArray[np.int32]:
+    """(n,) int32 token ids, given as a sequence or a tensor.
+
+    Raises
+    ------
+    ConfigError
+        They are no numbers, or the model has no such tokens.
+    """
+    try:
+        ids = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given).ravel()
+        whole = ids.astype(np.int64)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"token ids as {name}", repr(given)[:60], "Give one list of whole numbers.") from None
+    known = model.get_input_embeddings().weight.shape[0]
+    if len(ids) and not ((whole == ids).all() and whole.min() >= 0 and whole.max() < known):
+        wrong = ids[(whole != ids) | (whole < 0) | (whole >= known)][0]
+        raise ConfigError(
+            f"{name} of token ids 0 … {known - 1}, which the model has",
+            str(wrong),
+            "Encode it with the model's own tokenizer.",
+        )
+    return whole.astype(np.int32)
+
+
+def row_predictions(prediction: Any, tokenizer: Any, rows: int, model: Any) -> list[NDArray[np.int32] | None]:
+    """Predictions of a batch's rows: a list has one for every row, anything else is that of all rows."""
+    if rows > 1 and isinstance(prediction, (list, tuple)) and not all(isinstance(entry, int) for entry in prediction):
+        if len(prediction) != rows:
+            raise ConfigError(
+                f"a prediction for each of {rows} rows", str(len(prediction)), "Use None for a row without."
+            )
+        return [prediction_ids(entry, tokenizer, model) for entry in prediction]
+    return [prediction_ids(prediction, tokenizer, model)] * rows
+
+
+def as_inputs(inputs: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
+    """Prompt as arguments of `generate`."""
+    if isinstance(inputs, str):
+        if tokenizer is None:
+            raise ConfigError("a tokenizer to encode the prompt", "none", "Pass tokenizer=, or give token ids.")
+        if not inputs:
+            raise PromptError("a prompt of at least one character", "an empty one", "Give some text to continue.")
+        inputs = tokenizer(inputs, return_tensors="pt", return_token_type_ids=False)
+    if not hasattr(inputs, "items"):
+        inputs = {"input_ids": inputs}
+    return {name: _as_rows(value, model) if name in _PER_TOKEN else value for name, value in inputs.items()}
+
+
+def _as_rows(value: Any, model: Any) -> torch.Tensor:
+    """(rows, L) on the model's device, of a tensor, an array or lists; one row may come without its own axis."""
+    try:
+        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value, np.int64))
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "rows of one length", "rows of different length, or no numbers", "Let the tokenizer pad, or give one row."
+        ) from None
+    return (tensor if tensor.ndim > 1 else tensor[None]).to(input_device(model))

@@ -1,0 +1,166 @@
+"""Turns a call of an accelerated model's `generate` into the model's own tokens, or leaves it to the original."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from retrieve_spec.engine.request import Prepared, padded_together, prepare, setting
+from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.engine.streaming import StreamerFeed
+from retrieve_spec.errors import ConfigError, in_a_line
+from retrieve_spec.generation.arguments import row_predictions
+
+BEFORE = "_generate_before_speculation"
+"""Where an accelerated model keeps a `generate` that was set on it before."""
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
+_OWN_OPTIONS = ("draft", "nodes", "prediction", "seed")
+
+
+@functools.wraps(GenerationMixin.generate)
+def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of an accelerated model."""
+    if not isinstance(getattr(self, "speculation", None), Speculation):
+        return original(self)(*args, **kwargs)  # a copy of an accelerated model
+    speculation = speculation_of(self)
+    own = {name: kwargs.pop(name, None) for name in _OWN_OPTIONS}
+    if reason := own_generate(self):  # its arguments are its own, too
+        speculation.delegated(reason)
+        with seeded(own["seed"], self):
+            return original(self)(*args, **kwargs)
+    arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
+    arguments.pop("self")
+    arguments |= arguments.pop("kwargs", {})
+    speculation.drafter(own["draft"])  # an unknown preset is an error
+    prepared = prepare_call(self, arguments, batches=not _is_one_row(self, arguments) and speculation.shares_passes)
+    if isinstance(prepared, str):
+        speculation.delegated(prepared)
+        with seeded(own["seed"], self):
+            return original(self)(*args, **kwargs)
+    tokenizer = arguments.get("tokenizer") or speculation.tokenizer
+    predictions = row_predictions(own.pop("prediction"), tokenizer, len(prepared.inputs.input_ids), self)
+    sequences = speculation.sequences(prepared, predictions, **own)
+    _run(speculation, sequences, prepared, StreamerFeed(arguments.get("streamer")))
+    return _result(sequences, prepared)
+
+
+def own_generate(model: Any) -> str:
+    """Why every call of a model is left to it: its class has a `generate` of its own; empty when it has not."""
+    if type(model).generate is GenerationMixin.generate:
+        return ""
+    return f"{type(model).__name__} has a generate of its own"
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None, model: Any) -> Iterator[None]:
+    """Let the original `generate` draw from a seed, and leave torch's generators as they were."""
+    if seed is None:
+        yield
+        return
+    device = model.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _is_one_row(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a call asks for one row, as far as its arguments tell."""
+    ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
+    one = isinstance(ids, torch.Tensor) and ids.ndim == 2 and len(ids) == 1
+    return one and (setting(model, arguments, "num_return_sequences") or 1) == 1
+
+
+def prepare_call(model: Any, arguments: dict[str, Any], batches: bool = False) -> Prepared | str:
+    """Prepare a call, or say why the original `generate` decodes it."""
+    if model.speculation.engine.is_stepping:
+        return "it is asked for in the middle of another generation"
+    if reason := own_generate(model):
+        return reason
+    return prepare(model, original(model), model.speculation.interface, arguments, batches)
+
+
+def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared, feed: StreamerFeed) -> None:
+    """Run the sequences of a call to their ends; the first that fails ends all. The streamer hears of the end."""
+    running = speculation.engine.run(sequences)
+    try:
+        feed.prompt(prepared.inputs.input_ids)
+        for sequence, visible in running:
+            if visible is not None:
+                feed.put(visible)
+            elif sequence.error is not None:
+                raise sequence.error
+    finally:
+        running.close()
+        feed.end()
+        speculation.ended(*sequences)
+
+
+def _result(sequences: list[Sequence], prepared: Prepared) -> Any:
+    """Put the output together as `generate` returns it."""
+    ids = prepared.inputs.input_ids  # narrower prompts become int64, as in plain decoding
+    pad = prepared.config._pad_token_tensor
+    output = padded_together([sequence.text for sequence in sequences], pad).to(ids.device)
+    if not prepared.config.return_dict_in_generate:
+        return output
+    (sequence,) = sequences
+    encoded = prepared.inputs.model_kwargs.get("encoder_outputs")
+    scores, raw = sequence.sampler.scores, sequence.sampler.raw
+    kind = GenerateDecoderOnlyOutput if encoded is None else GenerateEncoderDecoderOutput
+    return kind(
+        sequences=output,
+        scores=tuple(scores) if scores is not None else None,
+        logits=tuple(raw) if raw is not None else None,
+        past_key_values=sequence.cache,
+    )
+
+
+def why_delegated(model: Any) -> str:
+    """Why a plain call with text alone is left to the original `generate`; empty when it is not."""
+    if reason := own_generate(model):
+        return reason
+    ids = torch.full((1, 4), 3, dtype=torch.long, device=model.device)
+    try:
+        arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 1}
+        of_class = types.MethodType(type(model).generate, model)  # one that was set on the model is not ours to call
+        prepared = prepare(model, of_class, model.speculation.interface, arguments)
+    except Exception as error:  # whatever a model says to a prompt without what it is made for
+        return f"a prompt of text alone fails ({in_a_line(error)})"
+    return prepared if isinstance(prepared, str) else ""
+
+
+def speculation_of(model: Any) -> Speculation:
+    """What an accelerated model carries.
+
+    Raises
+    ------
+    ConfigError
+        The model is not accelerated.
+    """
+    speculation = getattr(model, "speculation", None)
+    if not isinstance(speculation, Speculation):
+        raise ConfigError("an accelerated model", type(model).__name__, "Call retrieve_spec.accelerate(model) first.")
+    return speculation
+
+
+def original(model: Any) -> Any:
+    """`generate` as it was before."""
+    original = model.__dict__.get(BEFORE)
+    return original if original is not None else types.MethodType(type(model).generate, model)
+
+
+def delegate(model: Any, arguments: dict[str, Any], seed: int | None) -> torch.Tensor:
+    """(rows, new) long, what the original `generate` says, without the prompt."""
+    with seeded(seed, model):
+        output = original(model)(**arguments)
+    whole: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
+    given = 1 if model.config.is_encoder_decoder else arguments["input_ids"].shape[1]
+    return whole[:, given:]

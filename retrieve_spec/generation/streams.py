@@ -1,0 +1,145 @@
+"""Streams: a call of `generate_stream` in, what becomes visible with every pass out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from collections.abc import Sequence as Many
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.streaming import Piece, Stream, TextDecoder
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.generation.arguments import as_inputs, known_ids, prediction_ids
+from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
+from retrieve_spec.model_layers import base_model
+
+
+def generate_stream(
+    model: Any,
+    inputs: torch.Tensor | str | Any,
+    *,
+    tokenizer: Any = None,
+    past_key_values: Any = None,
+    prediction: str | Many[int] | NDArray[np.int32] | None = None,
+    context_ids: Many[int] | NDArray[np.int32] | None = None,
+    on_pass: Callable[[VerifiedPass], None] | None = None,
+    draft: str | None = None,
+    nodes: int | str | None = None,
+    seed: int | None = None,
+    skip_special_tokens: bool = True,
+    **kwargs: Any,
+) -> Stream:
+    """Generate and yield what becomes visible with every pass.
+
+    Closing the iterator, an exception or Ctrl-C between or inside passes ends the generation and leaves the model
+    usable; `model.speculation.last` then reports what was done. A call that must be left to the original `generate`
+    yields its whole output at once.
+
+    Parameters
+    ----------
+    model
+        An accelerated model.
+    inputs
+        (1, L) or (L,) token ids, a mapping from a tokenizer (`input_ids`, `attention_mask`), or text.
+    tokenizer
+        To encode text and to decode the output; by default the one given to `accelerate`.
+    past_key_values
+        A cache to continue from; it ends as plain `generate` would leave it.
+    prediction, draft, nodes, seed
+        As for `model.generate`, see `accelerate`.
+    context_ids
+        (n,) what the drafter reads in place of the prompt: other texts, the most relevant last, and at the end what
+        stands in front of the output. In fill-in-the-middle that is not the end of the prompt.
+    on_pass
+        Called with what each drafted-for pass showed, the prompt's first; the arrays are valid during the call.
+    skip_special_tokens
+        Leave special tokens out of the text.
+    **kwargs
+        Whatever `generate` takes.
+
+    Yields
+    ------
+    Piece
+        `token_ids` (t,) int32 and `text`. Both empty after a chunk of a long prompt has been read; a last piece may
+        carry text without tokens (bytes that never became a character).
+
+    Raises
+    ------
+    ConfigError
+        The model is not accelerated, more than one row is given, or text without a tokenizer.
+    PromptError
+        The prompt is empty.
+    """
+    model = base_model(model)
+    speculation = speculation_of(model)
+    tokenizer = tokenizer if tokenizer is not None else speculation.tokenizer
+    arguments = {**as_inputs(inputs, tokenizer, model), **kwargs, "tokenizer": tokenizer}
+    if past_key_values is not None:
+        arguments["past_key_values"] = past_key_values
+    ids = arguments["input_ids"]
+    if ids.shape[0] != 1:
+        raise ConfigError("one row to stream", f"{ids.shape[0]} rows", "Call generate for batches.")
+    options = {
+        "draft": draft,
+        "nodes": nodes,
+        "seed": seed,
+        "context_ids": None if context_ids is None else known_ids(context_ids, "context_ids", model),
+        "on_pass": on_pass,
+    }
+    expected = prediction_ids(prediction, tokenizer, model)
+    under_way: list[Sequence | GenerationReport] = []
+    decoder = TextDecoder(tokenizer, skip_special_tokens) if tokenizer is not None else None
+    pieces = _pieces(_runs(model, arguments, expected, options, under_way), decoder)
+    return Stream(pieces, lambda: _report_of(under_way))
+
+
+def _runs(
+    model: Any,
+    arguments: dict[str, Any],
+    prediction: NDArray[np.int32] | None,
+    options: dict[str, Any],
+    under_way: list[Sequence | GenerationReport],
+) -> Generator[NDArray[np.int32], None, None]:
+    """What each pass of one row makes visible; the call is prepared when the first is asked for."""
+    speculation = speculation_of(model)
+    prepared = prepare_call(model, arguments)
+    if isinstance(prepared, str):
+        under_way.append(speculation.delegated(prepared))
+        yield delegate(model, arguments, options["seed"])[0].cpu().numpy().astype(np.int32)
+        return
+    (sequence,) = speculation.sequences(prepared, [prediction], **options)
+    under_way.append(sequence)
+    try:
+        with contextlib.closing(speculation.engine.run([sequence])) as passes:
+            for _, visible in passes:
+                if visible is not None:
+                    yield visible
+    finally:
+        speculation.ended(sequence)
+    if sequence.error is not None:
+        raise sequence.error
+
+
+def _pieces(
+    runs: Generator[NDArray[np.int32], None, None], decoder: TextDecoder | None
+) -> Generator[Piece, None, None]:
+    """Runs of tokens with their text."""
+    with contextlib.closing(runs):
+        for visible in runs:
+            yield Piece(visible, decoder.push(visible) if decoder else "")
+        if rest := decoder.flush() if decoder else "":
+            yield Piece(np.empty(0, np.int32), rest)
+
+
+def _report_of(under_way: list[Sequence | GenerationReport]) -> GenerationReport | None:
+    """What a generation did so far, None if it has not begun."""
+    if not under_way:
+        return None
+    return under_way[0].log.summary() if isinstance(under_way[0], Sequence) else under_way[0]

@@ -1,0 +1,239 @@
+"""`generate_many`: any number of requests, each of which says what it says alone, whatever the others do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted_drafter import ScriptedDrafter
+from transformers import LogitsProcessor
+
+import retrieve_spec as rs
+from retrieve_spec.config import PassConfig
+from retrieve_spec.engine import engine as engine_module
+from retrieve_spec.errors import ConfigError
+
+
+def ids_of(row: int, length: int) -> list[int]:
+    return [3 + (i * 37 + 11 * row + 7) % 190 for i in range(length)]
+
+
+RULES: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": True, "temperature": 0.9, "seed": 3},
+    {"do_sample": True, "top_k": 20, "top_p": 0.9, "seed": 4, "repetition_penalty": 1.2},
+    {"do_sample": False, "no_repeat_ngram_size": 2, "max_new_tokens": 7},
+    {"do_sample": True, "seed": 11, "draft": "off", "max_new_tokens": 31},
+]
+
+
+def mixed(count: int = 11) -> list[dict[str, Any]]:
+    """Requests of different lengths, each with rules and limits of its own."""
+    return [{"inputs": ids_of(i, 1 + i * 7 % 23), **RULES[i % len(RULES)]} for i in range(count)]
+
+
+def alone(model: Any, request: dict[str, Any], **common: Any) -> list[int]:
+    """What a stream of the same request says."""
+    said = rs.generate_stream(model, torch.tensor(request["inputs"]), **common | without_inputs(request))
+    return [int(token) for piece in said for token in piece.token_ids]
+
+
+def without_inputs(request: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in request.items() if name != "inputs"}
+
+
+@pytest.mark.parametrize("recorded", ["always", "off"])
+def test_each_request_says_what_it_says_alone(tiny: Any, recorded: str) -> None:
+    rs.accelerate(tiny, recorded_pass=recorded)
+    requests = mixed()
+    expected = [alone(tiny, request, max_new_tokens=20) for request in requests]
+    assert len({tuple(text) for text in expected}) == len(expected)
+    begun = tiny.speculation.engine.steps
+    finished = list(rs.generate_many(tiny, requests, max_new_tokens=20))
+    steps = tiny.speculation.engine.steps - begun
+    assert [one.index for one in finished] == list(range(len(requests)))
+    assert [one.token_ids.tolist() for one in finished] == expected
+    assert [one.request for one in finished] == requests
+    assert all(one.outputs[0].report.new_tokens == len(one.token_ids) and one.error is None for one in finished)
+    passes = [one.outputs[0].report.passes for one in finished]
+    if recorded == "always":
+        assert steps < 2 * max(passes), "passes are shared"
+
+
+def test_requests_are_taken_when_there_is_room(tiny: Any) -> None:
+    """Never more than `rows` under way; an endless iterable is read only as far as needed."""
+    rs.accelerate(tiny, recorded_pass="always", draft="off")
+    taken = 0
+
+    def endless() -> Iterator[list[int]]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield ids_of(taken, 3 + taken % 5)
+
+    with rs.generate_many(tiny, endless(), rows=3, max_new_tokens=5) as running:
+        first = [next(running) for _ in range(4)]
+        assert len(tiny.speculation.engine._sequences) <= 3
+    assert [one.index for one in first] == [0, 1, 2, 3]
+    assert taken <= 8
+    assert tiny.speculation.engine._sequences == []
+    assert next(running, None) is None
+
+
+def test_keys_and_values_are_bounded(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rs.accelerate(tiny, recorded_pass="always", draft="off")
+    requests = [ids_of(i, 4) for i in range(4)]
+    expected = [alone(tiny, {"inputs": ids}, max_new_tokens=6) for ids in requests]
+    monkeypatch.setattr(engine_module, "PASS", PassConfig(batch_bytes=1))
+    most = 0
+    with rs.generate_many(tiny, requests, max_new_tokens=6) as running:
+        for one in running:
+            most = max(most, len(tiny.speculation.engine._sequences))
+            assert one.token_ids.tolist() == expected[one.index]
+    assert most <= 1
+
+
+def test_as_completed(tiny: Any) -> None:
+    rs.accelerate(tiny, recorded_pass="always", draft="off")
+    requests = [{"inputs": ids_of(i, 5), "max_new_tokens": n} for i, n in enumerate([30, 2, 9])]
+    order = [one.index for one in rs.generate_many(tiny, requests, order="completed")]
+    assert order == [1, 2, 0]
+
+
+class Failing(LogitsProcessor):
+    """Raises at the fourth token."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if input_ids.shape[1] == self.length:
+            raise ArithmeticError("no more")
+        return scores
+
+
+def test_errors_end_their_own_request(tiny: Any) -> None:
+    """In a processor, in an argument, in a prompt; the others finish."""
+    rs.accelerate(tiny, recorded_pass="always")
+    requests: list[Any] = [
+        {"inputs": ids_of(0, 5)},
+        {"inputs": ids_of(1, 5), "logits_processor": [Failing(8)]},
+        {"inputs": []},
+        {"inputs": ids_of(2, 5), "no_such_option": 3},
+        {"inputs": ids_of(3, 5), "num_return_sequences": 2, "do_sample": True, "logits_processor": [Failing(7)]},
+        {"inputs": "text without a tokenizer"},
+        {"inputs": ids_of(4, 9)},
+    ]
+    expected = [alone(tiny, requests[i], max_new_tokens=12) for i in (0, 6)]
+    finished = list(rs.generate_many(tiny, requests, max_new_tokens=12))
+    assert [one.token_ids.tolist() for one in finished if one.error is None] == expected
+    assert [type(one.error).__name__ for one in finished] == [
+        "NoneType", "ArithmeticError", "PromptError", "ValueError", "ArithmeticError", "ConfigError", "NoneType",
+    ]  # fmt: skip
+    assert finished[1].token_ids.tolist() == alone(tiny, {"inputs": ids_of(1, 5)}, max_new_tokens=3)
+    assert tiny.speculation.engine._sequences == []
+
+
+def test_cancelling_ends_one_request(tiny: Any) -> None:
+    """One under way, from another thread and from within a pass, and one that has not begun."""
+    rs.accelerate(tiny, recorded_pass="always", draft="off")
+    expected = [alone(tiny, {"inputs": ids_of(i, 5)}, max_new_tokens=25) for i in range(5)]
+    passes = 0
+
+    def on_pass(_shown: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 6:
+            running.cancel(1)
+
+    requests = [{"inputs": ids_of(i, 5)} for i in range(5)]
+    requests[1] |= {"on_pass": on_pass, "draft": "auto"}
+    requests[0] |= {"max_new_tokens": 4}
+    running = rs.generate_many(tiny, requests, max_new_tokens=25, rows=3, order="completed")
+    running.cancel(4)
+    finished = {}
+    for one in running:
+        finished[one.index] = one
+        if one.index == 0:
+            thread = threading.Thread(target=running.cancel, args=(2,))
+            thread.start()
+            thread.join()
+    assert {i: one.cancelled for i, one in finished.items()} == {0: False, 1: True, 2: True, 3: False, 4: True}
+    assert finished[3].token_ids.tolist() == expected[3]
+    assert finished[4].outputs == ()
+    for i in (1, 2):
+        said = finished[i].token_ids.tolist()
+        assert 0 < len(said) < 25
+        assert said == expected[i][: len(said)]
+
+
+def test_samples_of_a_request(tiny: Any) -> None:
+    rs.accelerate(tiny, recorded_pass="always")
+    options = {"do_sample": True, "num_return_sequences": 3, "seed": 7, "max_new_tokens": 9}
+    prompt = torch.tensor([ids_of(0, 6)])
+    rows = tiny.generate(prompt, **options)
+    (one,) = rs.generate_many(tiny, [prompt], **options)
+    assert [output.token_ids.tolist() for output in one.outputs] == rows[:, 6:].tolist()
+
+
+def test_what_is_left_to_generate(tiny: Any) -> None:
+    """Beams, in the middle of others; and a model whose drafter serves one text at a time."""
+    prompt = torch.tensor([ids_of(2, 6)])
+    beams = tiny.generate(prompt, num_beams=2, max_new_tokens=5, do_sample=False)[0, 6:].tolist()
+    rs.accelerate(tiny, recorded_pass="always")
+    requests = mixed(3)
+    expected = [alone(tiny, request, max_new_tokens=5) for request in requests]
+    requests.insert(1, {"inputs": prompt, "num_beams": 2, "do_sample": False})
+    finished = list(rs.generate_many(tiny, requests, max_new_tokens=5))
+    assert [one.token_ids.tolist() for one in finished] == [expected[0], beams, *expected[1:]]
+    assert finished[1].outputs[0].report.mode == "delegated"
+    rs.accelerate(tiny, recorded_pass="always", drafter=ScriptedDrafter(np.array(expected[0])))
+    finished = list(rs.generate_many(tiny, [requests[0], requests[0]], max_new_tokens=5))
+    assert [one.token_ids.tolist() for one in finished] == [expected[0]] * 2
+
+
+def test_an_interruption_leaves_the_model_usable(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rs.accelerate(tiny, recorded_pass="always", draft="off")
+    requests = mixed(4)
+    expected = [alone(tiny, request, max_new_tokens=20) for request in requests]
+    step, calls = tiny.speculation.engine._pass, 0
+
+    def interrupted(batch: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        step(batch)
+
+    monkeypatch.setattr(tiny.speculation.engine, "_pass", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(rs.generate_many(tiny, requests, max_new_tokens=20))
+    assert tiny.speculation.engine._sequences == []
+    finished = list(rs.generate_many(tiny, requests, max_new_tokens=20))
+    assert [one.token_ids.tolist() for one in finished] == expected
+
+
+def test_texts_and_a_bar(reference_model: Any, reference_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    rs.accelerate(reference_model, reference_tokenizer)
+    prompts: list[Any] = ["def add(a, b):\n", reference_tokenizer("class Stack:\n", return_tensors="pt")]
+    expected = ["".join(p.text for p in rs.generate_stream(reference_model, q, max_new_tokens=12)) for q in prompts]
+    finished = rs.generate_many(reference_model, prompts, max_new_tokens=12, progress=True)
+    assert [one.text for one in finished] == expected
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_what_cannot_be_asked_for(tiny: Any) -> None:
+    with pytest.raises(ConfigError, match="an accelerated model"):
+        rs.generate_many(tiny, [])
+    rs.accelerate(tiny, draft="off")
+    assert list(rs.generate_many(tiny, [])) == []
+    with pytest.raises(ConfigError, match="order"):
+        rs.generate_many(tiny, [], order="random")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rows"):
+        rs.generate_many(tiny, [], rows=-1)
+    (one,) = rs.generate_many(tiny, [[ids_of(0, 3), ids_of(1, 3)]])
+    assert "one prompt per request" in str(one.error)
