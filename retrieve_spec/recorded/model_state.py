@@ -26,6 +26,7 @@ from retrieve_spec.recorded.state_parts import (
     has_changed,
     is_one_number,
     kind,
+    others_hooks,
     place,
     read_function,
     read_slots,
@@ -79,6 +80,7 @@ class ModelState:
         self._ones: list[tuple[Any, Any, torch.Tensor]] = []
         self._constants: list[tuple[str, torch.Tensor, torch.Tensor | None, int]] = []
         self._buffers: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._hooks: list[tuple[str, dict[int, Any], dict[int, Any]]] = []
         self._type = type(model)
         self._ignored: frozenset[str] = OWN_ATTRIBUTES
         self._root = self._own(model)
@@ -103,6 +105,7 @@ class ModelState:
                 and all(container[key] is tensor for container, key, tensor in self._ones)
                 and not any(map(has_changed, self._constants))
                 and all(same_buffers(live, then) for _, live, then in self._buffers)
+                and all(live == then or others_hooks(live) == then for _, live, then in self._hooks)
             )
         except Exception:  # whatever a comparison of changed values raises: they are not what they were
             return False
@@ -128,6 +131,7 @@ class ModelState:
         found += [str(key) for container, key, tensor in self._ones if container.get(key) is not tensor]
         found += [constant[0] for constant in self._constants if has_changed(constant)]
         found += [name for name, live, then in self._buffers if not same_buffers(live, then)]
+        found += [name for name, live, then in self._hooks if others_hooks(live) != then]
         if list(map(kind, self._tensors)) != self._kinds:
             found.append("the type, shape or device of a weight")
         return found
@@ -151,6 +155,7 @@ class ModelState:
         self._ones = [one for one in self._ones if one[0].get(one[1]) is one[2]]
         self._constants = [constant for constant in self._constants if not has_changed(constant)]
         self._buffers = [buffers for buffers in self._buffers if same_buffers(*buffers[1:])]
+        self._hooks = [hooks for hooks in self._hooks if others_hooks(hooks[1]) == hooks[2]]
         return found
 
     def keeps(self, other: ModelState) -> bool:
@@ -241,6 +246,10 @@ class ModelState:
         """Note a module's buffers, which may be replaced by equal ones, apart from its other attributes."""
         self._seen.update(id(getattr(module, name, None)) for name in ("_buffers", *_UNREAD))
         self._buffers.append((f"a buffer of {name}", module._buffers, dict(module._buffers)))
+        for kind_of_hook, hooks in (("a hook", module._forward_hooks), ("a pre-hook", module._forward_pre_hooks)):
+            self._seen.add(id(hooks))
+            self._hooks.append((f"{kind_of_hook} of {name}", hooks, others := others_hooks(hooks)))
+            todo.extend((f"{name}.{key}", each) for key, each in others.items())
         for key, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in self._seen:
                 self._seen.add(id(buffer))

@@ -130,6 +130,8 @@ def why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) ->
         return f"the model has fewer than {PASS.min_parameters:,} parameters"
     if model.config.is_encoder_decoder:
         return "the model has an encoder"
+    if finding.interface.places:
+        return "the model derives positions itself"
     if Ranks.of(model) is not None:
         return "the model is spread over several processes"
     if len({parameter.device for parameter in model.parameters()}) > 1:

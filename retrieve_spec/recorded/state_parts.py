@@ -108,3 +108,13 @@ def different_keys(name: str, live: Any, copy: Any) -> list[str]:
 def same_entry(live: Any, copy: Any) -> bool:
     """Whether two entries of containers are one object, or equal."""
     return live is copy or equal(live, copy)
+
+
+def others_hooks(hooks: dict[int, Any]) -> dict[int, Any]:
+    """Hooks of a module without those of verifiers under way, which act in their own passes alone."""
+    return {key: hook for key, hook in hooks.items() if not is_own_hook(hook)}
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook is a verifier's."""
+    return bool(getattr(hook, "__module__", "").startswith("retrieve_spec.verify."))

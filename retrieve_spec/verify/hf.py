@@ -18,6 +18,7 @@ from retrieve_spec.verify.cache import decoder_cache, record_past, recording, se
 from retrieve_spec.verify.extras import SET_EACH_PASS, Extras
 from retrieve_spec.verify.interface import ModelInterface, cache_mode, catch_hidden, input_device, weaker
 from retrieve_spec.verify.kept_rows import KeptRows
+from retrieve_spec.verify.positions import DerivedPositions
 from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
@@ -44,6 +45,7 @@ class HFVerifier:
         self._on_host = self._device.type == "cpu"
         self._model_mode: tuple[Mode, str] = (mode, reason)
         self._state = RecurrentState(interface.recurrence) if interface.recurrence is not None else None
+        self._derived = DerivedPositions(interface.places) if interface.places else None
 
     @property
     def cache(self) -> Any:
@@ -72,8 +74,9 @@ class HFVerifier:
         self._pending = (0, 0)
         self._dirty = False  # whether a pass may have left rows that were not committed
         self._reserve()
-        if self._state is not None:
-            self._state.attach()
+        for hooked in (self._state, self._derived):
+            if hooked is not None:
+                hooked.attach()
 
     def _take_cache(self, cache: Any) -> None:
         """Keep to a cache: `_rows` is the part of it that grows with the text."""
@@ -131,9 +134,12 @@ class HFVerifier:
         return VerifierOutput(logits if logits.shape[0] == rows else logits[-rows:], states)
 
     def _draft(self, roots: int, tree: DraftTree | None) -> contextlib.AbstractContextManager[None]:
-        """Keep recurrent state as it is while a draft is verified."""
-        if self._state is None or tree is None or not len(tree):
+        """Keep recurrent state as it is while a draft is verified, or tell a model the nodes' positions."""
+        if tree is None or not len(tree) or (self._state is None and self._derived is None):
             return contextlib.nullcontext()
+        if self._state is None:
+            assert self._derived is not None
+            return self._derived.verifying(self._past, roots, tree, self._device)
         return self._state.verifying(self._rows, roots, tree, self._device)
 
     def commit(self, path: NDArray[np.int32]) -> None:
@@ -159,8 +165,9 @@ class HFVerifier:
             self._kept.settle()
         cache, rows = self._cache, self._rows
         self._take_cache(None)
-        if self._state is not None:
-            self._state.detach()
+        for hooked in (self._state, self._derived):
+            if hooked is not None:
+                hooked.detach()
         if rows is not None and self._records:
             set_recording(rows, self._was_recording)
         return cache

@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.verify.mixers import Mixer
+from retrieve_spec.verify.positions import Place
 from retrieve_spec.verify.verifier import Mode
 
 MaskForm = Literal["bool", "float", "block", "none"]
@@ -35,6 +36,7 @@ if hasattr(cache_utils, "DummyLayer"):  # since transformers 5.23, for blocks th
 _RECURRENT_LAYERS = {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
 _ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _OTHER_TYPES = ("linear_attention", "conv", "moe", "mlp", "dummy")
+DERIVES = "the model derives positions itself"
 Way = Literal["scan", "steps"]
 """How mixers verify drafts: one scan over all paths, or a step of their one-token path per depth."""
 
@@ -89,6 +91,8 @@ class ModelInterface:
         How that state is verified, once a probe has found out.
     has_encoder
         Whether an encoder reads the prompt, and ids, positions and masks are those of the decoder.
+    places
+        Where positions that the model derives itself are replaced, once a probe has found out.
     """
 
     cache_name: str
@@ -105,6 +109,12 @@ class ModelInterface:
     recurrent: bool = False
     recurrence: Recurrence | None = None
     has_encoder: bool = False
+    places: tuple[Place, ...] = ()
+
+    @property
+    def derives_positions(self) -> bool:
+        """Whether the model is given no positions although its layers attend."""
+        return self.attends and not self.takes_position_ids
 
     @property
     def ids_name(self) -> str:
@@ -138,8 +148,8 @@ def read_interface(model: Any) -> ModelInterface:
     if mode == "tree" and attends and mask_form == "none":
         mode, reason = "chain", f"{attention_of(model)} takes no tree masks"
     positions = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
-    if mode == "tree" and attends and positions not in parameters:
-        mode, reason = "chain", "the model derives positions itself"
+    if mode == "tree" and attends and recurrent and positions not in parameters:
+        mode, reason = "chain", DERIVES
     if recurrent and mode == "chain":  # mixers are verified along with tree masks only
         mode = "plain"
     if getattr(model, "_is_stateful", False) and not recurrent:

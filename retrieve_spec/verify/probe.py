@@ -16,19 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.candidates import PROMPT, candidates, layout_of, sample_tokens, vocabulary
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import ModelInterface, Recurrence, cache_mode, input_device, new_cache, weaker
-from retrieve_spec.verify.mixers import find_mixers
+from retrieve_spec.verify.interface import ModelInterface, cache_mode, new_cache, weaker
 from retrieve_spec.verify.shrink import lengths_of, shrunk
 from retrieve_spec.verify.steps import PreparedCall, SingleSteps, prepare_call
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
 
 logger = logging.getLogger(__name__)
 
-_PROMPT = 12
 _PADDING = 3
 _REACH = 48
 """Lengths up to this one are crossed on the model itself."""
@@ -75,10 +73,10 @@ def probe(model: Any, interface: ModelInterface) -> Finding:
         return Finding(mode, reason, interface)
     lengths = lengths_of(model.config)
     far = bool(lengths) and max(lengths.values()) > _REACH
-    trials = [Trial(_PROMPT, _PADDING)]
+    trials = [Trial(PROMPT, _PADDING)]
     if not far:
         most = max(lengths.values(), default=0)
-        trials += [Trial(_PROMPT, 0, 2)] + ([Trial(most + 3, 0, 2), Trial(most + 3, _PADDING)] if lengths else [])
+        trials += [Trial(PROMPT, 0, 2)] + ([Trial(most + 3, 0, 2), Trial(most + 3, _PADDING)] if lengths else [])
     if interface.max_positions:
         trials = trials[:1] + [trial for trial in trials[1:] if trial.length <= interface.max_positions]
     found = _strongest(model, interface, mode, reason, trials)
@@ -100,18 +98,18 @@ def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
     most = max(lengths_of(small.config).values(), default=0)
     trials = [Trial(most // 2 + 1, 0, 3), Trial(most + 3, 0, 2), Trial(most + 3, _PADDING, 2)]
     copied = read_interface(small)
-    beyond = _strongest(small, copied, found.mode, found.reason, trials, _layout_of(found.interface))
+    beyond = _strongest(small, copied, found.mode, found.reason, trials, layout_of(found.interface))
     if beyond.mode == found.mode:
         return found
     mode, reason = beyond.mode, f"past its windows, {beyond.reason}" if beyond.reason else beyond.reason
     if mode == "plain":
         return Finding(mode, reason, found.interface)
-    return _strongest(model, found.interface, mode, reason, [Trial(_PROMPT, _PADDING)])
+    return _strongest(model, found.interface, mode, reason, [Trial(PROMPT, _PADDING)])
 
 
 def check_verifier(model: Any, interface: ModelInterface, verifier: Verifier) -> str:
     """Say what is wrong with a verifier's passes over trees, by the same comparison; empty when nothing is."""
-    return _problem(model, interface, "tree", [Trial(_PROMPT, 0)], verifier)
+    return _problem(model, interface, "tree", [Trial(PROMPT, 0)], verifier)
 
 
 def _strongest(
@@ -120,10 +118,11 @@ def _strongest(
     """The strongest mode up to `mode` that passes all trials."""
     if mode == "tree":
         problem = ""
-        for candidate in _candidates(model, interface):
+        for candidate in candidates(model, interface):
             if isinstance(candidate, str):
-                return Finding("plain", candidate, interface)
-            if layout and _layout_of(candidate) != layout:
+                problem = candidate
+                continue
+            if layout and layout_of(candidate) != layout:
                 continue
             problem = _problem(model, candidate, "tree", trials)
             if not problem:
@@ -141,29 +140,6 @@ def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:
     if not model._supports_default_dynamic_cache():
         return "plain", "the model keeps its own kind of cache"
     return cache_mode(new_cache(model))
-
-
-def _layout_of(interface: ModelInterface) -> str:
-    """Which of the candidates an interface is."""
-    return f"{sorted(interface.masks)}{interface.recurrence.way if interface.recurrence is not None else ''}"
-
-
-def _candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface | str]:
-    """The interfaces to try: masks by layer type where the config names types, else one mask; ways of mixers."""
-    variants = [interface]
-    views = [view for view in interface.masks.values() if view is not None]
-    if "" not in interface.masks and len(views) == 1:
-        variants.append(replace(interface, masks={"": views[0]}))
-    if not interface.recurrent:
-        yield from variants
-        return
-    mixers = find_mixers(model, interface.cache_name, _tokens(model, 4))
-    if isinstance(mixers, str):
-        yield mixers
-        return
-    for way in ("scan", "steps"):
-        recurrence = Recurrence(tuple(mixers), way)
-        yield from (replace(variant, recurrence=recurrence) for variant in variants)
 
 
 def _problem(
@@ -204,7 +180,7 @@ def _try(model: Any, interface: ModelInterface, mode: Mode, trial: Trial, verifi
 
 def _read_plainly(model: Any, trial: Trial, drafts: list[_Draft]) -> tuple[PreparedCall, torch.Tensor, float]:
     """A trial's text by single steps: how it begins, logits, and what plain decoding makes of noise."""
-    ids = _tokens(model, trial.prompt + trial.padding)
+    ids = sample_tokens(model, trial.prompt + trial.padding)
     shown = torch.ones_like(ids)
     shown[:, : trial.padding] = 0
     call = prepare_call(model, ids, shown)
@@ -222,7 +198,7 @@ class _Draft:
 
 def _drafts(mode: Mode, rounds: int, model: Any) -> Iterator[_Draft]:
     """Passes one after another: the second branch partly right, none, all wrong, the first branch right."""
-    vocab = _vocab(model)
+    vocab = vocabulary(model)
 
     def token(n: int) -> int:
         return 3 + (n * 7919 + 131) % (min(vocab, 30_000) - 3)
@@ -299,15 +275,3 @@ def _verified(call: PreparedCall, mode: Mode, drafts: list[_Draft], verifier: Ve
     finally:
         verifier.finish()
     return torch.cat(rows)
-
-
-def _vocab(model: Any) -> int:
-    config = model.config.get_text_config(decoder=True)
-    embedded = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 30)  # encoders may have a vocabulary apart
-    return min(int(getattr(config, "vocab_size", embedded)), embedded)
-
-
-def _tokens(model: Any, length: int) -> torch.Tensor:
-    """(1, length) long, tokens that every vocabulary has."""
-    numbers: NDArray[np.int64] = 3 + (np.arange(length) * 7919 + 13) % (min(_vocab(model), 30_000) - 3)
-    return torch.from_numpy(numbers)[None].to(input_device(model))

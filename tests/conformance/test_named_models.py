@@ -213,6 +213,21 @@ def test_decoders_of_encoder_decoders_are_drafted_for(name: str) -> None:
     assert torch.equal(model.generate(ids, decoder_input_ids=begun, **GREEDY), wanted)
 
 
+@pytest.mark.parametrize(("name", "mapping"), [("t5", "seq2seq"), ("bart", "causal"), ("roformer", "causal")])
+def test_models_that_derive_positions_are_told_those_of_trees(name: str, mapping: str) -> None:
+    """Buckets of distances, positions, or the number of cached tokens."""
+    model = build(name, mapping)
+    ids = prompt(model, 30)
+    wanted = model.generate(ids, **GREEDY)
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=12)
+    assert model.speculation.mode == "tree"
+    planted.plant(wanted[0], wanted.shape[1] - 12, "branchy")
+    assert torch.equal(model.generate(ids, **GREEDY), wanted)
+    assert model.speculation.last.tokens_per_pass > 1.5
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
 def test_what_an_encoder_reads_is_drafted_from() -> None:
     model = build("bart", "seq2seq")
     ids = prompt(model, 20)
@@ -241,3 +256,17 @@ def test_behind_a_picture_decoding_is_text(name: str) -> None:
         assert torch.equal(model.generate(**inputs, **GREEDY), wanted), script
         assert model.speculation.last.mode in ("tree", "chain")
     assert model.speculation.last.tokens_per_pass > 2
+
+
+def test_generations_beside_each_other_do_not_change_what_is_known_of_a_model(caplog: Any) -> None:
+    """Hooks of one generation's verifier are no change of the model to another's."""
+    model = build("mamba2", "causal")
+    ids = prompt(model, 12)
+    rs.accelerate(model, nodes=4)
+    with caplog.at_level("DEBUG", logger="retrieve_spec.recorded"):
+        streams = [rs.generate_stream(model, ids, max_new_tokens=8, do_sample=False) for _ in range(12)]
+        for _ in range(3):
+            for stream in streams:
+                next(stream)
+    assert "the model has changed" not in caplog.text
+    assert {stream.report.mode for stream in streams} == {"tree"}

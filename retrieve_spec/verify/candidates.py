@@ -1,0 +1,89 @@
+"""Candidates: the ways in which a model's passes over trees may work, for a probe to try one after another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence, input_device
+from retrieve_spec.verify.mixers import find_mixers
+from retrieve_spec.verify.positions import Place, noting_places, outermost
+from retrieve_spec.verify.steps import prepare_call
+from retrieve_spec.verify.verifier import VerifierInputs
+
+logger = logging.getLogger(__name__)
+
+PROMPT = 12
+"""Tokens of a prompt that is shorter than every window."""
+
+
+def layout_of(interface: ModelInterface) -> str:
+    """Which of the candidates an interface is."""
+    way = interface.recurrence.way if interface.recurrence is not None else ""
+    return f"{sorted(interface.masks)}{way}{bool(interface.places)}"
+
+
+def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface | str]:
+    """The interfaces to try: masks by layer type where the config names types, else one mask; ways of mixers."""
+    variants = [interface]
+    views = [view for view in interface.masks.values() if view is not None]
+    if "" not in interface.masks and len(views) == 1:
+        variants.append(replace(interface, masks={"": views[0]}))
+    if interface.derives_positions and not interface.recurrent:
+        places = _find_places(model, interface)
+        if not places:
+            yield DERIVES
+            return
+        variants = [replace(variant, places=places) for variant in variants]
+    if not interface.recurrent:
+        yield from variants
+        return
+    mixers = find_mixers(model, interface.cache_name, sample_tokens(model, 4))
+    if isinstance(mixers, str):
+        yield mixers
+        return
+    for way in ("scan", "steps"):
+        recurrence = Recurrence(tuple(mixers), way)
+        yield from (replace(variant, recurrence=recurrence) for variant in variants)
+
+
+def _find_places(model: Any, interface: ModelInterface) -> tuple[Place, ...]:
+    """Where a model hands on positions that it derives itself; nothing where it cannot be told."""
+    ids = sample_tokens(model, PROMPT)
+    verifier = HFVerifier(model, interface, "chain")
+    try:
+        with torch.no_grad():
+            call = prepare_call(model, ids, torch.ones_like(ids))
+            past = call.input_ids.shape[1]
+            verifier.start(VerifierInputs(call.input_ids, call.take(), max_length=past + 16))
+            verifier.forward(call.input_ids[0].cpu().numpy().astype(np.int32))
+            verifier.commit(np.empty(0, np.int32))
+            with noting_places(model, past, 5) as places:
+                verifier.forward(np.array([5], np.int32), DraftTree.from_paths([[6, 7, 8, 9]]))
+    except Exception:  # whatever a model's own code raises: chains will tell
+        logger.debug("no chain passes", exc_info=True)
+        return ()
+    finally:
+        verifier.finish()
+    return outermost(places)
+
+
+def vocabulary(model: Any) -> int:
+    """Tokens that a model embeds and may say."""
+    config = model.config.get_text_config(decoder=True)
+    embedded = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 30)  # encoders may have a vocabulary apart
+    return min(int(getattr(config, "vocab_size", embedded)), embedded)
+
+
+def sample_tokens(model: Any, length: int) -> torch.Tensor:
+    """(1, length) long, tokens that every vocabulary has."""
+    numbers: NDArray[np.int64] = 3 + (np.arange(length) * 7919 + 13) % (min(vocabulary(model), 30_000) - 3)
+    return torch.from_numpy(numbers)[None].to(input_device(model))
