@@ -42,14 +42,17 @@ class Costs:
         return self._shared[sequences]
 
 
-def row_cost(seconds: Seconds, sequences: int) -> Seconds:
+def row_cost(seconds: Seconds, sequences: int, padded: bool = False) -> Seconds:
     """(n + 1,) seconds that 0 … n nodes of one sequence cost, its share of what the pass costs anyway included.
 
     `seconds` are those of passes over one token and 0 … 256 more. The others are taken to draft nothing: what that
-    promises too much `share_out` takes back.
+    promises too much `share_out` takes back. In a `padded` pass they cost what as many nodes of the others would.
     """
     if sequences == 1:
         return seconds
+    if padded:
+        each: Seconds = (seconds[sequences - 1 :: sequences] / sequences).astype(np.float32)
+        return each
     base = float(seconds[sequences - 1])
     others: Seconds = (seconds[sequences - 1 :] + base * (1.0 / sequences - 1.0)).astype(np.float32)
     return others
@@ -82,6 +85,29 @@ def share_out(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> lis
     kept = np.zeros(total, np.bool_)
     kept[order[:count]] = True
     return [pruned(tree, part) for tree, part in zip(trees, np.split(kept, np.cumsum(sizes)[:-1]), strict=True)]
+
+
+def share_evenly(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> list[DraftTree]:
+    """Keep as many nodes of every tree as pay in a pass that is padded to the largest, its most probable ones first.
+
+    Arguments are those of `share_out`; `most` is for each tree.
+    """
+    sequences = len(trees)
+    widest = min(max((len(tree) for tree in trees), default=0), most)
+    orders = [np.argsort(-tree.log_p, kind="stable") for tree in trees]
+    if seconds is not None and widest:
+        widest = min(widest, len(seconds) // sequences - 1)
+        gained = np.full(widest + 1, float(sequences))
+        for tree, order in zip(trees, orders, strict=True):
+            gains = np.cumsum(np.exp(tree.log_p[order[:widest]], dtype=np.float64))
+            gained[1:] += np.pad(gains, (0, widest - len(gains)), "edge") if len(gains) else 0.0
+        widest = int(np.argmax(gained / seconds[sequences - 1 :: sequences][: widest + 1]))
+    kept = []
+    for tree, order in zip(trees, orders, strict=True):
+        stays = np.zeros(len(tree), np.bool_)
+        stays[order[:widest]] = True
+        kept.append(pruned(tree, stays))
+    return kept
 
 
 def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.batches import each, kept_bytes, passes_over, verify_all
-from retrieve_spec.engine.budget import Costs, room, row_cost, share_out
+from retrieve_spec.engine.batches import each, kept_bytes, pads, passes_over, verify_all
+from retrieve_spec.engine.budget import Costs, room, row_cost, share_evenly, share_out
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.sequence import Sequence, climate
 from retrieve_spec.engine.threads import PassThreads
@@ -94,11 +94,12 @@ class Engine:
         if any(sequence.drafter for sequence in batch) and all(sequence.limits.nodes is None for sequence in batch):
             context = sum(sequence.text.length for sequence in batch)
             seconds = self.costs.of(len(batch)).seconds(context, MAX_NODES)
-        cost = None if seconds is None else row_cost(seconds, len(batch))
-        most = room(len(batch), PASS.max_rows)
+        padded = pads(batch)
+        cost = None if seconds is None else row_cost(seconds, len(batch), padded)
+        most = room(len(batch), PASS.max_rows) // (len(batch) if padded else 1)
         trees: list[DraftTree] = []
         drafted = each(batch, lambda sequence: trees.append(sequence.draft(most, cost)))
-        return drafted, share_out(trees, seconds, most)
+        return drafted, (share_evenly if padded else share_out)(trees, seconds, most)
 
     def _note(self, batch: list[Sequence], usual: bool, at: tuple[float, float, float, float, float]) -> None:
         """Enter a pass, begun, drafted, verified, committed and learned `at` these times, in logs and costs."""
@@ -112,6 +113,8 @@ class Engine:
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
             sequence.log.note(sequence.tree, sequence.walked, share, sequence.text.length)
             rows, context = rows + len(sequence.tree), context + sequence.text.length
+        if pads(batch):
+            rows = len(batch) * (1 + max(len(sequence.tree) for sequence in batch)) - 1
         if usual:
             self._learn_cost(self.costs.of(len(batch)), rows, context, forward, drafted + committed + learned)
 
@@ -174,7 +177,7 @@ class Engine:
         """Whether one more sequence may begin beside those of a call that are under way; one always may."""
         if not live:
             return True
-        return len(live) < rows and sum(map(kept_bytes, [*live, another])) <= PASS.batch_bytes
+        return len(live) < rows and kept_bytes([*live, another]) <= PASS.batch_bytes
 
     def join(self, sequence: Sequence) -> None:
         """Let a sequence take part from the next step on."""

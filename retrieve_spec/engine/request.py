@@ -207,7 +207,7 @@ def _capture(
 
 
 def prepare(
-    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], batches: bool = False
+    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], alone: str = _TOO_MANY
 ) -> Prepared | str:
     """Let the original `generate` prepare a call; return why it should also decode it where ours cannot.
 
@@ -217,8 +217,8 @@ def prepare(
         The model and its original `generate`.
     arguments
         The call's arguments by name; `streamer` and `tokenizer` are left to the caller.
-    batches
-        Whether more than one row may be prepared.
+    alone
+        Why more than one row are left to `generate`; empty when they are not.
 
     Raises
     ------
@@ -226,7 +226,7 @@ def prepare(
         The prompt has no tokens.
     """
     arguments = {name: value for name, value in arguments.items() if not _says_nothing(name, value)}
-    reason = _reason_from_arguments(model, arguments, batches)
+    reason = _reason_from_arguments(model, arguments, alone)
     if reason:
         return reason
     tokenizer = arguments.pop("tokenizer", None)
@@ -238,7 +238,7 @@ def prepare(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
     captured = generate(**{**arguments, "custom_generate": _capture})
-    reason = _reason_from_captured(captured, interface, batches)
+    reason = _reason_from_captured(captured, interface, alone)
     if reason:
         return reason
     prepared = _as_prepared(captured, interface, arguments.get(interface.cache_name) is not None)
@@ -265,7 +265,7 @@ def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
     return None
 
 
-def _reason_from_arguments(model: Any, arguments: dict[str, Any], batches: bool) -> str:
+def _reason_from_arguments(model: Any, arguments: dict[str, Any], alone: str) -> str:
     """Why a call must be delegated, as far as its arguments tell."""
     if why := why_in_step(model):
         return why
@@ -280,14 +280,14 @@ def _reason_from_arguments(model: Any, arguments: dict[str, Any], batches: bool)
         value = setting(model, arguments, name)
         if value is not None and value != neutral and value not in _NEUTRAL.get(name, ()):
             return reason
-    if not batches and (setting(model, arguments, "num_return_sequences") or 1) > 1:
-        return "several sequences are returned"
+    if alone and (setting(model, arguments, "num_return_sequences") or 1) > 1:
+        return f"several sequences are returned: {alone}"
     ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
     if isinstance(ids, torch.Tensor):
         if ids.ndim != 2:
             return "the prompt is not a batch of token ids"
-        if ids.shape[0] > 1 and not batches:
-            return _TOO_MANY
+        if ids.shape[0] > 1 and alone:
+            return alone
         if ids.shape[1] == 0:
             raise PromptError("a prompt of at least one token", "an empty one", "Give some text to continue.")
     return ""
@@ -305,11 +305,11 @@ def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> ND
     return both
 
 
-def _reason_from_captured(captured: _Captured, interface: ModelInterface, batches: bool) -> str:
+def _reason_from_captured(captured: _Captured, interface: ModelInterface, alone: str) -> str:
     """Why a prepared call must be delegated."""
     kwargs = captured.model_kwargs
-    if captured.input_ids.ndim != 2 or (captured.input_ids.shape[0] > 1 and not batches):
-        return _TOO_MANY
+    if captured.input_ids.ndim != 2 or (captured.input_ids.shape[0] > 1 and alone):
+        return alone or _TOO_MANY
     positions = kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2 and len(captured.input_ids) > 1:
         return "positions of a batch have more than one axis"

@@ -20,6 +20,7 @@ from retrieve_spec.datastore.provenance import sourced_runs
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Drafter, Preparable, VerifiedPass
 from retrieve_spec.engine.budget import Costs
+from retrieve_spec.engine.company import Company
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.drafters import OFF, Drafters
 from retrieve_spec.engine.engine import Engine
@@ -27,7 +28,6 @@ from retrieve_spec.engine.report import GenerationReport, together
 from retrieve_spec.engine.request import Prepared, rows_of
 from retrieve_spec.engine.sequence import Limits, Sequence
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.samplers import make_sampler
 from retrieve_spec.sampling.stopping import Stopper
@@ -51,8 +51,8 @@ class Speculation:
     mode, reason
         How drafts are verified ("tree", "chain" or "plain") and why not better; "delegated" where calls with text
         alone are left to the original `generate`.
-    engine
-        Takes the model's sequences from pass to pass.
+    engine, company
+        Takes the model's sequences from pass to pass; says which of them share passes.
     last
         Report of the generation that ended last, None before the first.
     model_key
@@ -94,6 +94,7 @@ class Speculation:
         self._make_verifier: Callable[[], Verifier] = passes
         self._drafters = Drafters(config, datastores, drafter, model_key)
         self.engine = Engine(Costs())
+        self.company = Company(self.engine)
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -271,13 +272,11 @@ class Speculation:
         return made
 
     def _verifiers(self, count: int, together: bool) -> list[Verifier]:
-        """Verifiers for the sequences of one call; those that go together share captured passes, and have no others."""
+        """Verifiers for the sequences of one call, which may share passes with others' where they go `together`."""
         with self.engine.alone():  # probing and recording a model that has changed
-            first = self._make_verifier()
-            if together and isinstance(first, RecordedVerifier):
-                self.engine.pool = first.pool
-                return [first.alone() for _ in range(count)]
-            return [first, *(self._make_verifier() for _ in range(count - 1))]
+            if together:
+                return self.company.verifiers(self._make_verifier, count)
+            return [self._make_verifier() for _ in range(count)]
 
     def _loan(self, draft: str | None) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
         """What lends a sequence its drafter, and what takes it back when it has ended."""
@@ -353,14 +352,14 @@ class Speculation:
             provenance=self.config.provenance,
         )
 
-    @property
-    def shares_passes(self) -> bool:
-        """Whether several sequences can be verified in one pass."""
-        return (
-            self._drafters.given is None
-            and not self.interface.rope_switch
-            and isinstance(self._verifiers(1, False)[0], RecordedVerifier)
-        )
+    def why_alone(self) -> str:
+        """Why several sequences cannot be verified in one pass; empty when they can."""
+        if self._drafters.given is not None:
+            return "the drafter that was given serves one text"
+        if self.interface.rope_switch:
+            return "rotary frequencies change with the length of a text"
+        with self.engine.alone():
+            return self.company.why_alone(self._make_verifier())
 
     def make_verifier(self) -> Verifier:
         """A verifier for one sequence."""

@@ -41,7 +41,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     arguments.pop("self")
     arguments |= arguments.pop("kwargs", {})
     speculation.drafter(own["draft"])  # an unknown preset is an error
-    prepared = prepare_call(self, arguments, batches=not _is_one_row(self, arguments) and speculation.shares_passes)
+    prepared = prepare_call(self, arguments, "" if _is_one_row(self, arguments) else speculation.why_alone())
     if isinstance(prepared, str):
         speculation.delegated(prepared)
         with seeded(own["seed"], self):
@@ -79,13 +79,13 @@ def _is_one_row(model: Any, arguments: dict[str, Any]) -> bool:
     return one and (setting(model, arguments, "num_return_sequences") or 1) == 1
 
 
-def prepare_call(model: Any, arguments: dict[str, Any], batches: bool = False) -> Prepared | str:
-    """Prepare a call, or say why the original `generate` decodes it."""
+def prepare_call(model: Any, arguments: dict[str, Any], alone: str = "it asks for more than one row") -> Prepared | str:
+    """Prepare a call, or say why the original `generate` decodes it; `alone`: why more than one row would be."""
     if model.speculation.engine.is_stepping:
         return "it is asked for in the middle of another generation"
     if reason := own_generate(model):
         return reason
-    return prepare(model, original(model), model.speculation.interface, arguments, batches)
+    return prepare(model, original(model), model.speculation.interface, arguments, alone)
 
 
 def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared, feed: StreamerFeed) -> None:

@@ -112,7 +112,7 @@ class Requests(Iterator[Finished]):
     ) -> None:
         self._model, self._common, self._kept_order = model, common, order == "given"
         self._speculation = speculation_of(model)
-        self._rows = rows if self._speculation.shares_passes else 1  # else they would only wait for one another
+        self._rows = 1 if self._speculation.why_alone() else rows  # they would only wait for one another
         self._given = enumerate(requests)
         self._under_way: dict[int, _UnderWay] = {}
         self._over: deque[Finished] = deque()
@@ -198,7 +198,7 @@ class Requests(Iterator[Finished]):
         own = {name: arguments.pop(name, None) for name in _OWN}
         if own["context_ids"] is not None:
             own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
-        prepared = prepare_call(model, arguments, batches=speculation.shares_passes)
+        prepared = prepare_call(model, arguments, speculation.why_alone())
         if isinstance(prepared, str):
             self._apart = index, request, arguments | {"seed": own["seed"], "reason": prepared}
             return []

@@ -159,6 +159,23 @@ class HFVerifier:
             room = -self._past % self.interface.scale_step
             self.mode = "chain" if room <= MAX_NODES + 1 else weaker(self._model_mode, cache_mode(self._cache))[0]
 
+    @property
+    def shift(self) -> int:
+        """Position of a token minus its slot, where positions have one axis."""
+        return 0 if self._position_ids is None else int(self._position_ids[0, -1]) + 1 - self._length
+
+    def lend(self) -> tuple[Any, int]:
+        """The cache between two passes, and how many tokens it has seen; `resume` when it has seen more."""
+        if self._kept is not None and self._dirty:
+            self._kept.settle()
+        self._pending, self._dirty = (0, 0), False
+        return self._cache, self._past
+
+    def resume(self, past: int) -> None:
+        """Go on behind `past` tokens, whose rows the cache holds by now."""
+        self._fed, self._past = self._fed + past - self._past, past
+        self._kept = KeptRows(self._cache)
+
     def finish(self) -> Any:
         """Return the cache as plain `generate` leaves it."""
         if self._kept is not None and self._dirty:

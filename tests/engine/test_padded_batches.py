@@ -1,0 +1,338 @@
+"""Batches through a model's own forward: every row says what it says alone, whoever comes and goes beside it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from scripted_drafter import ScriptedDrafter
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import retrieve_spec as rs
+from retrieve_spec.config import PassConfig
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine import batches, speculation
+from retrieve_spec.engine import engine as engine_module
+from retrieve_spec.engine.budget import Costs, row_cost, share_evenly
+from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.sampling.samplers import make_sampler
+from retrieve_spec.verify import padded_batch
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.verify.padded_batch import PaddedBatch, PaddedRow
+from retrieve_spec.verify.padded_probe import why_not_together
+from retrieve_spec.verify.steps import prepare_call
+from retrieve_spec.verify.verifier import VerifierInputs
+
+LENGTHS = (5, 17, 1, 11)
+
+
+def left_padded(lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
+    longest = max(lengths)
+    ids, mask = torch.zeros((2, len(lengths), longest), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, longest - length :] = torch.tensor([3 + (i * 37 + 11 * row + 7) % 190 for i in range(length)])
+        mask[row, longest - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def script(model: Any, monkeypatch: pytest.MonkeyPatch, answers: Any, name: str, **options: Any) -> None:
+    """Let every row draft its own answer, in the manner of a script."""
+    rs.accelerate(model, recorded_pass="off", **{"nodes": 12} | options)
+    count = 0
+
+    def lend(_self: Any, draft: Any = None) -> Any:
+        nonlocal count
+        if draft == "off":
+            return "drafting is off"
+        answer, count = answers[count % len(answers)], count + 1
+        return ScriptedDrafter(answer[answer != 0], name)
+
+    monkeypatch.setattr(Drafters, "lend", lend)
+
+
+@pytest.mark.parametrize("name", ["right", "wrong", "half", "branchy"])
+def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left-padded rows that end at different times, whatever is drafted and with nothing drafted."""
+    inputs, options = left_padded(), {"max_new_tokens": 40, "do_sample": False}
+    free = tiny.generate(**inputs, **options)
+    options["eos_token_id"] = [int(free[0, 17 + 9]), int(free[1, 17 + 22])]
+    plain = tiny.generate(**inputs, **options)
+    assert len({int((row[17:] != 0).sum()) for row in plain}) > 2, "rows of different length"
+    script(tiny, monkeypatch, free, name)
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+    report = tiny.speculation.last
+    assert (report.mode, report.rows, report.pass_kind) == ("tree", 4, "model's own")
+    assert report.new_tokens == int((plain[:, 17:] != 0).sum())
+    if name == "right":
+        assert report.passes < 12
+    assert torch.equal(tiny.generate(**inputs, **options, draft="off"), plain)
+    assert tiny.speculation.company._padded._held.owners == []
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_samples_are_those_of_each_row_alone(tiny: Any, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`num_return_sequences`: with drafts, without, and row by row alone with the noise of that row."""
+    inputs = left_padded((5, 9))
+    options = {"do_sample": True, "temperature": temperature, "num_return_sequences": 3, "seed": 4}
+    options |= {"max_new_tokens": 20, "top_k": 0}
+    rs.accelerate(tiny, recorded_pass="off", draft="off")
+    undrafted = tiny.generate(**inputs, **options)
+    assert tiny.speculation.last.rows == 6
+    assert len({tuple(row) for row in undrafted.tolist()}) == 6
+    script(tiny, monkeypatch, undrafted, "branchy")
+    assert torch.equal(tiny.generate(**inputs, **options), undrafted)
+    assert tiny.speculation.last.tokens_per_pass > 6
+    for row in range(6):
+        monkeypatch.setattr(
+            speculation, "make_sampler", lambda *given, at=row, **named: make_sampler(*given, **{**named, "row": at})
+        )
+        alone = {name: part[row // 3 : row // 3 + 1] for name, part in inputs.items()}
+        said = tiny.generate(**alone, **options | {"num_return_sequences": 1}, draft="off")
+        assert torch.equal(said, undrafted[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [
+        ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("gemma2", {"sliding_window": 8, "attn_implementation": "eager"}),
+        ("mistral", {"sliding_window": 8}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+        ("deepseek_v3", {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                         "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
+        ("olmo2", {}),
+        ("cohere2", {"sliding_window": 8}),
+    ],
+)  # fmt: skip
+def test_families(model_type: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, capped logits, experts, learned positions, latent attention; texts go beyond the windows."""
+    common: dict[str, Any] = {
+        "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+        "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    }  # fmt: skip
+    if model_type == "deepseek_v3":
+        common |= {"num_key_value_heads": 4}
+    attention = extra.pop("attn_implementation", "sdpa")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **common | extra)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    inputs, options = left_padded((20, 3, 29)), {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(**inputs, **options)
+    script(model, monkeypatch, plain, "branchy")
+    assert torch.equal(model.generate(**inputs, **options), plain)
+    assert (model.speculation.why_alone(), model.speculation.last.rows) == ("", 3)
+    assert model.speculation.last.tokens_per_pass > 3.5
+
+
+def verifiers(model: Any, count: int) -> tuple[list[HFVerifier], list[PaddedRow]]:
+    """Lone verifiers, and rows of one batch, that have read the same texts."""
+    interface = read_interface(model)
+    batch = PaddedBatch(model, interface)
+    lone = [HFVerifier(model, interface) for _ in range(count)]
+    rows = [PaddedRow(HFVerifier(model, interface), batch) for _ in range(count)]
+    for i, (one, row) in enumerate(zip(lone, rows, strict=True)):
+        ids = torch.tensor([[3 + (j * 37 + 11 * i) % 190 for j in range(1 + 5 * i)]])
+        for verifier in (one, row):
+            call = prepare_call(model, ids, torch.ones_like(ids))
+            verifier.start(VerifierInputs(ids, call.take(), max_length=100))
+            verifier.forward(ids[0].numpy().astype(np.int32))
+            verifier.commit(np.empty(0, np.int32))
+    return lone, rows
+
+
+TREES = [DraftTree.from_paths(paths) for paths in ([[5, 6, 7], [8, 9]], [], [[10], [11, 12]], [[13, 14, 15, 16]])]
+PATHS: tuple[list[int], ...] = ([3, 4], [], [1, 2], [0, 1])
+
+
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(seed=st.integers(0, 2**32))
+def test_rows_come_and_go(_tiny: Any, seed: int) -> None:  # noqa: PT019
+    """At random together, alone, interrupted, not committed, ended: logits and caches are those of a lone row."""
+    draw = np.random.default_rng(seed)
+    with torch.no_grad():
+        lone, rows = verifiers(_tiny, 4)
+        batch, live = rows[0].batch, [0, 1, 2, 3]
+        for _ in range(int(draw.integers(2, 7))):
+            going = draw.permutation(live)[: draw.integers(1, len(live) + 1)].tolist()
+            which = draw.integers(0, len(TREES), len(going)).tolist()
+            trees, roots = [TREES[n] for n in which], [draw.integers(3, 190, 1, np.int32) for _ in going]
+            cut = int(draw.integers(0, 6))
+            if cut == 0:
+                with interrupted_layer(_tiny):
+                    batch.forward([rows[i] for i in going], roots, trees)
+                continue
+            if len(going) == 1 and draw.random() < 0.5:
+                got = [rows[going[0]].forward(roots[0], trees[0])]
+            else:
+                got = batch.forward([rows[i] for i in going], roots, trees)
+            for i, n, root, output in zip(going, which, roots, got, strict=True):
+                wanted = lone[i].forward(root, TREES[n])
+                torch.testing.assert_close(output.logits, wanted.logits, atol=2e-5, rtol=1e-4)
+                path = np.array(PATHS[n] if draw.random() < 0.7 else [], np.int32)
+                lone[i].commit(path)
+                rows[i].commit(path)
+            if cut == 1:
+                with interrupted_commit():
+                    batch._settle()
+            if len(live) > 1 and draw.random() < 0.3:
+                ended = live.pop(int(draw.integers(0, len(live))))
+                ours, theirs = rows[ended].finish(), lone[ended].finish()
+                for a, b in zip(ours.layers, theirs.layers, strict=True):
+                    torch.testing.assert_close(a.keys, b.keys, atol=2e-5, rtol=1e-4)
+                    torch.testing.assert_close(a.values, b.values, atol=2e-5, rtol=1e-4)
+
+
+@contextlib.contextmanager
+def interrupted_layer(model: Any) -> Iterator[None]:
+    """Interrupt the second layer's forward."""
+
+    def cut_short(*_given: Any, **_named: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model.layers[1].mlp, "forward", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+@contextlib.contextmanager
+def interrupted_commit() -> Iterator[None]:
+    """Interrupt a commit that has got to the second layer's keys, if there is one."""
+    calls = 0
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        @staticmethod
+        def from_numpy(array: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls > 2 * 2 + 2 * 2 + 1:  # copies of two layers, keys and values of the first
+                raise KeyboardInterrupt
+            return torch.from_numpy(array)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(padded_batch, "torch", Torch())
+        yield
+
+
+def test_an_interrupted_batch_leaves_the_model_usable(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, options = left_padded(), {"max_new_tokens": 20, "do_sample": False}
+    plain = tiny.generate(**inputs, **options)
+    script(tiny, monkeypatch, plain, "half")
+    whole, calls = PaddedBatch.forward, 0
+
+    def failing(self: Any, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return whole(self, *given)
+
+    monkeypatch.setattr(PaddedBatch, "forward", failing)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.generate(**inputs, **options)
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+
+
+def test_a_pass_that_cannot_be_shared_is_taken_alone(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, options = left_padded(), {"max_new_tokens": 9, "do_sample": False}
+    plain = tiny.generate(**inputs, **options)
+    rs.accelerate(tiny, recorded_pass="off")
+    assert not tiny.speculation.why_alone()
+    whole, calls = PaddedBatch.forward, 0
+
+    def failing(self: Any, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise torch.OutOfMemoryError("too much at once")
+        return whole(self, *given)
+
+    monkeypatch.setattr(PaddedBatch, "forward", failing)
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+    assert calls > 4
+
+
+def test_rows_wait_by_the_bytes_of_the_longest(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, options = left_padded((3, 60, 4, 5)), {"max_new_tokens": 9, "do_sample": False}
+    plain = tiny.generate(**inputs, **options)
+    rs.accelerate(tiny, recorded_pass="off", draft="off")
+    per_token = tiny.speculation.bytes_per_token
+    monkeypatch.setattr(engine_module, "PASS", PassConfig(batch_bytes=per_token * (3 + 60 + 4 + 5 + 4 * 256)))
+    assert torch.equal(tiny.generate(**inputs, **options), plain)
+    assert tiny.speculation.last.passes > 9, "four rows of the longest do not fit, though all rows do"
+    assert batches.kept_bytes([]) == 0
+
+
+def test_what_shared_passes_cannot_serve(tiny: Any) -> None:
+    """A forward that is another one in company is noticed, and its batches are left to `generate`."""
+    assert why_not_together(tiny, read_interface(tiny)) == ""
+
+    def other(_head: Any, _given: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits * (1.0 if len(logits) == 1 else 1.1)
+
+    hook = tiny.lm_head.register_forward_hook(other)
+    assert "other logits" in why_not_together(tiny, read_interface(tiny))
+    rs.accelerate(tiny, recorded_pass="off")
+    tiny.generate(**left_padded(), max_new_tokens=3, do_sample=False)
+    assert tiny.speculation.last.mode == "delegated"
+    assert "other logits" in tiny.speculation.last.reason
+    hook.remove()
+
+
+def tree_of(log_p: list[float], parent: list[int]) -> DraftTree:
+    n = len(log_p)
+    return DraftTree(
+        np.arange(n, dtype=np.int32), np.array(parent, np.int32), np.ones(n, np.int32),
+        np.log(np.array(log_p, np.float32)), np.zeros(n, np.uint8), np.full(n, -1, np.int64),
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(st.data())
+def test_even_shares_are_the_best_there_are(data: st.DataObject) -> None:
+    """Against every width of the pass; parents stay with their children."""
+    trees = []
+    for _ in range(data.draw(st.integers(2, 5))):
+        n = data.draw(st.integers(0, 8))
+        parent = [data.draw(st.integers(-1, i - 1)) for i in range(n)]
+        p: list[float] = []
+        for i in range(n):
+            p.append(data.draw(st.floats(0.01, 1.0)) * (p[parent[i]] if parent[i] >= 0 else 1.0))
+        trees.append(tree_of(p, parent))
+    rows, most = len(trees), data.draw(st.integers(0, 8))
+    steps = data.draw(st.lists(st.floats(0.0, 1.0), min_size=rows * 9, max_size=rows * 9))
+    seconds = (1.0 + np.cumsum(steps)).astype(np.float32)
+    best = [sorted(np.exp(tree.log_p).tolist(), reverse=True) for tree in trees]
+    widest = min(most, max(map(len, trees)))
+    rates = [(rows + sum(sum(p[:w]) for p in best)) / seconds[rows * (w + 1) - 1] for w in range(widest + 1)]
+    kept = share_evenly(trees, seconds, most)
+    width = max(map(len, kept))
+    got = (rows + sum(tree.expected_accepted for tree in kept)) / seconds[rows * (width + 1) - 1]
+    assert got == pytest.approx(max(rates), rel=1e-4)
+    for tree in kept:
+        assert (tree.parent < np.arange(len(tree))).all()
+    assert [len(tree) for tree in share_evenly(trees, None, most)] == [min(len(tree), most) for tree in trees]
+
+
+def test_a_row_pays_for_the_width_of_all() -> None:
+    costs = Costs()
+    for nodes in (0, 4, 16, 64) * 20:
+        costs.alone.observe(nodes, 64, 1.0 + nodes / 10)
+    seconds = costs.of(4).seconds(64, 256)
+    cost = row_cost(seconds, 4, padded=True)
+    assert len(cost) == 64
+    assert cost[0] == pytest.approx(seconds[3] / 4, rel=1e-5)
+    assert cost[2] == pytest.approx(seconds[11] / 4, rel=1e-5)
