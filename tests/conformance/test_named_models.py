@@ -107,7 +107,7 @@ def test_a_model_with_a_generate_of_its_own_decodes_every_call_itself() -> None:
 
 def test_a_seed_counts_where_the_original_generate_decodes(tiny: Any, prompt: torch.Tensor) -> None:
     rs.accelerate(tiny, nodes=4)
-    options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 12, "top_k": 0}
+    options = {"do_sample": True, "num_beams": 2, "max_new_tokens": 12, "top_k": 0}
     torch.manual_seed(5)
     after = torch.rand(1)
     torch.manual_seed(5)
