@@ -298,7 +298,10 @@ def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> ND
     given = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
     if model.main_input_name != "input_ids" or not isinstance(given, torch.Tensor) or given.ndim != 2:
         return None
-    read, written = model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()
+    try:
+        read, written = model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # parts that do not say
+        return None
     if getattr(read, "num_embeddings", None) != getattr(written, "num_embeddings", -1):
         return None
     both: NDArray[np.int32] = torch.cat([given[0], ids[0].to(given.device)]).cpu().numpy().astype(np.int32)

@@ -213,6 +213,15 @@ def test_decoders_of_encoder_decoders_are_drafted_for(name: str) -> None:
     assert torch.equal(model.generate(ids, decoder_input_ids=begun, **GREEDY), wanted)
 
 
+def test_an_encoder_that_does_not_say_what_it_embeds() -> None:
+    model = build("fsmt", "seq2seq")
+    ids = prompt(model, 20)
+    wanted = model.generate(ids, **GREEDY)
+    rs.accelerate(model, nodes=4)
+    assert torch.equal(model.generate(ids, **GREEDY), wanted)
+    assert model.speculation.last.mode == "plain"
+
+
 @pytest.mark.parametrize(("name", "mapping"), [("t5", "seq2seq"), ("bart", "causal"), ("roformer", "causal")])
 def test_models_that_derive_positions_are_told_those_of_trees(name: str, mapping: str) -> None:
     """Buckets of distances, positions, or the number of cached tokens."""
