@@ -40,6 +40,9 @@ class SpeculationConfig:
     dense
         Whether `auto` drafts from the dense indexes of its stores: `"auto"` (those built with this model; a store built
         with another one is an error) or `"off"` (only what the stores hold besides).
+    phrases
+        Whether `auto` drafts from what follows one or two tokens in the answers of several requests: `"auto"` (kept
+        beside the calibration) or `"off"` (neither drafted from nor learned).
     recorded_pass
         Record the model's forward once and verify with the recording and a preallocated cache, where that agrees with
         the model: `"auto"` (models of a million parameters and more), `"always"` or `"off"`.
@@ -55,6 +58,7 @@ class SpeculationConfig:
     session_tokens: int = 1_000_000
     provenance: bool = False
     dense: Literal["auto", "off"] = AUTO
+    phrases: Literal["auto", "off"] = AUTO
     recorded_pass: Literal["auto", "always", "off"] = AUTO
 
     def __post_init__(self) -> None:
@@ -71,8 +75,9 @@ class SpeculationConfig:
             raise ConfigError(
                 "recorded_pass 'auto', 'always' or 'off'", repr(self.recorded_pass), "Leave it at 'auto'."
             )
-        if self.dense not in (AUTO, "off"):
-            raise ConfigError("dense 'auto' or 'off'", repr(self.dense), "Leave it at 'auto'.")
+        for name in ("dense", "phrases"):
+            if getattr(self, name) not in (AUTO, "off"):
+                raise ConfigError(f"{name} 'auto' or 'off'", repr(getattr(self, name)), "Leave it at 'auto'.")
         if self.prompt_logits < 0:
             raise ConfigError("prompt_logits of at least 0", repr(self.prompt_logits), "Give 0 to switch it off.")
 

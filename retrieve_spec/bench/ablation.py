@@ -18,6 +18,7 @@ from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.unigrams import Unigrams
 
 
 class Unfed(SuffixAutomaton):
@@ -68,6 +69,7 @@ class FreshDrafter:
 
 def _no_context(drafter: MixtureDrafter) -> None:
     drafter.context = Unfed()
+    drafter.unigrams = Unigrams(drafter.calibration.rates, mute=True)
 
 
 def _no_session(drafter: MixtureDrafter) -> None:
@@ -97,6 +99,10 @@ def _no_dense(drafter: MixtureDrafter) -> None:
     drafter.wants_hidden = None
 
 
+def _no_phrases(drafter: MixtureDrafter) -> None:
+    drafter.phrases = None
+
+
 SOURCES: dict[str, Callable[[MixtureDrafter], None]] = {
     "context": _no_context,
     "session": _no_session,
@@ -105,6 +111,7 @@ SOURCES: dict[str, Callable[[MixtureDrafter], None]] = {
     "ngram": _no_ngram,
     "exact": _no_exact,
     "dense": _no_dense,
+    "phrases": _no_phrases,
 }
 """What takes a source away from the mixture, by its name."""
 

@@ -29,6 +29,13 @@ from retrieve_spec.config import MAX_NODES
 @click.option(
     "--without", multiple=True, metavar="SOURCE", help="A source that auto does without, to see what it adds."
 )
+@click.option(
+    "--phrases",
+    type=click.Choice(["live", "warm"]),
+    default="live",
+    show_default=True,
+    help="Phrases: learned row by row, or known from the other half of the file, which is then not learned from.",
+)
 @click.option("--by-task", is_flag=True, help="Also report each task.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="First N rows of the file.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
@@ -59,6 +66,7 @@ def replay(**options: Any) -> None:
             stores=options["stores"],
             session=options["session"],
             without=options["without"],
+            phrases=options["phrases"],
             limit=options["limit"],
             progress=progress,
         )

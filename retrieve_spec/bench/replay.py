@@ -14,11 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
+from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.errors import ConfigError, TraceError
+from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import SOURCE_NAMES
+from retrieve_spec.sources.phrases import PhraseMemory
 
 Ids = NDArray[np.int32]
+LIVE, WARM = "live", "warm"
 
 
 class Encoder(Protocol):
@@ -38,11 +42,15 @@ class FeedingDrafter(Drafter, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One recorded conversation: the prompt, then segments in order; only generated ones are drafted."""
+    """One recorded conversation: the prompt, then segments in order; only generated ones are drafted.
+
+    Rows of one group share text (a repository, a question asked again) and are kept on one side of a split.
+    """
 
     task: str
     prompt: Ids
     segments: list[tuple[Ids, bool]]
+    group: str = ""
 
 
 @dataclass(slots=True)
@@ -72,7 +80,7 @@ def read_trace(path: str | Path, tokenizer: Encoder, limit: int | None = None) -
     ----------
     path
         JSON Lines with ``prompt``, ``output`` and optionally ``more`` ([[context, generation], …]), ``task``,
-        ``meta.loop`` (true: the row is left out).
+        ``meta.loop`` (true: the row is left out), ``group`` (rows without one are groups of their own).
     tokenizer
         Encodes text.
     limit
@@ -93,7 +101,9 @@ def read_trace(path: str | Path, tokenizer: Encoder, limit: int | None = None) -
             segments = [(_ids(tokenizer, row["output"], False), True)]
             for context, generated in row.get("more") or []:
                 segments += [(_ids(tokenizer, context, False), False), (_ids(tokenizer, generated, False), True)]
-            yield TraceRow(row.get("task") or "", _ids(tokenizer, row["prompt"], True), segments)
+            group = row.get("group")
+            prompt = _ids(tokenizer, row["prompt"], True)
+            yield TraceRow(row.get("task") or "", prompt, segments, f"line {number}" if group is None else str(group))
 
 
 def _parse(line: str, number: int, path: str | Path) -> dict[str, Any]:
@@ -220,10 +230,36 @@ def walk(tree: DraftTree, output: Ids) -> Ids:
     return np.array(path, np.int32)
 
 
+def halves(rows: Iterable[TraceRow]) -> tuple[list[TraceRow], list[TraceRow]]:
+    """Every other group of the rows, and the groups between."""
+    sides: tuple[list[TraceRow], list[TraceRow]] = [], []
+    place: dict[str, int] = {}
+    for row in rows:
+        sides[place.setdefault(row.group, len(place)) % 2].append(row)
+    return sides
+
+
+def teach_phrases(phrases: PhraseMemory, rows: Iterable[TraceRow]) -> None:
+    """Let a phrase memory learn recorded answers, one request each, as if they had been generated."""
+    between = np.array([BOUNDARY], np.int32)
+    for row in rows:
+        parts = [part for ids, generated in row.segments if generated for part in (ids, between)]
+        phrases.learn(np.concatenate(parts))
+
+
 def _quantiles(values: list[float]) -> dict[str, float]:
     if not values:
         return {"p50": 0.0, "p99": 0.0}
     return {"p50": float(np.median(values)), "p99": float(np.percentile(values, 99))}
+
+
+def _taught(drafter: Any, rows: Iterable[TraceRow]) -> FeedingDrafter:
+    """A drafter that knows the phrases of rows, and learns no more of them."""
+    if not isinstance(drafter, MixtureDrafter) or drafter.phrases is None:
+        raise ConfigError("a drafter that drafts from phrases", "another one", "Replay `auto` with its phrases.")
+    teach_phrases(drafter.phrases, rows)
+    drafter.learns_phrases = False
+    return drafter
 
 
 def replay_trace(
@@ -236,6 +272,7 @@ def replay_trace(
     stores: Sequence[str | Path] = (),
     session: bool = False,
     without: Sequence[str] = (),
+    phrases: str = LIVE,
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -257,6 +294,9 @@ def replay_trace(
         Remember the answers of earlier rows.
     without
         Sources that `auto` does without.
+    phrases
+        `"live"`: learned from one row to the next, as a model does. `"warm"`: each half of the rows (`halves`) is
+        replayed with the phrases of the other half and learns none, so that figures are those of phrases alone.
     limit
         Rows read at most.
     progress
@@ -281,12 +321,21 @@ def replay_trace(
 
     encoder = load_tokenizer(tokenizer)
     opened = [open_datastore(store, tokenizer=encoder) for store in stores]
-    drafter = FreshDrafter(SpeculationConfig(draft=draft, session=session), opened, without).drafter
-    if not isinstance(drafter, FeedingDrafter):
+    fresh = FreshDrafter(SpeculationConfig(draft=draft, session=session), opened, without)
+    if not isinstance(fresh.drafter, FeedingDrafter):
         raise ConfigError(
             "a preset that can be fed text it did not draft", repr(draft), "Replay `auto` or another preset."
         )
-    result = Replay(drafter, nodes, node_cost).run(read_trace(path, encoder, limit), progress)
+    replay = Replay(fresh.drafter, nodes, node_cost)
+    rows = read_trace(path, encoder, limit)
+    if phrases == WARM:
+        one, other = halves(rows)
+        for replayed, learned in ((one, other), (other, one)):
+            fresh.renew()
+            replay.drafter = _taught(fresh.drafter, learned)
+            result = replay.run(replayed, progress)
+    else:
+        result = replay.run(rows, progress)
     if not result["passes"]:
         raise TraceError("at least one recorded answer", f"none in {path}", "Give a trace that holds some.")
     return result

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.scale import SCALE_BINS
+from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.kernels.weights import CELLS, NUM_SOURCES
 from retrieve_spec.sources import SOURCE_NAMES
+from retrieve_spec.sources.phrases import PhraseMemory
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
@@ -25,7 +28,7 @@ _DRAFT_PRIOR, _DRAFT_MEMORY = 10.0, 300.0
 """Accepted tokens that the promise of a new drafter counts for, and after how many the oldest fade."""
 _PROMISES = (0.3, 1.3)
 """What a promise is worth at least and at most."""
-_SIZE = CELLS * 4 + 2 * NUM_SOURCES * (SCALE_BINS + 1) * 2 + 2 * 2
+_SIZE = CELLS * 4 + 2 * NUM_SOURCES * (SCALE_BINS + 1) * 2 + RATES * 2 + 2 * 2
 
 
 class Calibration:
@@ -44,19 +47,27 @@ class Calibration:
     scale
         (2 · NUM_SOURCES, SCALE_BINS + 1, 2) float32: hits and summed probability per log-odds bin, for greedy
         decoding and then for sampling with known noise.
+    rates
+        (RATES, 2) float32: how often tokens without context came, of how many chances.
     drafts
         Draft tokens accepted and expected, greedy and with known noise; old ones fade. Plain numbers: two are changed
         per pass, and arrays would take longer.
+    phrases
+        What the answers of several requests had in common, kept in a file of its own beside `path`.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.cells: NDArray[np.float32] = np.zeros((CELLS, 4), np.float32)
         self.scale: NDArray[np.float32] = np.zeros((2 * NUM_SOURCES, SCALE_BINS + 1, 2), np.float32)
+        self.rates: NDArray[np.float32] = np.zeros((RATES, 2), np.float32)
         self.drafts = [[0.0, 0.0], [0.0, 0.0]]
         self.path = None if path is None else Path(path)
-        self._requests = 0
-        if self.path is not None and self.path.exists():
-            self._load(self.path)
+        self.phrases = PhraseMemory()
+        self._requests = self._phrases_saved = 0
+        if self.path is not None:
+            if self.path.exists():
+                self._load(self.path)
+            self._load_phrases(_phrases_path(self.path))
 
     def promise(self, noise: bool) -> float:
         """How many tokens were accepted for each one that drafts made whole promised.
@@ -80,21 +91,21 @@ class Calibration:
         self._requests += 1
         if self.path is not None and self._requests % _SAVE_EVERY == 1:
             self.save(self.path)
+            if self.phrases.requests != self._phrases_saved:
+                _put(_phrases_path(self.path), self.phrases.packed())
+                self._phrases_saved = self.phrases.requests
+
+    def forget(self) -> None:
+        """Empty the phrases, and delete their file; weights hold no text and stay."""
+        self.phrases.forget()
+        self._phrases_saved = 0
+        if self.path is not None:
+            _phrases_path(self.path).unlink(missing_ok=True)
 
     def save(self, path: str | Path) -> None:
         """Write all tables as one flat ``.npy``, put in place at once."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            with open(partial, "wb") as file:
-                np.save(
-                    file,
-                    np.concatenate([self.cells.ravel(), self.scale.ravel(), np.ravel(self.drafts)], dtype=np.float32),
-                )
-            os.replace(partial, target)
-        except OSError as error:  # a full disk or a store that became read-only must not end a generation
-            logger.warning("calibration is not kept: %s", error)
-            partial.unlink(missing_ok=True)
+        tables = [self.cells.ravel(), self.scale.ravel(), self.rates.ravel(), np.ravel(self.drafts)]
+        _put(Path(path), np.concatenate(tables, dtype=np.float32))
 
     def statistics(self) -> dict[str, tuple[float, float]]:
         """How many candidates of each source were right, and how many its probabilities promised; old ones fade."""
@@ -112,10 +123,43 @@ class Calibration:
             raise _damaged(path, f"{flat.dtype} of shape {flat.shape}")
         if not np.isfinite(flat).all() or (flat < 0).any():
             raise _damaged(path, "entries that are no counts")
-        cells, scale, drafts = np.split(flat, [self.cells.size, self.cells.size + self.scale.size])
+        ends = np.cumsum([self.cells.size, self.scale.size, self.rates.size])
+        cells, scale, rates, drafts = np.split(flat, ends)
+        self.rates[:] = rates.reshape(self.rates.shape)
         self.cells[:] = cells.reshape(self.cells.shape)
         self.scale[:] = scale.reshape(self.scale.shape)
         self.drafts = drafts.reshape(2, 2).tolist()
+
+    def _load_phrases(self, path: Path) -> None:
+        """Read the phrases; a file that holds anything else is deleted, they are learned again."""
+        try:
+            with open(path, "rb") as file:
+                whole = self.phrases.unpack(np.lib.format.read_array(file, allow_pickle=False))
+        except FileNotFoundError:
+            return
+        except Exception:  # a damaged head fails as anything that parses Python can
+            whole = False
+        if not whole:
+            logger.warning("phrases start anew: %s is damaged", path)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        self._phrases_saved = self.phrases.requests
+
+
+def _phrases_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.phrases{path.suffix}")
+
+
+def _put(target: Path, array: NDArray[Any]) -> None:
+    """Write an array as ``.npy``, put in place at once."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with open(partial, "wb") as file:
+            np.save(file, array)
+        os.replace(partial, target)
+    except OSError as error:  # a full disk or a store that became read-only must not end a generation
+        logger.warning("calibration is not kept: %s", error)
+        partial.unlink(missing_ok=True)
 
 
 def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibration:

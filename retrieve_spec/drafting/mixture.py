@@ -15,6 +15,7 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.open_sources import OpenSources
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import request, step
+from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.session import FOLLOWED, SessionMemory
 
@@ -25,6 +26,7 @@ _NO_COST = np.empty(0, np.float32)
 _NO_IDS = np.empty((0, 1), np.int32)
 _NO_LOGITS = np.empty((0, 1), np.float32)
 _NOTHING = DraftTree()
+_BOUNDARY = np.array([BOUNDARY], np.int32)
 _LONGEST_REST = 8
 """Passes that are not drafted for at most, after drafting has not paid again and again."""
 
@@ -43,7 +45,15 @@ class MixtureDrafter(OpenSources):
     datastores
         Open stores to draft from.
     calibration
-        Learned weights to start from and to go on learning; a fresh one when None.
+        Learned weights and phrases to start from and to go on learning; fresh ones when None.
+
+    Attributes
+    ----------
+    asker
+        Key of whoever asks, until the request ends: phrases that one key alone was given are not drafted. None: every
+        request has an asker of its own.
+    learns_phrases
+        Whether requests are counted when they end.
     """
 
     def __init__(
@@ -57,7 +67,9 @@ class MixtureDrafter(OpenSources):
     ) -> None:
         self.config = config or SpeculationConfig()
         self.calibration = calibration or Calibration()
-        super().__init__(session, datastores, recycling, dense=self.config.dense == AUTO)
+        phrases = self.calibration.phrases if self.config.phrases == AUTO else None
+        dense = self.config.dense == AUTO
+        super().__init__(session, datastores, recycling, dense, phrases, self.calibration.rates)
         self.top_k = self.recycling.k if self.recycling else 0
         self._says_where = self.config.provenance and bool(self.stores.exact or self.dense)
         self._queries = None if self.dense is None else DenseQueries(self.dense)
@@ -67,6 +79,8 @@ class MixtureDrafter(OpenSources):
         self._history: list[NDArray[np.int32]] = []
         self._fresh: list[NDArray[np.int32]] = []
         self._rest = self._misses = 0
+        self.asker: str | None = None
+        self.learns_phrases = True
 
     def prepare(self) -> None:
         """Compile the kernels, or load them from Numba's cache, before the first token depends on it."""
@@ -87,6 +101,7 @@ class MixtureDrafter(OpenSources):
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: forget the last one's text, read the prompt and the expected text."""
         self.context.reset()
+        self.unigrams.reset()
         self.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
         if self.recycling is not None and self.session is None:
             self.recycling.reset()
@@ -108,6 +123,7 @@ class MixtureDrafter(OpenSources):
             self._queries.leave()
             self._cursors[self._dense_row] = 0
         self._read(np.ascontiguousarray(token_ids, np.int32))
+        self._history.append(_BOUNDARY)
 
     def _read(self, ids: NDArray[np.int32]) -> None:
         """Take text (n,) that was not generated into the text so far."""
@@ -272,11 +288,16 @@ class MixtureDrafter(OpenSources):
         )
 
     def finish(self) -> None:
-        """End the request: the session, if there is one, remembers what was generated; calibration is kept."""
+        """End the request: phrases and session, if there is one, learn what was generated; calibration is kept."""
         self._catch_up()
         if self._queries is not None:
             self._queries.leave()
-        self.calibration.keep()
-        if self.session is not None and self._history:
-            self.session.remember(np.concatenate(self._history))
+        if any(len(part) and part[0] >= 0 for part in self._history):
+            text = np.concatenate(self._history)
+            if self.phrases is not None and self.learns_phrases:
+                self.phrases.learn(text, self.asker)
+            if self.session is not None:
+                self.session.remember(text[text >= 0])
         self._history = []
+        self.asker = None
+        self.calibration.keep()

@@ -16,17 +16,20 @@ from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
+from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.rows import Row, SourceTable
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.stores import StoreRows
+from retrieve_spec.sources.unigrams import Unigrams
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
-CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE = (
-    SOURCE_NAMES.index(name) for name in ("context", "session", "prediction", "recycling", "ngram", "exact", "dense")
+CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, PHRASES = (
+    SOURCE_NAMES.index(name)
+    for name in ("context", "session", "prediction", "recycling", "ngram", "exact", "dense", "phrases")
 )
 
 
@@ -73,12 +76,24 @@ class OpenSources:
         Open stores.
     recycling, dense
         Use the target's own top tokens; use the stores' dense indexes.
+    phrases
+        What earlier requests had in common, or None.
+    rates
+        What is learned about tokens without context (`retrieve_spec.kernels.unigram`).
     """
 
     def __init__(
-        self, session: SessionMemory | None, datastores: Sequence[Datastore], recycling: bool, dense: bool
+        self,
+        session: SessionMemory | None,
+        datastores: Sequence[Datastore],
+        recycling: bool,
+        dense: bool,
+        phrases: PhraseMemory | None,
+        rates: NDArray[np.float32],
     ) -> None:
-        self.context = SuffixAutomaton(4096)
+        self.context = SuffixAutomaton(4096, shortest=1)
+        self.unigrams = Unigrams(rates)
+        self.phrases = phrases
         self.session = session
         self.stores = StoreRows.of(list(datastores), NGRAM, EXACT)
         self.recycling = RecyclingTable() if recycling else None
@@ -101,7 +116,7 @@ class OpenSources:
         if self.prediction:
             table += [self.prediction.row(PREDICTION)] * request.HYPOTHESES
         self._context_row = len(table)
-        table.append(self.context.row(CONTEXT))
+        table += [self.context.row(CONTEXT), self.unigrams.row(CONTEXT)]
         self._session_row = len(table)
         self._earlier: list[SuffixAutomaton] = []
         self._shared = self.session  # `session` may be exchanged before the next request
@@ -116,6 +131,8 @@ class OpenSources:
             table.append(self.dense.row(DENSE))
         if self.recycling:
             table.append(self.recycling.row(RECYCLING))
+        if self.phrases is not None and self.phrases.requests > 1:  # what one alone was given is not known
+            table.append(self.phrases.row(PHRASES))
         table += self.stores.ngram
         self._table = SourceTable(table)
         if len(self._use) != len(table):

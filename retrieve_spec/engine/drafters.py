@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrieve_spec.config import AUTO, SpeculationConfig
-from retrieve_spec.drafting.calibration import calibration_for
+from retrieve_spec.drafting.calibration import Calibration, calibration_for
 from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
 
 OFF = "off"
@@ -64,14 +65,19 @@ class Drafters:
             made.append(self._like(name, made[0]) if made else self._first(name))
             return made[-1]
 
-    def lend(self, draft: str | None = None) -> Drafter | str:
-        """The same, kept from others until it is given back; or why the sequence goes without."""
+    def lend(self, draft: str | None = None, call: str | None = None) -> Drafter | str:
+        """The same, kept from others until it is given back; or why the sequence goes without.
+
+        Sequences of one ``call`` are one asker: what they alone have in common is no phrase (`sources/phrases.py`).
+        """
         with self._lock:
             drafter = self.of(draft)
             if drafter is None:
                 return "drafting is off"
             if id(drafter) in self._lent:
                 return "the given drafter is at work for another sequence"
+            if call is not None and isinstance(drafter, MixtureDrafter):
+                drafter.asker = drafter.asker or call
             self._lent.add(id(drafter))
             return drafter
 
@@ -90,8 +96,12 @@ class Drafters:
             self._made = {name: [self._like(name, made[0])] for name, made in self._made.items() if made}
 
     def forget(self) -> None:
-        """Drop all drafters that were made here, with what they learned."""
+        """Drop all drafters that were made here, with what they learned; phrases also where they are kept."""
         with self._lock:
+            known = [getattr(drafter, "calibration", None) for made in self._made.values() for drafter in made]
+            for calibration in [*known, calibration_for(self.datastores, self._model_key)]:
+                if isinstance(calibration, Calibration):
+                    calibration.forget()
             self._made.clear()
 
     def _first(self, name: str) -> Drafter:

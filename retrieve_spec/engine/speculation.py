@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from time import perf_counter
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -240,9 +241,10 @@ class Speculation:
             len(rows), together or len(rows) > 1
         )  # looks at the model, and so comes before what its interface allows
         wants_dict = bool(prepared.config.return_dict_in_generate)
+        call = uuid4().hex if len(rows) > 1 else None
         made = []
         for row, verifier, prediction in zip(rows, verifiers, predictions, strict=True):
-            lend, give_back = self._loan(OFF if most == 0 else draft)
+            lend, give_back = self._loan(OFF if most == 0 else draft, call)
             stopper = Stopper(criteria)
             sampler = make_sampler(
                 row.processors,
@@ -278,13 +280,15 @@ class Speculation:
                 return self.company.verifiers(self._make_verifier, count)
             return [self._make_verifier() for _ in range(count)]
 
-    def _loan(self, draft: str | None) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
+    def _loan(
+        self, draft: str | None, call: str | None
+    ) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
         """What lends a sequence its drafter, and what takes it back when it has ended."""
         lent: list[Drafter] = []
         stores = self.datastores
 
         def lend() -> Drafter | str:
-            drafter = self._drafters.lend(draft)
+            drafter = self._drafters.lend(draft, call)
             if isinstance(drafter, str):
                 return drafter
             lent.append(drafter)

@@ -24,6 +24,7 @@ from retrieve_spec.kernels.levels import (
     read_level,
 )
 from retrieve_spec.kernels.source_table import NUMBER, READ_LIMIT, TAIL
+from retrieve_spec.kernels.unigram import LISTED
 from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
 from retrieve_spec.kernels.weights import cell_of, level_weight, multiplied, odds_of, prior_weight, recency_weight
 
@@ -32,6 +33,8 @@ MAX_CANDIDATES = 160
 HASH = 512
 _LEVELS, _CANDIDATES = 5 * MAX_LEVELS, 3 * MAX_CANDIDATES
 """Words of scratch for levels (4 integers and a weight each) and for candidates (3 words each)."""
+_READ = max(READ_LIMIT, LISTED)
+"""Continuations that one level can have."""
 MASS_FLOOR = 0.01
 """Mass below which learning stops reading levels."""
 
@@ -48,7 +51,7 @@ class Scratch(NamedTuple):
     slots
         (HASH,) int64 token → candidate; entries carry the node's stamp, so that nothing is cleared between nodes.
     open_levels, hashes, read_tokens, read_counts, read_p, share
-        (s, 2) int64, (2, TAIL) uint64, (READ_LIMIT,) int32, int32, float32, (MAX_CANDIDATES,) float32.
+        (s, 2) int64, (2, TAIL) uint64, (_READ,) int32, int32, float32, (MAX_CANDIDATES,) float32.
     """
 
     levels: NDArray[np.int64]
@@ -67,7 +70,7 @@ class Scratch(NamedTuple):
 
 def scratch_memory(rows: int) -> NDArray[np.int64]:
     """Memory for the scratch of a table of so many sources."""
-    return np.zeros(_LEVELS + _CANDIDATES + HASH + 2 * rows + 2 * TAIL + 2 * READ_LIMIT, np.int64)
+    return np.zeros(_LEVELS + _CANDIDATES + HASH + 2 * rows + 2 * TAIL + 2 * _READ, np.int64)
 
 
 @njit(cache=True, nogil=True)
@@ -90,9 +93,9 @@ def open_scratch(memory: NDArray[np.int64], rows: int) -> Scratch:
         stamps,
         view_i64_rows(open_levels, rows, 2),
         view_u64_rows(hashes, 2, TAIL),
-        view_i32(read, READ_LIMIT),
-        view_i32(read + 4 * READ_LIMIT, READ_LIMIT),
-        view_f32(read + 8 * READ_LIMIT, READ_LIMIT),
+        view_i32(read, _READ),
+        view_i32(read + 4 * _READ, _READ),
+        view_f32(read + 8 * _READ, _READ),
         view_f32(candidates + 16 * MAX_CANDIDATES, MAX_CANDIDATES),
     )
 

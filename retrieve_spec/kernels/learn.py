@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, trie
+from retrieve_spec.kernels import automaton, trie, unigram
 from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, open_scratch
 from retrieve_spec.kernels.expand import couple
 from retrieve_spec.kernels.levels import advance_row
@@ -23,6 +23,7 @@ from retrieve_spec.kernels.source_table import (
     RECYCLING_K,
     RESTING,
     TAIL,
+    UNIGRAM,
     edges_of,
     exact_narrow,
     expected_text,
@@ -69,6 +70,8 @@ def _share_of(
     if table[s, KIND] == DENSE:
         weight = span_weights(table, s)
         return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
+    if table[s, KIND] == UNIGRAM:
+        return unigram.share_of(table, s, token), 0.0
     k = table[s, RECYCLING_K]
     ids = recycling_tokens(table, s, handle)
     p = recycling_probs(table, s, handle)
@@ -120,6 +123,8 @@ def learn_weights(
         cell = levels[i, 2]
         r = joint[i] / total
         use[levels[i, 0]] += r / USE_MEMORY
+        if table[levels[i, 0], KIND] == UNIGRAM:
+            unigram.learn(table, levels[i, 0], token, reached, r)
         seen = cells[cell, 1]
         keep = 1.0 if seen < CELL_MEMORY else 1.0 - reached / CELL_MEMORY
         cells[cell, 0] = cells[cell, 0] * keep + r

@@ -10,10 +10,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, ngram, recycling, trie
+from retrieve_spec.kernels import automaton, ngram, phrases, recycling, trie, unigram
 from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_find, ngram_hash
 from retrieve_spec.kernels.source_table import (
     AUTOMATON,
+    AUTOMATON_SHORTEST,
     DENSE,
     EXACT,
     EXACT_MIN_DEPTH,
@@ -26,12 +27,14 @@ from retrieve_spec.kernels.source_table import (
     NGRAM_SLOTS,
     NGRAM_TOKENS,
     NGRAM_VOCABULARY,
+    PHRASES,
     PREDICTION,
     PREDICTION_LENGTH,
     READ_LIMIT,
     RECYCLING,
     RECYCLING_K,
     RESTING,
+    UNIGRAM,
     edges_of,
     exact_distinct,
     exact_narrow,
@@ -66,6 +69,12 @@ def _first_useful(states: NDArray[np.int32], state: int, length: int) -> tuple[i
 
 
 @njit(cache=True, nogil=True)
+def _long_enough(table: NDArray[np.int64], s: int, state: int, length: int) -> tuple[int, int]:
+    """A state of an automaton and its match length, -1 when that is too short to be read."""
+    return state, length if length >= table[s, AUTOMATON_SHORTEST] else np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
 def open_row(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, hashes: NDArray[np.uint64], tail_len: int
 ) -> tuple[int, int]:
@@ -77,7 +86,9 @@ def open_row(
     if table[s, RESTING] == 1:
         return np.int64(0), np.int64(-1)
     if table[s, KIND] == AUTOMATON:
-        return _first_useful(states_of(table, s), cursors[c, 0], cursors[c, 1])
+        return _long_enough(table, s, *_first_useful(states_of(table, s), cursors[c, 0], cursors[c, 1]))
+    if table[s, KIND] == UNIGRAM:
+        return np.int64(0), np.int64(0) if unigram.listed(table, s) > 0 else np.int64(-1)
     if table[s, KIND] == PREDICTION:
         inside = cursors[c, 1] >= 0 and cursors[c, 0] < table[s, PREDICTION_LENGTH]
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
@@ -89,7 +100,9 @@ def open_row(
         return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
     if table[s, KIND] == DENSE:
         return cursors[c, 0], cursors[c, 3] if cursors[c, 0] < cursors[c, 1] else np.int64(-1)
-    return _recycling_level(table, s, hashes, min(tail_len, recycling.ORDERS))
+    return _recycling_level(
+        table, s, hashes, min(tail_len, phrases.ORDERS if table[s, KIND] == PHRASES else recycling.ORDERS)
+    )
 
 
 @njit(cache=True, nogil=True)
@@ -133,8 +146,8 @@ def next_level(
         link = np.int64(states[handle, automaton.LINK])
         if link < 0:
             return np.int64(0), np.int64(-1)
-        return _first_useful(states, link, np.int64(states[link, automaton.LENGTH]))
-    if table[s, KIND] == RECYCLING:
+        return _long_enough(table, s, *_first_useful(states, link, np.int64(states[link, automaton.LENGTH])))
+    if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES:
         return _recycling_level(table, s, hashes, length - 1)
     if table[s, KIND] == NGRAM:
         return _ngram_level(table, s, hashes, length - 1)
@@ -147,11 +160,13 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
     if table[s, KIND] == AUTOMATON:
         states = states_of(table, s)
         return np.int64(states[handle, automaton.COUNT]), np.int64(automaton.degree(states, handle))
-    if table[s, KIND] == RECYCLING:
+    if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES:
         top = recycling_probs(table, s, handle)[0]
         seen = recycling.seen(recycling_sets(table, s), handle)
         distinct = 1 if top > 0.9 else (2 if top > 0.7 else (3 if top > 0.5 else (5 if top > 0.3 else 9)))
         return seen, np.int64(distinct)
+    if table[s, KIND] == UNIGRAM:
+        return unigram.evidence(table, s)
     if table[s, KIND] == NGRAM:
         slots = ngram_slots(table, s)
         first = np.int64(slots[handle, ngram.START])
@@ -203,7 +218,7 @@ def read_level(
         if n > 0:
             out_p[0] += recency
         return n
-    if table[s, KIND] == RECYCLING:
+    if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES:
         k = table[s, RECYCLING_K]
         ids = recycling_tokens(table, s, handle)
         p = recycling_probs(table, s, handle)
@@ -213,6 +228,8 @@ def read_level(
             out_p[n] = p[n]
             n += 1
         return n
+    if table[s, KIND] == UNIGRAM:
+        return unigram.read(table, s, out_tokens, out_p)
     if table[s, KIND] == NGRAM:
         counts = ngram_counts(table, s)
         first, end = ngram_part(table, s, handle)

@@ -67,7 +67,7 @@ def seen(sets: NDArray[np.uint64], entry: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _claim(sets: NDArray[np.uint64], key: np.uint64) -> int:
+def claim(sets: NDArray[np.uint64], key: np.uint64) -> int:
     """Entry of a context; a new one replaces the set's least observed, then least recently used entry."""
     first = home(sets, key) * SET
     victim = 0
@@ -195,7 +195,7 @@ def learn_rows(
                 prefetch(at_sets + 8 * SET * home(sets, h))
         for i in range(rows):
             for order in range(min(ORDERS, tail_lens[first + i])):
-                e = _claim(sets, keys[i, order])
+                e = claim(sets, keys[i, order])
                 known[i, order] = e
                 times[i, order] = seen(sets, e)
                 note = np.uint64(clock[0]) << _HALF | np.uint64(times[i, order] + 1)

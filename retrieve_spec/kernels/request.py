@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton
+from retrieve_spec.kernels import automaton, unigram
 from retrieve_spec.kernels.automaton_growth import extend
 from retrieve_spec.kernels.order import MATCH, follow_exact
 from retrieve_spec.kernels.source_table import (
@@ -37,8 +37,8 @@ LENGTH, KEPT, OFFSET, STEPS, LEARNED, RESTS = 14, 15, 16, 17, 18, 19
 """Counters: tokens of the text, how many of them are in `RECENT`, what a token's position is ahead of its number; over
 all requests steps and tokens learned from, and 1 while a source rests."""
 CONTEXT, EARLIER, NUM_EARLIER, STORED, NUM_STORED, DENSE_ROW = 20, 21, 22, 23, 24, 25
-"""Places in the table: the text, the session's first automaton and how many, the first suffix array and how many, the
-neighbours (-1: none)."""
+"""Places in the table: the text (its tokens without a context come next), the session's first automaton and how many,
+the first suffix array and how many, the neighbours (-1: none)."""
 PREDICTED, SLOW, POOL, WORDS = 26, 27, 28, 29
 """1 with an expected text (in front of all other sources), 1 with stores, room for candidates, words of `SCRATCH`."""
 REQUEST = 30
@@ -137,7 +137,7 @@ def choose_sources(table: NDArray[np.int64], request: NDArray[np.int64]) -> None
             table[s, RESTING] = 1
         elif use[s] >= (_SLOW_WAKE_AT if slow else _WAKE_AT):
             table[s, RESTING] = 0
-        if s <= request[CONTEXT] or s == request[DENSE_ROW]:  # neighbours are asked when that pays
+        if s <= request[CONTEXT] + 1 or s == request[DENSE_ROW]:  # neighbours are asked when that pays
             table[s, RESTING] = 0
         if table[s, RESTING] == 1:
             request[RESTS] = 1
@@ -180,9 +180,13 @@ def stored_cursors(table: NDArray[np.int64], request: NDArray[np.int64]) -> NDAr
 
 
 @njit(cache=True, nogil=True)
-def grow_context(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32]) -> int:
-    """Append tokens to the text's automaton; returns for how many there was room."""
+def grow_context(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], said: int) -> int:
+    """Append tokens, generated (1) or not (0), to the text's automaton and its list of tokens without a context.
+
+    Returns for how many there was room in the automaton.
+    """
     c = request[CONTEXT]
+    unigram.extend(table, c + 1, tokens, said)
     return extend(states_of(table, c), edges_of(table, c), slots_of(table, c), meta_of(table, c), tokens)
 
 
@@ -216,7 +220,7 @@ def read(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[n
     for i in range(max(n - TAIL, 0), n):
         push(newest, tokens[i])
     request[LENGTH] += n
-    return grow_context(table, request, tokens)
+    return grow_context(table, request, tokens, 0)
 
 
 @njit(cache=True, nogil=True)

@@ -9,6 +9,8 @@ kind        cursor
 ==========  ==================================================================================================
 AUTOMATON   state, tokens matched
 RECYCLING   none: looked up by the newest tokens
+PHRASES     none: looked up by the newest tokens
+UNIGRAM     none: the same at every node
 PREDICTION  position of the next expected token, tokens matched (-1: not followed)
 NGRAM       none: looked up by the newest tokens
 EXACT       lo, hi (interval of the suffix array), depth (-1: fallen off)
@@ -36,9 +38,9 @@ from retrieve_spec.kernels.views import (
 )
 
 KIND, NUMBER = 0, 1
-AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE = 0, 1, 2, 3, 4, 5
+AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE, UNIGRAM, PHRASES = 0, 1, 2, 3, 4, 5, 6, 7
 AUTOMATON_STATES, AUTOMATON_NUM_STATES, AUTOMATON_EDGES, AUTOMATON_NUM_EDGES = 2, 3, 4, 5
-AUTOMATON_SLOTS, AUTOMATON_NUM_SLOTS, AUTOMATON_META = 6, 7, 8
+AUTOMATON_SLOTS, AUTOMATON_NUM_SLOTS, AUTOMATON_META, AUTOMATON_SHORTEST = 6, 7, 8, 9
 RECYCLING_SETS, RECYCLING_CAPACITY, RECYCLING_ENTRIES, RECYCLING_K, RECYCLING_CLOCK = 2, 3, 4, 5, 6
 PREDICTION_TEXT, PREDICTION_LENGTH, PREDICTION_CURSORS = 2, 3, 4
 NGRAM_SLOTS, NGRAM_NUM_SLOTS, NGRAM_TOKENS, NGRAM_COUNTS, NGRAM_SIZE, NGRAM_ITEMSIZE = 2, 3, 4, 5, 6, 7
@@ -46,8 +48,11 @@ NGRAM_ORDERS, NGRAM_VOCABULARY = 8, 9
 EXACT_TOKENS, EXACT_LENGTH, EXACT_ITEMSIZE, EXACT_SUFFIXES, EXACT_NUM_SUFFIXES = 2, 3, 4, 5, 6
 EXACT_TO_LOCAL, EXACT_VOCABULARY, EXACT_TO_GLOBAL, EXACT_NUM_LOCAL = 7, 8, 9, 10
 EXACT_TOP, EXACT_TOP_SIZE, EXACT_TOP_BITS, EXACT_MIN_DEPTH, EXACT_SEGMENT = 11, 12, 13, 14, 15
+UNIGRAM_TOKENS, UNIGRAM_SHARES, UNIGRAM_CELLS, UNIGRAM_META, UNIGRAM_RATES = 2, 3, 4, 5, 6
+UNIGRAM_STATS, UNIGRAM_NUM_STATS, UNIGRAM_RECENT, UNIGRAM_FREQUENT = 7, 8, 9, 10
 DENSE_SPANS, DENSE_NUM_SPANS, DENSE_WIDTH, DENSE_SIMILARITY, DENSE_WEIGHTS, DENSE_ORIGINS = 2, 3, 4, 5, 6, 7
-"""Columns by kind; an array's is its address. `EXACT_SEGMENT` numbers segments over all open stores."""
+"""Columns by kind (phrases: those of recycling); an array's is its address. `EXACT_SEGMENT` numbers segments over all
+open stores."""
 RESTING = 16
 """Column that is 1 while a source is not asked, because it has explained next to nothing lately."""
 ROW = 17

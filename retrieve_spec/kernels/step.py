@@ -217,7 +217,7 @@ def observe(
     if request[state.PREDICTED] == 1:
         kept = view_i64_rows(table[0, PREDICTION_CURSORS], state.HYPOTHESES, CURSOR)
         prediction.follow(expected_text(table, 0), kept, emitted, window[max(len(window) - prediction.LOOKBACK, 0) :])
-    appended = state.grow_context(table, request, emitted)
+    appended = state.grow_context(table, request, emitted, 1)
     if contexts > 0:  # last: calibration must not see the answer
         _recycle(table, request, tails, lens, top_ids, top_logits)
     return appended

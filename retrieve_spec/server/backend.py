@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.server.branches import Branch, BranchCollector
 from retrieve_spec.server.samplers import Sampling
 
@@ -240,16 +241,21 @@ class HuggingFaceBackend:
         drafter: Any = self.model.speculation.drafter()
         if hasattr(drafter, "session"):
             drafter.session = hints.session
+        if hasattr(drafter, "asker"):
+            drafter.asker = hints.scope or None
         if drafter is not None:
             if self._scopes.get(drafter, hints.scope) != hints.scope:
                 self._forget_logits(drafter)
             self._scopes[drafter] = hints.scope
 
     def forget(self, scope: str) -> None:
-        """Drop what was learned from the text of a scope."""
+        """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""
         for drafter, last in list(self._scopes.items()):
             if last == scope:
                 self._forget_logits(drafter)
+        calibration = getattr(self.model.speculation.drafter(), "calibration", None)
+        if isinstance(calibration, Calibration):
+            calibration.forget()
 
     @staticmethod
     def _forget_logits(drafter: Any) -> None:

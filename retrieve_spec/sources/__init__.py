@@ -9,5 +9,6 @@ SOURCE_NAMES = (
     "exact",
     "dense",
     "script",
+    "phrases",
 )
 """Names by the number stored in `DraftTree.source`; statistics are reported by these names."""

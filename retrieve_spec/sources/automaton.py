@@ -24,6 +24,8 @@ class SuffixAutomaton:
     ----------
     capacity
         Tokens to make room for at first; the arrays grow as needed.
+    shortest
+        Shortest context that the mixture reads.
 
     Notes
     -----
@@ -31,8 +33,9 @@ class SuffixAutomaton:
     `retrieve_spec.kernels.automaton.COUNTED` tokens count their continuations once.
     """
 
-    def __init__(self, capacity: int = 1024) -> None:
+    def __init__(self, capacity: int = 1024, shortest: int = 0) -> None:
         self._capacity = max(capacity, 16)
+        self._shortest = shortest
         self.moved = 0
         """How often an array was replaced by a larger one."""
         self._row: Row | None = None  # of the arrays as they are
@@ -128,6 +131,7 @@ class SuffixAutomaton:
                     source_table.AUTOMATON_NUM_STATES: len(self.states),
                     source_table.AUTOMATON_NUM_EDGES: len(self.edges),
                     source_table.AUTOMATON_NUM_SLOTS: len(self.slots),
+                    source_table.AUTOMATON_SHORTEST: self._shortest,
                 },
             )
         return self._row

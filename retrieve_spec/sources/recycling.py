@@ -33,8 +33,8 @@ class RecyclingTable:
 
     def __init__(self, capacity: int = 1 << 16, k: int = 8) -> None:
         self.k = k
-        self.sets: NDArray[np.uint64] = _on_lines(2 * capacity, np.uint64)
-        self.entries: NDArray[np.int32] = _on_lines(2 * k * capacity, np.int32).reshape(capacity, 2 * k)
+        self.sets: NDArray[np.uint64] = on_lines(2 * capacity, np.uint64)
+        self.entries: NDArray[np.int32] = on_lines(2 * k * capacity, np.int32).reshape(capacity, 2 * k)
         self.clock: NDArray[np.int64] = np.zeros(1, np.int64)
 
     def reset(self) -> None:
@@ -87,7 +87,7 @@ class RecyclingTable:
         )
 
 
-def _on_lines(size: int, dtype: type) -> NDArray[Any]:
+def on_lines(size: int, dtype: type) -> NDArray[Any]:
     """Zeros that begin with a cache line, (size,)."""
     room = np.zeros(size * np.dtype(dtype).itemsize + _LINE, np.uint8)
     begin = -room.__array_interface__["data"][0] % _LINE

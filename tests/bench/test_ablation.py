@@ -53,7 +53,7 @@ def test_a_source_that_is_left_out_gets_no_credit_and_is_missed(loaded, store):
     without_context = FreshDrafter(config, opened, ["context"])
     replay(without_context.drafter, tokenizer)
     assert len(without_context.drafter.context) == 0
-    alone = replay(FreshDrafter(config, opened, ["session", "ngram", "exact", "context"]).drafter, tokenizer)
+    alone = replay(FreshDrafter(config, opened, ["session", "ngram", "exact", "context", "phrases"]).drafter, tokenizer)
     assert alone["tokens_per_pass"] == 1.0
 
 

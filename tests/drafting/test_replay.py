@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from tokenizers import processors
 
 from retrieve_spec.bench.cli_replay import replay as replay_command
-from retrieve_spec.bench.replay import Replay, TraceRow, read_trace, replay_trace, walk
+from retrieve_spec.bench.replay import Replay, TraceRow, halves, read_trace, replay_trace, walk
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError, TokenizerMismatchError, TraceError, UnknownPresetError
@@ -249,3 +249,32 @@ def test_replay_agrees_with_the_loop(run, markov_text):
     r = run(MixtureDrafter(recycling=False)).request(text[:100], text[100:])
     assert result["passes"] == len(r.trees)
     assert sum(result["accepted_by_source"].values()) == sum(r.accepted)
+
+
+def test_groups_stay_on_one_side():
+    rows = [TraceRow("", np.empty(0, np.int32), [], group) for group in "aabcabd"]
+    one, other = halves(rows)
+    assert [row.group for row in one] == list("aaca") and [row.group for row in other] == list("bbd")
+    assert not {row.group for row in one} & {row.group for row in other}
+
+
+def test_warm_phrases_are_those_of_the_other_half(tmp_path, numbers):
+    """Answers of one half say the same phrases as those of the other; within a half nothing is said twice."""
+    path, tokenizer = tmp_path / "answers.jsonl", tmp_path / "tokenizer.json"
+    numbers.save(str(tokenizer))
+    common = [[900 + 3 * i, 901 + 3 * i, 902 + 3 * i] for i in range(6)]
+    with open(path, "w") as file:
+        for i in range(24):
+            said = [token for j, phrase in enumerate(common) for token in (20 * i + j + 100, *phrase)]
+            row = {"prompt": "7", "output": " ".join(map(str, said)), "group": str(i // 2)}
+            file.write(json.dumps(row) + "\n")
+    live = replay_trace(path, tokenizer, nodes=30)
+    warm = replay_trace(path, tokenizer, nodes=30, phrases="warm")
+    none = replay_trace(path, tokenizer, nodes=30, without=["phrases"])
+    assert warm["tokens"] == live["tokens"] == none["tokens"]
+    assert warm["passes"] < live["passes"] < none["passes"]
+    assert set(none["accepted_by_source"]) == {"context"} or not none["accepted_by_source"]
+    with pytest.raises(ConfigError, match="phrases"):
+        replay_trace(path, tokenizer, phrases="warm", without=["phrases"])
+    with pytest.raises(ConfigError, match="phrases"):
+        replay_trace(path, tokenizer, phrases="warm", draft="suffix")

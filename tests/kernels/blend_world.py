@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import naive_blend as naive
 import numpy as np
 from naive_automaton import BOUNDARY, NaiveText
+from naive_phrases import NaivePhrases
 from naive_recycling import NaiveTable
+from naive_unigrams import AGES, COUNTS, NaiveUnigrams
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.kernels import blend, expand, learn, order, source_table, weights
+from retrieve_spec.kernels import blend, expand, learn, order, source_table, unigram, weights
 from retrieve_spec.kernels.scale import SCALE_BINS
+from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.rows import SourceTable
+from retrieve_spec.sources.session import loop_start
 from retrieve_spec.sources.stores import StoreRows
+from retrieve_spec.sources.unigrams import Unigrams
 
 NO_NOISE = (0, 0, 0, 0)
 
@@ -96,7 +103,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
     text = rng.integers(0, alphabet, int(rng.integers(1, 28))).tolist()
     session_text = [*rng.integers(0, alphabet, 14).tolist(), BOUNDARY, *rng.integers(0, alphabet, 14).tolist()]
     expected = rng.integers(0, alphabet, 12).tolist()
-    context, session = SuffixAutomaton(16), SuffixAutomaton(16)
+    context, session = SuffixAutomaton(16, shortest=1), SuffixAutomaton(16)
     naive_context, naive_session = NaiveText(), NaiveText()
     for automaton, twin, tokens in ((context, naive_context, text), (session, naive_session, session_text)):
         automaton.extend(np.array(tokens, np.int32))
@@ -110,17 +117,32 @@ def make_world(rng, alphabet, stores=(), documents=()):
             newest[None].astype(np.int32), np.array([3], np.int32), ids[None].astype(np.int32), logits[None]
         )
         naive_table.learn(newest.tolist(), ids.tolist(), logits.tolist())
+    of_these = rng.spawn(1)[0]
+    phrases, naive_phrases = PhraseMemory(), NaivePhrases()
+    for _ in range(3):
+        said = of_these.integers(0, alphabet, 10).tolist()
+        phrases.learn(np.array(said, np.int32))
+        naive_phrases.learn(said[: loop_start(np.array(said, np.int32))])
+    unigrams, naive_unigrams = Unigrams(of_these.gamma(1, 5, (RATES, 2)).astype(np.float32)), NaiveUnigrams()
+    naive_unigrams.rates = {cell: unigrams.rates[row].tolist() for cell, row in rate_rows().items()}
+    split = int(of_these.integers(0, len(text) + 1))
+    for part, generated in ((text[:split], False), (text[split:], True)):
+        unigram.extend(SourceTable([unigrams.row(0)]).words, 0, np.array(part, np.int32), int(generated))
+        naive_unigrams.extend(part, generated)
     prediction = Prediction(np.array(expected, np.int32))
     position, matched = int(rng.integers(0, 12)), int(rng.integers(-1, 9))
     opened = StoreRows.of(list(stores), 4, 5)
     rows = [prediction.row(2), context.row(0), session.row(1), *opened.exact, recycling.row(3), *opened.ngram]
+    rows += [phrases.row(8), unigrams.row(0)]
     sources = [
         naive.Prediction(expected, len(text), position, matched),
-        naive.Automaton(0, naive_context),
+        naive.Automaton(0, naive_context, shortest=1),
         naive.Automaton(1, naive_session),
         *[naive.Exact(documents, int(row.words[source_table.EXACT_MIN_DEPTH]), len(text)) for row in opened.exact],
         naive.Recycling(naive_table),
         *[naive.Ngram(documents) for _ in opened.ngram],
+        naive.Phrases(naive_phrases),
+        naive_unigrams,
     ]
     held = SourceTable(rows)
     table = held.words
@@ -135,6 +157,12 @@ def make_world(rng, alphabet, stores=(), documents=()):
     for i in range(len(opened.exact)):
         order.follow_exact(table, 3 + i, cursors, 3 + i, window, len(text))
     return World(text, sources, table, cursors, newest_first(text), [held])
+
+
+def rate_rows():
+    """Rows of the kernel's rates by the naive cells (age, count, generated)."""
+    places = itertools.product(enumerate(AGES), enumerate(COUNTS), (False, True))
+    return {(i, j, said): unigram.cell_of(age, count, int(said)) for (i, age), (j, count), said in places}
 
 
 def learned(rng, strength=5.0):

@@ -34,6 +34,8 @@ def prior(number, length, total, distinct):
         return 0.75 if length >= 2 else 0.6
     if number == 2:
         return 0.9 - 0.5 / (1 + length)
+    if number == 8:
+        return 0.75 * total / (total + 10)
     if number > 3:
         a = 3.0 if number == 6 and length < 6 else 1.0
     else:
@@ -64,7 +66,7 @@ class Trust:
             self.factor[name] = min(max(moved, -math.log(500)), math.log(500))
 
     def table(self):
-        out = np.empty((8, 4, 2))
+        out = np.empty((9, 4, 2))
         out[..., 0], out[..., 1] = 1, 1
         for name in self.variance:
             at = (name[0], 0) if len(name) == 1 else (name[0], 1 + name[1])
@@ -73,11 +75,13 @@ class Trust:
 
 
 class Automaton:
-    def __init__(self, number, text):
-        self.number, self.text = number, text
+    def __init__(self, number, text, shortest=0):
+        self.number, self.text, self.shortest = number, text, shortest
 
     def levels(self, text):
         for length, continuations in self.text.levels(text):
+            if length < self.shortest:
+                continue
             total = sum(count for _, count in continuations)
             shares = [(token, count / total) for token, count in continuations]
             yield length, total, len(continuations), shares, continuations[0][0]
@@ -97,6 +101,21 @@ class Recycling:
                 top = max(kept.values())
                 distinct = 1 if top > 0.9 else 2 if top > 0.7 else 3 if top > 0.5 else 5 if top > 0.3 else 9
                 yield order, self.table.seen[context], distinct, list(kept.items()), None
+
+
+class Phrases:
+    number = 8
+
+    def __init__(self, phrases):
+        self.phrases = phrases
+
+    def levels(self, text):
+        for order in range(min(2, len(text)), 0, -1):
+            counts = self.phrases.counts.get(tuple(text[: -order - 1 : -1]))
+            if counts:
+                top = max(counts.values()) / counts.total()
+                distinct = 1 if top > 0.9 else 2 if top > 0.7 else 3 if top > 0.5 else 5 if top > 0.3 else 9
+                yield order, counts.total(), distinct, [(t, n / counts.total()) for t, n in counts.items()], None
 
 
 class Prediction:
@@ -239,7 +258,7 @@ def expand(sources, text, cells, scale, max_nodes, max_depth, min_p=0.0, cost=No
             given = couple(given, noise(len(path)))
         for token, (p, row) in given.items():
             if p >= worth:
-                p = path_p * scaled(scale, sources[row].number + (8 if noise else 0), p)
+                p = path_p * scaled(scale, sources[row].number + (9 if noise else 0), p)
                 heapq.heappush(heap, (-p, token, order, at, path, row))
                 order += 1
 

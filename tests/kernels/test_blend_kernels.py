@@ -117,7 +117,7 @@ def test_known_noise_decides_between_the_candidates(world, seed):
     for i, token in enumerate(emitted):
         levels = naive.merged(w.sources, w.text + emitted[:i], expected_cells, naive.Trust(), 0.01)
         coupled = naive.couple(naive.distribution(levels), noise(i))
-        naive.learn_scale(expected_scale, w.sources, coupled, 0.002, token, first=8)
+        naive.learn_scale(expected_scale, w.sources, coupled, 0.002, token, first=weights.NUM_SOURCES)
         naive.learn_weights(expected_cells, trust, use.copy(), levels, token)
     w.learn(cells, scale, use, emitted, 0.002, given)
     np.testing.assert_allclose(cells, expected_cells, rtol=1e-4, atol=1e-4)
@@ -224,7 +224,7 @@ def test_nothing_below_the_cutoff_is_among_the_best(probabilities, max_nodes):
         assert cutoff <= best[-1] * (1 + 1e-9)
 
 
-@given(st.integers(0, 7), st.integers(0, 100), st.integers(0, 200), st.integers(0, 20))
+@given(st.integers(0, 8), st.integers(0, 100), st.integers(0, 200), st.integers(0, 20))
 def test_cells(number, length, total, distinct):
     assert weights.cell_of(number, length, total, distinct) == naive.cell_of(number, length, total, distinct)
     assert 0 <= weights.cell_of(number, length, total, distinct) < weights.CELLS
@@ -236,12 +236,12 @@ def test_cells(number, length, total, distinct):
 
 def test_priors_know_the_sources_by_their_numbers():
     assert len(SOURCE_NAMES) == weights.NUM_SOURCES
-    numbers = weights._CONTEXT, weights._PREDICTION, weights._RECYCLING, weights._DENSE
-    assert [SOURCE_NAMES[number] for number in numbers] == ["context", "prediction", "recycling", "dense"]
-    assert set(SOURCE_NAMES[weights._RECYCLING + 1 :]) == {"ngram", "exact", "dense", "script"}
+    numbers = weights._CONTEXT, weights._PREDICTION, weights._RECYCLING, weights._DENSE, weights._PHRASES
+    assert [SOURCE_NAMES[number] for number in numbers] == ["context", "prediction", "recycling", "dense", "phrases"]
+    assert set(SOURCE_NAMES[weights._RECYCLING + 1 :]) == {"ngram", "exact", "dense", "script", "phrases"}
 
 
-@given(st.integers(0, 7), st.integers(0, 60), st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), max_size=30))
+@given(st.integers(0, 8), st.integers(0, 60), st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), max_size=30))
 def test_a_request_moves_the_odds_of_a_source(number, length, came):
     trust = naive.Trust().table()
     cell = weights.cell_of(number, length, 1, 1)

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import logging
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.calibration import Calibration
+from retrieve_spec.drafting.drafter import Budget
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.sources import SOURCE_NAMES
+from retrieve_spec.sources.phrases import PhraseMemory
+
+PHRASES = SOURCE_NAMES.index("phrases")
+RARE = [501, 502, 503, 504]
+
+
+def answer(seed, *said):
+    """Text of its own tokens, with a run in the middle."""
+    own = np.arange(1000 * seed, 1000 * seed + 40)
+    return [*own[:20].tolist(), *said, *own[20:].tolist()]
+
+
+def drafted_after(drafter, *prompt):
+    """Tokens drafted anywhere after a prompt."""
+    drafter.start(np.array(prompt, np.int32))
+    return set(drafter.propose(Budget(60, 30)).token_ids.tolist())
+
+
+def test_what_one_request_was_given_is_never_drafted_into_another(run):
+    """Another user cannot get the rest of a rare text by beginning it."""
+    drafter = MixtureDrafter(recycling=False)
+    run(drafter).request([7], answer(1, *RARE, *RARE, *RARE))
+    for i in range(1, len(RARE)):
+        assert not drafted_after(drafter, 9, *RARE[:i]) & set(RARE[i:])
+    run(drafter).request([8], answer(2, *RARE))
+    assert RARE[1] in drafted_after(drafter, 9, RARE[0]), "two requests were given it"
+
+
+def test_what_one_key_alone_was_given_is_not_drafted(run):
+    drafter = MixtureDrafter(recycling=False)
+    for seed in range(1, 4):
+        drafter.asker = "alice"
+        run(drafter).request([7], answer(seed, *RARE))
+    assert not drafted_after(drafter, 9, RARE[0]) & set(RARE[1:])
+    drafter.finish()
+    drafter.asker = "bob"
+    run(drafter).request([7], answer(5, *RARE[:2]))
+    assert RARE[1] in drafted_after(drafter, 9, RARE[0])
+    assert RARE[2] not in drafted_after(drafter, 9, RARE[0], RARE[1]), "bob was given two tokens of it"
+
+
+def test_rows_of_one_call_are_one_request(run):
+    drafters = Drafters(SpeculationConfig(), [], None, "m")
+
+    def together(call, *texts):
+        rows = [drafters.lend(None, call) for _ in texts]
+        for drafter, text in zip(rows, texts, strict=True):
+            run(drafter).request([7], text)
+            drafters.give_back(drafter)
+        return rows[0]
+
+    first = together("one", *(answer(1 + i, *RARE) for i in range(3)))
+    assert not drafted_after(first, 9, RARE[0]) & set(RARE[1:])
+    first.finish()
+    first = together("other", *(answer(6 + i, *RARE) for i in range(2)))
+    assert RARE[1] in drafted_after(first, 9, RARE[0]), "another call was given it too"
+
+
+def test_phrases_of_others_are_drafted(run):
+    drafter = MixtureDrafter(recycling=False)
+    for seed in range(1, 9):
+        last = run(drafter).request([7], answer(seed, *RARE))
+    assert PHRASES in {int(tree.source[node]) for tree in last.trees for node in range(len(tree))}
+    assert sum(last.accepted) >= len(RARE) - 1
+
+
+def test_phrases_can_be_off(run):
+    drafter = MixtureDrafter(SpeculationConfig(phrases="off"), recycling=False)
+    for seed in range(1, 9):
+        run(drafter).request([7], answer(seed, *RARE))
+    assert drafter.phrases is None and drafter.calibration.phrases.requests == 0
+    assert RARE[1] not in drafted_after(drafter, 9, RARE[0])
+    with pytest.raises(ConfigError, match="phrases 'auto' or 'off'"):
+        SpeculationConfig(phrases="on")
+
+
+def test_text_between_answers_is_no_phrase(run):
+    drafter = MixtureDrafter(recycling=False)
+    for seed in (1, 2):
+        r = run(drafter)
+        drafter.start(np.array([7], np.int32))
+        r.generate(answer(seed, 601))
+        drafter.feed(np.array([602, 603], np.int32))
+        r.generate([604, 605, 9000 + seed])
+        drafter.finish()
+    known = drafter.calibration.phrases
+    assert known.known([604]) == {605: 1.0}
+    assert known.known([602]) == {} and known.known([603]) == {}, "it was not generated"
+    assert known.known([601]) == {}, "no phrase reaches over it"
+
+
+def test_phrases_are_kept_beside_the_calibration(tmp_path, run):
+    path = tmp_path / "m.npy"
+    drafter = MixtureDrafter(calibration=Calibration(path), recycling=False)
+    for seed in range(1, 18):
+        run(drafter).request([7], answer(seed, *RARE))
+    assert sorted(os.listdir(tmp_path)) == ["m.npy", "m.phrases.npy"]
+    later = MixtureDrafter(calibration=Calibration(path), recycling=False)
+    assert RARE[1] in drafted_after(later, 9, RARE[0])
+
+
+def test_what_one_request_was_given_is_not_readable_in_the_file(tmp_path, run):
+    path = tmp_path / "m.npy"
+    run(MixtureDrafter(calibration=Calibration(path), recycling=False)).request([7], answer(1, *RARE, *RARE))
+    words = np.load(tmp_path / "m.phrases.npy").tobytes()
+    for token in (*RARE, 1000, 1030):
+        for kind in (np.int32, np.int64):
+            assert kind(token).tobytes() + kind(token + 1).tobytes() not in words
+    memory = Calibration(path).phrases
+    assert memory.requests == 1 and not memory.tokens.any() and not memory.sets.any()
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "pickle", "other"])
+def test_damaged_phrases_are_learned_anew(tmp_path, caplog, damage):
+    path, beside = tmp_path / "m.npy", tmp_path / "m.phrases.npy"
+    calibration = Calibration(path)
+    for _ in range(2):
+        calibration.phrases.learn(np.array([1, 2, 3], np.int32))
+    calibration.keep()
+    raw = bytearray(beside.read_bytes())
+    if damage == "empty":
+        raw = bytearray()
+    elif damage == "cut":
+        raw = raw[:-9]
+    elif damage == "flipped":
+        raw[-5] ^= 4
+    if damage == "pickle":
+        np.save(beside, np.array([{}], object), allow_pickle=True)
+    elif damage == "other":
+        np.save(beside, np.zeros(5, np.uint8))
+    else:
+        beside.write_bytes(bytes(raw))
+    with caplog.at_level(logging.WARNING):
+        read = Calibration(path)
+    assert "phrases start anew" in caplog.text
+    assert read.phrases.requests == 0 and not beside.exists() and path.exists()
+
+
+def test_forgetting_empties_phrases_everywhere(make_store):
+    store = make_store([list(range(100, 160))])
+    path = store.calibration_path("m")
+    beside = path.with_name("m.phrases.npy")
+    calibration = Calibration(path)
+    for seed in range(1, 4):
+        calibration.phrases.learn(np.array(answer(seed, *RARE), np.int32))
+    calibration.keep()
+    assert beside.exists()
+    drafters = Drafters(SpeculationConfig(), [store], None, "m")
+    held = drafters.of()
+    assert RARE[1] in drafted_after(held, 9, RARE[0])
+    held.finish()
+    drafters.forget()
+    assert not beside.exists()
+    assert held.calibration.phrases.known([RARE[0]]) == {}, "also for whoever holds the drafter"
+    assert not Calibration(path).phrases.sets.any()
+
+
+def test_forgetting_before_the_first_request_empties_the_file(tmp_path):
+    calibration = Calibration(tmp_path / "m.npy")
+    calibration.phrases.learn(np.array([1, 2, 3], np.int32))
+    calibration.keep()
+    store = SimpleNamespace(calibration_path=lambda key: tmp_path / f"{key}.npy")
+    Drafters(SpeculationConfig(), [store], None, "m").forget()
+    assert not (tmp_path / "m.phrases.npy").exists()
+
+
+def test_the_same_requests_make_the_same_phrases(run):
+    def packed():
+        drafter = MixtureDrafter(recycling=False)
+        for seed in (1, 2, 3, 2):
+            run(drafter).request([7], answer(seed, *RARE))
+        return drafter.calibration.phrases.packed()
+
+    assert np.array_equal(packed(), packed()) and not np.array_equal(packed(), PhraseMemory().packed())

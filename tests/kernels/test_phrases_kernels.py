@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_phrases import NaivePhrases
+
+from retrieve_spec.kernels import phrases as kernels
+from retrieve_spec.kernels.recycling import WAYS
+from retrieve_spec.sources import phrases as source
+from retrieve_spec.sources.phrases import PhraseMemory
+
+KEYS = st.sampled_from([None, "a", "b"])
+TEXTS = st.lists(st.integers(-1, 4), max_size=30)
+
+
+def remember(memory, *texts, key=None):
+    for text in texts:
+        memory.learn(np.array(text, np.int32), key)
+    return memory
+
+
+def keys(memory):
+    kept = memory.sets.reshape(-1, 2, WAYS)[:, 0]
+    return kept[kept != 0]
+
+
+def observations(memory):
+    """Of the context that was observed most."""
+    return (memory.sets.reshape(-1, 2, WAYS)[:, 1] & np.uint64(0xFFFFFFFF)).max()
+
+
+def contexts(alphabet):
+    return [[a] for a in range(alphabet)] + [list(pair) for pair in itertools.product(range(alphabet), repeat=2)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(TEXTS, KEYS), max_size=8))
+def test_phrases_as_defined(requests):
+    memory, naive = PhraseMemory(), NaivePhrases()
+    for text, key in requests:
+        text = text[: source.loop_start(np.array(text, np.int32))]
+        remember(memory, text, key=key)
+        naive.learn(text, key)
+    for context in contexts(5):
+        assert memory.known(context) == pytest.approx(naive.known(context))
+
+
+def test_much_text_as_defined():
+    """Counts are halved in time, and the order of continuations is that of their counts."""
+    rng = np.random.default_rng(0)
+    memory, naive = PhraseMemory(), NaivePhrases()
+    for _ in range(1100):
+        text = rng.choice(6, 40, p=[0.4, 0.3, 0.15, 0.1, 0.04, 0.01]).tolist()
+        text = text[: source.loop_start(np.array(text, np.int32))]
+        remember(memory, text)
+        naive.learn(text)
+    for context in contexts(6):
+        known = memory.known(context)
+        assert known == pytest.approx(naive.known(context), abs=1e-6)
+        assert list(known.values()) == sorted(known.values(), reverse=True)
+    assert observations(memory) < kernels.HALVED_AT
+
+
+def test_nothing_is_known_of_what_one_alone_was_given():
+    memory = remember(PhraseMemory(), [1, 2, 3, 1, 2, 3, 7, 1, 2, 3])
+    assert not memory.sets.any() and not memory.tokens.any(), "not even in unreadable places"
+    remember(memory, [5, 1, 2, 4])
+    assert memory.known([1]) == {2: 1.0}
+    assert memory.known([2]) == {} and memory.known([1, 2]) == {}
+
+
+def test_one_key_is_one_asker():
+    memory = PhraseMemory()
+    for _ in range(5):
+        remember(memory, [1, 2, 3], key="mine")
+    assert memory.known([1]) == {}
+    remember(memory, [1, 2], key="yours")
+    assert memory.known([1]) == {2: 1.0} and memory.known([2]) == {}
+
+
+def test_no_context_reaches_over_a_boundary():
+    memory = remember(PhraseMemory(), [1, 2, -1, 3, 4], [1, 2, -1, 3, 4])
+    assert memory.known([2]) == {} and memory.known([2, 3]) == {} and memory.known([3]) == {4: 1.0}
+
+
+def test_a_loop_counts_once():
+    memory = PhraseMemory()
+    for _ in range(3):
+        remember(memory, [9, 8, 7, *[1, 2] * 200])
+    assert observations(memory) < 10
+
+
+def test_memory_is_bounded_and_what_is_said_often_stays(monkeypatch):
+    monkeypatch.setattr(source, "CAPACITY", 64)
+    monkeypatch.setattr(source, "SEEN", 256)
+    memory = PhraseMemory()
+    size = memory.packed().nbytes
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        rare = rng.integers(10, 10**6, 8).tolist()
+        remember(memory, [1, 2, 3, *rare], [1, 2, 3, *rare])
+    assert memory.packed().nbytes == size
+    assert memory.known([1]) == {2: 1.0} and memory.known([1, 2]) == {3: 1.0}
+    kept = keys(memory)
+    assert len(np.unique(kept)) == len(kept)
+
+
+def test_a_full_context_keeps_what_is_frequent():
+    memory = PhraseMemory()
+    for token in range(2, 2 + source.CONTINUATIONS):
+        for _ in range(2 + (token > 2)):
+            remember(memory, [1, token])
+    for _ in range(2):
+        remember(memory, [1, 100])
+    known = memory.known([1])
+    assert 100 in known and 2 not in known, "as frequent as the rarest, and newer"
+    assert len(known) == source.CONTINUATIONS and sum(known.values()) == pytest.approx(1)
+
+
+def test_what_is_not_said_again_fades(monkeypatch):
+    memory = remember(PhraseMemory(), *[[1, 2]] * 4, *[[3, 4]] * 2)
+    empty = np.empty(0, np.int32)
+    for _ in range(kernels.FADE_EVERY - memory.requests):
+        memory.learn(empty)
+    assert memory.known([1]) == {2: 1.0} and memory.known([3]) == {4: 1.0}
+    for _ in range(kernels.FADE_EVERY):
+        memory.learn(empty)
+    assert memory.known([1]) == {2: 1.0} and memory.known([3]) == {}
+    assert len(keys(memory)) == 1, "its place is free"
+
+
+def test_packed_and_back():
+    memory = remember(PhraseMemory(), [1, 2, 3, 4], [2, 3, 4, 5], [9, 9, 1])
+    packed = memory.packed()
+    other = PhraseMemory()
+    assert other.unpack(packed)
+    assert np.array_equal(other.packed(), packed) and other.known([2]) == {3: 1.0}
+    for text in ([1, 2], [7, 7, 1]):
+        remember(memory, text)
+        remember(other, text)
+    assert np.array_equal(other.packed(), memory.packed()), "it goes on as the first one does"
+
+
+@pytest.mark.parametrize("at", [0, 5, 100, -1])
+def test_altered_bytes_are_not_taken_over(at):
+    packed = remember(PhraseMemory(), [1, 2], [1, 2]).packed()
+    packed[at] ^= 1
+    memory = remember(PhraseMemory(), [3, 4], [3, 4])
+    before = memory.packed()
+    for data in (packed, packed[:-1], packed[:2], packed.astype(np.float32), np.concatenate([packed, packed])):
+        assert not memory.unpack(data)
+    assert np.array_equal(memory.packed(), before)
+
+
+def test_forgetting_leaves_nothing():
+    memory = remember(PhraseMemory(), [1, 2, 3], [1, 2, 3])
+    memory.forget()
+    assert np.array_equal(memory.packed(), PhraseMemory().packed())
