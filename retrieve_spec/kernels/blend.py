@@ -215,10 +215,10 @@ def blend(
             read_counts,
             read_p,
         )
-        spend = mass * weights[level]
+        spend = mass * np.float64(weights[level])
         mass -= spend
         for i in range(m):
-            p = spend * read_p[i]
+            p = spend * np.float64(read_p[i])
             if p < floor:
                 continue
             h = (np.int64(read_tokens[i]) * 0x9E3779B1 >> 7) & (HASH - 1)
@@ -231,7 +231,7 @@ def blend(
                 h = (h + 1) & (HASH - 1)
             if entry >> 16 == stamp:
                 c = entry & 0xFFFF
-                probs[c] += p
+                probs[c] = np.float64(probs[c]) + p
                 if p > share[c]:
                     share[c] = p
                     credit[c] = row

@@ -76,21 +76,21 @@ def couple(tokens: NDArray[np.int32], probs: NDArray[np.float32], n: int, key: n
     """
     others = 1.0
     for i in range(n):
-        others -= probs[i]
+        others -= np.float64(probs[i])
     total = max(others, 0.0) / 0.6931
     for i in range(n):
-        score = probs[i] / -np.log(uniform(key, tokens[i]))
+        score = np.float64(probs[i]) / -np.log(uniform(key, tokens[i]))
         probs[i] = score
         total += score
     for i in range(n):
-        probs[i] /= total
+        probs[i] = np.float64(probs[i]) / total
 
 
 @njit(cache=True, nogil=True)
 def _best_possible(cost: NDArray[np.float32], n: int, gain: float, p: float, rate: float) -> bool:
     """Whether adding more nodes of probability at most ``p`` can still raise tokens per second above ``rate``."""
     for m in range(n + 1, len(cost)):  # noqa: SIM110 (Numba compiles the loop, not any())
-        if (gain + (m - n) * p) > rate * cost[m]:
+        if (gain + (m - n) * p) > rate * np.float64(cost[m]):
             return True
     return False
 
@@ -210,7 +210,7 @@ def expand(
     pool = size = 0  # candidates found, candidates waiting
     n = best_n = 0
     gain = 1.0
-    best_rate = 1.0 / cost[0] if len(cost) > 0 else 0.0
+    best_rate = 1.0 / np.float64(cost[0]) if len(cost) > 0 else 0.0
     depth = 0
     path_p = promise
     while True:  # the root, then every node as it is taken: the n-th stands at place n of cursors and tails
@@ -227,7 +227,7 @@ def expand(
             for i in range(c):
                 if probs[i] < worth or pool >= len(pool_p):
                     continue
-                p = path_p * scaled(scale, noise[0] * NUM_SOURCES + table[credit[i], NUMBER], probs[i])
+                p = path_p * scaled(scale, noise[0] * NUM_SOURCES + table[credit[i], NUMBER], np.float64(probs[i]))
                 p = min(p, CERTAIN)
                 pool_p[pool] = p
                 pool_ids[pool, 0] = tokens[i]
@@ -243,7 +243,7 @@ def expand(
         top = heap[0]
         _pop(heap, size, pool_p, pool_ids)
         size -= 1
-        path_p = pool_p[top]
+        path_p = np.float64(pool_p[top])
         if len(cost) > 0 and not _best_possible(cost, n, gain, path_p, best_rate):
             break
         parent = pool_ids[top, 1]
@@ -257,8 +257,8 @@ def expand(
         gain += path_p
         if len(cost) == 0:
             best_n = n
-        elif gain > best_rate * cost[n]:
-            best_rate = gain / cost[n]
+        elif gain > best_rate * np.float64(cost[n]):
+            best_rate = gain / np.float64(cost[n])
             best_n = n
         _follow(table, cursors, tails, parent + 1, n, np.int32(pool_ids[top, 0]))
     return best_n, n

@@ -111,8 +111,9 @@ def learn_weights(
         share, recent = _share_of(table, s, cursors, s, levels[i, 1], levels[i, 3], token)
         by_count[i] = (1.0 - recency) * share
         by_recency[i] = recency * recent
-        joint[i] = mass * weights[i] * (by_count[i] + by_recency[i])
-        mass *= 1.0 - weights[i]
+        weight = np.float64(weights[i])
+        joint[i] = mass * weight * (by_count[i] + by_recency[i])
+        mass *= 1.0 - weight
         total += joint[i]
     total += mass * 1e-4
     reached = 1.0
@@ -125,15 +126,15 @@ def learn_weights(
         use[levels[i, 0]] += r / USE_MEMORY
         if table[levels[i, 0], KIND] == UNIGRAM:
             unigram.learn(table, levels[i, 0], token, reached, r)
-        seen = cells[cell, 1]
+        seen = np.float64(cells[cell, 1])
         keep = 1.0 if seen < CELL_MEMORY else 1.0 - reached / CELL_MEMORY
-        cells[cell, 0] = cells[cell, 0] * keep + r
-        cells[cell, 1] = cells[cell, 1] * keep + reached
+        cells[cell, 0] = np.float64(cells[cell, 0]) * keep + r
+        cells[cell, 1] = seen * keep + reached
         part = by_count[i] + by_recency[i]
         if part > 0:
-            cells[cell, 2] = cells[cell, 2] * keep + r * by_recency[i] / part
-            cells[cell, 3] = cells[cell, 3] * keep + r
-        now = multiplied(weights[i], odds_of(adapted, cell) / odds_of(trust, cell))
+            cells[cell, 2] = np.float64(cells[cell, 2]) * keep + r * by_recency[i] / part
+            cells[cell, 3] = np.float64(cells[cell, 3]) * keep + r
+        now = multiplied(np.float64(weights[i]), odds_of(adapted, cell) / odds_of(trust, cell))
         adapt(adapted, cell, now, r, reached)
         reached -= r
         if reached <= 1e-9:

@@ -114,12 +114,12 @@ def _average(
 ) -> None:
     """Move the entry's probabilities towards the new ones by 1 / (times + 1), at least 1/4; keep the k largest."""
     k = len(tokens)
-    rate = 1.0 if times == 0 else max(np.float32(1.0 / (times + 1)), np.float32(0.25))
+    rate = max(1.0 / (times + 1), 0.25)
     old = 0
     if times > 0:
         while old < k and tokens[old] >= 0:
             scratch_ids[old] = tokens[old]
-            scratch_p[old] = (1 - rate) * probs[old]
+            scratch_p[old] = (1.0 - rate) * np.float64(probs[old])
             old += 1
     n = 0
     for j in range(len(new_p)):
@@ -129,9 +129,9 @@ def _average(
                 at = i
                 break
         if at >= 0:
-            scratch_p[at] += rate * new_p[j]
+            scratch_p[at] = np.float64(scratch_p[at]) + rate * np.float64(new_p[j])
         else:
-            n = _put(tokens, probs, n, k, new_ids[row, j], np.float32(rate * new_p[j]))
+            n = _put(tokens, probs, n, k, new_ids[row, j], np.float32(rate * np.float64(new_p[j])))
     for i in range(old):
         n = _put(tokens, probs, n, k, scratch_ids[i], scratch_p[i])
     for i in range(n, k):
@@ -142,13 +142,13 @@ def _average(
 @njit(cache=True, nogil=True)
 def softmax(logits: NDArray[np.float32], row: int, out: NDArray[np.float32]) -> None:
     """Probabilities among the top tokens of a row alone (the tail is left out; calibration accounts for it)."""
-    top = logits[row, 0]
-    total = np.float32(0)
+    top = np.float64(logits[row, 0])
+    total = 0.0
     for i in range(len(out)):
-        out[i] = np.exp(logits[row, i] - top)
-        total += out[i]
+        out[i] = np.exp(np.float64(logits[row, i]) - top)
+        total += np.float64(out[i])
     for i in range(len(out)):
-        out[i] /= total
+        out[i] = np.float64(out[i]) / total
 
 
 @njit(cache=True, nogil=True)

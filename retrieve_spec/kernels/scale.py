@@ -32,8 +32,8 @@ def _bin(p: float) -> tuple[int, float]:
 def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
     """Probability after the learned correction of a row of ``scale`` (`Calibration.scale`)."""
     i, f = _bin(p)
-    low = (scale[row, i, 0] + SCALE_PRIOR) / (scale[row, i, 1] + SCALE_PRIOR)
-    high = (scale[row, i + 1, 0] + SCALE_PRIOR) / (scale[row, i + 1, 1] + SCALE_PRIOR)
+    low = (np.float64(scale[row, i, 0]) + SCALE_PRIOR) / (np.float64(scale[row, i, 1]) + SCALE_PRIOR)
+    high = (np.float64(scale[row, i + 1, 0]) + SCALE_PRIOR) / (np.float64(scale[row, i + 1, 1]) + SCALE_PRIOR)
     return min(p * ((1.0 - f) * low + f * high), CERTAIN)
 
 
@@ -58,16 +58,17 @@ def learn_scale(
     """
     tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
     for i in range(n):
-        if probs[i] < min_p:
+        p = np.float64(probs[i])
+        if p < min_p:
             continue
         row = first + table[credit[i], NUMBER]
-        b, f = _bin(probs[i])
+        b, f = _bin(p)
         hit = 1.0 if tokens[i] == token else 0.0
         for j in range(2):
             w = (1.0 - f) if j == 0 else f
             cell = scale[row, b + j]
             if cell[1] > SCALE_MEMORY:
-                cell[0] *= 1.0 - 1.0 / SCALE_MEMORY
-                cell[1] *= 1.0 - 1.0 / SCALE_MEMORY
-            cell[0] += w * hit
-            cell[1] += w * probs[i]
+                cell[0] = np.float64(cell[0]) * (1.0 - 1.0 / SCALE_MEMORY)
+                cell[1] = np.float64(cell[1]) * (1.0 - 1.0 / SCALE_MEMORY)
+            cell[0] = np.float64(cell[0]) + w * hit
+            cell[1] = np.float64(cell[1]) + w * p

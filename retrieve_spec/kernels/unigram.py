@@ -145,12 +145,12 @@ def rank(
         age, count = now - stats[token, LAST], stats[token, COUNT]
         cell = cell_of(age, count, stats[token, GENERATED])
         prior = 0.7 * count / now + 0.3 / (age + 16.0)
-        share = (rates[2 * cell] + RATE_PRIOR * prior) / (rates[2 * cell + 1] + RATE_PRIOR)
+        share = (np.float64(rates[2 * cell]) + RATE_PRIOR * prior) / (np.float64(rates[2 * cell + 1]) + RATE_PRIOR)
         tokens[n], cells[n], shares[n] = token, cell, share
         total += share
         n += 1
     for i in range(n):
-        shares[i] /= total
+        shares[i] = np.float64(shares[i]) / total
     meta[NUM_LISTED] = n
 
 
@@ -219,9 +219,7 @@ def learn(table: NDArray[np.int64], s: int, token: int, reached: float, explaine
     rates = view_f32(table[s, UNIGRAM_RATES], 2 * RATES)
     for i in range(listed(table, s)):
         at = 2 * cells[i]
-        if rates[at + 1] > RATE_MEMORY:
-            rates[at] *= 1.0 - 1.0 / RATE_MEMORY
-            rates[at + 1] *= 1.0 - 1.0 / RATE_MEMORY
-        rates[at + 1] += reached
-        if tokens[i] == token:
-            rates[at] += explained
+        keep = 1.0 - 1.0 / RATE_MEMORY if rates[at + 1] > RATE_MEMORY else 1.0
+        came = explained if tokens[i] == token else 0.0
+        rates[at] = np.float64(rates[at]) * keep + came
+        rates[at + 1] = np.float64(rates[at + 1]) * keep + reached

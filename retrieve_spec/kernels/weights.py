@@ -80,13 +80,13 @@ def cell_of(source: int, length: int, total: int, distinct: int) -> int:
 @njit(cache=True, nogil=True)
 def level_weight(cells: NDArray[np.float32], cell: int, prior: float) -> float:
     """Share of the remaining mass that a level takes: learned, shrunk towards its prior."""
-    return (cells[cell, 0] + PRIOR_WEIGHT * prior) / (cells[cell, 1] + PRIOR_WEIGHT)
+    return (np.float64(cells[cell, 0]) + PRIOR_WEIGHT * prior) / (np.float64(cells[cell, 1]) + PRIOR_WEIGHT)
 
 
 @njit(cache=True, nogil=True)
 def recency_weight(cells: NDArray[np.float32], cell: int) -> float:
     """Share of a level that goes to its most recent continuation, whatever its count."""
-    return (cells[cell, 2] + 0.15 * PRIOR_WEIGHT) / (cells[cell, 3] + PRIOR_WEIGHT)
+    return (np.float64(cells[cell, 2]) + 0.15 * PRIOR_WEIGHT) / (np.float64(cells[cell, 3]) + PRIOR_WEIGHT)
 
 
 @njit(cache=True, nogil=True)

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_phrases import NaivePhrases
 
+from retrieve_spec.kernels import levels
 from retrieve_spec.kernels import phrases as kernels
 from retrieve_spec.kernels.recycling import WAYS
 from retrieve_spec.sources import phrases as source
 from retrieve_spec.sources.phrases import PhraseMemory
+from retrieve_spec.sources.rows import SourceTable
 
 KEYS = st.sampled_from([None, "a", "b"])
 TEXTS = st.lists(st.integers(-1, 4), max_size=30)
@@ -92,6 +94,19 @@ def test_a_loop_counts_once():
     for _ in range(3):
         remember(memory, [9, 8, 7, *[1, 2] * 200])
     assert observations(memory) < 10
+
+
+@pytest.mark.parametrize(("share", "distinct"), [(3, 9), (5, 5), (7, 3), (9, 2)])
+def test_a_round_share_is_not_more_than_itself(share, distinct):
+    """3 of 10 is not more than 0.3, in whichever precision it is kept: compiled or not, a level is the same."""
+    memory = PhraseMemory()
+    for token in [1] * share + [2 + i % 5 for i in range(10 - share)]:
+        remember(memory, [0, token], key=str(token))
+        remember(memory, [0, token], key="other")
+    held = SourceTable([memory.row(8)])
+    e = kernels.find(memory.sets, kernels.mix(np.uint64(0), 0))
+    assert memory.probs[e, 0] == np.float32(share / 10)
+    assert levels.evidence(held.words, 0, np.zeros((1, 4), np.int64), 0, e)[1] == distinct
 
 
 def test_memory_is_bounded_and_what_is_said_often_stays(monkeypatch):

@@ -19,11 +19,12 @@ from retrieve_spec.kernels.source_table import (
     RESTING,
     ROW,
     TAIL,
+    UNIGRAM,
 )
 from retrieve_spec.sources.rows import Row
 
-KINDS = [PREDICTION, AUTOMATON, AUTOMATON, EXACT, DENSE, RECYCLING, NGRAM, EXACT]
-CONTEXT, NEIGHBOURS = 1, 4
+KINDS = [PREDICTION, AUTOMATON, UNIGRAM, AUTOMATON, EXACT, DENSE, RECYCLING, NGRAM, EXACT]
+CONTEXT, NEIGHBOURS = 1, 5
 
 
 def request_of(use, recent=None, newest=None, cursors=None, **numbers):
@@ -58,7 +59,7 @@ def test_sources_rest_that_are_of_no_use(seed, steps, rests, neighbours):
     if rests or (steps + 1) % 8 == 0:
         resting[use < np.where(slow, 0.01, 0.002)] = 1
         resting[use >= np.where(slow, 0.02, 0.004)] = 0
-        resting[: CONTEXT + 1] = 0
+        resting[: CONTEXT + 2] = 0  # the text, with context and without
         if neighbours:
             resting[NEIGHBOURS] = 0
     request.choose_sources(table, held.words)
