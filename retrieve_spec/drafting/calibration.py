@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.errors import StoreCorruptError
+from retrieve_spec.errors import StoreCorruptError, in_a_line
 from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.kernels.weights import CELLS, NUM_SOURCES
@@ -134,13 +134,11 @@ class Calibration:
         """Read the phrases; a file that holds anything else is deleted, they are learned again."""
         try:
             with open(path, "rb") as file:
-                whole = self.phrases.unpack(np.lib.format.read_array(file, allow_pickle=False))
+                self.phrases.unpack(np.lib.format.read_array(file, allow_pickle=False))
         except FileNotFoundError:
             return
-        except Exception:  # a damaged head fails as anything that parses Python can
-            whole = False
-        if not whole:
-            logger.warning("phrases start anew: %s is damaged", path)
+        except Exception as error:  # a damaged head fails as anything that parses Python can
+            logger.warning("phrases start anew: %s: %s", path, in_a_line(error))
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         self._phrases_saved = self.phrases.requests

@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import threading
 import zlib
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.errors import StoreCorruptError, StoreVersionError
 from retrieve_spec.kernels import phrases as kernels
 from retrieve_spec.kernels import source_table
-from retrieve_spec.kernels.recycling import find, mix
+from retrieve_spec.kernels.recycling import WAYS, find, mix
 from retrieve_spec.sources.recycling import on_lines
 from retrieve_spec.sources.rows import Row, source_row
 from retrieve_spec.sources.session import loop_start
 
 CAPACITY, CONTINUATIONS, SEEN = 1 << 14, 16, 1 << 16
 """Contexts known at most, continuations of each, and fingerprints kept of what one asker alone was given."""
+_FORMAT = 2
+"""Version of what `PhraseMemory.packed` gives."""
+_WHOLE = "phrases as they were written"
+_REMEDY = "Delete the file; they are learned again."
 _KEYED = np.uint64(1 << 63)
 """Marks askers that are keys; requests are numbered from one."""
 
@@ -37,8 +41,6 @@ class PhraseMemory:
     requests
         How many requests were counted.
     """
-
-    _PARTS: ClassVar[tuple[str, ...]] = ("sets", "entries", "seen")
 
     def __init__(self) -> None:
         self.sets: NDArray[np.uint64] = on_lines(2 * CAPACITY, np.uint64)
@@ -61,8 +63,8 @@ class PhraseMemory:
     def forget(self) -> None:
         """Forget everything."""
         with self._lock:
-            for name in self._PARTS:
-                getattr(self, name)[...] = 0
+            for array in (self.sets, self.entries, self.seen):
+                array[...] = 0
             self.requests = 0
 
     def learn(self, text: NDArray[np.int32], key: str | None = None) -> None:
@@ -93,26 +95,37 @@ class PhraseMemory:
         return dict(zip(self.tokens[e][kept].tolist(), self.probs[e][kept].tolist(), strict=True))
 
     def packed(self) -> NDArray[np.uint8]:
-        """All of it as bytes (n,), with a checksum in front."""
-        with self._lock:
-            parts = [np.array([self.requests], np.int64), *(getattr(self, name) for name in self._PARTS)]
-            body = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
-        return np.concatenate([np.array([zlib.crc32(body.tobytes())], np.uint32).view(np.uint8), body])
+        """What several were given, as bytes (n,) behind a version and a checksum.
 
-    def unpack(self, data: NDArray[np.uint8]) -> bool:
-        """Take over what `packed` gave; False, and nothing is changed, when these bytes are anything else."""
-        sizes = [8, *(getattr(self, name).nbytes for name in self._PARTS)]
-        if data.dtype != np.uint8 or data.shape != (4 + sum(sizes),):
-            return False
-        body = np.ascontiguousarray(data[4:])
-        if zlib.crc32(body.tobytes()) != int(np.ascontiguousarray(data[:4]).view(np.uint32)[0]):
-            return False
-        first, *parts = np.split(body, np.cumsum(sizes)[:-1])
-        self.requests = int(first.view(np.int64)[0])
-        for name, part in zip(self._PARTS, parts, strict=True):
-            array = getattr(self, name)
-            array[...] = part.view(array.dtype).reshape(array.shape)
-        return True
+        Fingerprints of what one asker alone was given are left out: two token ids can be found by trying all pairs.
+        """
+        with self._lock:
+            body = np.concatenate([part.reshape(-1).view(np.uint8) for part in (self.sets, self.entries)])
+        return np.concatenate([np.array([_FORMAT, zlib.crc32(body)], np.uint32).view(np.uint8), body])
+
+    def unpack(self, data: NDArray[np.uint8]) -> None:
+        """Take over what `packed` gave.
+
+        Raises
+        ------
+        StoreVersionError, StoreCorruptError
+            When these bytes are anything else; nothing is changed then.
+        """
+        size = 8 + self.sets.nbytes + self.entries.nbytes
+        if data.dtype != np.uint8 or data.ndim != 1 or len(data) < 8:
+            raise StoreCorruptError(_WHOLE, f"{data.dtype} of shape {data.shape}", _REMEDY)
+        version, checksum = np.ascontiguousarray(data[:8]).view(np.uint32).tolist()
+        if version != _FORMAT:
+            raise StoreVersionError(f"phrases of format {_FORMAT}", f"format {version}", _REMEDY)
+        body = np.ascontiguousarray(data[8:])
+        if len(data) != size or zlib.crc32(body) != checksum:
+            raise StoreCorruptError(_WHOLE, f"{len(data)} of {size} bytes, or altered ones", _REMEDY)
+        sets, entries = body[: self.sets.nbytes], body[self.sets.nbytes :]
+        with self._lock:
+            self.sets[...] = sets.view(self.sets.dtype)
+            self.entries[...] = entries.view(self.entries.dtype).reshape(self.entries.shape)
+            self.seen[...] = 0
+            self.requests = int((self.sets.reshape(-1, 2, WAYS)[:, 1] >> np.uint64(32)).max())
 
     def row(self, number: int) -> Row:
         """Row of the mixture's source table; its arrays are never replaced."""

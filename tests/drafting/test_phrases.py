@@ -123,10 +123,10 @@ def test_what_one_request_was_given_is_not_readable_in_the_file(tmp_path, run):
         for kind in (np.int32, np.int64):
             assert kind(token).tobytes() + kind(token + 1).tobytes() not in words
     memory = Calibration(path).phrases
-    assert memory.requests == 1 and not memory.tokens.any() and not memory.sets.any()
+    assert not memory.tokens.any() and not memory.sets.any() and not memory.seen.any()
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "pickle", "other"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "pickle", "other", "version"])
 def test_damaged_phrases_are_learned_anew(tmp_path, caplog, damage):
     path, beside = tmp_path / "m.npy", tmp_path / "m.phrases.npy"
     calibration = Calibration(path)
@@ -140,7 +140,11 @@ def test_damaged_phrases_are_learned_anew(tmp_path, caplog, damage):
         raw = raw[:-9]
     elif damage == "flipped":
         raw[-5] ^= 4
-    if damage == "pickle":
+    if damage == "version":
+        of_another = calibration.phrases.packed()
+        of_another[0] += 1
+        np.save(beside, of_another)
+    elif damage == "pickle":
         np.save(beside, np.array([{}], object), allow_pickle=True)
     elif damage == "other":
         np.save(beside, np.zeros(5, np.uint8))

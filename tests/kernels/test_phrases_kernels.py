@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_phrases import NaivePhrases
 
+from retrieve_spec.errors import StoreError
 from retrieve_spec.kernels import levels
 from retrieve_spec.kernels import phrases as kernels
 from retrieve_spec.kernels.recycling import WAYS
@@ -152,22 +153,35 @@ def test_packed_and_back():
     memory = remember(PhraseMemory(), [1, 2, 3, 4], [2, 3, 4, 5], [9, 9, 1])
     packed = memory.packed()
     other = PhraseMemory()
-    assert other.unpack(packed)
+    other.unpack(packed)
     assert np.array_equal(other.packed(), packed) and other.known([2]) == {3: 1.0}
+    assert other.requests == 2, "requests that come later have other numbers"
     for text in ([1, 2], [7, 7, 1]):
         remember(memory, text)
         remember(other, text)
-    assert np.array_equal(other.packed(), memory.packed()), "it goes on as the first one does"
+    assert other.known([1]) == {} and memory.known([1]) == {2: 1.0}, "what one alone was given is not kept"
+    for text in ([2, 3], [2, 3, 4]):
+        remember(memory, text)
+        remember(other, text)
+    assert other.known([2]) == memory.known([2])
 
 
-@pytest.mark.parametrize("at", [0, 5, 100, -1])
+def test_what_is_packed_holds_nothing_of_what_one_alone_was_given():
+    memory = remember(PhraseMemory(), [1, 2, 3, 4], [3, 4])
+    before = memory.packed()
+    remember(memory, [501, 502, 503, 501, 502], [601, 602], key="mine")
+    assert np.array_equal(memory.packed(), before), "not even fingerprints, which can be found by trying"
+
+
+@pytest.mark.parametrize("at", [0, 4, 5, 100, -1])
 def test_altered_bytes_are_not_taken_over(at):
     packed = remember(PhraseMemory(), [1, 2], [1, 2]).packed()
     packed[at] ^= 1
     memory = remember(PhraseMemory(), [3, 4], [3, 4])
     before = memory.packed()
     for data in (packed, packed[:-1], packed[:2], packed.astype(np.float32), np.concatenate([packed, packed])):
-        assert not memory.unpack(data)
+        with pytest.raises(StoreError, match="Delete the file"):
+            memory.unpack(data)
     assert np.array_equal(memory.packed(), before)
 
 
