@@ -141,9 +141,11 @@ _STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 def why_not_together(prepared: Prepared, arguments: dict[str, Any], cache_name: str) -> str:
     """Why a prepared batch is left to the original `generate`; empty when its rows can be decoded together."""
-    if "encoder_outputs" in prepared.inputs.model_kwargs:
-        return "a batch is read by an encoder"
     kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
+    known = (cache_name, "attention_mask", "position_ids", "logits_to_keep")
+    extras = [name for name, value in kwargs.items() if name not in known and isinstance(value, (torch.Tensor, dict))]
+    if extras:  # pictures, types, encoder states: what is whose only the model knows
+        return f"a batch is given {', '.join(extras)}"
     if prepared.config.return_dict_in_generate or prepared.callers_cache:
         return "more than the tokens of a batch is handed back"
     if arguments.get("streamer") is not None:

@@ -279,3 +279,15 @@ def test_generations_beside_each_other_do_not_change_what_is_known_of_a_model(ca
                 next(stream)
     assert "the model has changed" not in caplog.text
     assert {stream.report.mode for stream in streams} == {"tree"}
+
+
+def test_batches_with_pictures_are_left_to_generate() -> None:
+    model = build("gemma3", "image")
+    one = picture_prompt(model)
+    assert one is not None
+    inputs = {name: torch.cat([value, value.flip(-1) * 0.5 if name == "pixel_values" else value])
+              for name, value in one.items()}  # fmt: skip
+    wanted = model.generate(**inputs, **GREEDY)
+    rs.accelerate(model, nodes=8, recorded_pass="always")
+    assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
+    assert model.speculation.last.mode == "delegated"
