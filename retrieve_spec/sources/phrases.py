@@ -101,7 +101,7 @@ class PhraseMemory:
         """
         with self._lock:
             body = np.concatenate([part.reshape(-1).view(np.uint8) for part in (self.sets, self.entries)])
-        return np.concatenate([np.array([_FORMAT, zlib.crc32(body)], np.uint32).view(np.uint8), body])
+        return np.concatenate([np.array([_FORMAT, zlib.crc32(body.tobytes())], np.uint32).view(np.uint8), body])
 
     def unpack(self, data: NDArray[np.uint8]) -> None:
         """Take over what `packed` gave.
@@ -118,7 +118,7 @@ class PhraseMemory:
         if version != _FORMAT:
             raise StoreVersionError(f"phrases of format {_FORMAT}", f"format {version}", _REMEDY)
         body = np.ascontiguousarray(data[8:])
-        if len(data) != size or zlib.crc32(body) != checksum:
+        if len(data) != size or zlib.crc32(body.tobytes()) != checksum:
             raise StoreCorruptError(_WHOLE, f"{len(data)} of {size} bytes, or altered ones", _REMEDY)
         sets, entries = body[: self.sets.nbytes], body[self.sets.nbytes :]
         with self._lock:
