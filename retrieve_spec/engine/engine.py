@@ -4,7 +4,8 @@ Who drives it: nobody but its callers. A reader that waits for its sequence find
 steps, or that another reader is, and waits for the end of that step. A step takes along every sequence that may go on,
 whoever reads it, so readers in several threads, or streams that one thread reads in turn, share passes without knowing
 of each other; a sequence is at most `RUN_AHEAD` passes ahead of its reader, so one that nobody reads costs no more.
-An exception ends the sequence it came from, and an interruption (Ctrl-C) the sequences of the thread that got it.
+An exception ends the sequence it came from, and an interruption (Ctrl-C) the sequences of the thread that got it; the
+next step first makes good what it cut short of others.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ class Engine:
         self.steps += 1
         here = climate()
         going = [s for s in self._sequences if s.may_go_on and (s.climate == here or s in own)]
-        decoding = [sequence for sequence in going if not sequence.is_reading]
-        piece = PASS.prompt_piece if decoding else 0
-        with self._recovering(going, own), torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
+            each([sequence for sequence in going if sequence.was_cut_short], Sequence.recover)
+            going = [sequence for sequence in going if sequence.may_go_on]
+            decoding = [sequence for sequence in going if not sequence.is_reading]
+            piece = PASS.prompt_piece if decoding else 0
             each([sequence for sequence in going if sequence.is_reading], lambda sequence: sequence.read(piece))
             for batch in passes_over(decoding):
                 self._pass(batch)
@@ -127,15 +130,6 @@ class Engine:
                 return
         cost.observe(rows, context, forward, around)
 
-    @contextlib.contextmanager
-    def _recovering(self, sequences: Many[Sequence], own: Many[Sequence]) -> Iterator[None]:
-        """Let sequences go on when the step is interrupted, but those of who drives it: they are what was meant."""
-        try:
-            yield
-        except BaseException:
-            each([sequence for sequence in sequences if sequence not in own], Sequence.recover)
-            raise
-
     def run(
         self, sequences: Iterable[Sequence], rows: int = 0
     ) -> Generator[tuple[Sequence, NDArray[np.int32] | None], None, None]:
@@ -164,8 +158,8 @@ class Engine:
                     following = next(waiting, None)
                 self.advance(live)
                 for sequence in list(live):
-                    while sequence.news:
-                        yield sequence, sequence.news.popleft()
+                    while sequence.has_pieces:
+                        yield sequence, sequence.take()
                     if sequence.ended:
                         live.remove(sequence)
                         yield sequence, None

@@ -1,12 +1,14 @@
 """A sequence: one text that is being generated, with all that is its own: sampler, stopping criteria, drafter, cache.
 
 An `Engine` takes it from pass to pass with these verbs: `read` (a piece of the prompt), `draft`, `verify`, `look`,
-`accept`, `learn`, and at last `end`. What a pass made visible waits in `news` until the sequence's reader takes it.
+`accept`, `learn`, and at last `end`. What a pass made visible waits until the sequence's reader takes it.
+
+An interruption may cut any of them short. Each is made of parts that can be done twice, and `_stage` tells which part
+was under way, so `recover` goes on from there and `end` leaves the cache whole.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -30,7 +32,7 @@ from retrieve_spec.verify.verifier import Verifier, VerifierInputs, VerifierOutp
 
 NO_DRAFT = DraftTree()
 _NO_TIME = (0.0, 0.0, 0.0, 0.0)
-_BETWEEN, _READING, _DRAFTING, _VERIFYING, _WALKING, _COMMITTING, _LEARNING = range(7)
+_BETWEEN, _READING, _KEEPING, _DRAFTING, _VERIFYING, _WALKING, _COMMITTING, _LEARNING = range(8)
 """What a sequence is in the middle of; it matters when an interruption cuts a pass short."""
 RUN_AHEAD = 2
 """Passes that a sequence is ahead of its reader at most, when other sequences' passes take it along."""
@@ -101,8 +103,6 @@ class Sequence:
     ----------
     text
         Prompt and emitted tokens.
-    news
-        Visible tokens of passes that the reader has not taken, (t,) int32 each; empty after a piece of a prompt.
     asked
         Readers that are waiting for it.
     drafter, lent
@@ -133,7 +133,8 @@ class Sequence:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
         self.log = PassLog(self.report, self.text.prompt_length, limits.provenance)
-        self.news: deque[NDArray[np.int32]] = deque()
+        self._pieces: list[NDArray[np.int32]] = []  # by pass, the visible tokens; none of a piece of the prompt
+        self._taken = self._piece = 0  # how many the reader has; the place of what the pass under way shows
         self.asked = 0
         self.cancelled = self.stopped = self.ended = self.spoiled = False
         self.error: BaseException | None = None
@@ -154,7 +155,7 @@ class Sequence:
         self._unread = inputs.uncached_ids
         self._stage = _BETWEEN
         self._path: list[int] = []
-        self._started = False
+        self._started = self._ready = False  # whether the verifier's start has begun, and all of it is done
         self._drafts = False  # whether the drafter was started
         self.tree = NO_DRAFT
         self._output: VerifierOutput | None = None
@@ -170,22 +171,28 @@ class Sequence:
         """Whether the next pass may take it along: its reader is not too far behind."""
         if self.stopped or self.cancelled or self.ended or self.error is not None:
             return False
-        if self._waits_for_reader:
-            return self.asked > 0 and not self.news
-        return len(self.news) < RUN_AHEAD
+        waiting = len(self._pieces) - self._taken
+        return self.asked > 0 and not waiting if self._waits_for_reader else waiting < RUN_AHEAD
+
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether an interruption left it in the middle of a pass."""
+        return self._stage != _BETWEEN
 
     @property
     def has_news(self) -> bool:
         """Whether its reader has something to take, or nothing to wait for."""
-        return bool(self.news) or self.ended
+        return self.has_pieces or self.ended
 
-    def take(self) -> NDArray[np.int32] | None:
-        """The visible tokens of the oldest pass not taken; None at the end; what it failed with is raised."""
-        if self.news:
-            return self.news.popleft()
-        if self.error is not None:
-            raise self.error
-        return None
+    @property
+    def has_pieces(self) -> bool:
+        """Whether its reader has something to take."""
+        return len(self._pieces) > self._taken
+
+    def take(self) -> NDArray[np.int32]:
+        """The visible tokens of the oldest pass that the reader has not taken, (t,) int32; none of a prompt's piece."""
+        self._taken += 1
+        return self._pieces[self._taken - 1]
 
     def _start(self) -> None:
         """Take over the cache and let the drafter read the text."""
@@ -202,6 +209,7 @@ class Sequence:
                 self.wants_hidden = lent.wants_hidden
                 lent.start(self._context_ids, self._prediction_ids)
                 self._drafts = True
+        self._ready = True
 
     def read(self, most: int = 0) -> None:
         """Read the next piece of the prompt, of `most` tokens at most (0: no limit); the last one brings a token.
@@ -210,19 +218,25 @@ class Sequence:
         """
         began = perf_counter()
         self._stage = _READING
-        if not self._started:
+        if not self._ready:
             self._start()
         verifier = self.verifier
         size = min(self.limits.prefill_chunk or len(self._unread), most or len(self._unread))
         if len(self._unread) > size and not verifier.whole_prompts:
             verifier.forward(self._unread[:size], want_hidden=self.wants_hidden)
-            verifier.commit(NO_DRAFT.parent)
-            self._unread = self._unread[size:]
-            self.news.append(NO_DRAFT.token_ids)
+            self._rest = self._unread[size:]
+            self._stage = _KEEPING
+            self._keep_piece()
         else:
             self._read_last()
-        self._stage = _BETWEEN
         self.report.prefill_ms += (perf_counter() - began) * 1e3
+
+    def _keep_piece(self) -> None:
+        """Let the cache keep the piece of the prompt that was read; what is read is not shown."""
+        self.verifier.commit(NO_DRAFT.parent)
+        self._unread = self._rest
+        self._pieces.append(NO_DRAFT.token_ids)
+        self._stage = _BETWEEN
 
     def _read_last(self) -> None:
         """Read the rest of the prompt and choose the first token."""
@@ -230,7 +244,6 @@ class Sequence:
         learns = drafter is not None and drafter.top_k > 0
         keep = min(max(self.limits.prompt_logits, 1), len(prompt)) if learns else 1
         output = self.verifier.forward(prompt, keep=keep, want_hidden=self.wants_hidden)
-        self._unread = prompt[:0]
         self.saw(NO_DRAFT, output, keep - 1)
         self.look()
         self.accept()
@@ -273,7 +286,7 @@ class Sequence:
     def saw(self, tree: DraftTree, output: VerifierOutput, first_row: int = 0) -> None:
         """Take over what a pass computed for a draft; row `first_row` of it follows the root."""
         self.tree, self._output, self._first_row, self._begun = tree, output, first_row, self.text.length
-        self._path = []
+        self._path, self._piece = [], len(self._pieces)
         self._stage = _WALKING
 
     def look(self) -> None:
@@ -288,17 +301,19 @@ class Sequence:
         self.walked = walk(
             self.tree, self._logits, self._first_row, self.sampler, self.text, self._stopper, self._path, self._begun
         )
-        self._commit()
-        self._stage = _LEARNING
+        self._stage = _COMMITTING
+        self._keep()
+
+    def _keep(self) -> None:
+        """Let the cache keep the nodes that were walked, and show them; done twice it is the same."""
+        self.verifier.commit(self.walked.path)
+        self._unread = self._unread[:0]
         self.stopped = self.walked.stopped
-        self.news.append(self.walked.emitted)
         if not self.report.passes:  # the prompt's pass
             self.report.passes, self.report.new_tokens = 1, len(self.walked.emitted)
-
-    def _commit(self) -> None:
-        """Let the cache keep the nodes that were walked."""
-        self._stage = _COMMITTING
-        self.verifier.commit(np.array(self._path, np.int32))
+        if len(self._pieces) == self._piece:
+            self._pieces.append(self.walked.emitted)
+        self._stage = _LEARNING
 
     def learn(self, prompt: bool = False) -> None:
         """Tell the drafter what the pass showed; of the `prompt` it has seen the top tokens."""
@@ -331,50 +346,61 @@ class Sequence:
         InterruptedPassError
             It was cut where the model's state cannot be taken back.
         """
-        stage, self._stage = self._stage, _BETWEEN
+        stage = self._stage
         if stage in (_DRAFTING, _LEARNING):
             self.drafter, self.spoiled = None, True
-        elif stage == _WALKING:
-            self.look()
-            self.accept()
+        elif stage == _KEEPING:
+            self._keep_piece()
+        elif stage in (_WALKING, _COMMITTING):
+            if stage == _WALKING:
+                self.look()
+                self.accept()
+            else:
+                self._keep()
             self.learn()
             self.log.note(self.tree, self.walked, _NO_TIME, self.text.length)
-        elif stage == _READING and self._started:
-            cache, self._started = self.verifier.finish(), False
-            self._unread = self._inputs.uncached_ids
-            past = self._inputs.past_length
-            if cache is not None and (surplus := int(cache.get_seq_length()) - past):
-                cache.crop(-surplus) if past else cache.reset()
-        elif stage == _COMMITTING or (stage == _VERIFYING and self.verifier.mode == "plain"):
+        elif self._ready and not self.verifier.takes_back:
             raise InterruptedPassError(
                 "passes that run to their end",
                 "one that another generation's interruption cut short",
                 "Start this generation again.",
             )
+        self._stage = _BETWEEN
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the sequence, however far it got: the cache is handed back, the drafter keeps what it may keep."""
+        """End the sequence, however far it got: the cache is handed back, the drafter keeps what it may keep.
+
+        Where this is interrupted, it is to be called again.
+        """
         if self.ended:
             return
         self.error = self.error or error
-        stage, self._stage = self._stage, _BETWEEN
         try:
-            if self._started:
-                if stage == _WALKING:
-                    self._commit()
-                self.report.pass_kind, self.report.pass_reason = self.verifier.pass_kind, self.verifier.pass_reason
-                self.cache = self.verifier.finish()
-            self.spoiled |= stage in (_DRAFTING, _LEARNING) or (stage == _READING and not self._drafts)
-            if self.drafter is not None and self._drafts and not self.spoiled:
-                self.drafter.finish()
+            self._wind_up()
         except Exception as failed:
             self.error = self.error or failed
-        finally:
-            self.ended = True
-            self.report.seconds = perf_counter() - self.report.began if self.report.began else 0.0
-            self.log.summary()
-            if self._on_end is not None:
-                self._on_end(self)
+        self.report.seconds = perf_counter() - self.report.began if self.report.began else 0.0
+        self.log.summary()
+        if self._on_end is not None:
+            self._on_end(self)
+        self.ended = True
+
+    def _wind_up(self) -> None:
+        """Finish what the last pass began with the cache, and hand it and the drafter back."""
+        stage = self._stage
+        if self._started:
+            if stage in (_WALKING, _COMMITTING):
+                self.verifier.commit(np.array(self._path, np.int32))
+            elif stage == _KEEPING:
+                self.verifier.commit(NO_DRAFT.parent)
+            self.report.pass_kind, self.report.pass_reason = self.verifier.pass_kind, self.verifier.pass_reason
+            self.cache = self.verifier.finish()
+        self.spoiled |= stage in (_DRAFTING, _LEARNING) or (stage == _READING and not self._drafts)
+        drafter, self.drafter = self.drafter, None
+        if drafter is not None and self._drafts and not self.spoiled:
+            self._stage = _LEARNING  # it takes in the text as a whole, or is not used again
+            drafter.finish()
+            self._stage = _BETWEEN
 
 
 def _prompt_ids(inputs: VerifierInputs) -> NDArray[np.int32]:

@@ -117,6 +117,8 @@ class KVBuffer(Cache):  # type: ignore[misc]
         self.slabs = [Slab(len(layers), self.windows[layers[0]], capacity) for layers in of_slab]
         super().__init__(layers=[PreallocatedLayer(self, i, self.slabs[s]) for i, s in enumerate(self.slab_of)])
         self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(_NO_ROWS, _NO_ROWS)] * len(windows)
+        self._stale = False  # whether those of a slab whose tensors are being replaced are missing
+        self._moved: tuple[object, list[list[torch.Tensor]]] = (None, [])  # by slab, rows that a commit moves
 
     @property
     def length(self) -> int:
@@ -138,6 +140,7 @@ class KVBuffer(Cache):  # type: ignore[misc]
         for i, slab in enumerate(self.slab_of):
             if self.slabs[slab].tensors:
                 self.layer_slabs[i] = self.slabs[slab].of_layer(self.layer_in_slab[i])
+        self._stale = False
 
     def make_room(self, rows: int) -> None:
         """Let a pass over `rows` rows fit behind the rows held."""
@@ -152,9 +155,10 @@ class KVBuffer(Cache):  # type: ignore[misc]
 
     def make_room_in(self, slab: Slab, held: int, rows: int) -> None:
         """Let `rows` rows fit behind `held` in one slab; the views of its old tensors go first, and with them these."""
-        if slab.fits(held, rows):
+        if slab.fits(held, rows) and not self._stale:
             slab.make_room(held, rows)
             return
+        self._stale = True
         k = self.slabs.index(slab)
         for i, layer in enumerate(self.layers):
             if self.slab_of[i] == k:
@@ -163,8 +167,13 @@ class KVBuffer(Cache):  # type: ignore[misc]
         slab.make_room(held, rows)
         self.refresh()
 
+    def begin(self, length: int) -> None:
+        """Let a pass go behind the rows up to `length`."""
+        self._moved = (None, [])
+        self.set_length(length)
+
     def commit(self, base: int, roots: int, path: NDArray[np.int32]) -> None:
-        """Keep the root tokens of a pass and the nodes of a path, in place.
+        """Keep the root tokens of a pass and the nodes of a path, in place; until `begin` it can be done again.
 
         Parameters
         ----------
@@ -178,9 +187,12 @@ class KVBuffer(Cache):  # type: ignore[misc]
         accepted = len(path)
         moved = int((path == np.arange(accepted)).argmin()) if accepted else 0
         if accepted and path[moved] != moved:
-            first = base + roots
-            for slab in self.slabs:
-                slab.move(path[moved:].astype(np.int64) + first, first + moved)
+            first, commit = base + roots, (base, roots, path.tobytes())
+            if self._moved[0] != commit:
+                sources = path[moved:].astype(np.int64) + first
+                self._moved = (commit, [slab.copies(sources) for slab in self.slabs])
+            for slab, copies in zip(self.slabs, self._moved[1], strict=True):
+                slab.write(copies, first + moved)
         self.set_length(base + roots + accepted)
 
     def set_length(self, length: int) -> None:
@@ -189,13 +201,18 @@ class KVBuffer(Cache):  # type: ignore[misc]
             layer.length = length
 
     def load(self, cache: DynamicCache, length: int) -> None:
-        """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards."""
+        """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards.
+
+        A layer that is empty has been taken over: what was cut short goes on from there.
+        """
         for k, slab in enumerate(self.slabs):
             for i in (i for i, at in enumerate(self.slab_of) if at == k):
                 theirs = cache.layers[i]
+                if theirs.keys is None:
+                    continue
                 held = theirs.keys.shape[2]
                 if not self.layer_in_slab[i]:
-                    slab.offset = length - held
+                    slab.restart(length - held)
                     self.make_room_in(slab, length - held, held)
                 slab.fit(theirs.keys, theirs.values)
                 parts = slab.of_layer(self.layer_in_slab[i])
@@ -206,20 +223,29 @@ class KVBuffer(Cache):  # type: ignore[misc]
         self.refresh()
         self.set_length(length)
 
-    def unload(self, cache: DynamicCache, copy: bool = False) -> None:
-        """Give the rows back to the cache they were taken from, as copies if the slabs are to be used again."""
-        length = self.length
+    def unload(self, cache: DynamicCache, length: int, copy: bool = False) -> None:
+        """Give `length` rows back to the cache they were taken from, as copies if the slabs are to be used again.
+
+        Layers that were not taken over, or have got their rows, are left alone.
+        """
+        if not self.layers:
+            return
+        for slab in self.slabs:
+            slab.settle()
+        self.refresh()
         for i, layer in enumerate(cache.layers):
+            if layer.keys is not None:
+                continue
             start, offset = 0, self.slabs[self.slab_of[i]].offset
             if isinstance(layer, DynamicSlidingWindowLayer):
                 start = max(0, length - layer.sliding_window + 1)
                 layer.cumulative_length = length
             parts = [part[:, :, start - offset : length - offset] for part in self.layer_slabs[i]]
             layer.keys, layer.values = [part.clone() for part in parts] if copy else parts
-        self.set_length(0)
-        if not copy:
-            self.layer_slabs = []
-            self.layers: list[Any] = []
+
+    def release(self) -> None:
+        """Let go of the tensors: whoever has rows of them keeps them alone."""
+        self.layers, self.layer_slabs = [], []
 
 
 def _spread(windows: tuple[int, ...]) -> list[int]:

@@ -44,7 +44,7 @@ def forward_together(
     list
         By text, what its own `forward` would have returned.
     """
-    laid = [v.lay_out(root, tree) for v, root, tree in zip(verifiers, roots, trees, strict=True)]
+    laid = [v.begin(root, tree) for v, root, tree in zip(verifiers, roots, trees, strict=True)]
     spans = _spans(laid)
     with verifiers[0].recorded.on_device():
         logits, hidden = _run(verifiers, laid, spans, graphs)

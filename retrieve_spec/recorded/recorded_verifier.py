@@ -57,9 +57,19 @@ class RecordedVerifier:
         self._device = input_device(model)
         self._mask = TreeMask(recorded.groups, model.dtype, self._device)
         self._slabs: KVBuffer | None = None
+        self._loaded = False  # whether all rows have moved to the slabs
+        self._past = self._unread = self._pending = 0
+        self._kept = (0, 0)  # of what was committed: tokens held, and tokens of the prompt to read
+        self._cache: Any = None
+        self._returns_cache = False
         self._layers: list[Any] = []
         self._graphs: GraphedPasses | None = None
         self.pool = pool
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether a pass can begin again (`Verifier.takes_back`)."""
+        return not self.not_recorded or self._ordinary.takes_back
 
     @property
     def pass_kind(self) -> PassKind:
@@ -75,10 +85,11 @@ class RecordedVerifier:
         """Begin a generation."""
         self._ordinary.start(inputs)
         self.mode, self.reason = self._ordinary.mode, self._ordinary.reason
-        self._slabs = None
+        self._slabs, self._loaded = None, False
         self._max_length, self._returns_cache = inputs.max_length, inputs.returns_cache
         self._past = inputs.past_length
         self._unread = len(inputs.uncached_ids)
+        self._kept = (self._past, self._unread)
         kwargs = inputs.model_kwargs
         self._cache = kwargs.get(self._ordinary.interface.cache_name)
         self._shift = 0
@@ -120,6 +131,7 @@ class RecordedVerifier:
         want_hidden: Layer | None = None,
     ) -> VerifierOutput:
         """Run one pass (`Verifier.forward`)."""
+        self._past, self._unread = self._kept
         roots = self._pending = len(root_ids)
         if want_hidden not in (None, self.recorded.layer) and self._slabs is None:
             self.not_recorded = self.not_recorded or f"hidden states of layer {want_hidden} are not recorded"
@@ -140,8 +152,9 @@ class RecordedVerifier:
         """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all."""
         self._unread -= len(prompt_ids)
         if self._past == 0:  # an empty cache does not know yet what its rows look like
-            self._ordinary.forward(prompt_ids[:1])
-            self._ordinary.commit(_NOTHING)
+            if self._ordinary.past == 0:
+                self._ordinary.forward(prompt_ids[:1])
+                self._ordinary.commit(_NOTHING)
             self._past, prompt_ids = 1, prompt_ids[1:]
         first = len(prompt_ids) % size or size
         while len(prompt_ids) > first:
@@ -163,14 +176,19 @@ class RecordedVerifier:
         logits, hidden = run_rows(self.recorded, laid.ids, positions, self.attend, roots - keep)
         return VerifierOutput(logits, hidden[-keep - nodes :] if want_hidden is not None else None)
 
+    def begin(self, root_ids: NDArray[np.int32], tree: DraftTree) -> LaidOut:
+        """Make ready for a pass that serves other texts too."""
+        self._past, self._unread = self._kept
+        return self.lay_out(root_ids, tree)
+
     def lay_out(self, root_ids: NDArray[np.int32], tree: DraftTree | None) -> LaidOut:
         """Make cache and mask ready for a pass over root tokens and a tree."""
         self._pending = len(root_ids)
-        slabs = self._slabs or self._adopt()
+        slabs = self._slabs if self._slabs is not None and self._loaded else self._adopt()
         ids = root_ids if tree is None or not len(tree) else np.concatenate([root_ids, tree.token_ids])
         depths = row_depths(len(root_ids), tree)
         self._mask.set(self._past, visible_rows(len(root_ids), tree), depths)
-        slabs.set_length(self._past)
+        slabs.begin(self._past)
         slabs.make_room(len(ids) if self._graphs is None else max(len(ids), *PASS.graph_rows))
         return LaidOut(ids, depths, self._mask.seen, self._past + self._shift, slabs, self._past)
 
@@ -180,34 +198,37 @@ class RecordedVerifier:
         return attend(query, all_keys, all_values, self._mask, self.recorded.rules[layer])
 
     def _adopt(self) -> KVBuffer:
-        """Move the rows that the prompt left in the caller's cache to slabs."""
-        self._cache = self._ordinary.cache
-        held = self._past + self._unread
-        room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + MAX_NODES + 1
-        room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
-        if self.pool is not None:
-            self._graphs = self.pool.take(windows, room)
-        slabs = KVBuffer(windows, room) if self._graphs is None else self._graphs.cache
-        slabs.load(self._cache, self._past)
-        self._slabs, self._layers = slabs, slabs.layers
-        return slabs
+        """Move the rows that the prompt left in the caller's cache to slabs; cut short, it goes on where it was."""
+        if self._slabs is None:
+            self._cache = self._ordinary.cache
+            held = self._past + self._unread
+            room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + MAX_NODES + 1
+            room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
+            if self.pool is not None:
+                self._graphs = self.pool.take(windows, room)
+            self._slabs = KVBuffer(windows, room) if self._graphs is None else self._graphs.cache
+        self._slabs.load(self._cache, self._past)
+        self._layers, self._loaded = self._slabs.layers, True
+        return self._slabs
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
+        unread = self._unread
         if self._slabs is None:
             self._ordinary.commit(path)
-            self._unread -= self._pending
+            unread -= self._pending
         else:
             self._slabs.commit(self._past, self._pending, path)
-        self._past += self._pending + len(path)
+        self._kept = (self._past + self._pending + len(path), unread)
 
     def finish(self) -> Any:
         """Put the rows back into the cache this generation was given, and return it; None when nobody asks for it."""
         if self._slabs is not None:
-            self._slabs.set_length(self._past)
             if self._returns_cache:
-                self._slabs.unload(self._cache, copy=self._graphs is not None)
-            if self.pool is not None and self._graphs is not None:
+                self._slabs.unload(self._cache, self._kept[0], copy=self._graphs is not None)
+            if self._graphs is None:
+                self._slabs.release()
+            elif self.pool is not None:
                 self.pool.give_back(self._graphs)
             self._slabs, self._layers, self._graphs = None, [], None
         self._cache = None

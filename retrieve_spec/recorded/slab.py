@@ -30,6 +30,8 @@ class Slab:
         self.offset = 0
         self.tensors: tuple[torch.Tensor, ...] = ()
         self._layers = num_layers
+        self._moving: tuple[int, list[torch.Tensor]] | None = None  # the offset to come, and copies of what moves
+        self._growing = 0  # the capacity that it grows to, while it does
         spare = max(window // 4, PASS.cache_block) + MAX_NODES + 1
         self.capacity = min(capacity, window + spare) if window else capacity
 
@@ -46,30 +48,47 @@ class Slab:
     def fits(self, held: int, rows: int) -> bool:
         """Whether rows `held … held + rows - 1` fit behind the rows held, without other tensors."""
         first = max(self.offset, held - self.window + 1) if self.window else 0
-        return held + rows - first <= self.capacity
+        return held + rows - first <= self.capacity and not self._growing
 
     def make_room(self, held: int, rows: int) -> None:
-        """Let rows `held … held + rows - 1` fit behind the rows held.
+        """Let rows `held … held + rows - 1` fit behind the rows held; where this was cut short, it can be done again.
 
         Where they did not, the tensors are replaced, one after the other: nobody else may hold the old ones.
         """
-        if held + rows - self.offset > self.capacity and self.window and self.tensors:
+        if self._moving is None and self.window and self.tensors and held + rows - self.offset > self.capacity:
             first = max(self.offset, held - self.window + 1)
-            for tensor in self.tensors:
-                kept = tensor[:, :, first - self.offset : held - self.offset].clone()
-                tensor[:, :, : held - first] = kept
-            self.offset = first
+            kept = [tensor[:, :, first - self.offset : held - self.offset].clone() for tensor in self.tensors]
+            self._moving = (first, kept)
+        self.settle()
         needed = held + rows - self.offset
-        if needed <= self.capacity:
-            return
         block = PASS.cache_block
-        self.capacity = -(-max(needed, self.capacity + self.capacity // 8) // block) * block
-        used, tensors, self.tensors = held - self.offset, list(self.tensors), ()
-        for i in range(len(tensors)):
-            grown = _empty(tensors[i], (*tensors[i].shape[:2], self.capacity, tensors[i].shape[3]))
-            grown[:, :, :used] = tensors[i][:, :, :used]
-            tensors[i] = grown
-        self.tensors = tuple(tensors)
+        if needed > self.capacity:
+            self._growing = -(-max(needed, self.capacity + self.capacity // 8, self._growing) // block) * block
+        if self._growing:
+            self._grow(held - self.offset)
+
+    def restart(self, offset: int) -> None:
+        """Let another text begin, whose first row held is `offset`."""
+        self.offset, self._moving = offset, None
+
+    def settle(self) -> None:
+        """Finish a move of the window's rows that was begun."""
+        if self._moving is None:
+            return
+        first, kept = self._moving
+        for tensor, part in zip(self.tensors, kept, strict=True):
+            tensor[:, :, : part.shape[2]] = part
+        self.offset, self._moving = first, None
+
+    def _grow(self, used: int) -> None:
+        """Replace the tensors that are smaller than the slab grows to, of which `used` rows are held."""
+        for i in range(len(self.tensors)):
+            old = self.tensors[i]
+            if old.shape[2] < self._growing:
+                new = _empty(old, (*old.shape[:2], self._growing, old.shape[3]))
+                new[:, :, :used] = old[:, :, :used]
+                self.tensors = (*self.tensors[:i], new, *self.tensors[i + 1 :])
+        self.capacity, self._growing = self._growing, 0
 
     def fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Allocate tensors for such keys and values, once; return whether that was done.
@@ -92,12 +111,15 @@ class Slab:
                 )
         return False
 
-    def move(self, sources: NDArray[np.int64], target: int) -> None:
-        """Copy the rows `sources` of the text to rows `target …`, in all layers at once."""
+    def copies(self, sources: NDArray[np.int64]) -> list[torch.Tensor]:
+        """The rows `sources` of the text, in all layers at once: keys, values."""
         index = torch.from_numpy(sources - self.offset).to(self.tensors[0].device, non_blocking=True)
-        for tensor in self.tensors:
-            rows = tensor.index_select(2, index)
-            tensor.narrow(2, target - self.offset, len(sources)).copy_(rows)
+        return [tensor.index_select(2, index) for tensor in self.tensors]
+
+    def write(self, copies: list[torch.Tensor], target: int) -> None:
+        """Let copies of rows be rows `target …`."""
+        for tensor, rows in zip(self.tensors, copies, strict=True):
+            tensor.narrow(2, target - self.offset, rows.shape[2]).copy_(rows)
 
 
 def _empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -46,6 +46,20 @@ class HFVerifier:
         self._model_mode: tuple[Mode, str] = (mode, reason)
         self._state = RecurrentState(interface.recurrence) if interface.recurrence is not None else None
         self._derived = DerivedPositions(interface.places) if interface.places else None
+        self._take_cache(None)
+        self._was_recording: list[bool] = []
+        self._records = self._dirty = False
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether rows are all that a pass leaves behind (`Verifier.takes_back`)."""
+        reads_more = bool(self._extras.kind) and self._fed < self._uncached  # what belongs to the prompt goes on once
+        return self._kept is not None and self._kept.grows_by_rows and not reads_more
+
+    @property
+    def past(self) -> int:
+        """Tokens that were committed."""
+        return self._past
 
     @property
     def cache(self) -> Any:
@@ -71,7 +85,7 @@ class HFVerifier:
         self._template: dict[str, Any] | None = None
         self._was_recording = recording(self._rows) if self._rows is not None else []
         self._records = any(self._was_recording)
-        self._pending = (0, 0)
+        self._pending = (0, 0, self._past, 0)  # root tokens and nodes of the last pass, and what was fed before it
         self._dirty = False  # whether a pass may have left rows that were not committed
         self._reserve()
         for hooked in (self._state, self._derived):
@@ -111,8 +125,8 @@ class HFVerifier:
     ) -> VerifierOutput:
         """Run one pass (`Verifier.forward`)."""
         nodes = 0 if tree is None else len(tree)
-        if self._kept is not None and self._dirty:
-            self._kept.settle()
+        if self._kept is not None:
+            self._kept.begin(self._dirty)
         reading = self._fed < self._uncached
         by_rows = self._kept is not None and self._kept.grows_by_rows
         if not self._records and self._rows is not None and (nodes or (by_rows and not reading)):
@@ -127,7 +141,7 @@ class HFVerifier:
             self._take_cache(cache)
         if reading and self._fed + len(root_ids) == self._uncached:
             self._extras.went_on(outputs)
-        self._pending = (len(root_ids), nodes)
+        self._pending = (len(root_ids), nodes, self._past, self._fed)
         rows = keep + nodes
         logits = outputs.logits[0]
         states = hidden[-1][0, -rows:] if hidden else None
@@ -144,17 +158,14 @@ class HFVerifier:
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
-        roots, nodes = self._pending
+        roots, nodes, past, fed = self._pending
         if self._rows is not None:
             if nodes and self._state is not None:
                 self._state.commit(self._rows, path)
-            if self._kept is not None and not (nodes or self._records):
-                self._kept = KeptRows(self._rows)
-            elif self._kept is not None:
+            if self._kept is not None and (nodes or self._records):
                 self._kept.commit(path, nodes)
-        self._past += roots + len(path)
-        self._fed += roots + len(path)
-        self._pending, self._dirty = (0, 0), False
+        self._past, self._fed = past + roots + len(path), fed + roots + len(path)
+        self._dirty = False
         if self.interface.scale_step and self._model_mode[0] == "tree":
             room = -self._past % self.interface.scale_step
             self.mode = "chain" if room <= MAX_NODES + 1 else weaker(self._model_mode, cache_mode(self._cache))[0]
@@ -168,7 +179,7 @@ class HFVerifier:
         """The cache between two passes, and how many tokens it has seen; `resume` when it has seen more."""
         if self._kept is not None and self._dirty:
             self._kept.settle()
-        self._pending, self._dirty = (0, 0), False
+        self._pending, self._dirty = (0, 0, self._past, self._fed), False
         return self._cache, self._past
 
     def resume(self, past: int) -> None:
@@ -180,13 +191,13 @@ class HFVerifier:
         """Return the cache as plain `generate` leaves it."""
         if self._kept is not None and self._dirty:
             self._kept.settle()
-        cache, rows = self._cache, self._rows
-        self._take_cache(None)
         for hooked in (self._state, self._derived):
             if hooked is not None:
                 hooked.detach()
-        if rows is not None and self._records:
-            set_recording(rows, self._was_recording)
+        if self._rows is not None and self._records:
+            set_recording(self._rows, self._was_recording)
+        cache = self._cache
+        self._take_cache(None)
         return cache
 
     def _prefill_inputs(self, num_tokens: int, keep: int) -> dict[str, Any]:

@@ -8,11 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from retrieve_spec.verify.cache import keep_path, trim
 
 _Rows = tuple[torch.Tensor, ...]
+_BY_ROWS = (DynamicLayer, DynamicSlidingWindowLayer)
+_WITH_STATE = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
 @dataclass(slots=True)
@@ -29,9 +36,10 @@ class _Commit:
 class KeptRows:
     """Which rows of a cache stay, so that what an exception at any instant leaves can be made good.
 
-    A pass appends rows to every layer. `commit` keeps those of the accepted path; `settle` finishes a commit that was
-    cut short, or takes every layer back to where it was before a pass that was not committed. Caches with layers that
-    do not grow row by row are cropped as they do it themselves.
+    A pass appends rows to every layer. `commit` keeps those of the accepted path, and may be called again until the
+    next pass begins; `settle` finishes a commit that was cut short, or takes every layer back to where it was before a
+    pass that was not committed. Recurrent state beside the rows is none of its business, and layers that grow in
+    another way are cropped as they do it themselves.
 
     Parameters
     ----------
@@ -50,18 +58,34 @@ class KeptRows:
 
     @property
     def grows_by_rows(self) -> bool:
-        """Whether every layer that holds something grows row by row."""
-        kinds = {type(layer) for layer in self._cache.layers}
-        return all(kind in (DynamicLayer, DynamicSlidingWindowLayer) or kind.__name__ == "DummyLayer" for kind in kinds)
+        """Whether rows are all that every layer holds."""
+        return all(kind in _BY_ROWS or kind.__name__ == "DummyLayer" for kind in map(type, self._cache.layers))
+
+    @property
+    def _holds_rows(self) -> bool:
+        """Whether what layers hold is rows, or nothing of ours."""
+        kinds = map(type, self._cache.layers)
+        return all(kind in (*_BY_ROWS, *_WITH_STATE) or kind.__name__ == "DummyLayer" for kind in kinds)
+
+    def begin(self, cut_short: bool) -> None:
+        """Take the rows for kept that are there, but for those of a pass that was `cut_short`."""
+        if cut_short:
+            self.settle()
+        self._at_rest, self._commits = self._held(), []
 
     def commit(self, path: NDArray[np.int32], nodes: int) -> None:
         """Keep the rows of the last pass but those of its last `nodes` nodes that are not on `path`, (a,) int32."""
-        if not self.grows_by_rows:
+        if not self._holds_rows:
             if nodes:
                 keep_path(self._cache, path, nodes)
             else:
                 trim(self._cache)
             return
+        self._commits = self._commits or self._planned(path, nodes)
+        self.settle()
+
+    def _planned(self, path: NDArray[np.int32], nodes: int) -> list[_Commit]:
+        """What a commit does to each layer."""
         stay = int((np.append(path, -1) != np.arange(len(path) + 1)).argmax())  # accepted rows that lie right
         commits = []
         for (rows, seen), layer in zip(self._held(), self._cache.layers, strict=True):
@@ -70,20 +94,16 @@ class KeptRows:
                 index = torch.as_tensor(path[stay:].astype(np.int64) + rows - nodes, device=layer.keys.device)
                 moved = tuple(part.index_select(-2, index) for part in (layer.keys, layer.values))
             commits.append(_Commit(rows, nodes - len(path), seen - nodes + len(path), moved, rows - nodes + stay))
-        self._commits = commits
-        self.settle()
+        return commits
 
     def settle(self) -> None:
-        """Finish a commit that was begun, or forget a pass that was not committed."""
-        if not self.grows_by_rows:
-            return
+        """Finish a commit that was begun, or forget a pass that was not committed; done twice it is the same."""
         if self._commits:
             for layer, commit in zip(self._cache.layers, self._commits, strict=True):
                 _finish(layer, commit)
-        else:
+        elif self.grows_by_rows:
             for i, layer in enumerate(self._cache.layers):
                 _take_back(layer, *(self._at_rest[i] if i < len(self._at_rest) else (0, 0)))
-        self._at_rest, self._commits = self._held(), []
 
 
 def _rows(layer: Any) -> int:

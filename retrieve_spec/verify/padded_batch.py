@@ -66,6 +66,11 @@ class PaddedRow:
         self.whole_prompts = own.whole_prompts
 
     @property
+    def takes_back(self) -> bool:
+        """Whether a pass can begin again (`Verifier.takes_back`)."""
+        return self.own.takes_back
+
+    @property
     def pass_kind(self) -> PassKind:
         """What runs the model."""
         return self.own.pass_kind

@@ -21,16 +21,19 @@ class StepVerifier:
         self.mode: Mode = "plain"
         self.reason = reason
         self.whole_prompts = True
+        self.takes_back = False
         self.pass_kind: PassKind = "plain"
         self.pass_reason = reason
         self._takes_logits_to_keep = model._supports_logits_to_keep()
+        self._kwargs: dict[str, Any] = {}
+        self._outputs: Any = None
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
         self._kwargs = {**inputs.model_kwargs, "use_cache": True}
         self._text = inputs.input_ids
         self._uncached = len(inputs.uncached_ids)
-        self._outputs: Any = None
+        self._outputs = None
 
     def forward(
         self,

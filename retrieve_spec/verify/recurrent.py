@@ -181,14 +181,12 @@ class _Site:
         for name, value in self._settings.items():
             setattr(self.twin, name, value)
 
-    def hooks(self) -> list[Any]:
+    def hooks(self) -> Iterator[Any]:
         """Register on the mixer and its projections; they do nothing outside of passes over drafts."""
         module, last = self.mixer.module, self.mixer.projections[-1:]
         scans = self.way == "scan"
-        handles = [
-            module.register_forward_pre_hook(self._before_scan if scans else self._before_steps, with_kwargs=True),
-            module.register_forward_hook(self._after_scan if scans else self._after_steps, always_call=True),
-        ]
+        yield module.register_forward_pre_hook(self._before_scan if scans else self._before_steps, with_kwargs=True)
+        yield module.register_forward_hook(self._after_scan if scans else self._after_steps, always_call=True)
         for name, child in self.projections.items():
             if scans:
                 hooks: Any = self._before_projection, self._after_projection(name)
@@ -198,8 +196,8 @@ class _Site:
                 hooks = self._before_input, self._after_input(name)
             else:
                 continue
-            handles += [child.register_forward_pre_hook(hooks[0]), child.register_forward_hook(hooks[1])]
-        return handles
+            yield child.register_forward_pre_hook(hooks[0])
+            yield child.register_forward_hook(hooks[1])
 
     @property
     def running(self) -> Paths | None:
@@ -271,21 +269,18 @@ class _Site:
 
         return after
 
-    def replay(self, rows: torch.Tensor) -> None:
-        """Run the twin over accepted rows and the real cache."""
+    def replayed(self, base: Any, rows: torch.Tensor) -> tuple[ScratchLayer, int]:
+        """Run the twin over accepted rows from the states of a real layer: the states behind them, and their row."""
         for name, stand_in in self.given.items():
             out = self.known.get(name)
             if out is None:
                 raise RuntimeError(f"projection {name!r} was not seen")
             stand_in.value = out.index_select(1, rows)
-        args, kwargs = self.call
-        states = self.hidden.index_select(1, rows)
-        args = [states if i == 0 else value for i, value in enumerate(args)]
-        if not args:
-            kwargs = {**kwargs, "hidden_states": states}
-        if kwargs.get("attention_mask") is not None:
-            kwargs = {**kwargs, "attention_mask": None}
+        layer = ScratchLayer(base)
+        layer.rows(torch.clone)
+        args, kwargs = self._arguments(*self.call, self.hidden.index_select(1, rows), layer)
         self.twin(*args, **kwargs, **(self._keywords if len(rows) > 1 else {}))
+        return layer, 0
 
     # -- one step of the mixer's own one-token path per depth ---------------------------------------------------------
 
@@ -339,14 +334,12 @@ class _Site:
         self.out = out
         return out[:, :1]
 
-    def adopt(self, base: Any, paths: Paths, last: int) -> None:
-        """Make the state behind an accepted row that of the real layer."""
+    def states_behind(self, paths: Paths, last: int) -> tuple[ScratchLayer, int]:
+        """The states behind an accepted row that the pass left, and their row."""
         if self.way == "scan":
-            self.scratch.write_to(base, paths.ends[last])
-            return
+            return self.scratch, paths.ends[last]
         depth = int(paths.depth[last])
-        at = int((paths.levels[depth][0] == last).nonzero()[0])
-        self.levels[depth].write_to(base, at)
+        return self.levels[depth], int((paths.levels[depth][0] == last).nonzero()[0])
 
     def end(self) -> None:
         self.paths = None
@@ -371,6 +364,7 @@ class RecurrentState:
         self._sites = [_Site(mixer, self._way) for mixer in recurrence.mixers]
         self._paths: Paths | None = None
         self._roots = 0
+        self._kept: list[tuple[ScratchLayer, int]] = []  # by site, what a commit under way writes to the cache
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -379,7 +373,8 @@ class RecurrentState:
         self._sites = [
             site if site.tensors == site.mixer.tensors else _Site(site.mixer, self._way) for site in self._sites
         ]
-        self._handles = [handle for site in self._sites for handle in site.hooks()]
+        for site in self._sites:
+            self._handles.extend(site.hooks())  # one by one: an interruption leaves none that `detach` does not know
 
     def detach(self) -> None:
         """Take the hooks off and forget the last pass."""
@@ -391,7 +386,7 @@ class RecurrentState:
     @contextlib.contextmanager
     def verifying(self, cache: Any, roots: int, tree: DraftTree, device: torch.device) -> Iterator[None]:
         """Let the pass inside verify a draft; the cache's states stay as they are."""
-        self._paths, self._roots = Paths.of(roots, tree, device), roots
+        self._paths, self._roots, self._kept = Paths.of(roots, tree, device), roots, []
         for site in self._sites:
             site.begin(self._paths, cache)
         try:
@@ -405,19 +400,24 @@ class RecurrentState:
         paths = self._paths
         if paths is None:
             return
-        rows = paths.accepted(self._roots, path)
-        last = int(rows[-1])
-        if self._way == "steps" or last in paths.ends:
-            for site in self._sites:
-                site.adopt(cache.layers[site.mixer.layer_idx], paths, last)
-        else:
-            with torch.no_grad():
-                index = torch.from_numpy(rows)
-                for site in self._sites:
-                    site.replay(index.to(site.hidden.device))
+        self._kept = self._kept or self._behind(cache, paths, paths.accepted(self._roots, path))
+        for site, (states, row) in zip(self._sites, self._kept, strict=True):
+            states.write_to(cache.layers[site.mixer.layer_idx], row)
         self._forget()
 
+    def _behind(self, cache: Any, paths: Paths, rows: NDArray[np.int64]) -> list[tuple[ScratchLayer, int]]:
+        """By site, the states behind accepted rows; the cache's are as they were, so this may be done again."""
+        last = int(rows[-1])
+        if self._way == "steps" or last in paths.ends:
+            return [site.states_behind(paths, last) for site in self._sites]
+        with torch.no_grad():
+            index = torch.from_numpy(rows)
+            bases = [cache.layers[site.mixer.layer_idx] for site in self._sites]
+            return [
+                site.replayed(base, index.to(site.hidden.device)) for site, base in zip(self._sites, bases, strict=True)
+            ]
+
     def _forget(self) -> None:
-        self._paths = None
+        self._paths, self._kept = None, []
         for site in self._sites:
             site.end()

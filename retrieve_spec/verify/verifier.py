@@ -75,7 +75,8 @@ class Verifier(Protocol):
     """Runs the target model over draft trees and keeps its cache in step with the text.
 
     One generation calls `start` once, then `forward` and `commit` in turn, then `finish`. Between a `commit` and the
-    next `forward` the cache holds every token of the row but the last emitted one.
+    next `forward` the cache holds every token of the row but the last emitted one. Where an interruption cut `start`,
+    `commit` or `finish` short, or came right behind, the same call can be made again.
     """
 
     mode: Mode
@@ -84,6 +85,10 @@ class Verifier(Protocol):
     """Why the mode is not "tree"; empty when it is."""
     whole_prompts: bool
     """Whether the prompt must come in one piece: a second one would not see what the first left behind."""
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether `forward` can be called again where it was cut short: it takes back what was not committed."""
 
     @property
     def pass_kind(self) -> PassKind:

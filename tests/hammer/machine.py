@@ -54,10 +54,16 @@ def machine(family: str, **fixed: Any) -> type[RuleBasedStateMachine]:
         def generate_into_a_cache(self, lengths: list[int], seed: int, loop: bool, new: int, nodes: int | None) -> None:
             self.world.generate(prompts(lengths, seed, loop), cache=True, max_new_tokens=new, nodes=nodes)
 
-        @rule(lengths=LENGTHS, seed=SEED, loop=st.booleans(), new=NEW, warpers=WARPERS)
-        def sample(self, lengths: list[int], seed: int, loop: bool, new: int, warpers: dict[str, Any]) -> None:
-            inputs = prompts(lengths, seed, loop)
-            self.world.generate(inputs, max_new_tokens=new, do_sample=True, seed=seed, **warpers)
+        @rule(lengths=LENGTHS, seed=SEED, loop=st.booleans(), new=NEW, warpers=WARPERS, each=st.sampled_from([1, 1, 3]))
+        def sample(
+            self, lengths: list[int], seed: int, loop: bool, new: int, warpers: dict[str, Any], each: int
+        ) -> None:
+            options = {"max_new_tokens": new, "do_sample": True, "seed": seed, "num_return_sequences": each}
+            self.world.generate(prompts(lengths, seed, loop), **options, **warpers)
+
+        @rule(lengths=st.lists(st.integers(1, 12), min_size=6, max_size=12), seed=SEED, loop=st.booleans())
+        def generate_many_rows(self, lengths: list[int], seed: int, loop: bool) -> None:
+            self.world.generate(prompts(lengths, seed, loop), max_new_tokens=6)
 
         @rule(lengths=ONE, seed=SEED, new=NEW)
         def generate_in_two_threads(self, lengths: list[int], seed: int, new: int) -> None:
@@ -65,7 +71,9 @@ def machine(family: str, **fixed: Any) -> type[RuleBasedStateMachine]:
 
         @rule(
             many=st.lists(st.tuples(st.integers(1, 40), SEED, st.booleans()), min_size=2, max_size=3),
-            turns=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["step"] * 9 + ["close", "abandon", "call"]))),
+            turns=st.lists(
+                st.tuples(st.integers(0, 2), st.sampled_from(["step"] * 9 + ["close", "abandon", "call", "Ctrl-C"]))
+            ),
         )
         def interleave_streams(self, many: list[tuple[int, int, bool]], turns: list[tuple[int, str]]) -> None:
             for length, seed, sampled in many:
@@ -73,6 +81,8 @@ def machine(family: str, **fixed: Any) -> type[RuleBasedStateMachine]:
             for number, what in turns:
                 if what == "call":
                     self.world.generate(prompts([9], number, True), max_new_tokens=7)
+                elif what == "Ctrl-C":
+                    self.world.interrupt(prompts([9 + len(turns)], number, True), 40 * len(turns) + 150 * number, 12)
                 elif self.world.streams:
                     act = {"step": self.world.step_stream, "close": self.world.close_stream}
                     act.get(what, self.world.abandon_stream)(number % len(self.world.streams))
@@ -102,7 +112,7 @@ def machine(family: str, **fixed: Any) -> type[RuleBasedStateMachine]:
             kind = KeyboardInterrupt if seed % 2 else ZeroDivisionError
             self.world.fail(prompts(lengths, seed, seed % 3 > 0), calls, where, kind, 20)
 
-        @rule(lengths=ONE, seed=SEED, lines=st.integers(1, 3000))
+        @rule(lengths=st.one_of(ONE, ONE, LENGTHS), seed=SEED, lines=st.integers(1, 3000))
         def interrupt(self, lengths: list[int], seed: int, lines: int) -> None:
             self.world.interrupt(prompts(lengths, seed, seed % 3 > 0), lines, 20)
 

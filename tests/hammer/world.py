@@ -138,13 +138,14 @@ class World:
         self.streams: list[tuple[Any, list[int], list[int], str]] = []
         self.exact = True  # whether numbers are such that texts must be the same
         self.adapters: list[str] = []
-        self.ties = 0
+        self.interrupted = False
 
     # -- what is asked for ---------------------------------------------------------------------------------------
 
     def generate(self, inputs: dict[str, Any], own: str = "", cache: bool = False, **options: Any) -> None:
         """One call, compared with plain `generate`, or where it samples with a call that does not draft."""
-        CALLS["generate, sampled" if options.get("do_sample") else f"generate, {len(inputs['input_ids'])} rows"] += 1
+        rows = len(inputs["input_ids"]) * options.get("num_return_sequences", 1)
+        CALLS[f"generate{', sampled' * bool(options.get('do_sample'))}, {rows} row{'s' * (rows > 1)}"] += 1
         sampled = bool(options.get("do_sample"))
         reference = {name: value for name, value in options.items() if name not in ("draft", "nodes", "seed")}
         cache &= self.takes_a_cache
@@ -200,7 +201,13 @@ class World:
     def step_stream(self, number: int) -> None:
         stream, expected, seen, how = self.streams[number]
         CALLS["stream steps"] += 1
-        piece = next(stream, None)
+        try:
+            piece = next(stream, None)
+        except rs.errors.InterruptedPassError:  # what another generation's interruption left of recurrent state
+            self.streams.pop(number)
+            assert self.interrupted and (self.plain_only or self.model.speculation.interface.recurrence is not None)
+            CALLS["streams that an interruption elsewhere ended"] += 1
+            return
         if piece is None:
             self.streams.pop(number)
             self._compare(torch.tensor([seen]), torch.tensor([expected]), "", how == "sampled")
@@ -238,16 +245,19 @@ class World:
             self._compare(got, expected, "", sampled=False)
 
     def interrupt(self, inputs: dict[str, Any], lines: int, length: int) -> None:
-        """Ctrl-C between two lines of the library."""
-        CALLS["Ctrl-C between two lines"] += 1
-        cache, trap = self._cache(), Trap(lines)
+        """Ctrl-C between two lines of the library; streams that are open go on."""
+        CALLS[f"Ctrl-C between two lines, {len(self.streams)} streams open"] += 1
+        trap = Trap(lines)
+        cache = self._cache() if len(inputs["input_ids"]) == 1 else None
         expected = self._ask(self.plain, inputs, "", None, max_new_tokens=length)
         try:
             with trap.set():
                 got = self._ask(self.model, inputs, "", cache, max_new_tokens=length)
         except KeyboardInterrupt:
+            CALLS["Ctrl-C that came"] += 1
+            self.interrupted = True
             try:
-                if not trap.in_a_pass:
+                if not trap.in_a_pass and cache is not None:
                     self._continue(cache, expected[0].tolist())
                 again = self._ask(self.model, inputs, "", None, max_new_tokens=length)
                 self._compare(again, expected, "", sampled=False)
@@ -256,6 +266,11 @@ class World:
                 raise
         else:
             self._compare(got, expected, "", sampled=False)
+
+    @property
+    def plain_only(self) -> bool:
+        """Whether the model is decoded token by token."""
+        return bool(self.model.speculation.mode == "plain" or self.model.speculation.pass_kind == "plain")
 
     # -- what is done to the model -------------------------------------------------------------------------------
 
@@ -316,6 +331,11 @@ class World:
                 except ValueError:  # peft knows no adapters for it
                     return
                 model.eval()
+                try:
+                    model(torch.tensor([[1, 2]]))
+                except (AttributeError, RuntimeError):  # a layer that peft wraps, but cannot run
+                    model.delete_adapter(name)
+                    return
             elif how == "set":
                 model.set_adapter(name)
             elif how == "disable":

@@ -192,7 +192,7 @@ def test_cache_goes_back_where_it_came_from() -> None:
     for layer in range(2):
         cache.update(*rows_of(50 + layer, 3), layer)
     cache.commit(5, 1, np.array([1], np.int32))
-    cache.unload(dynamic)
+    cache.unload(dynamic, cache.length)
     assert dynamic.get_seq_length() == 7
     assert dynamic.layers[1].keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 5, 51, 53]
 
