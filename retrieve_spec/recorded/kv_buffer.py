@@ -245,7 +245,8 @@ class KVBuffer(Cache):  # type: ignore[misc]
 
     def release(self) -> None:
         """Let go of the tensors: whoever has rows of them keeps them alone."""
-        self.layers, self.layer_slabs = [], []
+        self.layers: list[Any] = []
+        self.layer_slabs = []
 
 
 def _spread(windows: tuple[int, ...]) -> list[int]:

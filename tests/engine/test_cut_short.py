@@ -74,7 +74,8 @@ def small(kind: str) -> Any:
         "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
         "qwen3_next": {
             "layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "mlp_only_layers": [0, 1],
-            "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8,
         },
     }[kind]  # fmt: skip
     settings = AutoConfig.for_model(

@@ -26,6 +26,7 @@ OPTIONS = st.fixed_dictionaries(
         "nodes": st.sampled_from([4, 24, "auto"]),
     }
 )
+TURNS = st.sampled_from(["step"] * 9 + ["close", "abandon", "call", "Ctrl-C"])
 WARPERS = st.sampled_from([{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.6, "top_k": 20}])
 
 
