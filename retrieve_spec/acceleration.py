@@ -1,4 +1,8 @@
-"""Makes a Hugging Face causal language model decode through verified drafts, saying exactly what it would have said."""
+"""Acceleration: makes a Hugging Face causal language model decode through verified drafts, losslessly.
+
+Greedy text has the tokens of plain `generate` in float32. Sampled text is, for a seed, that of this library's loop
+without drafts, and is distributed as plain `generate`'s.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,10 @@ def accelerate(
     config: SpeculationConfig | None = None,
     **options: Any,
 ) -> Any:
-    """Let a model's `generate` draft and verify; its signature and its output stay the same.
+    """Let a model's `generate` draft and verify; its signature stays, and greedy output has the same tokens in float32.
+
+    Sampled output depends on the seed alone, not on drafts, and has the same distribution; it is another draw than
+    plain `generate` makes with that seed.
 
     `model.generate` takes four more keyword arguments: `draft` ("auto", "off" or a preset), `nodes` (the budget per
     pass), `prediction` (text or token ids the output is expected to follow) and `seed` (of sampling; by default it is

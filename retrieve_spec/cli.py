@@ -109,7 +109,8 @@ def cli() -> None:
     """Lossless, model-free speculative decoding for Hugging Face language models.
 
     Drafts come from text that can be looked up (the prompt, earlier output, datastores); the model checks them many
-    tokens at a time and says exactly what it would have said.
+    tokens at a time. Greedy text has the tokens of plain generate in float32. Sampled text is, for a seed, that of the
+    same loop without drafts, and has plain generate's distribution.
     """
 
 

@@ -126,3 +126,15 @@ def test_make_targets_in_the_docs_exist():
     for page in PAGES:
         for target in re.findall(r"\bmake ([a-z][a-z-]+)\b", "\n".join(blocks(page, "bash"))):
             assert target in targets, f"{page}: make {target}"
+
+
+PROMISES = r"would have said|says? exactly what|output stays? the same|same, token for token|sampled or not"
+
+
+def test_nobody_promises_plain_generates_text_for_samples():
+    """A seed gives another draw than plain `generate` makes: that is said wherever a promise is made."""
+    others = "the others say what they would have said|says what it would have said. A newer"  # in company, not plain
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("retrieve_spec/**/*.py")]:
+        text = re.sub(r"\s+", " ", page.read_text())
+        found = re.search(PROMISES, re.sub(others, "", text))
+        assert not found, f"{page.name}: {text[max(found.start() - 80, 0) : found.end() + 40]}"
