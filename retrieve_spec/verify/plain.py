@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
@@ -14,7 +15,10 @@ from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, Verifi
 
 
 class StepVerifier:
-    """A `Verifier` in "plain" mode for any model and cache: the model prepares every input itself."""
+    """A `Verifier` in "plain" mode for any model and cache: the model prepares every input itself.
+
+    What modules hold of a text themselves (RecurrentGemma's state) is put back before the next token of that text.
+    """
 
     def __init__(self, model: Any, reason: str) -> None:
         self.model = model
@@ -27,13 +31,14 @@ class StepVerifier:
         self._takes_logits_to_keep = model._supports_logits_to_keep()
         self._kwargs: dict[str, Any] = {}
         self._outputs: Any = None
+        self._held: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
         self._kwargs = {**inputs.model_kwargs, "use_cache": True}
         self._text = inputs.input_ids
         self._uncached = len(inputs.uncached_ids)
-        self._outputs = None
+        self._outputs, self._held = None, []
 
     def forward(
         self,
@@ -60,7 +65,11 @@ class StepVerifier:
         inputs = self.model.prepare_inputs_for_generation(
             self._text, next_sequence_length=len(root_ids), is_first_iteration=first, **self._kwargs
         )
+        for module, name, value in self._held:
+            if getattr(module, name) is not value:
+                setattr(module, name, value)  # another text was read in between
         self._outputs = self.model(**inputs, return_dict=True)
+        self._held = _held_by(self.model) if first else [(m, name, getattr(m, name)) for m, name, _ in self._held]
         return VerifierOutput(self._outputs.logits[0, -keep:])
 
     def commit(self, path: NDArray[np.int32]) -> None:
@@ -76,3 +85,13 @@ class StepVerifier:
             if cache is not None:
                 return cache
         return None
+
+
+def _held_by(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Tensors that are plain attributes of modules."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]

@@ -172,3 +172,21 @@ def test_models_with_state_of_their_own_hand_back_what_generate_does(name: str) 
         assert greedy(model, {"input_ids": ids(9)}, return_dict_in_generate=True).keys() == expected.keys()
     finally:
         rs.restore(model)
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "mamba"])
+def test_streams_read_in_turn_do_not_mix_their_states(name: str) -> None:
+    """Wherever a model keeps its state, in modules too."""
+    model = model_of(next(family for family in FAMILIES if family.name == name), "eager")
+    prompts = [ids(9), ids(6, 11)]
+    expected = [greedy(model, {"input_ids": prompt})[0, prompt.shape[1] :].tolist() for prompt in prompts]
+    rs.accelerate(model)
+    try:
+        streams = [rs.generate_stream(model, prompt, max_new_tokens=NEW, do_sample=False) for prompt in prompts]
+        shown: list[list[int]] = [[], []]
+        for turn in range(2 * NEW):
+            piece = next(streams[turn % 2], None)
+            shown[turn % 2] += piece.token_ids.tolist() if piece else []
+        assert [tokens[:NEW] for tokens in shown] == expected
+    finally:
+        rs.restore(model)
