@@ -31,7 +31,7 @@ class StepVerifier:
         self._takes_logits_to_keep = model._supports_logits_to_keep()
         self._kwargs: dict[str, Any] = {}
         self._outputs: Any = None
-        self._held: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._held: list[tuple[nn.Module, str, Any]] = []
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
@@ -66,10 +66,11 @@ class StepVerifier:
             self._text, next_sequence_length=len(root_ids), is_first_iteration=first, **self._kwargs
         )
         for module, name, value in self._held:
-            if getattr(module, name) is not value:
+            if getattr(module, name, None) is not value:
                 setattr(module, name, value)  # another text was read in between
         self._outputs = self.model(**inputs, return_dict=True)
-        self._held = _held_by(self.model) if first else [(m, name, getattr(m, name)) for m, name, _ in self._held]
+        held = _held_by(self.model) if first else self._held
+        self._held = [(module, name, getattr(module, name, None)) for module, name, _ in held]
         return VerifierOutput(self._outputs.logits[0, -keep:])
 
     def commit(self, path: NDArray[np.int32]) -> None:
@@ -87,7 +88,7 @@ class StepVerifier:
         return None
 
 
-def _held_by(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+def _held_by(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """Tensors that are plain attributes of modules."""
     return [
         (module, name, value)
