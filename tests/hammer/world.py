@@ -77,6 +77,8 @@ class Trap:
         self.in_a_pass = False
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_name in ("alone", "leave"):  # signals come where Python calls or jumps back, not at any line
+            return None
         return self._step if frame.f_code.co_filename.startswith(str(PACKAGE)) else None
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
