@@ -38,7 +38,8 @@ def main() -> int:
     count = 0
     while time.monotonic() < end:
         family, number = draw.choice(arguments.families), draw.randrange(2**32)
-        print(f"{end - time.monotonic():6.0f} s left: {family}, seed {number}", file=sys.stderr, flush=True)
+        done = f"{sum(CALLS.values())} calls, {CALLS['Ctrl-C that came']} interruptions, {sum(found.values())} findings"
+        print(f"{end - time.monotonic():6.0f} s left, {done}: {family}, seed {number}", file=sys.stderr, flush=True)
         case = with_seed(number)(machine(family))
         count += 1
         try:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from world import World, prompts
 
-SECONDS = 900
-"""After which one sequence is taken to hang: the stacks of all threads are shown and the process ends."""
+SECONDS = 2700
+"""After which one sequence is taken to hang: the stacks of all threads are shown and the process ends (loaded machines are slow)."""
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 ONE = st.lists(st.integers(1, 40), min_size=1, max_size=1)
