@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from world import World, prompts
 
 SECONDS = 2700
-"""After which one sequence is taken to hang: the stacks of all threads are shown and the process ends (loaded machines are slow)."""
+"""After which one sequence is taken to hang: the stacks of all threads are shown and the process ends."""
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 ONE = st.lists(st.integers(1, 40), min_size=1, max_size=1)
