@@ -203,6 +203,8 @@ def blend(
     for level in range(num_levels):
         row = levels[level, 0]
         recency = recency_weight(cells, levels[level, 2])
+        spend = mass * np.float64(weights[level])
+        mass -= spend
         m = read_level(
             table,
             row,
@@ -211,12 +213,11 @@ def blend(
             levels[level, 1],
             levels[level, 3],
             recency,
+            0.999 * floor / max(spend, 1e-30),  # just below: the limit itself is drawn here, for all sources alike
             read_tokens,
             read_counts,
             read_p,
         )
-        spend = mass * np.float64(weights[level])
-        mass -= spend
         for i in range(m):
             p = spend * np.float64(read_p[i])
             if p < floor:

@@ -11,7 +11,7 @@ from retrieve_spec.kernels.blend import MASS_FLOOR, blend, collect_levels, open_
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.scale import CERTAIN, scaled
-from retrieve_spec.kernels.source_table import CURSOR, KIND, NUMBER, RECYCLING, RESTING, TAIL, recycling_sets
+from retrieve_spec.kernels.source_table import CURSOR, KIND, NUMBER, PHRASES, RECYCLING, RESTING, TAIL, recycling_sets
 from retrieve_spec.kernels.views import borrowed
 from retrieve_spec.kernels.weights import NUM_SOURCES
 
@@ -134,7 +134,7 @@ def _follow(
         tails[at, i] = tails[above, i - 1]
     rows = len(table)
     for s in range(rows):
-        if table[s, KIND] == RECYCLING:
+        if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES:
             recycling.ask_for(recycling_sets(table, s), tails, at)  # looked up when the automata have been followed
     for s in range(rows):
         if table[s, RESTING] == 1:

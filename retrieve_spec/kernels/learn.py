@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton, trie, unigram
 from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, open_scratch
-from retrieve_spec.kernels.expand import couple
+from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key
 from retrieve_spec.kernels.scale import learn_scale
@@ -180,7 +180,7 @@ def learn(
             slow = table[s, KIND] == NGRAM or table[s, KIND] == EXACT
             table[s, RESTING] = 1 if slow and (tail_len + i) % every != 0 else resting[s]
         k = collect_levels(table, cursors, 0, tail, 0, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, scratch)
-        c = blend(table, cursors, 0, cells, k, 0.0, i + 1, scratch)
+        c = blend(table, cursors, 0, cells, k, 0.0 if noise[0] else NEGLIGIBLE * min_p, i + 1, scratch)
         if noise[0]:
             couple(scratch.tokens, scratch.probs, c, noise_key(noise[1], noise[2], noise[3] + i))
         learn_scale(scale, noise[0] * NUM_SOURCES, table, scratch, c, min_p, token)

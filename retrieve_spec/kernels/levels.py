@@ -218,11 +218,15 @@ def read_level(
     handle: int,
     total: int,
     recency: float,
+    least: float,
     out_tokens: NDArray[np.int32],
     out_counts: NDArray[np.int32],
     out_p: NDArray[np.float32],
 ) -> int:
-    """Continuations of one level and their shares of it; returns how many were written."""
+    """Continuations of one level and their shares of it; returns how many were written.
+
+    Where the most probable stand first, those with a share below ``least`` are left out.
+    """
     if table[s, KIND] == AUTOMATON:
         n = automaton.successors(states_of(table, s), edges_of(table, s), handle, READ_LIMIT, out_tokens, out_counts)
         for i in range(n):
@@ -235,13 +239,13 @@ def read_level(
         ids = recycling_tokens(table, s, handle)
         p = recycling_probs(table, s, handle)
         n = 0
-        while n < k and ids[n] >= 0:
+        while n < k and ids[n] >= 0 and p[n] >= least:
             out_tokens[n] = ids[n]
             out_p[n] = p[n]
             n += 1
         return n
     if table[s, KIND] == UNIGRAM:
-        return unigram.read(table, s, out_tokens, out_p)
+        return unigram.read(table, s, least, out_tokens, out_p)
     if table[s, KIND] == NGRAM:
         counts = ngram_counts(table, s)
         first, end = ngram_part(table, s, handle)

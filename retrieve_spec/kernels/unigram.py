@@ -45,9 +45,10 @@ META = 6
 def log2(n: int) -> int:
     """Logarithm of a positive number, rounded down."""
     b = 0
-    while n > 1:
-        n >>= 1
-        b += 1
+    for step in (16, 8, 4, 2, 1):
+        if n >> step > 0:
+            n >>= step
+            b += step
     return b
 
 
@@ -133,7 +134,7 @@ def rank(
     cells: NDArray[np.int32],
     shares: NDArray[np.float32],
 ) -> None:
-    """Write the list: (LISTED,) token ids, their cells and shares, which add up to one."""
+    """Write the list, most likely first: (LISTED,) token ids, their cells and shares, which add up to one."""
     n = 0
     total = 0.0
     now = meta[TOKENS] + 1
@@ -146,8 +147,13 @@ def rank(
         cell = cell_of(age, count, stats[token, GENERATED])
         prior = 0.7 * count / now + 0.3 / (age + 16.0)
         share = (np.float64(rates[2 * cell]) + RATE_PRIOR * prior) / (np.float64(rates[2 * cell + 1]) + RATE_PRIOR)
-        tokens[n], cells[n], shares[n] = token, cell, share
         total += share
+        kept = np.float32(share)
+        at = n
+        while at > 0 and shares[at - 1] < kept:
+            tokens[at], cells[at], shares[at] = tokens[at - 1], cells[at - 1], shares[at - 1]
+            at -= 1
+        tokens[at], cells[at], shares[at] = token, cell, kept
         n += 1
     for i in range(n):
         shares[i] = np.float64(shares[i]) / total
@@ -192,13 +198,16 @@ def evidence(table: NDArray[np.int64], s: int) -> tuple[int, int]:
 
 
 @njit(cache=True, nogil=True)
-def read(table: NDArray[np.int64], s: int, out_tokens: NDArray[np.int32], out_p: NDArray[np.float32]) -> int:
-    """Write the tokens of the list and their shares; returns how many."""
-    n = listed(table, s)
+def read(
+    table: NDArray[np.int64], s: int, least: float, out_tokens: NDArray[np.int32], out_p: NDArray[np.float32]
+) -> int:
+    """Write the tokens of the list with a share of at least ``least``, and their shares; returns how many."""
     tokens, shares = view_i32(table[s, UNIGRAM_TOKENS], LISTED), view_f32(table[s, UNIGRAM_SHARES], LISTED)
-    for i in range(n):
-        out_tokens[i] = tokens[i]
-        out_p[i] = shares[i]
+    n = 0
+    while n < listed(table, s) and shares[n] >= least:
+        out_tokens[n] = tokens[n]
+        out_p[n] = shares[n]
+        n += 1
     return n
 
 

@@ -11,6 +11,7 @@ from retrieve_spec.kernels import recycling as kernels
 from retrieve_spec.kernels import source_table
 from retrieve_spec.sources.rows import Row, source_row
 
+Ids = NDArray[np.int32]
 _LINE = 64
 """Bytes that memory is read by."""
 
@@ -42,13 +43,7 @@ class RecyclingTable:
         self.sets[:] = 0
         self.clock[:] = 0
 
-    def learn(
-        self,
-        tails: NDArray[np.int32],
-        tail_lens: NDArray[np.int32],
-        ids: NDArray[np.int32],
-        logits: NDArray[np.float32],
-    ) -> None:
+    def learn(self, tails: Ids, tail_lens: Ids, ids: Ids, logits: NDArray[np.float32]) -> None:
         """Remember the target's top tokens after m contexts.
 
         Parameters

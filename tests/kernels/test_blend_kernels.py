@@ -171,7 +171,7 @@ def test_learning_is_expectation_maximisation(world, seed, every):
         read = (len(w.text) + i) % every == 0
         sources = [s if read or s.number not in (4, 5) else naive.Silent(s.number) for s in w.sources]
         merged = naive.merged(sources, w.text + emitted[:i], expected_cells, naive.Trust(), 0.01)
-        naive.learn_scale(expected_scale, sources, naive.distribution(merged), 0.002, token)
+        naive.learn_scale(expected_scale, sources, naive.distribution(merged, naive.NEGLIGIBLE * 0.002), 0.002, token)
         before = expected_use.copy()
         naive.learn_weights(expected_cells, expected_trust, expected_use, merged, token)
         silent = [isinstance(s, naive.Silent) for s in sources]

@@ -40,6 +40,7 @@ def test_the_list_as_defined(alphabet, seed, parts):
         say(unigrams, tokens, generated)
         naive.extend(tokens.tolist(), generated)
         assert listed(unigrams) == pytest.approx(naive.shares() if naive.text else {})
+        assert sorted(listed(unigrams).values(), reverse=True) == list(listed(unigrams).values())
         assert unigrams.meta[:2].tolist() == [len(naive.text), len(set(naive.text))]
 
 
