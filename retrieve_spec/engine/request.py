@@ -36,7 +36,6 @@ _OTHER_MODES: dict[str, str] = {
     "custom_generate": "custom_generate decodes",
     "synced_gpus": "GPUs generate in step (synced_gpus)",
     "negative_prompt_ids": "a negative prompt needs a second model call per token",
-    "inputs_embeds": "the prompt is given as embeddings",
 }
 _OTHER_SETTINGS: dict[str, tuple[Any, str]] = {
     "num_beams": (1, "beams are searched"),
@@ -76,6 +75,8 @@ class Prepared:
         Whether the cache is the caller's own.
     context_ids
         (n,) int32 what a drafter reads in place of the prompt, where that is not the prompt alone.
+    ids
+        (rows, L) long, the text as processors and criteria see it, where a prompt of embeddings is no part of it.
     """
 
     inputs: VerifierInputs
@@ -84,6 +85,7 @@ class Prepared:
     config: Any
     callers_cache: bool = False
     context_ids: NDArray[np.int32] | None = None
+    ids: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -115,7 +117,8 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     """The rows of a prepared call, those of a batch without their left padding and over caches of their own."""
     whole = prepared.inputs
     if len(whole.input_ids) == 1:
-        return [Row(0, whole.input_ids, 0, whole, prepared.processors)]
+        ids = whole.input_ids if prepared.ids is None else prepared.ids
+        return [Row(0, ids, ids.shape[1] - whole.input_ids.shape[1], whole, prepared.processors)]
     rows = []
     for index, padding in enumerate(left_padding(whole) or []):
         kwargs = {**whole.model_kwargs, "attention_mask": None, cache_name: new_cache()}
@@ -194,6 +197,7 @@ class _Captured:
     stopping_criteria: Any
     generation_config: Any
     model_kwargs: dict[str, Any]
+    added: int = 0  # places of the prompt that its text does not have
 
 
 def _capture(
@@ -240,10 +244,14 @@ def prepare(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
     captured = generate(**{**arguments, "custom_generate": _capture})
+    given_ids = _stand_in_for_embeddings(captured)
     reason = _reason_from_captured(captured, interface, alone)
     if reason:
         return reason
     prepared = _as_prepared(captured, interface, arguments.get(interface.cache_name) is not None)
+    if given_ids is not None:
+        prepared.ids = given_ids
+        prepared.context_ids = given_ids[0].cpu().numpy().astype(np.int32)
     if interface.has_encoder:
         prepared.context_ids = _encoded_ids(model, arguments, captured.input_ids)
     if len(prepared.inputs.input_ids) > 1:
@@ -295,6 +303,17 @@ def _reason_from_arguments(model: Any, arguments: dict[str, Any], alone: str) ->
     return ""
 
 
+def _stand_in_for_embeddings(captured: _Captured) -> torch.Tensor | None:
+    """Give a prompt of embeddings as many tokens as it has places, 0 everywhere; the ids there were, if it changed."""
+    embeds = captured.model_kwargs.get("inputs_embeds")
+    ids = captured.input_ids
+    if embeds is None or ids.ndim != 2 or ids.shape[1] == embeds.shape[1]:
+        return None
+    captured.input_ids = ids.new_zeros(embeds.shape[:2])
+    captured.added = embeds.shape[1] - ids.shape[1]
+    return ids
+
+
 def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> NDArray[np.int32] | None:
     """What an encoder reads and what the decoder begins with, where both have one vocabulary."""
     given = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
@@ -321,6 +340,8 @@ def _reason_from_captured(captured: _Captured, interface: ModelInterface, alone:
     if kwargs.get("use_cache") is False:
         return "the cache is switched off"
     length, past = captured.input_ids.shape[1], _past_length(kwargs)
+    if kwargs.get("inputs_embeds") is not None and (past or interface.has_encoder or interface.rope_rescans):
+        return "the prompt is given as embeddings"
     if past and _holds_past(captured, interface) and past >= length:
         return "the cache already holds the whole prompt"
     reached = length if positions is None else min(length, int(positions.flatten()[-1]) + 1)  # without padding
@@ -350,7 +371,7 @@ def _as_prepared(captured: _Captured, interface: ModelInterface, callers_cache: 
         model_kwargs=captured.model_kwargs,
         past_length=past,
         holds_past=holds,
-        max_length=captured.generation_config.max_length + (0 if holds else past),
+        max_length=captured.generation_config.max_length + captured.added + (0 if holds else past),
         returns_cache=callers_cache or bool(captured.generation_config.return_dict_in_generate),
     )
     config = captured.generation_config

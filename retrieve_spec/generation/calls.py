@@ -92,7 +92,7 @@ def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared
     """Run the sequences of a call to their ends; the first that fails ends all. The streamer hears of the end."""
     running = speculation.engine.run(sequences)
     try:
-        feed.prompt(prepared.inputs.input_ids)
+        feed.prompt(prepared.inputs.input_ids if prepared.ids is None else prepared.ids)
         for sequence, visible in running:
             if visible is not None:
                 feed.put(visible)

@@ -291,3 +291,29 @@ def test_batches_with_pictures_are_left_to_generate() -> None:
     rs.accelerate(model, nodes=8, recorded_pass="always")
     assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
     assert model.speculation.last.mode == "delegated"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_prompts_of_embeddings(name: str) -> None:
+    model = build(name, "causal")
+    ids = prompt(model, 30)
+    embeds = model.get_input_embeddings()(ids).detach()
+    wanted = model.generate(inputs_embeds=embeds, **GREEDY)
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=12)
+    planted.plant(wanted[0], 0, "branchy")
+    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), wanted)
+    assert model.speculation.last.tokens_per_pass > 1.5
+    both = model.generate(ids, inputs_embeds=embeds, **GREEDY)
+    assert torch.equal(both, torch.cat([ids, wanted], dim=1))
+    rs.accelerate(model)
+    for options in (GREEDY, {"max_new_tokens": 12, "do_sample": True, "seed": 3, "repetition_penalty": 1.2}):
+        drafted = model.generate(inputs_embeds=embeds, **options)
+        assert torch.equal(drafted, model.generate(inputs_embeds=embeds, draft="off", **options))
+    padded = torch.cat([torch.zeros_like(embeds[:, :4]), embeds], dim=1)
+    shown = torch.tensor([[0] * 4 + [1] * 30])
+    rs.restore(model)
+    inputs = {"inputs_embeds": padded, "attention_mask": shown, "max_length": 45, "do_sample": False}
+    wanted = model.generate(**inputs)
+    rs.accelerate(model, nodes=6)
+    assert torch.equal(model.generate(**inputs), wanted)

@@ -352,7 +352,7 @@ def test_what_is_left_to_the_original(tiny: Any, prompt: torch.Tensor, options: 
     assert reason in tiny.speculation.last.reason
 
 
-def test_batches_and_embeddings_are_left_to_the_original(tiny: Any, prompt: torch.Tensor, caplog: Any) -> None:
+def test_batches_are_left_to_the_original_and_embeddings_are_not(tiny: Any, prompt: torch.Tensor, caplog: Any) -> None:
     both = torch.cat([prompt, prompt.flip(1)])
     embeds = tiny.get_input_embeddings()(prompt).detach()
     expected = [answer_of(tiny, both), tiny.generate(inputs_embeds=embeds, **GREEDY)]
