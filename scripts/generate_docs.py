@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmark_tables
+import census_tables
 import click
 import cost_tables
 
@@ -120,7 +121,7 @@ def first_sentence(path: Path) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment}
-PARTS |= benchmark_tables.TABLES | cost_tables.TABLES
+PARTS |= benchmark_tables.TABLES | cost_tables.TABLES | census_tables.TABLES
 
 
 def render(text: str) -> str:

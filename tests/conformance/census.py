@@ -5,12 +5,14 @@ over a second turn, from embeddings, with a picture, under planted drafts that a
 
 python tests/conformance/census.py --mapping causal --part 1/8 --out census.jsonl
 python tests/conformance/census.py --only qwen3_5_text,mamba2
+python tests/conformance/census.py --collect census*.jsonl    # what docs/conformance.md is made from
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 import time
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from census_models import EXTRA, HYBRID, MAPPINGS, build, names, picture_prompt, prompt
@@ -27,6 +30,7 @@ from scripted_drafter import ScriptedDrafter
 import retrieve_spec as rs
 
 __all__ = ["EXTRA", "HYBRID", "MAPPINGS", "build", "examine", "names", "prompt"]
+DATA = Path(__file__).resolve().parents[2] / "docs" / "data" / "census.json"
 NEW = 18
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 SAMPLED: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "temperature": 0.9, "seed": 3}
@@ -177,6 +181,35 @@ def examine(name: str, mapping: str) -> dict[str, Any]:
     return {**line, "calls": entry.modes, "checks": entry.checks, "wrong": bad, "seconds": seconds}
 
 
+def summary(line: dict[str, Any]) -> dict[str, Any]:
+    """What the docs say of an entry."""
+    checks, calls = line.get("checks", {}), line.get("calls", {})
+    text = calls.get("text", "plain raises" if "text" in checks else line["mode"])
+    text, _, why = text.partition(": ")
+    if text == "plain raises":
+        why = "its own generate does not take text alone" if line["mapping"] != "causal" else "its own generate fails"
+    why = why or ("" if text == "tree" else line.get("reason", ""))
+    return {
+        "name": line["name"],
+        "mapping": line["mapping"],
+        "class": line.get("class", ""),
+        "text": text,
+        "why": re.sub(r" \(off by .*?\)|\[.*?\]", "", " ".join(why.split()))[:110],
+        "picture": calls.get("picture", "").partition(":")[0],
+        "compared": sum(value in ("same", "differs") for value in checks.values()),
+        "wrong": line.get("wrong") or [],
+    }
+
+
+def collect(files: list[Path]) -> None:
+    """Write the data that the docs are made from; of an entry that was examined twice the last counts."""
+    lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    by_name = {(line["mapping"], line["name"]): summary(line) for line in lines}
+    entries = [by_name[key] for key in sorted(by_name)]
+    data = {"transformers": transformers.__version__, "torch": torch.__version__, "entries": entries}
+    DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
 def _late(*_args: Any) -> None:
     raise TimeoutError("an entry took too long")
 
@@ -189,7 +222,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="model types, separated by commas")
     parser.add_argument("--seconds", type=int, default=150, help="for one entry at most")
     parser.add_argument("--out", type=Path, help="file that lines are added to")
+    parser.add_argument("--collect", type=Path, nargs="+", help="write docs/data/census.json from such files")
     args = parser.parse_args()
+    if args.collect:
+        collect(args.collect)
+        return
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     part, parts = (int(number) for number in args.part.split("/"))
