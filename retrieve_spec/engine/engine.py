@@ -11,8 +11,11 @@ next step first makes good what it cut short of others.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
+import sys
 import threading
+import types
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Many
 from time import perf_counter
@@ -62,6 +65,7 @@ class Engine:
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         self._driver = 0  # the thread that steps
+        self._holder: types.FrameType | None = None  # and its call that does
 
     def step(self, own: Many[Sequence] = ()) -> None:
         """One pass for every sequence that may go on; `own` are those that the caller waits for."""
@@ -208,30 +212,41 @@ class Engine:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether this thread is in the middle of a step."""
-        return self._driver == threading.get_ident()
+        """Whether this thread keeps others from stepping, as in the middle of a step.
+
+        Ctrl-C may come between the last of what it did alone and the note that it is over: its calls tell.
+        """
+        if self._driver != threading.get_ident():
+            return False
+        frame = inspect.currentframe()
+        while frame is not None and frame is not self._holder:
+            frame = frame.f_back
+        return frame is not None
 
     @contextlib.contextmanager
     def alone(self, unless: Callable[[], bool] = bool) -> Iterator[bool]:
         """Keep others from stepping; False if there was to wait, and `unless` came true meanwhile."""
         me = threading.get_ident()
-        if self._driver == me:
+        if self.is_stepping:
             raise ConfigError(
                 "calls between passes", "one from inside a pass of the same model", "Make it when the pass is over."
             )
+        if self._driver == me:  # an interruption came when all was done
+            self._driver, self._holder = 0, None
+        mine = sys._getframe(2)  # behind contextlib's own
         try:
             with self._mutex:
                 while self._driver and not unless():
                     self._changed.wait(_PATIENCE)
                 if not self._driver:
-                    self._driver = me
-            yield self._driver == me
+                    self._driver, self._holder = me, mine
+            yield self._holder is mine
         finally:
-            if self._driver == me:
+            if self._holder is mine:
                 try:
                     self._end_leaving()
                 finally:
-                    self._driver = 0
+                    self._driver, self._holder = 0, None
                     with self._mutex:
                         self._changed.notify_all()
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
-from retrieve_spec.errors import InterruptedPassError
+from retrieve_spec.errors import ConfigError, InterruptedPassError
 from retrieve_spec.recorded import recorded_verifier, slab
 
 MOST = 7
@@ -195,3 +195,29 @@ def test_what_is_kept_is_kept_whole(kind: str, room: str, monkeypatch: pytest.Mo
             if not torch.equal(plain.generate(whole[:, : held + 1], past_key_values=cache, **more), expected):
                 bad.append((line, cut.where, "another text"))
     assert not bad, f"{len(bad)}: {bad[:20]}"
+
+
+def test_a_step_that_was_over_but_not_noted_as_such_keeps_nobody_from_stepping(tiny: Any, prompt: torch.Tensor) -> None:
+    """As Ctrl-C leaves it inside of `with`, while somebody holds the traceback (a notebook does)."""
+    wanted = tiny.generate(prompt, **GREEDY)
+    rs.accelerate(tiny, nodes=4)
+
+    def interrupted() -> Any:
+        turn = tiny.speculation.engine.alone()
+        turn.__enter__()
+        return turn
+
+    held = interrupted()
+    assert torch.equal(tiny.generate(prompt, **GREEDY), wanted)
+    assert "middle" not in tiny.speculation.last.reason
+    with tiny.speculation.engine.alone():
+        held.__exit__(None, None, None)  # as when the traceback goes, at any time
+        with pytest.raises(ConfigError):
+            tiny.speculation.invalidate()
+    assert torch.equal(tiny.generate(prompt, **GREEDY), wanted)
+
+
+def test_a_call_from_inside_of_what_is_done_alone_is_refused(tiny: Any) -> None:
+    rs.accelerate(tiny, nodes=4)
+    with tiny.speculation.engine.alone(), pytest.raises(ConfigError, match="from inside a pass"):
+        tiny.speculation.invalidate()
