@@ -352,7 +352,9 @@ def test_what_is_left_to_the_original(tiny: Any, prompt: torch.Tensor, options: 
     assert reason in tiny.speculation.last.reason
 
 
-def test_batches_are_left_to_the_original_and_embeddings_are_not(tiny: Any, prompt: torch.Tensor, caplog: Any) -> None:
+def test_a_drafter_that_was_given_serves_no_batches_but_embeddings(
+    tiny: Any, prompt: torch.Tensor, caplog: Any
+) -> None:
     both = torch.cat([prompt, prompt.flip(1)])
     embeds = tiny.get_input_embeddings()(prompt).detach()
     expected = [answer_of(tiny, both), tiny.generate(inputs_embeds=embeds, **GREEDY)]
@@ -360,8 +362,8 @@ def test_batches_are_left_to_the_original_and_embeddings_are_not(tiny: Any, prom
     with caplog.at_level(logging.INFO, "retrieve_spec"):
         for _ in range(2):
             assert torch.equal(answer_of(tiny, both), expected[0])
-            assert "one row" in tiny.speculation.last.reason
-    assert len([record for record in caplog.records if "one row" in record.message]) == 1, "said once"
+            assert "serves one text" in tiny.speculation.last.reason
+    assert len([record for record in caplog.records if "serves one text" in record.message]) == 1, "said once"
     assert torch.equal(tiny.generate(inputs_embeds=embeds, **GREEDY), expected[1])
 
 
