@@ -34,7 +34,7 @@ from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation.calls import BEFORE, generate, own_generate, why_delegated
 from retrieve_spec.generation.many import generate_many
 from retrieve_spec.generation.streams import generate_stream
-from retrieve_spec.model_layers import base_model
+from retrieve_spec.model_layers import base_model, embedded_tokens
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sources.dense import DenseIndexes
@@ -153,7 +153,7 @@ def _open_store(store: Any, tokenizer: Any) -> Datastore:
 
 def _check_stores(model: Any, config: SpeculationConfig, stores: Sequence[Any]) -> None:
     """Refuse text in tokens that the model does not embed, and dense indexes of another model that is drafted from."""
-    known = model.get_input_embeddings().weight.shape[0]
+    known = embedded_tokens(model)
     for store in stores:
         if isinstance(store, Datastore):
             store.check_ids(known)
@@ -236,7 +236,7 @@ def _find_mode(model: Any) -> Finding:
 
 def _check_tokenizer(model: Any, tokenizer: Any) -> None:
     """Refuse a tokenizer of more tokens than the model embeds."""
-    known = model.get_input_embeddings().weight.shape[0]
+    known = embedded_tokens(model)
     if len(tokenizer) > known:
         raise TokenizerMismatchError(
             f"a tokenizer of at most {known} tokens, as many as the model embeds",

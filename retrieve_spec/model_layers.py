@@ -1,4 +1,4 @@
-"""Parts of a model: the transformers model inside an adapter's wrapper, and the decoder blocks of any family."""
+"""Parts of a model: what is inside an adapter's wrapper, its table of tokens, and the decoder blocks of any family."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def base_model(model: Any) -> Any:
                 "Call the model's own generate.",
             )
     return model.get_base_model()
+
+
+def embedded_tokens(model: Any) -> int:
+    """How many token ids a model embeds: rows of its table, or what its config says where it has several tables."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return int(model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0])
 
 
 def decoder_blocks(model: Any) -> nn.ModuleList:

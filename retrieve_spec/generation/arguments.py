@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.errors import ConfigError, PromptError
+from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.verify.interface import input_device
 
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
@@ -40,7 +41,7 @@ def known_ids(given: Any, name: str, model: Any) -> NDArray[np.int32]:
         whole = ids.astype(np.int64)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"token ids as {name}", repr(given)[:60], "Give one list of whole numbers.") from None
-    known = model.get_input_embeddings().weight.shape[0]
+    known = embedded_tokens(model)
     if len(ids) and not ((whole == ids).all() and whole.min() >= 0 and whole.max() < known):
         wrong = ids[(whole != ids) | (whole < 0) | (whole >= known)][0]
         raise ConfigError(

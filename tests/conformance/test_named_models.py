@@ -317,3 +317,10 @@ def test_prompts_of_embeddings(name: str) -> None:
     wanted = model.generate(**inputs)
     rs.accelerate(model, nodes=6)
     assert torch.equal(model.generate(**inputs), wanted)
+
+
+def test_a_model_with_several_tables_of_tokens_is_left_to_itself() -> None:
+    model = build("musicgen", "causal")
+    rs.accelerate(model, nodes=4)
+    assert model.speculation.mode == "delegated"
+    assert model.speculation.reason == "MusicgenForCausalLM has a generate of its own"
