@@ -30,9 +30,13 @@ class ScriptedDrafter:
     def __init__(
         self, answer: Any, script: str = "right", *, length: int = 6, vocab: int = 199, top_k: int = 4
     ) -> None:
-        self.answer = [int(token) for token in answer]
-        self.script, self.length, self.vocab = script, length, vocab
+        self.length, self.vocab = length, vocab
         self.top_k, self.wants_hidden = top_k, None
+        self.turn_to(answer, script)
+
+    def turn_to(self, answer: Any, script: str) -> None:
+        """Begin anew with another answer and another manner."""
+        self.answer, self.script = [int(token) for token in answer], script
         self.text: list[int] = []
         self.seen: list[VerifiedPass] = []
         self.budgets: list[Budget] = []
