@@ -10,7 +10,7 @@ was under way, so `recover` goes on from there and `end` leaves the cache whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.limits import Limits
 from retrieve_spec.engine.pass_log import PassLog
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.shared_prompt import SharedPrompt
 from retrieve_spec.errors import InterruptedPassError
 from retrieve_spec.sampling.acceptance import Sampler, walk
 from retrieve_spec.sampling.pass_logits import PassLogits
@@ -36,37 +38,6 @@ _BETWEEN, _READING, _KEEPING, _DRAFTING, _VERIFYING, _WALKING, _COMMITTING, _LEA
 """What a sequence is in the middle of; it matters when an interruption cuts a pass short."""
 RUN_AHEAD = 2
 """Passes that a sequence is ahead of its reader at most, when other sequences' passes take it along."""
-
-
-@dataclass(slots=True)
-class Limits:
-    """How much one pass of a sequence may draft.
-
-    Attributes
-    ----------
-    nodes
-        Draft nodes at most; None leaves it to the drafter and the measured cost.
-    max_depth
-        Longest drafted path.
-    max_length
-        Tokens the text may grow to.
-    draft_end
-        Length of the text that no drafted token may reach beyond (position limit, rotary switch); 0 for no limit.
-    prefill_chunk
-        Prompt tokens per pass at most; 0 feeds the prompt in one pass.
-    prompt_logits
-        Positions at the end of the prompt whose top tokens the drafter sees.
-    provenance
-        Note where accepted drafts came from.
-    """
-
-    nodes: int | None
-    max_depth: int
-    max_length: int
-    draft_end: int = 0
-    prefill_chunk: int = 0
-    prompt_logits: int = 0
-    provenance: bool = False
 
 
 class Sequence:
@@ -98,6 +69,8 @@ class Sequence:
         Takes part in passes only while its reader asks for one: its cache is the caller's and never runs ahead.
     bytes_per_token
         Memory that keys and values of a token take.
+    prompt
+        Its prompt, where other sequences may have the same.
 
     Attributes
     ----------
@@ -129,6 +102,7 @@ class Sequence:
         on_end: Callable[[Sequence], None] | None = None,
         waits_for_reader: bool = False,
         bytes_per_token: int = 0,
+        prompt: SharedPrompt | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
@@ -153,6 +127,9 @@ class Sequence:
         self.climate = climate()
         self.steps: list[int] = []
         self._unread = inputs.uncached_ids
+        self._prompt = prompt
+        self._read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
+        self._borrowed = False  # whether the pass under way is that one
         self._stage = _BETWEEN
         self._path: list[int] = []
         self._started = self._ready = False  # whether the verifier's start has begun, and all of it is done
@@ -194,11 +171,17 @@ class Sequence:
         self._taken += 1
         return self._pieces[self._taken - 1]
 
+    def _still_reads(self) -> bool:
+        """Whether others that have its prompt may wait until it has read it."""
+        return self.is_reading and not (self.cancelled or self.ended or self.error is not None)
+
     def _start(self) -> None:
-        """Take over the cache and let the drafter read the text."""
-        self.report.began = self.report.began or perf_counter()
+        """Take over the cache, or one that holds the prompt already, and let the drafter read the text."""
+        inputs = self._inputs
+        if self._prompt is not None:
+            inputs, self._read_before = self._prompt.taken(inputs)
         self._started = True
-        self.verifier.start(self._inputs)
+        self.verifier.start(inputs)
         self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
         if self.verifier.mode != "plain":
             lent = self.lent or self._lend()
@@ -214,15 +197,21 @@ class Sequence:
     def read(self, most: int = 0) -> None:
         """Read the next piece of the prompt, of `most` tokens at most (0: no limit); the last one brings a token.
 
-        Models whose forward over several tokens takes no notice of their state read their prompt in one piece.
+        Models whose forward over several tokens takes no notice of their state read their prompt in one piece. What
+        another sequence reads is waited for, and what it has read is not read again.
         """
         began = perf_counter()
+        self.report.began = self.report.began or began
+        if not self._ready and self._prompt is not None and self._prompt.must_wait(self._still_reads):
+            return
         self._stage = _READING
         if not self._ready:
             self._start()
         verifier = self.verifier
         size = min(self.limits.prefill_chunk or len(self._unread), most or len(self._unread))
-        if len(self._unread) > size and not verifier.whole_prompts:
+        if self._read_before is not None:
+            self._first_choice(*self._read_before, borrowed=True)
+        elif len(self._unread) > size and not verifier.whole_prompts:
             verifier.forward(self._unread[:size], want_hidden=self.wants_hidden)
             self._rest = self._unread[size:]
             self._stage = _KEEPING
@@ -244,13 +233,18 @@ class Sequence:
         learns = drafter is not None and drafter.top_k > 0
         keep = min(max(self.limits.prompt_logits, 1), len(prompt)) if learns else 1
         output = self.verifier.forward(prompt, keep=keep, want_hidden=self.wants_hidden)
-        self.saw(NO_DRAFT, output, keep - 1)
+        self._first_choice(output, keep - 1)
+
+    def _first_choice(self, output: VerifierOutput, first_row: int, borrowed: bool = False) -> None:
+        """Choose the first token by the prompt's last pass, whose row `first_row` follows the prompt."""
+        prompt, drafter = self._unread, self.drafter
+        self.saw(NO_DRAFT, output, first_row, borrowed)
         self.look()
         self.accept()
-        if drafter is not None and learns:
+        if drafter is not None and drafter.top_k > 0:
             logits = self._logits
             assert logits is not None
-            drafter.observe_prompt(prompt[-keep:], logits.top_ids, logits.top_logits)
+            drafter.observe_prompt(prompt[-first_row - 1 :], logits.top_ids, logits.top_logits)
         self.learn(prompt=True)
 
     def draft(self, most: int = MAX_NODES, cost: NDArray[np.float32] | None = None) -> DraftTree:
@@ -283,10 +277,13 @@ class Sequence:
         given = tree if len(tree) else None
         self.saw(tree, self.verifier.forward(self.text.last_ids, given, want_hidden=self.wants_hidden))
 
-    def saw(self, tree: DraftTree, output: VerifierOutput, first_row: int = 0) -> None:
-        """Take over what a pass computed for a draft; row `first_row` of it follows the root."""
+    def saw(self, tree: DraftTree, output: VerifierOutput, first_row: int = 0, borrowed: bool = False) -> None:
+        """Take over what a pass computed for a draft; row `first_row` of it follows the root.
+
+        A pass that is `borrowed` from another sequence has left nothing in the cache.
+        """
         self.tree, self._output, self._first_row, self._begun = tree, output, first_row, self.text.length
-        self._path, self._piece = [], len(self._pieces)
+        self._path, self._piece, self._borrowed = [], len(self._pieces), borrowed
         self._stage = _WALKING
 
     def look(self) -> None:
@@ -306,14 +303,23 @@ class Sequence:
 
     def _keep(self) -> None:
         """Let the cache keep the nodes that were walked, and show them; done twice it is the same."""
-        self.verifier.commit(self.walked.path)
+        self._commit(self.walked.path)
+        if self._prompt is not None and self._output is not None:
+            self._prompt.keep(self.verifier, self._output, self._first_row)
+            self._prompt = None
         self._unread = self._unread[:0]
         self.stopped = self.walked.stopped
         if not self.report.passes:  # the prompt's pass
             self.report.passes, self.report.new_tokens = 1, len(self.walked.emitted)
         if len(self._pieces) == self._piece:
             self._pieces.append(self.walked.emitted)
+        self._read_before = None
         self._stage = _LEARNING
+
+    def _commit(self, path: NDArray[np.int32]) -> None:
+        """Let the cache keep the nodes of a path."""
+        if not self._borrowed:
+            self.verifier.commit(path)
 
     def learn(self, prompt: bool = False) -> None:
         """Tell the drafter what the pass showed; of the `prompt` it has seen the top tokens."""
@@ -390,7 +396,7 @@ class Sequence:
         stage = self._stage
         if self._started:
             if stage in (_WALKING, _COMMITTING):
-                self.verifier.commit(np.array(self._path, np.int32))
+                self._commit(np.array(self._path, np.int32))
             elif stage == _KEEPING:
                 self.verifier.commit(NO_DRAFT.parent)
             self.report.pass_kind, self.report.pass_reason = self.verifier.pass_kind, self.verifier.pass_reason

@@ -25,9 +25,11 @@ from retrieve_spec.engine.company import Company
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.drafters import OFF, Drafters
 from retrieve_spec.engine.engine import Engine
+from retrieve_spec.engine.limits import limits_of
 from retrieve_spec.engine.report import GenerationReport, together
 from retrieve_spec.engine.request import Prepared, rows_of
-from retrieve_spec.engine.sequence import Limits, Sequence
+from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.shared_prompt import SharedPrompts
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.samplers import make_sampler
@@ -223,12 +225,12 @@ class Speculation:
         context_ids: NDArray[np.int32] | None = None,
         seed: int | None = None,
         on_pass: Callable[[VerifiedPass], None] | None = None,
-        together: bool = False,
+        together: SharedPrompts | None = None,
     ) -> list[Sequence]:
         """A sequence for every row of a prepared call; nothing runs before the engine takes them along.
 
-        Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row. `together`: other
-        calls' sequences will share their passes.
+        Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row. `together`: prompts
+        of other calls, whose sequences will share passes with these.
         """
         most, criteria = self.dial(nodes), prepared.criteria
         context_ids = prepared.context_ids if context_ids is None else context_ids
@@ -237,9 +239,9 @@ class Speculation:
         seed = self.draw_seed(prepared, seed)
         if self.ranks is not None:
             seed, criteria = self.ranks.seed(seed), self.ranks.criteria(criteria)
-        verifiers = self._verifiers(
-            len(rows), together or len(rows) > 1
-        )  # looks at the model, and so comes before what its interface allows
+        if together is None and len(rows) > 1:
+            together = SharedPrompts(self.interface.cache_name)
+        verifiers = self._verifiers(len(rows), together is not None)  # looks at the model, before its interface is read
         wants_dict = bool(prepared.config.return_dict_in_generate)
         call = uuid4().hex if len(rows) > 1 else None
         made = []
@@ -254,7 +256,7 @@ class Speculation:
                 keep_raw=wants_dict and bool(prepared.config.output_logits),
                 device=row.ids.device,
             )
-            limits = self.limits(prepared, stopper, most, row.padding)
+            limits = limits_of(prepared, self.config, self.interface, stopper, most, row.padding)
             sequence = Sequence(
                 row.inputs,
                 verifier,
@@ -269,6 +271,7 @@ class Speculation:
                 on_end=give_back,
                 waits_for_reader=prepared.callers_cache,
                 bytes_per_token=self.bytes_per_token,
+                prompt=None if together is None else together.of(row.inputs),
             )
             made.append(sequence)
         return made
@@ -332,29 +335,6 @@ class Speculation:
         if not prepared.config.do_sample:
             return None
         return int(torch.randint(2**62, (), dtype=torch.int64).item()) if seed is None else seed
-
-    def limits(
-        self,
-        prepared: Prepared,
-        stopper: Stopper,
-        nodes: int | None,
-        padding: int = 0,
-    ) -> Limits:
-        """How much a pass of a call may draft; `padding` tokens in front of the row take no positions."""
-        inputs = prepared.inputs
-        unseen = 0 if inputs.holds_past else inputs.past_length
-        ends = [self.interface.max_positions] if self.interface.max_positions else []
-        if self.interface.rope_switch and not self.interface.rope_rescans:
-            ends.append(self.interface.rope_switch)
-        return Limits(
-            nodes=nodes,
-            max_depth=self.config.max_depth,
-            max_length=stopper.max_length if stopper.max_length is not None else prepared.config.max_length,
-            draft_end=max(min(ends) - unseen, 1) + padding if ends else 0,
-            prefill_chunk=self.config.prefill_chunk,
-            prompt_logits=self.config.prompt_logits,
-            provenance=self.config.provenance,
-        )
 
     def why_alone(self) -> str:
         """Why several sequences cannot be verified in one pass; empty when they can."""

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.request import Prepared, setting
 from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.shared_prompt import SharedPrompts
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.arguments import as_inputs, known_ids, row_predictions
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
@@ -113,6 +114,7 @@ class Requests(Iterator[Finished]):
         self._model, self._common, self._kept_order = model, common, order == "given"
         self._speculation = speculation_of(model)
         self._rows = 1 if self._speculation.why_alone() else rows  # they would only wait for one another
+        self._prompts = SharedPrompts(self._speculation.interface.cache_name)
         self._given = enumerate(requests)
         self._under_way: dict[int, _UnderWay] = {}
         self._over: deque[Finished] = deque()
@@ -209,7 +211,7 @@ class Requests(Iterator[Finished]):
         return sequences
 
     def _made(self, prepared: Prepared, predictions: list[Any], own: dict[str, Any]) -> list[Sequence]:
-        return self._speculation.sequences(prepared, predictions, together=True, **own)
+        return self._speculation.sequences(prepared, predictions, together=self._prompts, **own)
 
     def _arguments(self, request: Any) -> dict[str, Any]:
         """A request as arguments of `generate` and of this library."""

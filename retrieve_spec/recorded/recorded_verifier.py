@@ -20,6 +20,7 @@ from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.pass_buffer import LaidOut
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
+from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import input_device
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
@@ -220,6 +221,14 @@ class RecordedVerifier:
         else:
             self._slabs.commit(self._past, self._pending, path)
         self._kept = (self._past + self._pending + len(path), unread)
+
+    def copy_rows(self) -> DynamicCache | None:
+        """What the cache holds, in another one, which nothing writes to (`HFVerifier.copy_rows`)."""
+        if self._slabs is None:
+            return self._ordinary.copy_rows()
+        twin = same_rows(self._cache)
+        self._slabs.unload(twin, self._kept[0], copy=True)
+        return twin
 
     def finish(self) -> Any:
         """Put the rows back into the cache this generation was given, and return it; None when nobody asks for it."""

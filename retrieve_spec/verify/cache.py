@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
 
@@ -80,3 +82,10 @@ def set_recording(cache: Any, flags: list[bool]) -> None:
     for i, layer in enumerate(cache.layers):
         if getattr(layer, "record_past", None) is not None and not isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.record_past = flags[i] if i < len(flags) else False
+
+
+def same_rows(cache: DynamicCache) -> DynamicCache:
+    """A cache of the same tensors; one grows without the other."""
+    twin = DynamicCache()
+    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    return twin

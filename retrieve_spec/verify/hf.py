@@ -14,7 +14,7 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
-from retrieve_spec.verify.cache import decoder_cache, record_past, recording, set_recording
+from retrieve_spec.verify.cache import decoder_cache, record_past, recording, same_rows, set_recording
 from retrieve_spec.verify.extras import SET_EACH_PASS, Extras
 from retrieve_spec.verify.interface import ModelInterface, cache_mode, catch_hidden, input_device, weaker
 from retrieve_spec.verify.kept_rows import KeptRows
@@ -186,6 +186,12 @@ class HFVerifier:
         """Go on behind `past` tokens, whose rows the cache holds by now."""
         self._fed, self._past = self._fed + past - self._past, past
         self._kept = KeptRows(self._cache)
+
+    def copy_rows(self) -> DynamicCache | None:
+        """What the cache holds, in another of the same tensors, which nothing writes to; None where it is not rows."""
+        if self._kept is None or not self._kept.grows_by_rows or self._state is not None:
+            return None
+        return same_rows(self._cache)
 
     def finish(self) -> Any:
         """Return the cache as plain `generate` leaves it."""

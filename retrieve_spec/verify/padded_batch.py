@@ -91,8 +91,8 @@ class PaddedRow:
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if extras:
             self.alone = f"the model is given {', '.join(extras)}"
-        elif type(self.own.cache) is not DynamicCache or inputs.past_length:
-            self.alone = "the cache is the caller's"
+        elif type(self.own.cache) is not DynamicCache:
+            self.alone = f"the cache is a {type(self.own.cache).__name__}"
         elif mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             self.alone = "the prompt is padded"
         elif positions is not None and positions.ndim != 2:
@@ -114,6 +114,11 @@ class PaddedRow:
         """Keep the root tokens of the last pass and the nodes of `path` (`Verifier.commit`)."""
         if not self.batch.commit(self, path):
             self.own.commit(path)
+
+    def copy_rows(self) -> DynamicCache | None:
+        """What the cache holds, in another one (`HFVerifier.copy_rows`)."""
+        self.batch.give_back(self)
+        return self.own.copy_rows()
 
     def finish(self) -> Any:
         """End the generation and hand back the cache; None when nobody asks for it."""

@@ -1,0 +1,66 @@
+"""Limits: how much one pass of a sequence may draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.engine.request import Prepared
+from retrieve_spec.sampling.stopping import Stopper
+from retrieve_spec.verify.interface import ModelInterface
+
+
+@dataclass(slots=True)
+class Limits:
+    """How much one pass of a sequence may draft.
+
+    Attributes
+    ----------
+    nodes
+        Draft nodes at most; None leaves it to the drafter and the measured cost.
+    max_depth
+        Longest drafted path.
+    max_length
+        Tokens the text may grow to.
+    draft_end
+        Length of the text that no drafted token may reach beyond (position limit, rotary switch); 0 for no limit.
+    prefill_chunk
+        Prompt tokens per pass at most; 0 feeds the prompt in one pass.
+    prompt_logits
+        Positions at the end of the prompt whose top tokens the drafter sees.
+    provenance
+        Note where accepted drafts came from.
+    """
+
+    nodes: int | None
+    max_depth: int
+    max_length: int
+    draft_end: int = 0
+    prefill_chunk: int = 0
+    prompt_logits: int = 0
+    provenance: bool = False
+
+
+def limits_of(
+    prepared: Prepared,
+    config: SpeculationConfig,
+    interface: ModelInterface,
+    stopper: Stopper,
+    nodes: int | None,
+    padding: int = 0,
+) -> Limits:
+    """How much a pass of a call may draft; `padding` tokens in front of the row take no positions."""
+    inputs = prepared.inputs
+    unseen = 0 if inputs.holds_past else inputs.past_length
+    ends = [interface.max_positions] if interface.max_positions else []
+    if interface.rope_switch and not interface.rope_rescans:
+        ends.append(interface.rope_switch)
+    return Limits(
+        nodes=nodes,
+        max_depth=config.max_depth,
+        max_length=stopper.max_length if stopper.max_length is not None else prepared.config.max_length,
+        draft_end=max(min(ends) - unseen, 1) + padding if ends else 0,
+        prefill_chunk=config.prefill_chunk,
+        prompt_logits=config.prompt_logits,
+        provenance=config.provenance,
+    )
