@@ -11,6 +11,8 @@ from retrieve_spec.drafting.calibration import Calibration, calibration_for
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
+from retrieve_spec.engine.siblings import Siblings
+from retrieve_spec.sources.session import SessionMemory
 
 OFF = "off"
 KEPT = 8
@@ -40,6 +42,7 @@ class Drafters:
         self._config, self._model_key = config, model_key
         self._made: dict[str, list[Drafter]] = {}
         self._lent: set[int] = set()
+        self._sessions: dict[int, SessionMemory | None] = {}  # of drafters that draft from siblings meanwhile
         self._lock = threading.RLock()
 
     def of(self, draft: str | None = None) -> Drafter | None:
@@ -65,10 +68,13 @@ class Drafters:
             made.append(self._like(name, made[0]) if made else self._first(name))
             return made[-1]
 
-    def lend(self, draft: str | None = None, call: str | None = None) -> Drafter | str:
+    def lend(
+        self, draft: str | None = None, call: str | None = None, siblings: Siblings | None = None
+    ) -> Drafter | str:
         """The same, kept from others until it is given back; or why the sequence goes without.
 
         Sequences of one ``call`` are one asker: what they alone have in common is no phrase (`sources/phrases.py`).
+        It drafts from what ``siblings`` write, if it can.
         """
         with self._lock:
             drafter = self.of(draft)
@@ -79,11 +85,19 @@ class Drafters:
             if call is not None and isinstance(drafter, MixtureDrafter):
                 drafter.asker = drafter.asker or call
             self._lent.add(id(drafter))
+            if siblings is not None and isinstance(drafter, MixtureDrafter):
+                if drafter.session is None and drafter.recycling is not None:
+                    drafter.recycling.reset()  # as it does itself without a session
+                self._sessions[id(drafter)] = drafter.session
+                drafter.session = siblings
             return drafter
 
     def give_back(self, drafter: Drafter, spoiled: bool = False) -> None:
         """Take a drafter back; one that was interrupted amid its work is not used again."""
         with self._lock:
+            if id(drafter) in self._sessions and isinstance(drafter, MixtureDrafter):
+                drafter.session = self._sessions[id(drafter)]
+                del self._sessions[id(drafter)]  # behind it: done twice it is the same
             self._lent.discard(id(drafter))
             for made in self._made.values():
                 if any(drafter is one for one in made) and (spoiled or len(made) > KEPT):
@@ -108,7 +122,19 @@ class Drafters:
         return self._build(name, None, calibration_for(self.datastores, self._model_key))
 
     def _like(self, name: str, old: Drafter) -> Drafter:
-        return self._build(name, getattr(old, "session", None), getattr(old, "calibration", None))
+        return self._build(name, self._session_of(old), getattr(old, "calibration", None))
+
+    def _session_of(self, drafter: Drafter) -> Any:
+        """The session that a drafter has when it is not lent."""
+        own = getattr(drafter, "session", None)
+        return self._sessions.get(id(drafter), own) if isinstance(own, Siblings) else own
+
+    def siblings(self, draft: str | None = None) -> Siblings:
+        """A memory for samples of one prompt, around the session that their drafters have."""
+        with self._lock:
+            drafter = self.of(draft)
+            session = None if drafter is None else self._session_of(drafter)
+            return Siblings(session if isinstance(session, SessionMemory) else None, self._config.session_tokens)
 
     def _build(self, name: str, session: Any, calibration: Any) -> Drafter:
         config = self._config.with_options(draft=name)

@@ -25,6 +25,7 @@ from retrieve_spec.engine.limits import Limits
 from retrieve_spec.engine.pass_log import PassLog
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.shared_prompt import SharedPrompt
+from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.errors import InterruptedPassError
 from retrieve_spec.sampling.acceptance import Sampler, walk
 from retrieve_spec.sampling.pass_logits import PassLogits
@@ -71,6 +72,8 @@ class Sequence:
         Memory that keys and values of a token take.
     prompt
         Its prompt, where other sequences may have the same.
+    siblings
+        Other samples of its prompt, which hear what it writes.
 
     Attributes
     ----------
@@ -103,6 +106,7 @@ class Sequence:
         waits_for_reader: bool = False,
         bytes_per_token: int = 0,
         prompt: SharedPrompt | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
@@ -130,6 +134,7 @@ class Sequence:
         self._prompt = prompt
         self._read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
         self._borrowed = False  # whether the pass under way is that one
+        self._siblings = siblings
         self._stage = _BETWEEN
         self._path: list[int] = []
         self._started = self._ready = False  # whether the verifier's start has begun, and all of it is done
@@ -323,6 +328,8 @@ class Sequence:
 
     def learn(self, prompt: bool = False) -> None:
         """Tell the drafter what the pass showed; of the `prompt` it has seen the top tokens."""
+        if self._siblings is not None:
+            self._siblings.hear(id(self), self.walked.emitted)
         if self.drafter is not None:
             shown = self._shown(self.drafter.top_k > 0)
             self.drafter.observe(replace(shown, top_ids=None, top_logits=None) if prompt else shown)

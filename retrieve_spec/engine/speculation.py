@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from time import perf_counter
@@ -27,9 +28,10 @@ from retrieve_spec.engine.drafters import OFF, Drafters
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.limits import limits_of
 from retrieve_spec.engine.report import GenerationReport, together
-from retrieve_spec.engine.request import Prepared, rows_of
+from retrieve_spec.engine.request import Prepared, Row, rows_of
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.shared_prompt import SharedPrompts
+from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.samplers import make_sampler
@@ -225,6 +227,7 @@ class Speculation:
         context_ids: NDArray[np.int32] | None = None,
         seed: int | None = None,
         on_pass: Callable[[VerifiedPass], None] | None = None,
+        siblings: str | None = None,
         together: SharedPrompts | None = None,
     ) -> list[Sequence]:
         """A sequence for every row of a prepared call; nothing runs before the engine takes them along.
@@ -234,6 +237,8 @@ class Speculation:
         """
         most, criteria = self.dial(nodes), prepared.criteria
         context_ids = prepared.context_ids if context_ids is None else context_ids
+        if siblings not in (None, "share", "off"):
+            raise ConfigError("siblings to be 'share' or 'off'", repr(siblings), "Leave it at 'share'.")
         self.drafter(draft)  # an unknown preset is an error now
         rows = rows_of(prepared, self.interface.cache_name, self.new_cache)
         seed = self.draw_seed(prepared, seed)
@@ -244,9 +249,11 @@ class Speculation:
         verifiers = self._verifiers(len(rows), together is not None)  # looks at the model, before its interface is read
         wants_dict = bool(prepared.config.return_dict_in_generate)
         call = uuid4().hex if len(rows) > 1 else None
+        families = self._families(rows, draft) if siblings != "off" and most != 0 else {}
         made = []
         for row, verifier, prediction in zip(rows, verifiers, predictions, strict=True):
-            lend, give_back = self._loan(OFF if most == 0 else draft, call)
+            family = families.get(prompt_key(row))
+            lend, give_back = self._loan(OFF if most == 0 else draft, call, family)
             stopper = Stopper(criteria)
             sampler = make_sampler(
                 row.processors,
@@ -272,6 +279,7 @@ class Speculation:
                 waits_for_reader=prepared.callers_cache,
                 bytes_per_token=self.bytes_per_token,
                 prompt=None if together is None else together.of(row.inputs),
+                siblings=family,
             )
             made.append(sequence)
         return made
@@ -283,15 +291,20 @@ class Speculation:
                 return self.company.verifiers(self._make_verifier, count)
             return [self._make_verifier() for _ in range(count)]
 
+    def _families(self, rows: Many[Row], draft: str | None) -> dict[bytes, Siblings]:
+        """By prompt of several rows, what these will share."""
+        counts = Counter(map(prompt_key, rows))
+        return {key: self._drafters.siblings(draft) for key, count in counts.items() if count > 1}
+
     def _loan(
-        self, draft: str | None, call: str | None
+        self, draft: str | None, call: str | None, siblings: Siblings | None
     ) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
         """What lends a sequence its drafter, and what takes it back when it has ended."""
         lent: list[Drafter] = []
         stores = self.datastores
 
         def lend() -> Drafter | str:
-            drafter = self._drafters.lend(draft, call)
+            drafter = self._drafters.lend(draft, call, siblings)
             if isinstance(drafter, str):
                 return drafter
             lent.append(drafter)
@@ -348,3 +361,8 @@ class Speculation:
     def make_verifier(self) -> Verifier:
         """A verifier for one sequence."""
         return self._make_verifier()
+
+
+def prompt_key(row: Row) -> bytes:
+    """The tokens of a row's prompt."""
+    return row.inputs.input_ids.cpu().numpy().tobytes()

@@ -23,7 +23,7 @@ from retrieve_spec.generation.arguments import row_predictions
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-_OWN_OPTIONS = ("draft", "nodes", "prediction", "seed")
+_OWN_OPTIONS = ("draft", "nodes", "prediction", "seed", "siblings")
 
 
 @functools.wraps(GenerationMixin.generate)

@@ -24,7 +24,7 @@ from retrieve_spec.generation.calls import delegate, prepare_call, speculation_o
 from retrieve_spec.model_layers import base_model
 
 Order = Literal["given", "completed"]
-_OWN = ("draft", "nodes", "seed", "on_pass", "context_ids")
+_OWN = ("draft", "nodes", "seed", "siblings", "on_pass", "context_ids")
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,19 +73,23 @@ class SuffixAutomaton:
             done = growth.extend(self.states, self.edges, self.slots, self.meta, token_ids)
 
     def _grow(self) -> None:
-        """Half as much room again for the array that is full; the hash table always has room for all edges."""
+        """Half as much room again for the array that is full; the hash table always has room for all edges.
+
+        Cut short by an interruption at any line, it leaves an automaton that can be read and extended.
+        """
         num_states, num_edges = int(self.meta[kernels.M_STATES]), int(self.meta[kernels.M_EDGES])
-        if num_states + 2 > len(self.states):
-            self.states = _grown(self.states, num_states)
-        else:
-            self.edges = _grown(self.edges, num_edges)
-            size = _power_of_two(len(self.edges) * 4 // 3 + 1)
-            if size > len(self.slots):
-                slots = np.full(size, -1, np.int32)
-                growth.rehash(self.edges, slots, num_edges)
-                self.slots = slots
         self.moved += 1
         self._row = None
+        if num_states + 2 > len(self.states):
+            self.states = _grown(self.states, num_states)
+            return
+        edges = _grown(self.edges, num_edges)
+        size = _power_of_two(len(edges) * 4 // 3 + 1)
+        if size > len(self.slots):
+            slots = np.full(size, -1, np.int32)
+            growth.rehash(edges, slots, num_edges)
+            self.slots = slots
+        self.edges = edges
 
     def root(self) -> tuple[int, int]:
         """(state, matched length) of the text so far."""

@@ -47,7 +47,7 @@ def script(model: Any, monkeypatch: pytest.MonkeyPatch, answers: Any, name: str,
     rs.accelerate(model, recorded_pass="off", **{"nodes": 12} | options)
     count = 0
 
-    def lend(_self: Any, draft: Any = None, call: Any = None) -> Any:
+    def lend(_self: Any, draft: Any = None, *_given: Any) -> Any:
         nonlocal count
         if draft == "off":
             return "drafting is off"

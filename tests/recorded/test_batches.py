@@ -40,7 +40,7 @@ def script(model: Any, monkeypatch: pytest.MonkeyPatch, answers: Any, name: str)
     rs.accelerate(model, nodes=12, recorded_pass="always")
     drafters: list[ScriptedDrafter] = []
 
-    def lend(_self: Any, draft: Any = None) -> Any:
+    def lend(_self: Any, draft: Any = None, *_given: Any) -> Any:
         if draft == "off":
             return "drafting is off"
         answer = answers[len(drafters) % len(answers)]

@@ -1,0 +1,70 @@
+"""Siblings: what samples of one prompt have written so far, for each of them to draft from at once."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.sources.automaton import BOUNDARY, SuffixAutomaton
+from retrieve_spec.sources.session import SessionMemory
+
+OVERLAP = 8
+"""Tokens before a new run that are read with it, so that it is found by what stands in front of it."""
+EAGER, PATIENT = 1, 32
+"""New tokens of a sample that are worth reading: every one of them at first, runs when much has been read."""
+MUCH = 100_000
+
+
+class Siblings(SessionMemory):
+    """A memory of texts under way, which samples of one prompt share; no other prompt's samples see it.
+
+    To a drafter it is a session: what the model's own session remembers is in it, and is added to at the end only.
+
+    Parameters
+    ----------
+    session
+        The model's session, or None.
+    max_tokens
+        Tokens read at most, those read twice counted twice.
+    """
+
+    def __init__(self, session: SessionMemory | None = None, max_tokens: int = 1_000_000) -> None:
+        super().__init__(max_tokens)
+        self._session = session
+        self._heard: dict[int, tuple[list[int], int]] = {}
+        own = SuffixAutomaton(1024)
+        self.automata = [own] if session is None else [*session.automata, own]
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._session is not None:
+            self._session.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            self._session.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
+
+    def remember(self, token_ids: NDArray[np.int32]) -> None:
+        """Add the whole text of one sample, (n,) int32, to the session, if there is one."""
+        if self._session is not None:
+            self._session.remember(token_ids)
+
+    def hear(self, sample: int, token_ids: NDArray[np.int32]) -> None:
+        """Read what a sample has written next, (n,) int32."""
+        own = self.automata[-1]
+        text, known = self._heard.get(sample, ([], 0))
+        text += token_ids.tolist()
+        if len(text) - known >= (EAGER if len(own) < MUCH else PATIENT):
+            run = np.array([*text[max(known - OVERLAP, 0) :], BOUNDARY], np.int32)
+            text, known = text[-OVERLAP:], len(text[-OVERLAP:])
+            if len(own) + len(run) <= self.max_tokens:
+                with self:
+                    own.extend(run)
+        self._heard[sample] = text, known

@@ -1,0 +1,124 @@
+"""Samples of one prompt draft from what the others write; no text changes, and no other prompt's samples see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import retrieve_spec as rs
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.engine import siblings as siblings_module
+from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.engine.siblings import Siblings
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.sources.session import SessionMemory
+
+OPTIONS: dict[str, Any] = {"do_sample": True, "seed": 4, "max_new_tokens": 24}
+
+
+def prompts() -> torch.Tensor:
+    return torch.tensor([[3 + (i * 37 + 11 * row + 7) % 190 for i in range(8)] for row in range(2)])
+
+
+def ids(*tokens: int) -> Any:
+    return np.array(tokens, np.int32)
+
+
+@pytest.mark.parametrize("recorded", ["always", "off"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_no_text_changes(tiny: Any, recorded: str, temperature: float) -> None:
+    """1 … 32 samples of two prompts: shared, not shared, not drafted at all."""
+    rs.accelerate(tiny, recorded_pass=recorded, nodes=16)
+    for count in (2, 9):
+        options = OPTIONS | {"temperature": temperature, "num_return_sequences": count, "top_k": 0}
+        shared = tiny.generate(prompts(), **options)
+        assert tiny.speculation.last.rows == 2 * count
+        assert torch.equal(tiny.generate(prompts(), **options, siblings="off"), shared)
+        assert torch.equal(tiny.generate(prompts(), **options, draft="off"), shared)
+
+
+def test_what_one_wrote_the_next_drafts(tiny: Any) -> None:
+    """Samples that say nearly the same, one after another."""
+    rs.accelerate(tiny, recorded_pass="always", nodes=32)
+    options = OPTIONS | {"temperature": 0.001, "num_return_sequences": 4, "max_new_tokens": 60}
+    (shared,) = rs.generate_many(tiny, [prompts()[0]], rows=1, **options)
+    (apart,) = rs.generate_many(tiny, [prompts()[0]], rows=1, **options, siblings="off")
+    for ours, theirs in zip(shared.outputs, apart.outputs, strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+    later = [sum(output.report.passes for output in one.outputs[1:]) for one in (shared, apart)]
+    assert later[0] < later[1] / 2
+
+
+def test_prompts_are_kept_apart(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt has a memory of its own, single rows have none, and nothing of it outlives the call."""
+    lend, lent = Drafters.lend, []
+
+    def noted(self: Drafters, *given: Any) -> Any:
+        drafter = lend(self, *given)
+        assert isinstance(drafter, MixtureDrafter)
+        lent.append((drafter, drafter.session))
+        return drafter
+
+    monkeypatch.setattr(Drafters, "lend", noted)
+    rs.accelerate(tiny, recorded_pass="always")
+    tiny.generate(prompts(), **OPTIONS, num_return_sequences=3)
+    memories = [session for _, session in lent]
+    assert all(isinstance(memory, Siblings) for memory in memories)
+    assert [id(memory) for memory in memories] == [id(memories[0])] * 3 + [id(memories[3])] * 3
+    assert memories[0] is not memories[3]
+    assert all(drafter.session is None for drafter, _ in lent)
+    lent.clear()
+    tiny.generate(prompts(), **OPTIONS)
+    assert [session for _, session in lent] == [None, None]
+
+
+def test_beside_a_session(tiny: Any) -> None:
+    """The session is drafted from as well, and remembers every sample once, at its end."""
+    rs.accelerate(tiny, recorded_pass="always", session=True)
+    session = tiny.speculation.session()
+    rows = tiny.generate(prompts()[:1], **OPTIONS, num_return_sequences=3)
+    assert tiny.speculation.session() is session
+    assert sorted(text.tolist() for text in session.texts) == sorted(rows[:, 8:].tolist())
+    again = tiny.generate(prompts()[:1], **OPTIONS, num_return_sequences=3)
+    assert torch.equal(again, rows)
+    assert tiny.speculation.last.accepted_by_source.get("session", 0) > 20
+
+
+def test_runs_are_heard_with_what_stands_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Siblings()
+    heard.hear(1, ids(*range(20, 40)))
+    heard.hear(2, ids(90))
+    heard.hear(1, ids(40, 41))
+    own = heard.automata[-1]
+    assert own.follow(ids(*range(32, 42)))[1] == 10, "the run and eight tokens before it"
+    assert own.follow(ids(39, 90))[1] == 1, "of another sample"
+    assert heard.texts == []
+    before = len(own)
+    monkeypatch.setattr(siblings_module, "MUCH", 0)
+    heard.hear(1, ids(42))
+    assert len(own) == before
+    heard.hear(1, ids(*range(43, 43 + siblings_module.PATIENT)))
+    assert own.follow(ids(*range(40, 60)))[1] == 20
+
+
+def test_what_is_heard_is_bounded() -> None:
+    full = Siblings(max_tokens=10)
+    full.hear(1, ids(*range(8)))
+    full.hear(1, ids(9))
+    assert len(full.automata[-1]) == 8
+
+
+def test_a_session_is_read_and_told(tiny: Any) -> None:
+    session = SessionMemory()
+    session.remember(ids(5, 6, 7))
+    heard = Siblings(session)
+    assert len(heard.automata) == 3
+    with heard:
+        heard.remember(ids(8, 9))
+    assert [text.tolist() for text in session.texts] == [[5, 6, 7], [8, 9]]
+    rs.accelerate(tiny)
+    with pytest.raises(ConfigError, match="siblings"):
+        tiny.generate(prompts(), siblings="yes")
