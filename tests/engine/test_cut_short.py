@@ -221,3 +221,37 @@ def test_a_call_from_inside_of_what_is_done_alone_is_refused(tiny: Any) -> None:
     rs.accelerate(tiny, nodes=4)
     with tiny.speculation.engine.alone(), pytest.raises(ConfigError, match="from inside a pass"):
         tiny.speculation.invalidate()
+
+
+@pytest.mark.parametrize("recorded", ["always", "off"])
+def test_a_shared_prompt_is_read_to_its_end(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads it, and who begins behind it, is cut short; now and then who reads it is cancelled besides."""
+    model, ids = small("llama"), tokens(18, 4)
+    options = GREEDY | {"max_new_tokens": 6}
+    requests = [ids, ids, tokens(4, 5)]
+    expected = [model.generate(own, **options)[0, own.shape[1] :].tolist() for own in requests]
+    small_blocks(monkeypatch)
+    rs.accelerate(model, recorded_pass=recorded, nodes=4, prefill_chunk=5)
+    files, within = ["engine/sequence.py", "engine/shared_prompt.py"], ("read", "recover")
+
+    def others(cut: CutShort, cancelled: bool) -> list[list[int]]:
+        """What the two with one prompt say, which one has begun to read when another generation is cut short."""
+        asked = [{"inputs": own, **options, "max_new_tokens": 6 if own is ids else 2} for own in requests]
+        many = rs.generate_many(model, asked, order="completed", rows=3)
+        assert next(many).token_ids.tolist() == expected[2][:2]
+        assert [sequence.is_reading for sequence in model.speculation.engine._sequences] == [True, True]
+        with cut.set(), contextlib.suppress(KeyboardInterrupt):
+            model.generate(PROMPTS[2], **options)
+        if cancelled:
+            many.cancel(0)
+        said = {one.index: one for one in many}
+        return [said[i].token_ids.tolist() for i in (0, 1) if not (cancelled and i == 0)]
+
+    cut, bad = CutShort(files, within=within), []
+    assert others(cut, False) == expected[:2]
+    for n, line in enumerate(instants(cut.lines, 8 * MOST)):
+        cut, cancelled = CutShort(files, line, within), n % 4 == 3
+        said = others(cut, cancelled)
+        if said != expected[cancelled:2] or model.speculation.engine._sequences:
+            bad.append((line, cut.where, cancelled, repr(said)[:200]))
+    assert not bad, f"{len(bad)}: {bad[:20]}"
