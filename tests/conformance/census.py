@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from census_models import EXTRA, HYBRID, MAPPINGS, build, names, picture_prompt, prompt
 from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
+from retrieve_spec.bench.machine import machine_facts
 
 __all__ = ["EXTRA", "HYBRID", "MAPPINGS", "build", "examine", "names", "prompt"]
 DATA = Path(__file__).resolve().parents[2] / "docs" / "data" / "census.json"
+COMMAND = "python tests/conformance/census.py --mapping MAPPING --part K/N --out FILE; --collect FILE…"
 NEW = 18
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 SAMPLED: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "temperature": 0.9, "seed": 3}
@@ -206,7 +207,7 @@ def collect(files: list[Path]) -> None:
     lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     by_name = {(line["mapping"], line["name"]): summary(line) for line in lines}
     entries = [by_name[key] for key in sorted(by_name)]
-    data = {"transformers": transformers.__version__, "torch": torch.__version__, "entries": entries}
+    data = {"command": COMMAND, "machine": machine_facts(), "entries": entries}
     DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
