@@ -15,6 +15,14 @@ SLOW_START_S = 20.0
 """A start from compiled kernels is over by then, also on a busy machine of two cores."""
 SLOW_START = "Still getting ready: the first run compiles the kernels, which takes minutes; later runs take seconds."
 
+EXTRAS = {
+    "serve": ("starlette", "uvicorn", "pydantic", "sse_starlette", "prometheus_client", "pygls", "watchfiles"),
+    "share": ("fsspec",),
+    "bench": ("matplotlib", "jinja2"),
+    "parquet": ("pyarrow",),
+}
+"""What the optional commands import, by the name of the extra that brings it."""
+
 
 class Text(click.types.StringParamType):
     """Text that can be encoded: a terminal can hand over bytes that are not UTF-8."""

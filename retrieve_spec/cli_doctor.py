@@ -11,17 +11,10 @@ from typing import Any
 
 import click
 
-from retrieve_spec.cli_common import counted, explained_wait, loading_bars
+from retrieve_spec.cli_common import EXTRAS, counted, explained_wait, loading_bars
 
 PROMPT = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
 TOKENS = 96
-EXTRAS = {
-    "serve": ("starlette", "uvicorn", "pygls", "watchfiles"),
-    "share": ("fsspec",),
-    "bench": ("matplotlib", "jinja2"),
-    "parquet": ("pyarrow",),
-}
-"""What the optional commands import, by the name of the extra that brings it."""
 
 
 @click.command(short_help="Say what this machine and a model allow, and what would be faster.")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from retrieve_spec.cli_common import loading_bars
+from retrieve_spec.cli_common import EXTRAS, loading_bars
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 
@@ -49,15 +49,7 @@ on fill-in-the-middle:  retrieve-spec serve --model Qwen/Qwen2.5-Coder-1.5B"""
 
 
 def _need_extra() -> None:
-    for package in (
-        "starlette",
-        "uvicorn",
-        "pydantic",
-        "sse_starlette",
-        "prometheus_client",
-        "pygls",
-        "watchfiles",
-    ):
+    for package in EXTRAS["serve"]:
         if find_spec(package) is None:
             raise ServeError(
                 "the packages of the server", f"no {package}", "Install them with: pip install 'retrieve-spec[serve]'"
