@@ -15,7 +15,9 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache
+from transformers.pytorch_utils import Conv1D
 
 import retrieve_spec as rs
 
@@ -140,6 +142,13 @@ class World:
         self.streams: list[tuple[Any, list[int], list[int], str]] = []
         self.exact = True  # whether numbers are such that texts must be the same
         self.adapters: list[str] = []
+        # "all-linear" also wraps routers that give tuples, which peft cannot run, nor give back as they were.
+        head = self.plain.get_output_embeddings()
+        self._linear = [
+            path
+            for path, part in self.plain.named_modules()
+            if isinstance(part, (nn.Linear, Conv1D)) and part is not head and "Router" not in type(part).__name__
+        ]
         self.interrupted = False
 
     # -- what is asked for ---------------------------------------------------------------------------------------
@@ -327,7 +336,7 @@ class World:
         for model in (self.plain, self.model):
             torch.manual_seed(number)
             if how == "add":
-                config = LoraConfig(r=2, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+                config = LoraConfig(r=2, lora_alpha=64, target_modules=self._linear, init_lora_weights=False)
                 try:
                     model.add_adapter(config, name)
                 except ValueError:  # peft knows no adapters for it
