@@ -42,6 +42,15 @@ _store = click.option(
     help="A datastore to draft from; may be given more than once.",
 )
 
+_licences = click.option(
+    "--licence",
+    "--license",
+    "licences",
+    multiple=True,
+    metavar="SPDX[,…]",
+    help="Only files of the workspace under these licences are drafted from.",
+)
+
 _BUNDLED = """\
 This is the bundled model of 12.6 million parameters, for trying things out: it goes on with Python from the end of a
 line, and in the middle of one it mostly repeats what stands there. To write code with, give a model that was trained
@@ -59,6 +68,7 @@ def _need_extra() -> None:
 @click.command(short_help="Serve completions to editors over HTTP.")
 @_model
 @_workspace
+@_licences
 @_store
 @click.option("--host", default=_DEFAULTS.host, show_default=True, help="Where to listen.")
 @click.option("--port", default=_DEFAULTS.port, show_default=True, type=click.IntRange(0, 65535))
@@ -99,6 +109,7 @@ def _need_extra() -> None:
 def serve(
     model: str,
     workspaces: tuple[Path, ...],
+    licences: tuple[str, ...],
     stores: tuple[Path, ...],
     host: str,
     port: int,
@@ -132,6 +143,7 @@ def serve(
         prefix_share=prefix_share,
         cache_bytes=cache_mib << 20,
         slots=slots,
+        workspace_licences=licences,
     )
     if not quiet:
         click.echo(f"http://{host}:{port} answers 503 while {model} is being loaded (Ctrl-C ends it).", err=True)
@@ -144,10 +156,18 @@ def serve(
 @click.command(short_help="Serve inline completions as a language server.")
 @_model
 @_workspace
+@_licences
 @_store
 @_dtype
 @_device
-def lsp(model: str, workspaces: tuple[Path, ...], stores: tuple[Path, ...], dtype: str, device: str) -> None:
+def lsp(
+    model: str,
+    workspaces: tuple[Path, ...],
+    licences: tuple[str, ...],
+    stores: tuple[Path, ...],
+    dtype: str,
+    device: str,
+) -> None:
     """Serve inline completions as a language server on standard input and output.
 
     Answers textDocument/inlineCompletion (LSP 3.18) and drafts from the client's workspace folders.
@@ -157,7 +177,8 @@ def lsp(model: str, workspaces: tuple[Path, ...], stores: tuple[Path, ...], dtyp
 
     logging.basicConfig(level=logging.WARNING)  # standard error; standard output belongs to the protocol
     with loading_bars():
-        serve_stdio(model, _DEFAULTS, workspaces=workspaces, stores=stores, dtype=dtype, device=device)
+        config = replace(_DEFAULTS, workspace_licences=licences)
+        serve_stdio(model, config, workspaces=workspaces, stores=stores, dtype=dtype, device=device)
 
 
 @click.command(short_help="Delete what is kept about workspaces.")

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from retrieve_spec.cli_common import counted, loading_bars
-from retrieve_spec.cli_store_read import JSON, QUIET, STORE
+from retrieve_spec.cli_store_read import JSON, LICENCES, QUIET, STATED, STORE
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.change import ChangeReport
@@ -36,7 +36,8 @@ def _source_options(command: _F) -> _F:
             click.argument("sources", nargs=-1, metavar="[SOURCE]..."),
             click.option("--include", multiple=True, metavar="GLOB", help="Only these files; can be repeated."),
             click.option("--exclude", multiple=True, metavar="GLOB", help="Not these files; can be repeated."),
-            click.option("--licence", default="", metavar="NAME", help="Licence to record with every document."),
+            LICENCES,
+            STATED,
             click.option(
                 "--field", default="text", show_default=True, metavar="NAME", help="Text field of JSON Lines, Parquet."
             ),
@@ -75,7 +76,7 @@ def _only(given: tuple[str, ...], group: tuple[str, ...]) -> str | None:
 def _sources(options: dict[str, Any]) -> list[Source | str]:
     from retrieve_spec.datastore.sources import Source
 
-    names = ("licence", "include", "exclude", "field")
+    names = ("licence", "include", "exclude", "field", "licences")
     return [Source(path, **{name: options[name] for name in names}) for path in options["sources"]]
 
 
@@ -141,7 +142,8 @@ def build(
     config, sources, name = StoreConfig(), _sources(options), ""
     if recipe is not None and not resume:
         loaded = load_recipe(recipe, options["sources"], include=options["include"], exclude=options["exclude"])
-        config, sources, name = loaded.config, list(loaded.sources), loaded.name
+        allowed = options["licences"]
+        config, sources, name = loaded.config, [replace(s, licences=allowed) for s in loaded.sources], loaded.name
     index: Any = _only(indexes, _TEXT_INDEXES)
     config = replace(config, index=index) if index else config
     config = config if automaton_tokens is None else replace(config, automaton_tokens=automaton_tokens)

@@ -18,6 +18,22 @@ if TYPE_CHECKING:
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bars.")
 STORE = click.argument("store", type=click.Path(path_type=Path))
+LICENCES = click.option(
+    "--licence",
+    "--license",
+    "licences",
+    multiple=True,
+    metavar="SPDX[,…]",
+    help="Only text under these licences enters, by its own SPDX lines or the nearest licence file.",
+)
+STATED = click.option(
+    "--stated-licence",
+    "--stated-license",
+    "licence",
+    default="",
+    metavar="NAME",
+    help="Licence to record with documents; with --licence, with those that state none.",
+)
 
 
 @click.command(short_help="Show what a datastore holds.")

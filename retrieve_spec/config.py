@@ -190,6 +190,8 @@ class ServeConfig:
         No completion decodes longer.
     workspace_files, workspace_chars, workspace_file_bytes
         Bounds of the workspace index: files, characters over all, bytes of one file.
+    workspace_licences
+        SPDX identifiers of the licences under which a workspace's files are drafted from; any where there are none.
     memory_chars
         Bound of remembered chunks, buffers and accepted completions, each.
     accepted_tokens
@@ -217,6 +219,7 @@ class ServeConfig:
     workspace_files: int = 20_000
     workspace_chars: int = 16_000_000
     workspace_file_bytes: int = 256 << 10
+    workspace_licences: tuple[str, ...] = ()
     memory_chars: int = 2_000_000
     accepted_tokens: int = 512
     origins: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from retrieve_spec.datastore.change import (
 )
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.fresh import check_folder, check_not_begun, config_of, first_manifest, write_tokenizer
+from retrieve_spec.datastore.licences import allow_list
 from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.pool import run_ranks
 from retrieve_spec.datastore.progress import Bar, Stopwatch
@@ -140,12 +141,13 @@ def as_sources(sources: Source | str | list[Source | str] | None, licence: str) 
     Raises
     ------
     BuildError
-        When nothing was given.
+        When nothing was given, or an allowed licence is no SPDX identifier.
     """
     given = [sources] if isinstance(sources, Source | str | os.PathLike) else list(sources or ())
     if not given:
         raise BuildError("at least one file or folder to build from", "none", "Give a source.")
-    return tuple(s if isinstance(s, Source) else Source(str(s), licence) for s in given)
+    listed = (s if isinstance(s, Source) else Source(str(s), licence) for s in given)
+    return tuple(replace(source, licences=allow_list(source.licences)) for source in listed)
 
 
 def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:

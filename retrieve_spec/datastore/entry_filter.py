@@ -7,7 +7,8 @@ The one place where this is decided, for a server's workspace as for `build` and
 - secrets stay out, by name and by content (`secret_rules`);
 - symbolic links stay out, and so does everything behind one: nothing outside the folders is ever read;
 - generated and minified files, binaries, large files and texts that are neither UTF-8 nor UTF-16 with a byte order mark
-  stay out.
+  stay out;
+- with a list of allowed licences, so does everything under another one, or under none that is known (`licences`).
 
 Three calls are the whole door: `EntryFilter.list` goes through the folders, `EntryFilter.verdicts` looks at paths that
 changed, `EntryFilter.read` opens one. All three answer with a `Reason` where the answer is no.
@@ -26,6 +27,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from retrieve_spec.datastore.git_rules import list_folder, listed
+from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.datastore.secret_rules import secret_name, secret_text
 
 MAX_BYTES = 256 << 10
@@ -68,6 +70,8 @@ class Reason(StrEnum):
     UNREADABLE = "unreadable"
     CHANGING = "changed while it was read"
     EMPTY = "empty"
+    LICENCE = "under a licence that is not allowed"
+    NO_LICENCE = "under no known licence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +94,32 @@ class EntryFilter:
         Folders; they are resolved, and every path that is answered lies below one of them.
     max_bytes
         Larger files stay out.
+    licences
+        SPDX identifiers of the licences that are allowed; all where there are none.
+    stated
+        Licence of files that state none.
+
+    Attributes
+    ----------
+    rule
+        What is allowed, None for every licence.
     """
 
-    def __init__(self, roots: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, roots: Sequence[Path], *, max_bytes: int = MAX_BYTES, licences: Sequence[str] = (), stated: str = ""
+    ) -> None:
         self.roots = [Path(root).expanduser().resolve() for root in roots]
         self._tops = [os.path.join(root, "") for root in self.roots]
         self.max_bytes = max_bytes
+        self.rule = LicenceRule(self.roots, allow_list(licences), stated) if licences else None
 
     def list(self) -> Iterator[tuple[Path, Candidate | Reason]]:
         """Every file below the folders, in no order, with what its name, kind and size say.
 
         Files that git ignores, and folders that are never looked into, are not listed at all.
         """
+        if self.rule is not None:
+            self.rule.look_again()
         real: dict[str, bool] = {}
         for root in self.roots:
             for path in list_folder(root):
@@ -109,6 +127,8 @@ class EntryFilter:
 
     def verdicts(self, paths: Iterable[Path]) -> dict[Path, Candidate | Reason]:
         """What names, kind, size and ignore rules say of some paths; many cost little more than one."""
+        if self.rule is not None:
+            self.rule.look_again()
         real: dict[str, bool] = {}
         found: dict[Path, Candidate | Reason] = {path: self._look(path, real) for path in paths}
         left = [path for path, verdict in found.items() if isinstance(verdict, Candidate)]
@@ -123,12 +143,14 @@ class EntryFilter:
             data = self._bytes(path)
             if data is not Reason.CHANGING:
                 break
-        return data if isinstance(data, Reason) else self._text(path, data)
+        text = data if isinstance(data, Reason) else self._text(path, data)
+        return text if isinstance(text, Reason) else refused(self.rule, path, own_licence(text)) or text
 
     def admit(self, path: Path, text: str) -> Reason | None:
         """Why a text may not enter under a path, None if it may (for texts that an editor holds, saved or not)."""
         link = Reason.LINK if path.is_symlink() else None
-        return self._outside(path, {}) or link or self._name(path) or _content(text)
+        said = self._outside(path, {}) or link or self._name(path) or _content(text)
+        return said or refused(self.rule, path, own_licence(text))
 
     def _outside(self, path: Path, real: dict[str, bool]) -> Reason | None:
         """Whether a path leads out of the folders, or a folder above it is a link; `real` remembers folders."""
@@ -203,6 +225,16 @@ class EntryFilter:
         except UnicodeDecodeError:
             return Reason.ENCODING
         return _content(text) or text
+
+
+def refused(rule: LicenceRule | None, path: Path | None, own: str | None) -> Reason | None:
+    """Why a file whose own lines say `own` of its licence may not enter, None if it may."""
+    if rule is None:
+        return None
+    licence = rule.licence(path, own)
+    if rule.allows(licence):
+        return None
+    return Reason.LICENCE if licence else Reason.NO_LICENCE
 
 
 def _content(text: str) -> Reason | None:

@@ -32,7 +32,7 @@ def list_folder(root: Path) -> Iterator[Path]:
     A folder that lies in a checkout is listed by git, every other one file by file; checkouts inside of it are listed
     by git on their own.
     """
-    found = None if _checkout_of(root) is None else _git_lists(root)
+    found = None if checkout_of(root) is None else _git_lists(root)
     if found is None:
         yield from _walk(root, IgnoreFiles(root, (".gitignore", ".ignore"), above=True))
         return
@@ -54,7 +54,7 @@ def listed(roots: Sequence[Path], paths: Iterable[Path]) -> set[Path]:
     by_checkout: dict[Path | None, list[Path]] = {}
     known: dict[Path, Path | None] = {}
     for path in paths:
-        by_checkout.setdefault(_checkout_of(path.parent, known), []).append(path)
+        by_checkout.setdefault(checkout_of(path.parent, known), []).append(path)
     allowed: set[Path] = set()
     rules: dict[Path, IgnoreFiles] = {}
     for checkout, group in by_checkout.items():
@@ -79,14 +79,14 @@ def _passed_over(folder: str, *, tracked: bool) -> bool:
     return not NEVER.isdisjoint(parts) or (not tracked and not _BUILT.isdisjoint(parts))
 
 
-def _checkout_of(folder: Path, known: dict[Path, Path | None] | None = None) -> Path | None:
+def checkout_of(folder: Path, known: dict[Path, Path | None] | None = None) -> Path | None:
     """The checkout a folder lies in, None for none."""
     known = {} if known is None else known
     if folder not in known:
         if (folder / ".git").exists():
             known[folder] = folder
         else:
-            known[folder] = None if folder.parent == folder else _checkout_of(folder.parent, known)
+            known[folder] = None if folder.parent == folder else checkout_of(folder.parent, known)
     return known[folder]
 
 
@@ -164,7 +164,7 @@ class IgnoreFiles:
 
     def __init__(self, root: Path, names: Sequence[str], *, above: bool = False) -> None:
         self._names = names
-        self._top = (_checkout_of(root) or root) if above else root
+        self._top = (checkout_of(root) or root) if above else root
         self._rules: dict[str, list[tuple[str, GitIgnoreSpec]]] = {}
         self._left_out: dict[str, bool] = {}
         self._general = _general_rules(self._top) if above else None

@@ -19,7 +19,9 @@ import zstandard
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.sources import FILTERED_BYTES, Source, SourceFile
+from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, refused
+from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
+from retrieve_spec.datastore.sources import FILTERED_BYTES, STDIN, Source, SourceFile
 from retrieve_spec.errors import BuildError
 
 _A = TypeVar("_A")
@@ -171,8 +173,6 @@ def _read(text: Text, source: Source, limit: int) -> tuple[str, int, str]:
 
 def _admitted(path: Path, root: Path) -> tuple[str, int, str]:
     """Text of a file of a filtered folder, as `_read`."""
-    from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
-
     found = EntryFilter([root], max_bytes=FILTERED_BYTES).read(path)
     if isinstance(found, Reason):
         return "", 0, str(found)
@@ -212,14 +212,27 @@ def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
-def _tokenise(text: Text, source: Source, tokenizer: Tokenizer, limit: int) -> Tokenised:
+def _tokenise(text: Text, source: Source, rule: LicenceRule | None, tokenizer: Tokenizer, limit: int) -> Tokenised:
     content, size, skip = _read(text, source, limit)
-    none = np.empty(0, np.uint32)
+    licence = text.file.licence
+    if rule is not None and not skip:
+        path = None if source.path == STDIN else Path(text.file.location)
+        own = own_licence(content)
+        skip = refused(rule, path, own) or ""
+        licence = rule.licence(path, own)
     if skip:
-        return Tokenised(text.path, text.file.licence, source.path, "", none, size, skip)
+        return Tokenised(text.path, licence, source.path, "", np.empty(0, np.uint32), size, skip)
     ids = encode(tokenizer, content)
     digest = hashlib.sha256(content.encode()).hexdigest()
-    return Tokenised(text.path, text.file.licence, source.path, digest, ids, size, "" if len(ids) else "empty")
+    return Tokenised(text.path, licence, source.path, digest, ids, size, "" if len(ids) else "empty")
+
+
+def _rule(source: Source) -> LicenceRule | None:
+    """Which licences of a source are allowed, None for every one."""
+    if not source.licences:
+        return None
+    root = Path(source.path).resolve()
+    return LicenceRule([root if root.is_dir() else root.parent], allow_list(source.licences), source.licence)
 
 
 def tokenise(
@@ -244,8 +257,11 @@ def tokenise(
         One per text.
     """
 
+    rules = [_rule(source) for source in sources]
+
     def work(group: list[Text]) -> list[Tokenised]:
-        return [_tokenise(text, sources[text.file.source], tokenizer, limit) for text in group]
+        places = ((text, text.file.source) for text in group)
+        return [_tokenise(text, sources[at], rules[at], tokenizer, limit) for text, at in places]
 
     yield from (result for group in ordered_map(work, _groups(texts), workers) for result in group)
 

@@ -30,7 +30,10 @@ class Source:
     path
         File, folder, git checkout (its tracked files) or ``-`` for standard input.
     licence
-        Licence of its documents, recorded with each.
+        Licence of its documents, recorded with each; with `licences`, of those that state none themselves.
+    licences
+        SPDX identifiers of the licences under which documents enter, and with which they are recorded; any where there
+        are none.
     include, exclude
         Globs over paths relative to the source (``**`` spans folders; without a slash they match names).
         A source that is a file itself is listed as skipped where they leave it out.
@@ -49,6 +52,7 @@ class Source:
     field: str = "text"
     prefix: str = ""
     filtered: bool = False
+    licences: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,8 @@ class Stages:
     @cached_property
     def _sources(self) -> tuple[Source, ...]:
         listed = self.plan.get("sources", ())
-        return tuple(Source(**{**s, "include": tuple(s["include"]), "exclude": tuple(s["exclude"])}) for s in listed)
+        lists = ("include", "exclude", "licences")
+        return tuple(Source(**s | {name: tuple(s[name]) for name in lists}) for s in listed)
 
     def needs_tokens(self, rank: int) -> bool:
         """Whether the tokens of a shard are still to be written."""

@@ -19,10 +19,11 @@ from typing import Any
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore, checked, grow
 from retrieve_spec.datastore.change import ChangeReport, Inputs, begin_change, existing_manifest, publish, writer
-from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
+from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason, refused
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.fresh import config_of
+from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.datastore.manifest import SegmentEntry, read_manifest
 from retrieve_spec.datastore.removal import Chosen, without
 from retrieve_spec.datastore.shards import file_shards, segment_shards
@@ -41,9 +42,10 @@ _REWRITTEN = 900_000
 
 @dataclass(slots=True)
 class FolderState:
-    """What files said: (bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is left out or "")."""
+    """What files said: bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is left out or "",
+    licence by its own lines or None without any."""
 
-    files: dict[str, tuple[int, int, str, str]] = field(default_factory=dict)
+    files: dict[str, tuple[int, int, str, str, str | None]] = field(default_factory=dict)
 
 
 def sync_datastore(
@@ -52,6 +54,7 @@ def sync_datastore(
     tokenizer: Any = None,
     *,
     licence: str = "",
+    licences: Sequence[str] = (),
     config: StoreConfig | None = None,
     workers: int | None = None,
     progress: bool = False,
@@ -69,7 +72,9 @@ def sync_datastore(
     tokenizer
         Of the model that will draft; only a new store needs it.
     licence
-        Licence to record with new documents.
+        Licence to record with new documents; with `licences`, with those that state none.
+    licences
+        SPDX identifiers of the licences under which files may enter; any where there are none.
     config
         Settings of a new store.
     workers, progress
@@ -83,7 +88,7 @@ def sync_datastore(
     Raises
     ------
     BuildError
-        When a folder is not there, or nothing of the folders may enter a new store.
+        When a folder is not there, a licence is no SPDX identifier, or nothing of the folders may enter a new store.
     TokenizerMismatchError
         When the store has another tokenizer.
     StoreLockedError
@@ -93,7 +98,8 @@ def sync_datastore(
     roots = [_root(folder) for folder in folders]
     if not roots:
         raise BuildError("at least one folder to follow", "none", "Give folders.")
-    sources = tuple(Source(str(root), licence, filtered=True) for root in roots)
+    allowed = allow_list(licences)
+    sources = tuple(Source(str(root), licence, filtered=True, licences=allowed) for root in roots)
     if existing_manifest(store) is None:
         return build_datastore(store, list(sources), tokenizer, config=config, workers=workers, progress=progress)
     if tokenizer is not None:
@@ -124,8 +130,12 @@ def _synchronised(
     for number, root in enumerate(roots):
         state = look(root, states.get(str(root), FolderState()), work.store)
         found[str(root)] = state
-        for name, (_, _, digest, reason) in sorted(state.files.items()):
-            if digest:
+        source = sources[number]
+        rule = LicenceRule([root], source.licences, source.licence) if source.licences else None
+        for name, (_, _, digest, reason, own) in sorted(state.files.items()):
+            if rule is not None and digest and (refusal := refused(rule, root / name, own)):
+                skipped.append((readable(name), str(root), refusal))
+            elif digest:
                 wanted.setdefault(digest, []).append((number, name))
             else:
                 skipped.append((readable(name), str(root), reason))
@@ -211,7 +221,7 @@ def look(root: Path, before: FolderState, store: Path) -> FolderState:
             continue
         name = os.path.relpath(place, root)
         if not isinstance(verdict, Candidate):
-            now.files[name] = (0, 0, "", str(verdict))
+            now.files[name] = (0, 0, "", str(verdict), None)
             continue
         known = before.files.get(name)
         if known is not None and known[:2] == (verdict.size, verdict.modified_ns):
@@ -220,11 +230,12 @@ def look(root: Path, before: FolderState, store: Path) -> FolderState:
         text = entries.read(path)
         changed = verdict.modified_ns if verdict.modified_ns < racy else 0  # looked at again next time
         if isinstance(text, Reason):
-            now.files[name] = (verdict.size, changed, "", str(text))
+            now.files[name] = (verdict.size, changed, "", str(text), None)
         elif not text.strip():
-            now.files[name] = (verdict.size, changed, "", "empty")
+            now.files[name] = (verdict.size, changed, "", "empty", None)
         else:
-            now.files[name] = (verdict.size, changed, hashlib.sha256(text.encode()).hexdigest(), "")
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            now.files[name] = (verdict.size, changed, digest, "", own_licence(text))
     return now
 
 
@@ -233,7 +244,7 @@ def read_state(store: Path) -> dict[str, FolderState]:
     try:
         raw = json.loads((store / STATE).read_bytes())
         return {
-            root: FolderState({name: (size, at, digest, reason) for name, (size, at, digest, reason) in files.items()})
+            root: FolderState({name: (a, b, c, d, e) for name, (a, b, c, d, e) in files.items()})
             for root, files in raw.items()
         }
     except (OSError, ValueError, AttributeError, TypeError):

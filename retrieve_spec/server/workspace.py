@@ -17,6 +17,7 @@ from time import monotonic
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
 from retrieve_spec.datastore.git_rules import list_folder
+from retrieve_spec.datastore.licences import is_licence_file
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.continuations import Continuation, TextIndex, key_starts
 
@@ -83,7 +84,9 @@ class Workspace:
         self.on_change = on_change
         self._dirty = self._missed = False
         self._segments: list[_Segment] = []
-        self._filter = EntryFilter(self.roots, max_bytes=config.workspace_file_bytes)
+        self._filter = EntryFilter(
+            self.roots, max_bytes=config.workspace_file_bytes, licences=config.workspace_licences
+        )
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -151,7 +154,7 @@ class Workspace:
         given = set(map(Path, paths))
         if self.forgotten:
             return False
-        if any(path.name in _RULES for path in given):
+        if any(path.name in _RULES or (self._filter.rule and is_licence_file(path.name)) for path in given):
             self.scan()
             return True
         looked_at: set[Path] = set()

@@ -26,7 +26,9 @@ def store(command, texts, tmp_path):
     from byte_tokenizers import byte_tokenizer
 
     byte_tokenizer().save(str(tokenizer))
-    code, out, _ = command("build", tmp_path / "s", texts, "--tokenizer", tokenizer, "--licence", "MIT", "--json")
+    code, out, _ = command(
+        "build", tmp_path / "s", texts, "--tokenizer", tokenizer, "--stated-licence", "MIT", "--json"
+    )
     report = json.loads(out)
     assert (code, report["documents"], report["skipped"]) == (0, 4, [])
     return tmp_path / "s"

@@ -1,0 +1,249 @@
+"""Licence rule: under which licence a file stands, and whether that is one of those allowed.
+
+A file's own ``SPDX-License-Identifier`` lines count first, then the licence files of the nearest folder that has any (up to
+the top of the checkout or of the source), then what whoever builds says of the whole source. Licences are recognised by
+their texts, which `identify` brings. Where any of these is there but not understood, the licence is unknown: nothing
+enters by a guess.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+
+from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+
+from retrieve_spec.datastore.git_rules import checkout_of
+from retrieve_spec.errors import BuildError
+
+_HEAD_CHARS = 8192
+_MOST_BYTES = 256 << 10
+_SPDX = re.compile(
+    r"^(?:dnl|rem|[^\w\n])*SPDX-License-Identifier:[ \t]*(.*?)[ \t]*(?:\*/|-->|[#%*]\}|\*\)|\"\"\"|''')?[ \t\r]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_ALTERNATIVES = r"mit|apache[-\d.]*|bsd[-\w]*|isc|zlib|boost|unlicense|[al]?gpl[-\w.]*|mpl[-\d.]*"
+_LICENCE_FILE = re.compile(
+    rf"(?:licen[cs]es?|copying|unlicense)(?:[-_.](?:{_ALTERNATIVES}|lesser|lib|\d+))?(?:\.(?:txt|md|rst|markdown))?",
+    re.IGNORECASE,
+)
+_ONE_OF_SEVERAL = re.compile(rf"licen[cs]e[-_.](?:{_ALTERNATIVES})(?:\.\w+)?", re.IGNORECASE)
+"""Licence files whose names say which licence they hold: such ones side by side are alternatives."""
+_STATED = {
+    "mit license": "MIT",
+    "apache software license": "Apache-2.0",
+    "isc license (iscl)": "ISC",
+    "python software foundation license": "PSF-2.0",
+    "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0",
+    "the unlicense (unlicense)": "Unlicense",
+    "zlib/libpng license": "Zlib",
+}
+"""Names that packages give for one licence."""
+UNKNOWN = ""
+_WORD = re.compile(r"[a-z0-9]+")
+_COPYRIGHT = re.compile(r"^[ \t]*(?:copyright\b|\(c\)|©).*$|all rights reserved\.?", re.IGNORECASE | re.MULTILINE)
+_END = "END OF TERMS AND CONDITIONS"
+_ALIKE = 0.93
+"""Least share of words that a licence has in common with the text it is known by."""
+_TITLE_WORDS, _NAME_WORDS = 40, 8
+"""Words more, one behind the other, that may stand above a licence, and where a name is filled in."""
+_VERSIONED = re.compile(r"([AL]?GPL-\d\.\d|GFDL-\d\.\d)(\+?)")
+
+
+def allow_list(names: Iterable[str]) -> tuple[str, ...]:
+    """SPDX identifiers of the allowed licences, from names that may hold several with commas between.
+
+    Raises
+    ------
+    BuildError
+        When a name is no SPDX identifier.
+    """
+    found = []
+    for name in (part.strip() for given in names for part in given.split(",")):
+        if not name:
+            continue
+        known = canonical(name)
+        if not known or " OR " in known or " AND " in known:
+            remedy = "Look it up at https://spdx.org/licenses and give each licence by itself."
+            raise BuildError("SPDX identifiers as licences, as MIT,Apache-2.0", repr(name), remedy)
+        found.append(known)
+    return tuple(dict.fromkeys(found))
+
+
+def canonical(expression: str) -> str:
+    """An SPDX expression as it is usually written, or `UNKNOWN`; GNU licences by their newer names."""
+    try:
+        written = str(canonicalize_license_expression(_STATED.get(expression.lower(), expression)))
+    except InvalidLicenseExpression:
+        return UNKNOWN
+    return " ".join(_newer(word) for word in written.replace("(", "( ").replace(")", " )").split())
+
+
+def _newer(word: str) -> str:
+    found = _VERSIONED.fullmatch(word)
+    return word if found is None else f"{found[1]}-{'or-later' if found[2] else 'only'}"
+
+
+def allows(allowed: Sequence[str], expression: str) -> bool:
+    """Whether a text under a canonical SPDX expression may be taken under some of the allowed licences.
+
+    An exception only adds permissions, and "or later" includes the version it names.
+    """
+    words = expression.split()
+
+    def either() -> bool:
+        found = both()
+        while words and words[0] == "OR":
+            words.pop(0)
+            found = both() or found
+        return found
+
+    def both() -> bool:
+        found = one()
+        while words and words[0] == "AND":
+            words.pop(0)
+            found = one() and found
+        return found
+
+    def one() -> bool:
+        name = words.pop(0)
+        if name == "(":
+            found = either()
+            words.pop(0)
+            return found
+        names = {name, name.removesuffix("-or-later") + "-only"}
+        if words and words[0] == "WITH":
+            names |= {f"{name} WITH {words[1]}" for name in names}
+            del words[:2]
+        return not names.isdisjoint(allowed)
+
+    return expression != UNKNOWN and either()
+
+
+def own_licence(text: str) -> str | None:
+    """Expression of a text's own SPDX lines, `UNKNOWN` where they are not understood, None without any."""
+    found = [canonical(line) for line in _SPDX.findall(text[:_HEAD_CHARS])]
+    return _all_of(found) if found else None
+
+
+def _all_of(found: Sequence[str], join: str = " AND ") -> str:
+    if UNKNOWN in found:
+        return UNKNOWN
+    different = sorted(set(found))
+    return different[0] if len(different) == 1 else join.join(f"( {one} )" for one in different)
+
+
+def is_licence_file(name: str) -> bool:
+    """Whether a file says, by its name, under which licence others stand."""
+    return _LICENCE_FILE.fullmatch(name) is not None
+
+
+@cache
+def _texts() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(SPDX identifier, words) of the texts that are known, with and without what follows their end."""
+    from identify.vendor.licenses import LICENSES
+
+    texts = ((canonical(name), part) for name, text in LICENSES for part in (text, text.partition(_END)[0] + _END))
+    return tuple((name, _words(text)) for name, text in texts)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(_WORD.findall(_COPYRIGHT.sub("", text).lower()))
+
+
+def licence_of_text(text: str) -> str:
+    """SPDX identifier of the licence that a text is, `UNKNOWN` for anything else.
+
+    Names may be filled in and a title may stand above; a text with a condition more is another licence.
+    """
+    words = _words(text)
+    best, found = _ALIKE, UNKNOWN
+    for name, known in _texts():
+        if words == known:
+            return name
+        if abs(len(words) - len(known)) > _TITLE_WORDS + len(known) // 20:
+            continue
+        matcher = SequenceMatcher(None, known, words)
+        if matcher.quick_ratio() < best or matcher.ratio() < best:
+            continue
+        changes = [code for code in matcher.get_opcodes() if code[0] != "equal"]
+        if all(b2 - b1 <= (_TITLE_WORDS if b1 == 0 else _NAME_WORDS) and a2 - a1 <= _TITLE_WORDS
+               for _, a1, a2, b1, b2 in changes):  # fmt: skip
+            best, found = matcher.ratio(), name
+    return found
+
+
+class LicenceRule:
+    """Which licences are allowed, and which one the files of some folders stand under.
+
+    Parameters
+    ----------
+    roots
+        Folders, resolved; outside of a checkout nothing above them is read.
+    allowed
+        From `allow_list`.
+    stated
+        Licence of what states none.
+    """
+
+    def __init__(self, roots: Sequence[Path], allowed: Sequence[str], stated: str = "") -> None:
+        self.allowed = tuple(allowed)
+        self._roots, self._stated = set(roots), canonical(stated) if stated else UNKNOWN
+        self._folders: dict[Path, str | None] = {}
+        self._checkouts: dict[Path, Path | None] = {}
+
+    def licence(self, path: Path | None, own: str | None) -> str:
+        """Licence of a file whose own lines say `own` (`own_licence`); a text that is no file has no path."""
+        if own is None and path is not None:
+            own = self._nearest(path.parent)
+        return self._stated if own is None else own
+
+    def allows(self, expression: str) -> bool:
+        """Whether a text under this licence may enter."""
+        return allows(self.allowed, expression)
+
+    def look_again(self) -> None:
+        """Forget what licence files said: they may have changed."""
+        self._folders, self._checkouts = {}, {}
+
+    def _nearest(self, folder: Path) -> str | None:
+        """What the licence files of a folder say, or of the nearest above it that has some; None where none has."""
+        if folder not in self._folders:
+            checkout = checkout_of(folder, self._checkouts)
+            last = folder == checkout or folder.parent == folder or (checkout is None and folder in self._roots)
+            said = _folder_licence(folder, checkout or self._root_of(folder))
+            self._folders[folder] = said if said is not None or last else self._nearest(folder.parent)
+        return self._folders[folder]
+
+    def _root_of(self, folder: Path) -> Path:
+        return next((root for root in self._roots if folder.is_relative_to(root)), folder)
+
+
+def _folder_licence(folder: Path, top: Path) -> str | None:
+    """What the licence files of one folder say together, None where there are none."""
+    try:
+        names = sorted(filter(is_licence_file, os.listdir(folder)))
+    except OSError:
+        return None
+    files = [name for name in names if not (folder / name).is_dir()]
+    if not files:
+        return None
+    join = " OR " if all(map(_ONE_OF_SEVERAL.fullmatch, files)) else " AND "
+    return _all_of([_file_licence(folder / name, top) for name in files], join)
+
+
+def _file_licence(path: Path, top: Path) -> str:
+    """Licence whose text a file holds; a link is followed inside of the checkout."""
+    try:
+        place = path.resolve(strict=True)
+        if not place.is_file() or place.stat().st_size > _MOST_BYTES or not place.is_relative_to(top):
+            return UNKNOWN
+        text = place.read_text("utf-8")
+        own = own_licence(text)
+        return licence_of_text(text) if own is None else own
+    except (OSError, ValueError, RuntimeError):
+        return UNKNOWN

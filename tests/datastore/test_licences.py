@@ -1,0 +1,182 @@
+"""Licence rule: what a file stands under, and which files enter a store with a list of allowed licences."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+from identify.vendor.licenses import LICENSES
+from test_build import contents
+
+from retrieve_spec.cli import run
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.catalog import write_catalog
+from retrieve_spec.datastore.licences import allow_list, allows, canonical, licence_of_text, own_licence
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.sync import sync_datastore
+from retrieve_spec.errors import BuildError
+from retrieve_spec.server.workspace import Workspace
+
+TEXTS = dict(LICENSES)
+MIT = TEXTS["MIT"].replace("[year] [fullname]", "2020 Jane Doe\nCopyright (c) 2021 Others")
+
+
+@pytest.mark.parametrize(
+    ("expression", "allowed", "expected"),
+    [
+        ("mit", "MIT", True),
+        ("MIT OR GPL-3.0-only", "MIT", True),
+        ("MIT AND GPL-3.0-only", "MIT", False),
+        ("(MIT AND ISC) OR GPL-2.0", "MIT,ISC", True),
+        ("MIT AND (ISC OR GPL-2.0)", "MIT,ISC", True),
+        ("MIT AND (ISC OR GPL-2.0)", "ISC,GPL-2.0", False),
+        ("Apache-2.0 WITH LLVM-exception", "Apache-2.0", True),
+        ("GPL-2.0-only WITH Classpath-exception-2.0", "GPL-2.0-only WITH Classpath-exception-2.0", True),
+        ("GPL-2.0-only", "GPL-2.0-only WITH Classpath-exception-2.0", False),
+        ("GPL-3.0+", "GPL-3.0-only", True),
+        ("GPL-3.0-only", "GPL-3.0-or-later", False),
+        ("MIT License", "MIT", True),
+        ("my own", "MIT", False),
+    ],
+)
+def test_expressions(expression, allowed, expected):
+    assert allows(allow_list([allowed]), canonical(expression)) is expected
+
+
+def test_a_list_of_licences_has_identifiers():
+    assert allow_list(["mit, apache-2.0", "MIT"]) == ("MIT", "Apache-2.0")
+    for wrong in ("Expat", "MIT OR ISC"):
+        with pytest.raises(BuildError, match="SPDX identifiers"):
+            allow_list([wrong])
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_texts_are_recognised(name):
+    assert licence_of_text("A Title\n\nCopyright 2020 Jane Doe\n\n" + TEXTS[name]) == canonical(name)
+
+
+def test_a_condition_more_is_another_licence():
+    assert licence_of_text(MIT) == "MIT"
+    more = "The Software shall be used for Good, not Evil, whoever may use it.\n\nTHE SOFTWARE IS"
+    assert licence_of_text(MIT.replace("THE SOFTWARE IS", more)) == ""
+    assert licence_of_text("MIT") == licence_of_text("") == ""
+    assert licence_of_text(MIT + TEXTS["ISC"]) == ""
+    assert licence_of_text(TEXTS["Apache-2.0"].partition("APPENDIX")[0]) == "Apache-2.0"
+
+
+def test_own_lines():
+    assert own_licence("# SPDX-License-Identifier: MIT\nx = 1\n") == "MIT"
+    assert own_licence("/* SPDX-License-Identifier: (GPL-2.0 OR MIT) */\n") == "( GPL-2.0-only OR MIT )"
+    assert own_licence("// SPDX-License-Identifier: MIT\n// SPDX-License-Identifier: ISC\n") == "( ISC ) AND ( MIT )"
+    assert own_licence("<!-- SPDX-License-Identifier: nonsense! -->\n") == ""
+    assert own_licence('line = "SPDX-License-Identifier: MIT"\n') is None
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout under MIT with files and folders under other licences."""
+    top = tmp_path / "top"
+    files = {
+        "LICENSE": MIT,
+        "plain.py": "plain = 1\n",
+        "copyleft.py": "# SPDX-License-Identifier: GPL-3.0-or-later\ncopyleft = 1\n",
+        "either.py": "# SPDX-License-Identifier: GPL-3.0-or-later OR MIT\neither = 1\n",
+        "sub/deep.py": "deep = 1\n",
+        "vendored/COPYING": TEXTS["GPL-3.0"],
+        "vendored/lib.py": "vendored = 1\n",
+        "odd/LICENSE.txt": "Ask us.",
+        "odd/odd.py": "odd = 1\n",
+        "rust/LICENSE-MIT": MIT,
+        "rust/LICENSE-APACHE": TEXTS["Apache-2.0"],
+        "rust/both.rs": "let both = 1;\n",
+    }
+    for name, text in files.items():
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(text)
+    subprocess.run(["git", "init", "-q", str(top)], check=True)
+    subprocess.run(["git", "-C", str(top), "add", "."], check=True)
+    return top
+
+
+ENTER = {"LICENSE", "plain.py", "either.py", "sub/deep.py", "rust/both.rs"}
+
+
+def code(names):
+    """Without the licence files of folders."""
+    return {name for name in names if name == "LICENSE" or name.endswith((".py", ".rs"))}
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_build_takes_what_is_allowed(checkout, tokenizer, tmp_path, filtered):
+    source = Source(str(checkout), filtered=filtered, licences=("mit",))
+    report = build_datastore(tmp_path / "s", source, tokenizer)
+    assert code(contents(tmp_path / "s")) == ENTER
+    left_out = report.skipped_by_reason
+    assert left_out["under a licence that is not allowed"] == 3  # copyleft.py, vendored/*
+    assert left_out["under no known licence"] == 2  # odd/*
+    licences = {d.path: d.licence for d in open_datastore(tmp_path / "s").documents()}
+    assert (licences["plain.py"], licences["rust/both.rs"]) == ("MIT", "( Apache-2.0 ) OR ( MIT )")
+    write_catalog(tmp_path / "s")  # lists what was left out
+
+
+def test_part_of_a_checkout_and_what_is_stated(checkout, tokenizer, tmp_path):
+    build_datastore(tmp_path / "part", Source(str(checkout / "sub"), licences=("MIT",)), tokenizer)
+    assert set(contents(tmp_path / "part")) == {"deep.py"}
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    (loose / "records.jsonl").write_text('{"text": "one"}\n{"text": "# SPDX-License-Identifier: ISC\\ntwo"}\n')
+    with pytest.raises(BuildError, match="under no known licence"):
+        build_datastore(tmp_path / "none", Source(str(loose), licences=("MIT",)), tokenizer)
+    build_datastore(tmp_path / "stated", Source(str(loose), "MIT", licences=("MIT",)), tokenizer)
+    assert set(contents(tmp_path / "stated")) == {"records.jsonl#1"}
+
+
+def test_sync_follows_licences(checkout, tokenizer, tmp_path):
+    store = tmp_path / "s"
+    sync_datastore(store, [checkout], tokenizer, licences=["MIT"])
+    assert code(contents(store)) == ENTER
+    (checkout / "odd" / "LICENSE.txt").unlink()  # now the top's counts
+    sync_datastore(store, [checkout], licences=["MIT"])
+    assert code(contents(store)) == ENTER | {"odd/odd.py"}
+    report = sync_datastore(store, [checkout], licences=["GPL-3.0-or-later", "Apache-2.0"])
+    assert code(contents(store)) == {"copyleft.py", "either.py", "rust/both.rs"}
+    assert report.skipped_by_reason["under a licence that is not allowed"] > 3
+    sync_datastore(store, [checkout])
+    assert code(contents(store)) >= {"plain.py", "vendored/lib.py", "copyleft.py", "odd/odd.py"}
+
+
+def test_a_link_out_of_the_checkout_says_nothing(checkout, tokenizer, tmp_path):
+    (tmp_path / "elsewhere").write_text(MIT)
+    (checkout / "odd" / "LICENSE.txt").unlink()
+    (checkout / "odd" / "LICENSE").symlink_to(tmp_path / "elsewhere")
+    (checkout / "vendored" / "COPYING").unlink()
+    (checkout / "vendored" / "COPYING").symlink_to("../LICENSE")
+    build_datastore(tmp_path / "s", Source(str(checkout), filtered=True, licences=("MIT",)), tokenizer)
+    assert code(contents(tmp_path / "s")) == ENTER | {"vendored/lib.py"}
+
+
+def test_a_workspace_follows_licences(checkout):
+    workspace = Workspace([checkout], ServeConfig(workspace_licences=("MIT",)))
+    workspace.scan()
+
+    def names():
+        return code(path.relative_to(checkout).as_posix() for path in workspace.texts)
+
+    assert names() == ENTER
+    assert workspace.left_out["under no known licence"] == 2
+    (checkout / "odd" / "LICENSE.txt").write_text(MIT)
+    workspace.update([checkout / "odd" / "LICENSE.txt"])
+    assert names() == ENTER | {"odd/odd.py"}
+
+
+def test_command(checkout, tmp_path, capfd):
+    store = str(tmp_path / "s")
+    assert run(["build", store, str(checkout), "--tokenizer", "reference", "--license", "MIT", "-q", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["skipped_by_reason"]["under a licence that is not allowed"] == 3
+    assert run(["sync", store, str(checkout), "--licence", "MIT,GPL-3.0-only", "-q"]) == 0
+    assert "vendored/lib.py" in contents(tmp_path / "s")
+    assert run(["add", store, str(checkout), "--licence", "Expat", "-q"]) == 1
+    assert "spdx.org" in capfd.readouterr().err
