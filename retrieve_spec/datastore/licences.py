@@ -1,9 +1,9 @@
 """Licence rule: under which licence a file stands, and whether that is one of those allowed.
 
-A file's own ``SPDX-License-Identifier`` lines count first, then the licence files of the nearest folder that has any (up to
-the top of the checkout or of the source), then what whoever builds says of the whole source. Licences are recognised by
-their texts, which `identify` brings. Where any of these is there but not understood, the licence is unknown: nothing
-enters by a guess.
+A file's own ``SPDX-License-Identifier`` lines count first, then the licence files of the nearest folder that has
+some, up to the top of the checkout or of the source, then what whoever builds says of the whole source. Licences are
+recognised by their texts, which `identify` brings. Where any of these is there but not understood, the licence is
+unknown: nothing enters by a guess.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.kernels import ngram
+from retrieve_spec.kernels import grams, ngram
 
 LOAD = 0.7
 """Share of slots in use; searches read about two slots on a hit and six on a miss."""
@@ -83,11 +83,31 @@ def _choose_min_count(
     return 2**31
 
 
+def suffix_beginnings(tokens: NDArray[Any], sa: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """What `retrieve_spec.kernels.ngram.suffix_beginnings` says of every suffix: tokens shared, tokens ahead."""
+    shared, ahead = np.empty(len(sa), np.uint8), np.empty(len(sa), np.uint8)
+    ngram.suffix_beginnings(tokens, sa, shared, ahead)
+    return shared, ahead
+
+
+def build_grams(
+    tokens: NDArray[Any],
+    sa: NDArray[Any],
+    to_global: NDArray[Any],
+    beginnings: tuple[NDArray[np.uint8], NDArray[np.uint8]],
+) -> NDArray[np.uint64]:
+    """Gram filter of a segment (`retrieve_spec.kernels.grams`), (w,) uint64 with w ≥ 1; parameters as for the table."""
+    words = np.zeros(grams.count_grams(*beginnings) // grams.PER_WORD + 1, np.uint64)
+    grams.fill_grams(tokens, sa, *beginnings, to_global, words)
+    return words
+
+
 def build_ngrams(
     tokens: NDArray[Any],
     sa: NDArray[Any],
     to_global: NDArray[Any],
     config: StoreConfig,
+    beginnings: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None,
 ) -> NgramTable:
     """Count the contexts of a segment and keep as many as fit, the most frequent ones.
 
@@ -103,6 +123,8 @@ def build_ngrams(
         (v,) uint32, token id of each local id.
     config
         Limits: orders, continuations per context, size.
+    beginnings
+        `suffix_beginnings` of the segment, where it is known.
 
     Returns
     -------
@@ -111,9 +133,7 @@ def build_ngrams(
     """
     dtype = np.uint16 if int(to_global.max(initial=0)) < 1 << 16 else np.uint32
     limit = max(int(config.ngram_share * (tokens.nbytes + len(sa) * 4)), config.ngram_floor)
-    shared, ahead = np.empty(len(sa), np.uint8), np.empty(len(sa), np.uint8)
-    ngram.suffix_beginnings(tokens, sa, shared, ahead)
-
+    shared, ahead = beginnings or suffix_beginnings(tokens, sa)
     top = config.ngram_successors
     histograms = {}
     for order in range(1, config.ngram_orders + 1):

@@ -16,7 +16,7 @@ from retrieve_spec.datastore.dense import INDEX, DenseIndex
 from retrieve_spec.datastore.documents import TABLE, DocumentTable, Origin, Row, table_arrays
 from retrieve_spec.datastore.files import FileEntry, check_size, map_array, write_array
 from retrieve_spec.datastore.manifest import DenseRecord, SegmentEntry
-from retrieve_spec.datastore.ngrams import NgramTable, build_ngrams
+from retrieve_spec.datastore.ngrams import NgramTable, build_grams, build_ngrams, suffix_beginnings
 from retrieve_spec.datastore.sort import suffix_array
 from retrieve_spec.datastore.tombstones import DOCUMENTS, RANKS, forget, hidden_of, hide
 from retrieve_spec.errors import StoreCorruptError
@@ -45,6 +45,9 @@ class Segment:
         (⌈m / 64⌉,) uint64, packed beginnings of every 64th suffix.
     bits
         Bits of one packed token in `top`.
+    grams
+        (w,) uint64, which sequences of six tokens occur (`retrieve_spec.kernels.grams`); empty where that is not known
+        (segments of earlier releases).
     to_global
         (v + 1,) uint32, token id of each local id (entry 0 means nothing).
     to_local
@@ -71,6 +74,7 @@ class Segment:
     suffix_array: NDArray[np.uint32]
     top: NDArray[np.uint64]
     bits: int
+    grams: NDArray[np.uint64]
     to_global: NDArray[np.uint32]
     to_local: NDArray[np.int32]
     document_starts: NDArray[np.uint32]
@@ -188,11 +192,13 @@ def write_arrays(
     """Write the files of a segment whose text is already sorted; returns what `write_segment` does."""
     table, origins = table_arrays(rows)
     arrays: dict[str, NDArray[Any]] = {"vocabulary": to_global, "documents": document_starts(rows), **table}
+    beginnings = suffix_beginnings(tokens, sa)
     if config.index != "ngram":
         top = sa_top_table(tokens, sa, bits_of(len(to_global) - 1))
         arrays |= {"tokens": tokens, "suffix_array": sa, "top": top}
+        arrays["grams"] = build_grams(tokens, sa, to_global, beginnings)
     if config.index != "exact":
-        ngrams = build_ngrams(tokens, sa, to_global, config)
+        ngrams = build_ngrams(tokens, sa, to_global, config, beginnings)
         arrays |= {f"ngram_{f.name}": getattr(ngrams, f.name).ravel() for f in fields(ngrams)}
     if config.index != "ngram" and len(tokens) <= config.automaton_tokens:
         automaton = build_automaton(tokens, sa)
@@ -260,6 +266,7 @@ def open_segment(
         load("suffix_array", np.uint32, scattered=True, private=hiding),
         load("top", np.uint64, private=hiding),
         bits_of(len(to_global) - 1),
+        load("grams", np.uint64, scattered=True),
         to_global,
         to_local,
         starts,

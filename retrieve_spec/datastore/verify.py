@@ -24,7 +24,7 @@ from retrieve_spec.datastore.manifest import (
     content_name,
     read_manifest,
 )
-from retrieve_spec.datastore.ngrams import NgramTable
+from retrieve_spec.datastore.ngrams import NgramTable, build_grams, suffix_beginnings
 from retrieve_spec.datastore.progress import progress_bar
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.store import Datastore, open_datastore
@@ -168,6 +168,9 @@ def _check_suffix_array(segment: Segment, starts: NDArray[np.int64]) -> None:
     _require(len(sa) == int(expected.sum()) and (listed == expected).all(), segment, "every position once")
     _require(_out_of_order(tokens, sa) < 0, segment, "a sorted suffix array")
     _require(np.array_equal(sa_top_table(tokens, sa, segment.bits), segment.top), segment, "a matching top table")
+    if len(segment.grams):
+        built = build_grams(tokens, sa, segment.to_global, suffix_beginnings(tokens, sa))
+        _require(np.array_equal(built, segment.grams), segment, "the gram filter of its text")
 
 
 def _check_dense(segment: Segment, dense: DenseIndex) -> None:

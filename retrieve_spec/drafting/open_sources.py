@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.kernels import blend, levels, order, request, weights
+from retrieve_spec.kernels import blend, follow, levels, request, weights
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
@@ -106,7 +106,7 @@ class OpenSources:
         self._use: NDArray[np.float64] = np.empty(0)
         self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
         self._tail: NDArray[np.int32] = np.zeros((1, TAIL), np.int32)
-        self._recent: NDArray[np.int32] = np.zeros(order.MATCH, np.int32)
+        self._recent: NDArray[np.int32] = np.zeros(follow.MATCH, np.int32)
         self._learned: dict[int, int] = dict.fromkeys((request.STEPS, request.LEARNED, request.RESTS), 0)
         self._open()
 

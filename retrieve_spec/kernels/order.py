@@ -8,29 +8,17 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels.source_table import (
     DENSE,
-    EXACT_ITEMSIZE,
     EXACT_LENGTH,
-    EXACT_MIN_DEPTH,
     EXACT_SEGMENT,
-    EXACT_TOP,
-    EXACT_TOP_BITS,
-    EXACT_TOP_SIZE,
     KIND,
     span_origins,
     suffixes_of,
-    text_u16,
-    text_u32,
-    to_local_of,
 )
-from retrieve_spec.kernels.suffix_search import sa_follow
-from retrieve_spec.kernels.views import view_u64
 
 ORIGIN_BITS = 40
 """An origin is ``segment << ORIGIN_BITS | token position``, segments counted over all open stores in order."""
 MIN_ORIGIN = 8
 """Tokens that must match before a drafted token is said to stand in a store."""
-MATCH = 64
-"""Longest match with a store that is kept when the text leaves it."""
 
 
 @njit(cache=True, nogil=True)
@@ -146,35 +134,3 @@ def node_tails(
         for j in range(1, width):
             tails[i + 1, j] = tails[above, j - 1]
         lens[i + 1] = min(lens[above] + 1, width)
-
-
-@njit(cache=True, nogil=True)
-def follow_exact(
-    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, window: NDArray[np.int32], fresh: int
-) -> None:
-    """Follow the newest tokens of the text with a store's longest-match cursor.
-
-    Parameters
-    ----------
-    table, s
-        Sources, and the number of an `EXACT` one.
-    cursors, c
-        (m, CURSOR) int64, row c: (lo, hi, depth) before the fresh tokens, modified in place; depth 0 for none.
-    window
-        (w,) int32 newest tokens of the text, oldest first, the fresh ones included.
-    fresh
-        How many of them are new.
-    """
-    local = np.empty(len(window), np.int64)
-    to_local = to_local_of(table, s)
-    for i in range(len(window)):
-        local[i] = to_local[window[i]] if 0 <= window[i] < len(to_local) else 0
-    sa = suffixes_of(table, s)
-    top = view_u64(table[s, EXACT_TOP], table[s, EXACT_TOP_SIZE])
-    bits, least = table[s, EXACT_TOP_BITS], table[s, EXACT_MIN_DEPTH]
-    lo, hi, depth = cursors[c, 0], cursors[c, 1], cursors[c, 2]
-    if table[s, EXACT_ITEMSIZE] == 2:
-        lo, hi, depth = sa_follow(text_u16(table, s), sa, top, bits, lo, hi, depth, local, fresh, least, MATCH)
-    else:
-        lo, hi, depth = sa_follow(text_u32(table, s), sa, top, bits, lo, hi, depth, local, fresh, least, MATCH)
-    cursors[c, 0], cursors[c, 1], cursors[c, 2] = lo, hi, depth

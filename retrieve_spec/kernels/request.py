@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton, unigram
 from retrieve_spec.kernels.automaton_growth import extend
-from retrieve_spec.kernels.order import MATCH, follow_exact
+from retrieve_spec.kernels.follow import MATCH, follow_all
 from retrieve_spec.kernels.source_table import (
     CURSOR,
     EXACT,
@@ -160,11 +160,8 @@ def follow_stores(
     window[:kept] = recent[:kept]
     window[kept:] = tokens
     cursors = cursors_of(request, len(table))
-    for i in range(len(roots)):
-        at = request[STORED] + i
-        follow_exact(table, at, roots, i, window, fresh)
-        for j in range(CURSOR):
-            cursors[at, j] = roots[i, j]
+    follow_all(table, request[STORED], roots, window, fresh)
+    cursors[request[STORED] : request[STORED] + len(roots)] = roots
     left = min(len(window), MATCH)
     for i in range(left):
         recent[i] = window[len(window) - left + i]

@@ -160,46 +160,30 @@ def _lengthen(tokens, sa, top, bits, recent, n, lo, hi, depth, longest):  # type
 
 
 @njit(cache=True, nogil=True)
-def sa_follow(tokens, sa, top, bits, lo, hi, depth, recent, fresh, shortest, longest):  # type: ignore[no-untyped-def]
-    """Follow the last `fresh` tokens of the text, keeping the longest suffix that occurs if it is long enough.
+def sa_between(tokens, sa, top, bits, recent, shortest, longest):  # type: ignore[no-untyped-def]
+    """Find the longest suffix of a text that occurs and has so many tokens.
 
-    A match that goes on is narrowed. Once it falls off, only the end of the text matters: most of the time one search
-    says that no match of `shortest` tokens ends there.
+    Most of the time one search says that none of `shortest` tokens does.
 
     Parameters
     ----------
     tokens, sa, top, bits
         The segment.
-    lo, hi, depth
-        Match of the text without its fresh tokens, ``depth`` 0 for none of `shortest` tokens.
-    recent, fresh
-        (n,) end of the text (local ids; 0 or less: unknown to the segment), and how many of them are new.
+    recent
+        (n,) end of the text (local ids; 0 or less: unknown to the segment).
     shortest, longest
-        Shortest match worth keeping, and longest one looked for when the old one fell off; 1 ≤ shortest ≤ longest.
+        1 ≤ shortest ≤ longest ≤ n; no longer suffix occurs, or none is looked for.
 
     Returns
     -------
     tuple of int
-        ``(lo, hi, depth)`` of the whole text; ``(0, 0, 0)`` for none.
+        ``(lo, hi, depth)``; ``(0, 0, 0)`` for none.
     """
     n = len(recent)
-    i = n - fresh
-    while depth > 0 and i < n:
-        a, b = sa_narrow(tokens, sa, lo, hi, depth, np.int64(recent[i]))
-        if a >= b:
-            break
-        lo, hi, depth = a, b, depth + 1
-        i += 1
-    if depth > 0 and i == n:
-        return lo, hi, depth
-    # The match before token i was `depth` long and did not go on with it, or was shorter than `shortest`.
-    bound = min((depth if depth > 0 else shortest) - 1 + n - i, n, longest)
-    if bound < shortest:
-        return 0, 0, 0
     lo, hi = sa_search(tokens, sa, top, bits, recent, n - shortest, shortest)
     if lo >= hi:
         return 0, 0, 0
-    return _lengthen(tokens, sa, top, bits, recent, n, lo, hi, shortest, bound)
+    return _lengthen(tokens, sa, top, bits, recent, n, lo, hi, shortest, longest)
 
 
 @njit(cache=True, nogil=True)

@@ -74,6 +74,7 @@ def _exact_row(segment: Segment, number: int, min_depth: int, place: int) -> Row
             source_table.EXACT_TO_LOCAL: segment.to_local,
             source_table.EXACT_TO_GLOBAL: segment.to_global,
             source_table.EXACT_TOP: segment.top,
+            source_table.EXACT_GRAMS: segment.grams,
         },
         {
             source_table.EXACT_LENGTH: len(segment.tokens),
@@ -82,6 +83,7 @@ def _exact_row(segment: Segment, number: int, min_depth: int, place: int) -> Row
             source_table.EXACT_VOCABULARY: len(segment.to_local),
             source_table.EXACT_NUM_LOCAL: len(segment.to_global),
             source_table.EXACT_TOP_SIZE: len(segment.top),
+            source_table.EXACT_NUM_GRAMS: len(segment.grams),
             source_table.EXACT_TOP_BITS: segment.bits,
             source_table.EXACT_MIN_DEPTH: min_depth,
             source_table.EXACT_SEGMENT: place,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from retrieve_spec.datastore.segment import bits_of
 from retrieve_spec.datastore.sort import suffix_array
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
-from retrieve_spec.kernels.suffix_search import sa_extend, sa_follow, sa_longest, sa_search, sa_top_table
+from retrieve_spec.kernels.suffix_search import sa_extend, sa_longest, sa_search, sa_top_table
 
 TEXTS = st.lists(st.integers(0, 6), max_size=200).map(lambda tokens: [*tokens, 0])
 
@@ -55,19 +55,6 @@ def test_cursor_keeps_the_longest_match(tokens, followed, longest):
         assert sa_longest(array, sa, top, 3, recent, n, longest) == naive.longest(
             tokens, sa.tolist(), followed[:n], longest
         )
-
-
-@settings(max_examples=60)
-@given(TEXTS, st.lists(st.integers(0, 7), min_size=1, max_size=40), st.integers(1, 4), st.lists(st.integers(1, 6)))
-def test_following_keeps_the_longest_match_worth_keeping(tokens, followed, shortest, steps):
-    array, sa, top = index(tokens)
-    state, n = (0, 0, 0), 0
-    for fresh in [*steps, 40]:
-        fresh = min(fresh, len(followed) - n)
-        n += fresh
-        state = sa_follow(array, sa, top, 3, *state, np.array(followed[:n], np.int32), fresh, shortest, 64)
-        lo, hi, depth = naive.longest(tokens, sa.tolist(), followed[:n])
-        assert state == ((lo, hi, depth) if depth >= shortest else (0, 0, 0))
 
 
 @given(TEXTS, st.lists(st.integers(0, 7), min_size=1, max_size=40))

@@ -9,7 +9,8 @@ from retrieve_spec.config import SpeculationConfig, StoreConfig
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels.order import MATCH, MIN_ORIGIN, ORIGIN_BITS
+from retrieve_spec.kernels.follow import MATCH
+from retrieve_spec.kernels.order import MIN_ORIGIN, ORIGIN_BITS
 from retrieve_spec.sources import SOURCE_NAMES
 
 EXACT = StoreConfig(index="exact")

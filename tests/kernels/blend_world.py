@@ -14,7 +14,7 @@ from naive_recycling import NaiveTable
 from naive_unigrams import AGES, COUNTS, NaiveUnigrams
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.kernels import blend, expand, learn, order, source_table, unigram, weights
+from retrieve_spec.kernels import blend, expand, follow, learn, source_table, unigram, weights
 from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.sources.automaton import SuffixAutomaton
@@ -154,8 +154,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
         state, matched = session.advance(state, matched, token)
     cursors[2, :2] = state, matched
     window = np.array(text, np.int32)
-    for i in range(len(opened.exact)):
-        order.follow_exact(table, 3 + i, cursors, 3 + i, window, len(text))
+    follow.follow_all(table, 3, cursors[3 : 3 + len(opened.exact)], window, len(text))
     return World(text, sources, table, cursors, newest_first(text), [held])
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieve_spec.kernels import request, step
-from retrieve_spec.kernels.order import MATCH
+from retrieve_spec.kernels.follow import MATCH
 from retrieve_spec.kernels.source_table import (
     AUTOMATON,
     DENSE,

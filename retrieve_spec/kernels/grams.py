@@ -1,0 +1,69 @@
+"""Gram filter: which sequences of `GRAM` tokens occur in a segment, as a few bits of one word each.
+
+A word of 64 bits is chosen by the upper half of a sequence's hash, `BITS` bits in it by the lower half. A sequence
+whose bits are not all set does not occur; one whose bits are may (about one in thirty that do not). So a cursor learns
+from one read per segment which segments a long match can end in, and searches only those.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.ngram import MAX_ORDER, home, ngram_hash
+
+GRAM = MAX_ORDER + 1
+"""Tokens of a sequence: one more than n-gram tables know."""
+PER_WORD = 8
+"""Sequences per word, on average."""
+BITS = 4
+
+
+@njit(cache=True, nogil=True)
+def gram_bits(h):  # type: ignore[no-untyped-def]
+    """Bits of a sequence in its word."""
+    bits = np.uint64(0)
+    for i in range(BITS):
+        bits |= np.uint64(1) << ((np.uint64(h) >> np.uint64(6 * i)) & np.uint64(63))
+    return bits
+
+
+@njit(cache=True, nogil=True)
+def may_hold(words: NDArray[np.uint64], h: np.uint64) -> bool:
+    """Whether a sequence may occur in the text of a filter; True where the filter is not known (empty)."""
+    if len(words) == 0:
+        return True
+    bits = gram_bits(h)
+    return bool(words[home(h, len(words))] & bits == bits)
+
+
+@njit(cache=True, nogil=True)
+def newest_gram(window: NDArray[np.int32]) -> np.uint64:
+    """Hash of the last `GRAM` tokens of a text that has at least so many."""
+    h = np.uint64(0)
+    for i in range(len(window) - 1, len(window) - 1 - GRAM, -1):
+        h = ngram_hash(h, window[i])
+    return h
+
+
+@njit(cache=True, nogil=True)
+def count_grams(shared: NDArray[np.uint8], ahead: NDArray[np.uint8]) -> int:
+    """Different sequences of a text, from what `ngram.suffix_beginnings` says of its suffixes."""
+    n = 0
+    for i in range(len(shared)):
+        if ahead[i] == GRAM and shared[i] < GRAM:
+            n += 1
+    return n
+
+
+@njit(cache=True, nogil=True)
+def fill_grams(tokens, sa, shared, ahead, to_global, words):  # type: ignore[no-untyped-def]
+    """Set the bits of every sequence of a text in (w,) uint64 words, all zero before."""
+    for i in range(len(sa)):
+        if ahead[i] == GRAM and shared[i] < GRAM:
+            at = np.int64(sa[i])
+            h = np.uint64(0)
+            for j in range(GRAM - 1, -1, -1):
+                h = ngram_hash(h, to_global[tokens[at + j]])
+            words[home(h, len(words))] |= gram_bits(h)

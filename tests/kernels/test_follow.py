@@ -1,0 +1,111 @@
+"""Following a text through many segments, with gram filters and without, against looking for every suffix."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieve_spec.datastore.ngrams import build_grams, suffix_beginnings
+from retrieve_spec.datastore.segment import bits_of
+from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.kernels import source_table
+from retrieve_spec.kernels.follow import MATCH, follow_all
+from retrieve_spec.kernels.grams import GRAM, may_hold, newest_gram
+from retrieve_spec.kernels.suffix_search import sa_top_table
+from retrieve_spec.sources.rows import SourceTable, source_row
+
+ALPHABET = 4
+DOCUMENTS = st.lists(st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40), min_size=1, max_size=4)
+SEGMENTS = st.lists(
+    st.tuples(DOCUMENTS, st.integers(1, GRAM + 2), st.booleans(), st.booleans()), min_size=1, max_size=4
+)
+
+
+def index(documents):
+    """Local text, ids and suffix array of some documents."""
+    to_global = np.array([0, *sorted({token for document in documents for token in document})], np.uint32)
+    to_local = np.zeros(ALPHABET, np.int32)
+    to_local[to_global[1:]] = np.arange(1, len(to_global))
+    text = [part for document in documents for part in (*to_local[document].tolist(), 0)]
+    return np.array(text), to_global, to_local
+
+
+def row_of(documents, least, filtered, wide):
+    """Row of a segment; some are of wide ids, some have no filter."""
+    text, to_global, to_local = index(documents)
+    tokens = text.astype(np.uint32 if wide else np.uint16)
+    sa, bits = suffix_array(tokens), bits_of(len(to_global) - 1)
+    grams = np.empty(0, np.uint64)
+    if filtered:
+        grams = build_grams(tokens, sa, to_global, suffix_beginnings(tokens, sa))
+    t = source_table
+    return source_row(
+        t.EXACT,
+        0,
+        {
+            t.EXACT_TOKENS: tokens,
+            t.EXACT_SUFFIXES: sa,
+            t.EXACT_TO_LOCAL: to_local,
+            t.EXACT_TO_GLOBAL: to_global,
+            t.EXACT_TOP: (top := sa_top_table(tokens, sa, bits)),
+            t.EXACT_GRAMS: grams,
+        },
+        {
+            t.EXACT_LENGTH: len(tokens),
+            t.EXACT_ITEMSIZE: tokens.itemsize,
+            t.EXACT_NUM_SUFFIXES: len(sa),
+            t.EXACT_VOCABULARY: ALPHABET,
+            t.EXACT_NUM_LOCAL: len(to_global),
+            t.EXACT_TOP_SIZE: len(top),
+            t.EXACT_TOP_BITS: bits,
+            t.EXACT_MIN_DEPTH: least,
+            t.EXACT_NUM_GRAMS: len(grams),
+        },
+    )
+
+
+def gram(tokens):
+    return np.uint64(newest_gram(np.array(tokens, np.int32)))
+
+
+def occurrences(documents, part):
+    return sum(d[i : i + len(part)] == part for d in documents for i in range(len(d) - len(part) + 1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(SEGMENTS, st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40), st.lists(st.integers(1, 9)))
+def test_every_segment_keeps_its_longest_match(segments, text, steps):
+    table = SourceTable([row_of(*segment) for segment in segments])
+    cursors = np.zeros((len(segments), source_table.CURSOR), np.int64)
+    n = 0
+    for fresh in [*steps, MATCH]:
+        fresh = min(fresh, len(text) - n)
+        n += fresh
+        follow_all(table.words, 0, cursors, np.array(text[:n], np.int32), fresh)
+        for (documents, least, _, _), (lo, hi, depth, _) in zip(segments, cursors.tolist(), strict=True):
+            longest = next((k for k in range(n, least - 1, -1) if occurrences(documents, text[n - k : n])), 0)
+            places = occurrences(documents, text[n - longest : n]) if longest else 0
+            assert (depth, hi - lo) == (longest, places)
+
+
+@given(DOCUMENTS)
+def test_a_filter_knows_every_sequence_of_its_text(documents):
+    text, to_global, _ = index(documents)
+    tokens = text.astype(np.uint16)
+    sa = suffix_array(tokens)
+    words = build_grams(tokens, sa, to_global, suffix_beginnings(tokens, sa))
+    for document in documents:
+        for i in range(len(document) - GRAM + 1):
+            assert may_hold(words, gram(document[: i + GRAM]))
+
+
+def test_a_filter_leaves_out_nearly_all_other_sequences():
+    random = np.random.default_rng(0)
+    text = random.integers(1, 1000, 20_001).astype(np.uint16)
+    text[-1] = 0
+    sa, to_global = suffix_array(text), np.arange(1000, dtype=np.uint32)
+    words = build_grams(text, sa, to_global, suffix_beginnings(text, sa))
+    others = [gram(random.integers(1, 1000, GRAM)) for _ in range(2000)]
+    assert sum(may_hold(words, h) for h in others) < 2000 * 0.06
+    assert words.nbytes < 1.5 * len(text)
