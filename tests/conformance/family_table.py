@@ -26,7 +26,7 @@ def render(model_of: Callable[[Any, str], Any]) -> str:
         modes, reasons = {}, []
         for attention in family.attention:
             model = model_of(family, attention)
-            rs.accelerate(model, draft="off")
+            rs.accelerate(model, draft="off", recorded_pass="off")
             modes[attention] = model.speculation.mode
             reasons.append(re.sub(r" \(off by .*?\)", "", model.speculation.reason))
             rs.restore(model)
