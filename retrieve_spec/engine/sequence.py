@@ -262,7 +262,7 @@ class Sequence:
         cost
             (n + 1,) seconds of a pass over 0 … n drafted nodes, or None.
         """
-        if self.drafter is None:
+        if self.drafter is None or self.verifier.mode == "plain":
             return NO_DRAFT
         limits, length = self.limits, self.text.length
         depth = min(limits.max_depth, limits.max_length - length - 1)
@@ -316,6 +316,8 @@ class Sequence:
         self.stopped = self.walked.stopped
         if not self.report.passes:  # the prompt's pass
             self.report.passes, self.report.new_tokens = 1, len(self.walked.emitted)
+            if self.drafter is not None and self.verifier.reason != self.report.reason:  # what the prompt showed
+                self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
         if len(self._pieces) == self._piece:
             self._pieces.append(self.walked.emitted)
         self._read_before = None

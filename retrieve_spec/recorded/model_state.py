@@ -25,6 +25,7 @@ from retrieve_spec.recorded.state_parts import (
     equal,
     has_changed,
     is_one_number,
+    kept_of_texts,
     kind,
     others_hooks,
     place,
@@ -35,6 +36,7 @@ from retrieve_spec.recorded.state_parts import (
     slots_of,
     storage_ref,
     version_of,
+    without,
 )
 
 OWN_ATTRIBUTES = frozenset(
@@ -157,6 +159,28 @@ class ModelState:
         self._buffers = [buffers for buffers in self._buffers if same_buffers(*buffers[1:])]
         self._hooks = [hooks for hooks in self._hooks if others_hooks(hooks[1]) == hooks[2]]
         return found
+
+    def let_go(self, model: Any) -> list[str]:
+        """Stop following what the model's own methods keep of texts, if nothing else has changed; its names.
+
+        Those are attributes that hold a tensor or nothing and that a method of its modules sets.
+        """
+        changed = self.changes(model)
+        names = frozenset(name.rpartition(".")[2] for name in changed)
+        if not changed or not names <= kept_of_texts(model):
+            return []
+        pairs = list(zip(self._names, self._lives, self._copies, strict=True))
+        same = [equal(live, copy) for _, live, copy in pairs]
+        for (name, live, copy), is_same in zip(pairs, same, strict=True):
+            if not is_same:
+                self._parts.append((name, functools.partial(without, live, names), without(copy, names)))
+        rest = [pair for pair, is_same in zip(pairs, same, strict=True) if is_same]
+        self._names, self._lives, self._copies = ([pair[i] for pair in rest] for i in range(3))
+        self._ignored |= names
+        self._root = self._own(model)
+        self._ones = [one for one in self._ones if one[1] not in names]
+        self._constants = [constant for constant in self._constants if constant[0].rpartition(".")[2] not in names]
+        return changed if self.holds(model) else []
 
     def keeps(self, other: ModelState) -> bool:
         """Whether every tensor that another state knows is known here: it could be that state again."""

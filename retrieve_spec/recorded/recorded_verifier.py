@@ -49,8 +49,6 @@ class RecordedVerifier:
         state: ModelState | None = None,
     ) -> None:
         self.model = model
-        self.mode: Mode = ordinary.mode
-        self.reason = ordinary.reason
         self.whole_prompts = ordinary.whole_prompts
         self.not_recorded = ""
         """Why this generation does not use the recorded pass; empty when it does."""
@@ -68,6 +66,16 @@ class RecordedVerifier:
         self.pool = pool
 
     @property
+    def mode(self) -> Mode:
+        """What `forward` accepts now."""
+        return self._ordinary.mode
+
+    @property
+    def reason(self) -> str:
+        """Why that is no tree."""
+        return self._ordinary.reason
+
+    @property
     def takes_back(self) -> bool:
         """Whether a pass can begin again (`Verifier.takes_back`)."""
         return not self.not_recorded or self._ordinary.takes_back
@@ -75,7 +83,7 @@ class RecordedVerifier:
     @property
     def pass_kind(self) -> PassKind:
         """What runs the model in this generation."""
-        return "model's own" if self.not_recorded else "recorded"
+        return self._ordinary.pass_kind if self.not_recorded else "recorded"
 
     @property
     def pass_reason(self) -> str:
@@ -85,7 +93,6 @@ class RecordedVerifier:
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
         self._ordinary.start(inputs)
-        self.mode, self.reason = self._ordinary.mode, self._ordinary.reason
         self._slabs, self._loaded = None, False
         self._max_length, self._returns_cache = inputs.max_length, inputs.returns_cache
         self._past = inputs.past_length

@@ -18,6 +18,7 @@ from retrieve_spec.recorded.recordable import why_not_recordable
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.weight_layout import Layouts
+from retrieve_spec.verify.call_kinds import CallKinds
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device
 from retrieve_spec.verify.probe import Finding, check_verifier
@@ -45,9 +46,10 @@ class Recording:
     recorded: RecordedPass
     pool: PassPool | None = None
 
-    def __call__(self, state: ModelState | None = None) -> RecordedVerifier:
-        """Make a verifier, which refuses a model that is not in `state` any more."""
-        return RecordedVerifier(self.model, HFVerifier(self.model, self.interface), self.recorded, self.pool, state)
+    def __call__(self, state: ModelState | None = None, kinds: CallKinds | None = None) -> RecordedVerifier:
+        """Make a verifier, which refuses a model that is not in `state` any more; `kinds`: as of `HFVerifier`."""
+        own = HFVerifier(self.model, self.interface, kinds=kinds)
+        return RecordedVerifier(self.model, own, self.recorded, self.pool, state)
 
 
 def try_recording(

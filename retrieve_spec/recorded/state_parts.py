@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import types
 from typing import Any
 
@@ -118,3 +121,29 @@ def others_hooks(hooks: dict[int, Any]) -> dict[int, Any]:
 def is_own_hook(hook: Any) -> bool:
     """Whether a hook is a verifier's."""
     return bool(getattr(hook, "__module__", "").startswith("retrieve_spec.verify."))
+
+
+def without(entries: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    """The entries that have other names."""
+    return {name: value for name, value in entries.items() if name not in names}
+
+
+def kept_of_texts(model: nn.Module) -> frozenset[str]:
+    """Names of attributes that hold tensors, or nothing, and that methods of a model's modules set while it runs."""
+    modules = list(model.modules())
+    classes: set[Any] = set(map(type, modules))
+    stored = frozenset[str]().union(*map(_stored_by, classes))
+    held = [(name, value) for module in modules for name, value in vars(module).items() if name in stored]
+    others = {name for name, value in held if value is not None and not isinstance(value, torch.Tensor)}
+    return stored - others
+
+
+@functools.cache
+def _stored_by(cls: Any) -> frozenset[str]:
+    """Names of attributes that the methods of a class set, but for the one that makes it."""
+    bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
+    methods = [f for base in bases for name, f in vars(base).items() if name != "__init__"]
+    codes = [inspect.unwrap(f).__code__ for f in methods if isinstance(f, types.FunctionType)]
+    return frozenset(
+        step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"
+    )

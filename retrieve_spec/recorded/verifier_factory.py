@@ -120,14 +120,15 @@ class VerifierFactory:
         if known.finding.mode == "plain":
             return StepVerifier(self._model, known.finding.reason)
         if known.recording is None or autocast:
-            own = HFVerifier(self._model, known.finding.interface, known.finding.mode, known.finding.reason)
+            found = known.finding
+            own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.kinds)
             own.pass_reason = known.why
             return own
         if known.recording.pool is not None and known.state.has_moved():
             known.recording.pool.clear()  # captured graphs kept addresses
         if copied := known.recording.recorded.follow():
             logger.debug("%d weights have changed since they were copied", copied)
-        return known.recording(known.state)
+        return known.recording(known.state, known.finding.kinds)
 
     def invalidate(self) -> None:
         """Forget what was found and recorded: the next generation looks at the model anew, whatever that costs."""
@@ -140,12 +141,24 @@ class VerifierFactory:
             if known.state.holds(self._model):
                 break
         else:
-            return self._examine()
+            known = self._known[0] if self._known and self._only_texts_differ() else self._examine()
         if known is not self._known[0]:
             self._known[0].release()
             self._known.remove(known)
             self._known.insert(0, known)
         return self._examine() if known.due and self._credit >= 1 else known
+
+    def _only_texts_differ(self) -> bool:
+        """Whether the model, as last seen, has changed in nothing but what it keeps of texts; no longer followed then.
+
+        Such a model is not recorded: a recording might have read what an earlier text left.
+        """
+        known = self._known[0]
+        kept = known.state.let_go(self._model)
+        if kept:
+            known.release()
+            known.recording, known.why = None, known.why or _CHANGING.format(kept[0])
+        return bool(kept)
 
     def _examine(self, finding: Finding | None = None) -> _Known:
         """Probe the model, record it if it may be, and remember both for its state."""

@@ -9,7 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+)
 
 
 def decoder_cache(cache: Any) -> Any:
@@ -86,6 +91,18 @@ def set_recording(cache: Any, flags: list[bool]) -> None:
 
 def same_rows(cache: DynamicCache) -> DynamicCache:
     """A cache of the same tensors; one grows without the other."""
-    twin = DynamicCache()
+    twin = copy.copy(cache)
     twin.layers = [copy.copy(layer) for layer in cache.layers]
     return twin
+
+
+def apart(cache: Any) -> Any:
+    """A copy of a cache that goes on without it; rows are shared, as both put new ones into tensors of their own."""
+    if isinstance(cache, EncoderDecoderCache):
+        twin = copy.copy(cache)
+        twin.self_attention_cache = apart(cache.self_attention_cache)
+        twin.is_updated = dict(cache.is_updated)
+        return twin
+    if type(cache) is DynamicCache and all(type(x) in (DynamicLayer, DynamicSlidingWindowLayer) for x in cache.layers):
+        return same_rows(cache)
+    return copy.deepcopy(cache)

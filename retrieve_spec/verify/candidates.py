@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence, input_device
+from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.positions import Place, noting_places, outermost
-from retrieve_spec.verify.steps import prepare_call
+from retrieve_spec.verify.steps import prepare_call, sample_tokens
 from retrieve_spec.verify.verifier import VerifierInputs
 
 logger = logging.getLogger(__name__)
@@ -74,16 +73,3 @@ def _find_places(model: Any, interface: ModelInterface) -> tuple[Place, ...]:
     finally:
         verifier.finish()
     return outermost(places)
-
-
-def vocabulary(model: Any) -> int:
-    """Tokens that a model embeds and may say."""
-    config = model.config.get_text_config(decoder=True)
-    embedded = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 30)  # encoders may have a vocabulary apart
-    return min(int(getattr(config, "vocab_size", embedded)), embedded)
-
-
-def sample_tokens(model: Any, length: int) -> torch.Tensor:
-    """(1, length) long, tokens that every vocabulary has."""
-    numbers: NDArray[np.int64] = 3 + (np.arange(length) * 7919 + 13) % (min(vocabulary(model), 30_000) - 3)
-    return torch.from_numpy(numbers)[None].to(input_device(model))

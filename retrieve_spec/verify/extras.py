@@ -6,6 +6,7 @@ the model's own `_update_model_kwargs_for_generation` says; what has a place for
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ class Extras:
 
     @property
     def kind(self) -> frozenset[str]:
-        """Names of the arguments that say something about the prompt."""
-        return frozenset(name for name, value in self.given.items() if _tells(value))
+        """Names of the arguments that say something about the prompt, and of what is in them where they have parts."""
+        return frozenset(name for given in self.given.items() for name in _telling(*given))
 
     def up_to(self, slots: int, length: int) -> dict[str, Any]:
         """The arguments of a pass that ends at `slots` of a prompt of `length` tokens."""
@@ -83,9 +84,13 @@ class Extras:
         self.by_rows = bool(self._grown) or any(a != b for a, b in shapes)
 
 
-def _tells(value: Any) -> bool:
-    """Whether an argument is more than a setting."""
-    return value is not None and not isinstance(value, (bool, int, float, str))
+def _telling(name: str, value: Any) -> Iterator[str]:
+    """Names of an argument, or of parts of it, that are more than settings."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _telling(f"{name}.{key}", part)
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        yield name
 
 
 def _grew_along(before: Any, after: Any) -> int | None:

@@ -61,9 +61,17 @@ class PaddedRow:
         self.own, self.batch = own, batch
         self.alone = ""
         """Why this generation shares no passes; empty when it may."""
-        self.mode: Mode = own.mode
-        self.reason = own.reason
         self.whole_prompts = own.whole_prompts
+
+    @property
+    def mode(self) -> Mode:
+        """What `forward` accepts now."""
+        return self.own.mode
+
+    @property
+    def reason(self) -> str:
+        """Why that is no tree."""
+        return self.own.reason
 
     @property
     def takes_back(self) -> bool:
@@ -83,7 +91,6 @@ class PaddedRow:
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
         self.own.start(inputs)
-        self.mode, self.reason = self.own.mode, self.own.reason
         self._returns_cache = inputs.returns_cache
         kwargs, name = inputs.model_kwargs, self.own.interface.cache_name
         self.alone = self.own.reason if self.own.mode != "tree" else ""

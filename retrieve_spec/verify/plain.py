@@ -40,6 +40,12 @@ class StepVerifier:
         self._uncached = len(inputs.uncached_ids)
         self._outputs, self._held = None, []
 
+    def go_on(self, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any) -> None:
+        """Take on a text, (1, L) long, that was read with these arguments and these outputs."""
+        self._kwargs = {**model_kwargs, "use_cache": True}
+        self._text, self._uncached = text, 0
+        self._outputs, self._held = outputs, held_by(self.model)
+
     def forward(
         self,
         root_ids: NDArray[np.int32],
@@ -69,7 +75,7 @@ class StepVerifier:
             if getattr(module, name, None) is not value:
                 setattr(module, name, value)  # another text was read in between
         self._outputs = self.model(**inputs, return_dict=True)
-        held = _held_by(self.model) if first else self._held
+        held = held_by(self.model) if first else self._held
         self._held = [(module, name, getattr(module, name, None)) for module, name, _ in held]
         return VerifierOutput(self._outputs.logits[0, -keep:])
 
@@ -88,8 +94,8 @@ class StepVerifier:
         return None
 
 
-def _held_by(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Tensors that are plain attributes of modules."""
+def held_by(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Tensors that are plain attributes of modules: what a model keeps of a text to itself."""
     return [
         (module, name, value)
         for module in model.modules()

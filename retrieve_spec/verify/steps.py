@@ -5,9 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import GenerationMixin
+from numpy.typing import NDArray
+from transformers import Cache, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
+
+from retrieve_spec.verify.cache import apart
+from retrieve_spec.verify.interface import input_device
 
 
 class PreparedCall:
@@ -74,6 +80,16 @@ class SingleSteps:
         self._kwargs = {**call.take(), "use_cache": True}
         self._first = True
 
+    @classmethod
+    def behind(cls, model: Any, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any) -> SingleSteps:
+        """A text (1, L) that has been read with these arguments and outputs; their cache stays as it is."""
+        steps = cls(model, PreparedCall(text, {}))
+        after = model._update_model_kwargs_for_generation(
+            outputs, {**model_kwargs, "use_cache": True}, is_encoder_decoder=model.config.is_encoder_decoder
+        )
+        steps._kwargs, steps._first = _separate(after), False
+        return steps
+
     def feed(self, token: int | None = None) -> torch.Tensor:
         """(vocab,) logits behind the prompt, or behind one more token."""
         if token is not None:
@@ -94,5 +110,27 @@ class SingleSteps:
     def fork(self) -> SingleSteps:
         """The same text to be continued otherwise."""
         twin = copy.copy(self)
-        twin._kwargs = {name: copy.deepcopy(value) for name, value in self._kwargs.items()}
+        twin._kwargs = _separate(self._kwargs)
         return twin
+
+
+def _separate(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with a cache of their own; other tensors are read only."""
+    return {
+        name: apart(value) if isinstance(value, Cache)
+        else value if isinstance(value, (torch.Tensor, ModelOutput)) else copy.deepcopy(value)
+        for name, value in model_kwargs.items()
+    }  # fmt: skip
+
+
+def vocabulary(model: Any) -> int:
+    """Tokens that a model embeds and may say."""
+    config = model.config.get_text_config(decoder=True)
+    embedded = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 30)  # encoders may have a vocabulary apart
+    return min(int(getattr(config, "vocab_size", embedded)), embedded)
+
+
+def sample_tokens(model: Any, length: int) -> torch.Tensor:
+    """(1, length) long, tokens that every vocabulary has."""
+    numbers: NDArray[np.int64] = 3 + (np.arange(length) * 7919 + 13) % (min(vocabulary(model), 30_000) - 3)
+    return torch.from_numpy(numbers)[None].to(input_device(model))

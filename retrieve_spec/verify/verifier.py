@@ -79,12 +79,19 @@ class Verifier(Protocol):
     `commit` or `finish` short, or came right behind, the same call can be made again.
     """
 
-    mode: Mode
-    """What `forward` accepts: in "chain" mode only trees with `is_chain`, in "plain" mode only None or empty trees."""
-    reason: str
-    """Why the mode is not "tree"; empty when it is."""
     whole_prompts: bool
     """Whether the prompt must come in one piece: a second one would not see what the first left behind."""
+
+    @property
+    def mode(self) -> Mode:
+        """What `forward` accepts: in "chain" mode only trees with `is_chain`, in "plain" mode only None or empty ones.
+
+        It may weaken when the prompt has been read, and for some passes.
+        """
+
+    @property
+    def reason(self) -> str:
+        """Why the mode is not "tree"; empty when it is."""
 
     @property
     def takes_back(self) -> bool:

@@ -1,0 +1,236 @@
+"""Pass inputs: what a model's forward is given in each pass of one generation: ids, positions, masks and extras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.config import MAX_NODES
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
+from retrieve_spec.verify.extras import SET_EACH_PASS, Extras
+from retrieve_spec.verify.interface import ModelInterface, input_device
+
+_NO_TREE = DraftTree()
+
+
+class PassInputs:
+    """Arguments of the passes of one generation.
+
+    Trees go in as a 4-D mask (a dict of masks where layers differ) and position ids; chains and single tokens leave
+    the mask to the model.
+
+    Parameters
+    ----------
+    model, interface
+        The model, and what its forward takes.
+    prompt
+        (1, L) long.
+    given
+        Keyword arguments that `generate` prepared, without the cache.
+    past, uncached
+        Tokens that the cache holds at first, and how many of the prompt follow them.
+
+    Attributes
+    ----------
+    extras
+        What the model is given besides ids, positions and masks.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        interface: ModelInterface,
+        prompt: torch.Tensor,
+        given: dict[str, Any],
+        past: int,
+        uncached: int,
+    ) -> None:
+        self._model, self._interface, self._prompt = model, interface, prompt
+        self._device = input_device(model)
+        self._on_host = self._device.type == "cpu"
+        given = dict(given)
+        self._attention_mask = given.pop(interface.mask_name, None)
+        self._position_ids = given.pop(interface.positions_name, None)
+        given.pop("logits_to_keep", None)
+        given.pop("use_cache", None)
+        self.extras = Extras(model, given)
+        self._uncached = uncached
+        self._length = past + uncached  # of the prompt
+        self._template: dict[str, Any] | None = None
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Make the buffers that every pass slices: ids, positions, the 2-D mask when the row is padded."""
+        self._ids = torch.empty((1, self._uncached + 2 * MAX_NODES), dtype=torch.long)
+        self._ids_view = self._ids.numpy()[0]
+        self._positions = torch.empty_like(self._ids)
+        self._positions_view = self._positions.numpy()[0]
+        self._mask_buffer = np.empty(0, np.bool_)
+        self._padded = np.empty(0, np.bool_)
+        self._left_padding = 0
+        self._slot_shift = 0  # position of a token minus its slot
+        self._masks_padding = False
+        self._axes: torch.Tensor | None = None  # (…, 1) the same on every axis, where positions have several
+        if self._attention_mask is not None:
+            row = self._attention_mask[0].cpu().numpy() == 0
+            self._padded = row
+            self._left_padding = int(np.argmin(row)) if len(row) else 0
+            self._long_mask = self._attention_mask
+
+    @property
+    def shift(self) -> int:
+        """Position of a token minus its slot, where positions have one axis."""
+        return 0 if self._position_ids is None else int(self._position_ids[0, -1]) + 1 - self._length
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some slots of the prompt hold nothing."""
+        return bool(self._padded.any())
+
+    def reading(self, cache: Any, past: int, fed: int, num_tokens: int, keep: int) -> dict[str, Any]:
+        """Arguments of a pass over prompt tokens behind `fed` others, made by the model itself as for `generate`."""
+        stop = self._prompt.shape[1] - self._uncached + fed + num_tokens
+        slots = past + num_tokens
+        mask, positions = self._attention_mask, self._position_ids
+        extras = self.extras.up_to(stop, self._prompt.shape[1])
+        if positions is not None:
+            extras[self._interface.positions_name] = positions[..., :slots]
+        extras[self._interface.mask_name] = None if mask is None else mask[:, :slots]
+        extras[self._interface.cache_name] = cache
+        kwargs: dict[str, Any] = self._model.prepare_inputs_for_generation(
+            self._prompt[:, :stop], next_sequence_length=num_tokens, is_first_iteration=True, use_cache=True, **extras
+        )
+        if self._interface.takes_logits_to_keep:
+            kwargs["logits_to_keep"] = keep
+        return kwargs
+
+    def behind_prompt(self, cache: Any, past: int) -> None:
+        """Take down what the model adds to a decoding pass behind `past` cached tokens, and its next position.
+
+        Some models keep to themselves where the text that they read last goes on: this comes before another is read.
+        """
+        kwargs = self._prepared(cache, past, 1)
+        self._read_positions(kwargs.get(self._interface.positions_name), past)
+        self._masks_padding = self._attention_mask is not None and kwargs.get(self._interface.mask_name) is not None
+        self._template = self._settings(kwargs)
+        if self.extras.kind:
+            self._make_room(past + 2)
+            self.extras.see_rows(self._template, self._settings(self._prepared(cache, past, 2)))
+
+    def decoding(
+        self, cache: Any, rows: Any, past: int, root_ids: NDArray[np.int32], tree: DraftTree | None, keep: int,
+        masked: bool,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Arguments of a pass over root tokens and nodes behind `past` cached tokens.
+
+        Parameters
+        ----------
+        cache, rows
+            The cache, and the part of it that grows with the text.
+        masked
+            Whether the tree goes in as a mask; else it is a chain.
+        """
+        roots, nodes = len(root_ids), 0 if tree is None else len(tree)
+        length = roots + nodes
+        self._make_room(past + length + 1)
+        if self._template is None:
+            self.behind_prompt(cache, past)
+        assert self._template is not None
+        kwargs = self._settings(self._prepared(cache, past, length)) if self.extras.by_rows else dict(self._template)
+        kwargs[self._interface.cache_name] = cache
+        drafted = _NO_TREE if tree is None else tree
+        fill_inputs(
+            self._ids_view, self._positions_view, root_ids, drafted.token_ids, drafted.depth, past + self._slot_shift
+        )
+        kwargs[self._interface.ids_name] = self._to_device(self._ids[:, :length])
+        if self._interface.takes_position_ids:
+            positions = self._positions[:, :length]
+            positions = positions if self._axes is None else positions + self._axes
+            kwargs[self._interface.positions_name] = self._to_device(positions)
+        if self._interface.takes_logits_to_keep:
+            kwargs["logits_to_keep"] = keep + nodes
+        if tree is not None and nodes and masked:
+            kwargs[self._interface.mask_name] = self._tree_masks(tree, roots, past, rows)
+        elif self._masks_padding:
+            kwargs[self._interface.mask_name] = self._long_mask[:, : past + length]
+        return kwargs
+
+    def _make_room(self, slots: int) -> None:
+        """Let the 2-D mask of a padded row reach as far as a text of `slots` tokens."""
+        if self._attention_mask is not None and self._long_mask.shape[1] < slots:
+            more = self._long_mask.new_ones((1, slots))
+            self._long_mask = torch.cat([self._long_mask, more], dim=1)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._on_host else tensor.to(self._device)
+
+    def _prepared(self, cache: Any, past: int, rows: int) -> dict[str, Any]:
+        """What the model itself prepares for a pass over `rows` tokens behind the cached ones."""
+        extras = self.extras.ahead(past + rows - self._length)
+        if self._position_ids is not None:
+            ahead = torch.arange(past + 1 - self._length, past + 1 - self._length + rows)
+            extras[self._interface.positions_name] = self._position_ids[..., -1:] + self._to_device(ahead)
+        self._make_room(past + rows)
+        mask = None if self._attention_mask is None else self._long_mask[:, : past + rows]
+        extras |= {self._interface.mask_name: mask, self._interface.cache_name: cache}
+        prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(
+            self._prompt[:, -1:].expand(-1, rows), next_sequence_length=rows, use_cache=True, **extras
+        )
+        return prepared
+
+    def _settings(self, prepared: dict[str, Any]) -> dict[str, Any]:
+        """Of what a model prepared, all that is not set for each pass."""
+        unset = {name: value for name, value in prepared.items() if name not in SET_EACH_PASS}
+        unset.pop(self._interface.mask_name, None)
+        return {**unset, "use_cache": True}
+
+    def _read_positions(self, position_ids: torch.Tensor | None, past: int) -> None:
+        """Where the next token stands; models that are given no positions count slots, padding included."""
+        if position_ids is None:
+            return
+        if position_ids.ndim == 2:
+            self._slot_shift = int(position_ids[0, -1]) - past
+        else:
+            self._axes = position_ids[..., -1:].cpu() - past
+
+    def _tree_masks(self, tree: DraftTree, roots: int, past: int, cached: Any) -> Any:
+        """One mask per layer type in the form the attention implementation takes."""
+        rows = roots + len(tree)
+        views = self._interface.masks
+        masks: dict[str, Any] = {}
+        for layer_type, view in views.items():
+            if view is None:
+                masks[layer_type] = None
+                continue
+            kv_length, kv_offset = cached.get_mask_sizes(rows, view.layer_idx)
+            if self._mask_buffer.size < rows * kv_length:
+                self._mask_buffer = np.empty(2 * rows * kv_length, np.bool_)
+            buffer = self._mask_buffer if len(views) == 1 else np.empty(rows * kv_length, np.bool_)
+            mask = buffer[: rows * kv_length].reshape(rows, kv_length)
+            fill_tree_mask(
+                mask, tree.parent, tree.depth, roots, past, kv_offset, view.window, view.chunk, self._left_padding,
+                self._padded,
+            )  # fmt: skip
+            masks[layer_type] = self._as_mask(torch.from_numpy(mask)[None, None])
+        return masks.get("", masks) if self._interface.attends else None
+
+    def _as_mask(self, visible: torch.Tensor) -> Any:
+        """Turn (1, 1, q, kv) bool into what the attention implementation takes."""
+        visible = self._to_device(visible)
+        if self._interface.mask_form == "bool":
+            return visible
+        if self._interface.mask_form == "float":
+            dtype = self._model.dtype
+            return torch.zeros(visible.shape, dtype=dtype, device=self._device).masked_fill_(
+                ~visible, torch.finfo(dtype).min
+            )
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        seen = visible[0, 0]
+        rows, columns = seen.shape
+        device = str(self._device)
+        return create_block_mask(lambda batch, head, q, kv: seen[q, kv], 1, None, rows, columns, device=device)

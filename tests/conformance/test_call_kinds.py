@@ -1,0 +1,121 @@
+"""The first call of each kind, pictures and all, is held to single steps on its own prompt."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from typing import Any
+
+import pytest
+import torch
+from census import Planted, build, prompt
+from census_models import picture_prompt
+
+import retrieve_spec as rs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+def wrong_behind_pictures(name: str, when: str) -> Any:
+    """A model whose passes over drafts are wrong once it has seen a picture: with siblings, or whenever it drafts."""
+    model = build(name, "image")
+
+    class Wrong(type(model)):  # type: ignore[misc]
+        saw = False
+
+        def forward(self, **kwargs: Any) -> Any:
+            ids, cache, mask = (kwargs.get(name) for name in ("input_ids", "past_key_values", "attention_mask"))
+            if not cache.get_seq_length():
+                self.saw = bool(kwargs.get("mm_encoder_outputs") or kwargs.get("pixel_values") is not None)
+            drafted = ids.shape[1] > 1 and cache.get_seq_length() > 0
+            out = super().forward(**kwargs)
+            masked = isinstance(mask, dict) or getattr(mask, "ndim", 2) == 4
+            if self.saw and drafted and (when == "drafts" or masked):
+                out.logits[:, 1:, 5] += 100.0
+            return out
+
+    Wrong.forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
+    model.__class__ = Wrong
+    return model
+
+
+def decoded(model: Any, inputs: dict[str, Any], planted: Planted, wanted: torch.Tensor) -> tuple[bool, Any]:
+    planted.plant(wanted[0], inputs["input_ids"].shape[1], "branchy")
+    return torch.equal(model.generate(**inputs, **GREEDY), wanted), model.speculation.last
+
+
+@pytest.mark.parametrize(("when", "mode"), [("siblings", "chain"), ("drafts", "plain")])
+def test_a_model_that_is_wrong_behind_pictures_alone(when: str, mode: str) -> None:
+    model = wrong_behind_pictures("got_ocr2", when)
+    inputs = picture_prompt(model)
+    assert inputs is not None
+    text = {"input_ids": prompt(model, 20)}
+    wanted, wanted_text = (type(model).generate(model, **given, **GREEDY) for given in (inputs, text))
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=12, recorded_pass="off")
+    assert model.speculation.mode == "tree"
+    for given, answer, expected in (
+        (inputs, wanted, mode), (text, wanted_text, "tree"), (inputs, wanted, mode),
+    ):  # fmt: skip
+        same, last = decoded(model, given, planted, answer)
+        assert same
+        assert last.mode == expected
+        assert ("behind" in last.reason) == (expected != "tree")
+    drawn = [model.generate(**inputs, max_new_tokens=12, do_sample=True, seed=2, draft=d) for d in ("off", None)]
+    assert torch.equal(*drawn)
+
+
+def test_without_it_the_text_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrieve_spec.verify.call_kinds import CallKinds
+
+    monkeypatch.setattr(CallKinds, "examine", lambda *args: ("tree", ""))
+    model = wrong_behind_pictures("got_ocr2", "siblings")
+    inputs = picture_prompt(model)
+    assert inputs is not None
+    wanted = type(model).generate(model, **inputs, **GREEDY)
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=12, recorded_pass="off")
+    assert not decoded(model, inputs, planted, wanted)[0]
+
+
+def test_each_kind_is_looked_at_once_and_costs_few_passes() -> None:
+    """What such a model keeps of the prompt that it read last is no change of the model."""
+    model = build("qwen2_vl", "image")
+    inputs = picture_prompt(model)
+    assert inputs is not None
+    shown = io.StringIO()
+    write = shown.write  # lists would be followed as a part of the model
+    model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: write(f" {kwargs['input_ids'].shape[1]}") and None, with_kwargs=True
+    )
+    rs.accelerate(model, nodes=4, recorded_pass="off")
+    shown.truncate(0)
+    for given in (inputs, {"input_ids": prompt(model, 20)}, inputs, inputs):
+        write("\n")
+        model.generate(**given, max_new_tokens=1, do_sample=False)
+        assert model.speculation.last.mode == "tree"
+    first, text, *later = ([int(rows) for rows in call.split()] for call in shown.getvalue().splitlines()[1:])
+    length = inputs["input_ids"].shape[1]
+    assert text == [20]
+    assert later == [[length], [length]]
+    assert first[0] == length
+    assert len(first) <= 12
+    assert sum(first[1:]) <= 20
+
+
+def test_generations_beside_each_other_keep_their_own_pictures_positions() -> None:
+    """Such models keep to themselves how far the positions of the prompt that they read last are behind its slots."""
+    model = build("qwen2_vl", "image")
+    picture = picture_prompt(model)
+    assert picture is not None
+    calls = [picture, {"input_ids": prompt(model, 25)}, picture]
+    wanted = [model.generate(**given, **GREEDY)[0, given["input_ids"].shape[1] :].tolist() for given in calls]
+    rs.accelerate(model, nodes=8, recorded_pass="off")
+    streams = [rs.generate_stream(model, given, **GREEDY) for given in calls]
+    shown: list[list[int]] = [[], [], []]
+    for _ in range(GREEDY["max_new_tokens"]):
+        for tokens, stream in zip(shown, streams, strict=True):
+            piece = next(stream, None)
+            tokens += piece.token_ids.tolist() if piece else []
+    assert shown == wanted
