@@ -6,6 +6,7 @@ import dis
 import functools
 import inspect
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -135,7 +136,13 @@ def kept_of_texts(model: nn.Module) -> frozenset[str]:
     stored = frozenset[str]().union(*map(_stored_by, classes))
     held = [(name, value) for module in modules for name, value in vars(module).items() if name in stored]
     others = {name for name, value in held if value is not None and not isinstance(value, torch.Tensor)}
-    return stored - others
+    weights = {name for module in modules for own in _registered(module) for name in own}
+    return frozenset(name for name, _ in held) - others - weights
+
+
+def _registered(module: nn.Module) -> tuple[Iterable[str], ...]:
+    """Names of what a module holds as children, parameters and buffers."""
+    return module._modules, module._parameters, module._buffers
 
 
 @functools.cache
