@@ -217,6 +217,8 @@ def randomise(model: Any) -> None:
         for parameter in model.parameters():
             if parameter.ndim >= 2 and parameter.is_floating_point():
                 parameter.normal_(0.0, parameter[0].numel() ** -0.5)
+            elif parameter.numel() == 1 and not bool(parameter.any()):
+                parameter.fill_(0.5)  # a gate that lets nothing through yet
         embeddings: Any = model.get_input_embeddings()
         parts: list[Any] = list(embeddings) if isinstance(embeddings, nn.ModuleList) else [embeddings]
         for part in parts:

@@ -21,11 +21,26 @@ HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 _AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
 _HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12],
                              "partial_rotary_factor": 0.5}}  # fmt: skip
+_WORDS = {"<image>": 250, **{f"IMGIMG{letter}Z": 200 + i for i, letter in enumerate("ABCDEFGHIJ")}}
+_OMNI = {"vision_start_token_id": 251, "image_token_id": 250, "video_token_id": 252, "audio_token_id": 253}
 EXTRA: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"text_config": _AXES},
     "qwen2_5_vl": {"text_config": _AXES},
     **{name: {"text_config": _HALF} for name in ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga")},
-    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "hunyuan_vl": {"text_config": {"head_dim": 128, **_AXES}},
+    "paddleocr_vl": {"text_config": _AXES},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                            "mrope_section": [22, 22, 20]}}},
+    "chameleon": {"vocabulary_map": _WORDS, "vq_config": {"num_embeddings": 10}},
+    "emu3": {"vocabulary_map": _WORDS},
+    "granite4_vision": {"deepstack_layer_map": [[-2, 0], [-1, 1]], "downsample_rate": "1/2"},
+    "aria": {"projector_patch_to_query_dict": {16: 4}, "image_token_index": 250},
+    "cosmos3_edge": {"image_token_id": 250},
+    **{name: {"image_token_id": 250} for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni")},
+    **{name: {"vision_config": {"patch_size": 14}} for name in ("gemma4", "gemma4_unified")},
+    "qwen2_5_omni_thinker": {"text_config": _AXES, **_OMNI},
+    "qwen3_omni_moe_thinker": _OMNI,
+    "idefics": {"alpha_initializer": "ones"},
     "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "default",
                                                                               "rope_theta": 1e4}}}},
     "granitemoehybrid": {"layer_types": HYBRID, "num_hidden_layers": 3},
@@ -54,7 +69,21 @@ EXTRA: dict[str, dict[str, Any]] = {
 """What a default config needs so that every kind of its layers is there, and that it decodes at all."""
 
 
-_MARKS = ("image_token_id", "image_token_index", "media_token_id", "media_placeholder_token_id")
+EXACT: dict[str, dict[str, Any]] = {
+    "llama4": {"vision_config": {"intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32,
+                                 "vision_output_dim": 32}},
+    "mllama": {"vision_config": {"vision_output_dim": 192}, "text_config": {"cross_attention_layers": [1]}},
+    **{name: {"out_hidden_size": 128, "projector_hidden_size": 32} for name in ("muse_glimmer", "muse_spark")},
+    "hunyuan_vl": {"vision_config": {"text_hidden_size": 32}},
+    "nemotron_h_omni": {"vision_hidden_size": 32},
+    "minimax_m3_vl": {"projector_hidden_size": 32, "merged_hidden_size": 128},
+    "kimi_k25": {"vision_config": {"projection_hidden_size": 32}, "projection_hidden_size": 32},
+    "mistral4": {"head_dim": 16},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
+    "paligemma": {"projection_dim": 32, "vision_config": {"projection_dim": 32}},
+}  # fmt: skip
+"""Sizes that must fit others once these are small."""
+_MARKS = ("image_token_id", "image_token_index", "media_token_id", "media_placeholder_token_id", "img_context_token_id")
 
 
 def names(mapping: str) -> list[str]:
@@ -66,6 +95,7 @@ def build(name: str, mapping: str, attention: str | None = None) -> Any:
     """A small random float32 instance of a model type."""
     whole = AutoConfig.for_model(name, **EXTRA.get(name, {}))
     config = small_config(_with_small_pictures(whole))
+    _set_exactly(config, EXACT.get(name, {}))
     kind = MAPPINGS[mapping][type(config)]
     kind = kind[0] if isinstance(kind, (list, tuple)) else kind
     if kind.config_class is not type(config) and isinstance(config.get_text_config(decoder=True), kind.config_class):
@@ -85,15 +115,29 @@ def build(name: str, mapping: str, attention: str | None = None) -> Any:
     return model
 
 
+def _set_exactly(config: Any, sizes: dict[str, Any]) -> None:
+    """Set sizes of a config and of its parts."""
+    for name, value in sizes.items():
+        part = getattr(config, name)
+        if isinstance(part, dict):
+            part.update(value)
+        elif isinstance(value, dict):
+            _set_exactly(part, value)
+        else:
+            setattr(config, name, value)
+
+
 def _with_small_pictures(config: Any) -> Any:
     """Let pictures be a few patches wide."""
-    for name in ("vision_config", "vision_encoder_config"):
+    for name in ("vision_config", "vision_encoder_config", "high_res_vision_config"):
         vision = getattr(config, name, None)
         patch = getattr(vision, "patch_size", None)
         if isinstance(patch, int) and isinstance(getattr(vision, "image_size", None), int):
             vision.image_size = 4 * patch
             if hasattr(config, "mm_tokens_per_image"):
                 config.mm_tokens_per_image = 4
+            if hasattr(config, "image_grid_pinpoints"):
+                config.image_grid_pinpoints = [[4 * patch, 4 * patch]]
     return config
 
 
@@ -147,11 +191,12 @@ def _pictures(model: Any) -> Iterator[dict[str, Any]]:
         return torch.rand(shape, generator=noise)
 
     grid = 2 * merge
-    for name in ("image_grid_thw", "grid_thw", "image_grid_hws"):
+    for name in ("image_grid_thw", "grid_thw", "image_grid_hws", "image_grid_hw"):
         if name in takes:
             whole = torch.tensor([[1, grid, grid]] if "thw" in name else [[grid, grid]])
-            for rows in (time, 1):
-                yield {"pixel_values": pixels(grid * grid, channels * rows * patch * patch), name: whole}
+            merged = {"image_merge_sizes": torch.tensor([merge])} if "image_merge_sizes" in takes else {}
+            for rows in dict.fromkeys((time, 1, 2)):
+                yield {"pixel_values": pixels(grid * grid, channels * rows * patch * patch), name: whole, **merged}
             yield {"pixel_values": pixels(grid * grid, channels, patch, patch), name: whole}
             yield {"pixel_values": pixels(1, grid * grid, channels, patch, patch), name: whole}
     if "image_position_ids" in takes:
@@ -169,8 +214,13 @@ def _pictures(model: Any) -> Iterator[dict[str, Any]]:
         yield {"pixel_values": pixels(1, 1, tiles, channels, size, size), "aspect_ratio_ids": torch.ones(1, 1).long(),
                "aspect_ratio_mask": seen}  # fmt: skip
     if "image_patches" in takes:
-        yield {"image_patches": pixels(1, 4, channels * patch * patch),
-               "image_patches_indices": torch.tensor([[-1] * 6 + [0, 1, 2, 3] + [-1] * 26])}  # fmt: skip
+        yield {"pixel_values": pixels(1, 4, channels * patch * patch)}
+    if "high_res_pixel_values" in takes:
+        high = _number(model.config.high_res_vision_config, "image_size", 2 * size)
+        yield {"pixel_values": pixels(1, channels, size, size),
+               "high_res_pixel_values": pixels(1, channels, high, high)}  # fmt: skip
+    if "tile_fine_mask" in takes:
+        yield {"pixel_values": pixels(1, 1, channels, size, size), "pixel_attention_mask": torch.ones(1, 1).bool()}
     sizes = {"image_sizes": torch.tensor([[size, size]])} if "image_sizes" in takes else {}
     for shape in ((1,), (1, 1), (1, 2), (1, 3), (1, 5)):
         yield {"pixel_values": pixels(*shape, channels, size, size), **sizes}
@@ -187,7 +237,7 @@ def _placed(model: Any, words: torch.Tensor, picture: dict[str, Any]) -> Iterato
     marks = [getattr(model.config, name, None) for name in _MARKS]
     mark = next((number for number in marks if isinstance(number, int)), None)
     places = _rows_of(model, picture) if mark is not None else 0
-    for count in dict.fromkeys((places, 16, 4, 1, 0) if places else (16, 4, 1, 0)):
+    for count in dict.fromkeys((places, 16, 10, 4, 1, 0) if places else (16, 10, 4, 1, 0)):
         ids = torch.cat([words[:, :6], torch.full((1, count), mark or 0), words[:, 6:]], dim=1) if count else words
         kinds = (ids == mark).long() if mark is not None else torch.zeros_like(ids)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **picture}
