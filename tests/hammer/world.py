@@ -15,9 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache
-from transformers.pytorch_utils import Conv1D
 
 import retrieve_spec as rs
 
@@ -142,13 +140,6 @@ class World:
         self.streams: list[tuple[Any, list[int], list[int], str]] = []
         self.exact = True  # whether numbers are such that texts must be the same
         self.adapters: list[str] = []
-        # "all-linear" also wraps routers that give tuples, which peft cannot run, nor give back as they were.
-        head = self.plain.get_output_embeddings()
-        self._linear = [
-            path
-            for path, part in self.plain.named_modules()
-            if isinstance(part, (nn.Linear, Conv1D)) and part is not head and "Router" not in type(part).__name__
-        ]
         self.interrupted = False
 
     # -- what is asked for ---------------------------------------------------------------------------------------
@@ -332,21 +323,15 @@ class World:
         elif not self.adapters:
             return
         name = name if how == "add" or name in self.adapters else self.adapters[number % len(self.adapters)]
+        config = LoraConfig(r=2, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+        if how == "add" and not self._takes(config, name):
+            return
         CALLS[f"adapters: {how}"] += 1
         for model in (self.plain, self.model):
             torch.manual_seed(number)
             if how == "add":
-                config = LoraConfig(r=2, lora_alpha=64, target_modules=self._linear, init_lora_weights=False)
-                try:
-                    model.add_adapter(config, name)
-                except ValueError:  # peft knows no adapters for it
-                    return
+                model.add_adapter(config, name)
                 model.eval()
-                try:
-                    model(torch.tensor([[1, 2]]))
-                except (AttributeError, RuntimeError):  # a layer that peft wraps, but cannot run
-                    model.delete_adapter(name)
-                    return
             elif how == "set":
                 model.set_adapter(name)
             elif how == "disable":
@@ -359,6 +344,16 @@ class World:
             self.adapters.append(name)
         elif how == "delete":
             self.adapters.remove(name)
+
+    def _takes(self, config: Any, name: str) -> bool:
+        """Whether peft can wrap the model and run it then; where it cannot, it leaves a model half wrapped."""
+        trial = copy.deepcopy(self.plain)
+        try:
+            trial.add_adapter(config, name)
+            trial.eval()(torch.tensor([[1, 2]]))
+        except (ValueError, AttributeError, RuntimeError):
+            return False
+        return True
 
     def attention(self, kind: str) -> None:
         CALLS["set_attn_implementation"] += 1
