@@ -34,7 +34,7 @@ from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation.calls import BEFORE, generate, own_generate, why_delegated
 from retrieve_spec.generation.many import generate_many
 from retrieve_spec.generation.streams import generate_stream
-from retrieve_spec.model_layers import base_model, embedded_tokens
+from retrieve_spec.model_layers import base_model, embedded_tokens, evaluating
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sources.dense import DenseIndexes
@@ -226,13 +226,8 @@ def _find_mode(model: Any) -> Finding:
     interface = read_interface(model)
     if reason := own_generate(model):
         return Finding("plain", reason, interface)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with evaluating(model):
         return probe(model, interface)
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _check_tokenizer(model: Any, tokenizer: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -29,6 +31,18 @@ def base_model(model: Any) -> Any:
                 "Call the model's own generate.",
             )
     return model.get_base_model()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Let a model be in evaluation mode for a while."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def embedded_tokens(model: Any) -> int:

@@ -6,13 +6,17 @@ import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 
+import numpy as np
+from numpy.typing import NDArray
+
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 from retrieve_spec.recorded.packed_pass import forward_together
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.verify.padded_batch import PaddedRow
+from retrieve_spec.verify.verifier import VerifierOutput
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +38,11 @@ def passes_over(sequences: Many[Sequence]) -> Iterator[list[Sequence]]:
 def _company(sequence: Sequence) -> object:
     """The recorded pass, or the padded batch, that a sequence can share with others, or None."""
     verifier = sequence.verifier
+    if not isinstance(verifier, (PaddedRow, RecordedVerifier)) or (sequence.is_reading and not verifier.packs_prompts):
+        return None
     if isinstance(verifier, PaddedRow):
         return None if verifier.alone else verifier.batch
-    if not isinstance(verifier, RecordedVerifier) or verifier.not_recorded:
+    if verifier.not_recorded:
         return None
     return verifier.recorded if sequence.wants_hidden in (None, verifier.recorded.layer) else None
 
@@ -56,41 +62,64 @@ def verify_all(batch: list[Sequence], trees: Many[DraftTree], pool: PassPool | N
     usual
         Whether it took as long as such passes do: one whose graph was captured takes longer.
     """
-    if len(batch) > 1:
-        try:
-            usual = _verify_padded(batch, trees) if pads(batch) else _verify_packed(batch, trees, pool)
-        except Exception:
-            logger.debug("a pass over %d sequences failed; each is tried alone", len(batch), exc_info=True)
-        else:
-            return batch, usual
-    own = dict(zip(map(id, batch), trees, strict=True))
-    return each(batch, lambda sequence: sequence.verify(own[id(sequence)])), len(batch) == 1
+    outputs, usual = _together(batch, [sequence.text.last_ids for sequence in batch], trees, pool=pool)
+    if outputs is None:
+        own = dict(zip(map(id, batch), trees, strict=True))
+        return each(batch, lambda sequence: sequence.verify(own[id(sequence)])), len(batch) == 1
+    for sequence, tree, output in zip(batch, trees, outputs, strict=True):
+        sequence.saw(tree, output)
+    return batch, usual
 
 
-def _verify_packed(batch: list[Sequence], trees: Many[DraftTree], pool: PassPool | None) -> bool:
-    """Verify trees in one recorded pass."""
+def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> None:
+    """Read pieces of prompts in one pass."""
+    keeps = [sequence.keeps(piece) for sequence, piece in zip(batch, pieces, strict=True)]
+    outputs, _ = _together(batch, pieces, [NO_DRAFT] * len(batch), keeps)
+    own = dict(zip(map(id, batch), pieces, strict=True))
+    if outputs is None:
+        each(batch, lambda sequence: sequence.read(own[id(sequence)]))
+        return
+    computed = dict(zip(map(id, batch), outputs, strict=True))
+    each(batch, lambda sequence: sequence.has_read(own[id(sequence)], computed[id(sequence)]))
+
+
+def _together(
+    batch: list[Sequence],
+    roots: Many[NDArray[np.int32]],
+    trees: Many[DraftTree],
+    keeps: Many[int] | None = None,
+    pool: PassPool | None = None,
+) -> tuple[list[VerifierOutput] | None, bool]:
+    """What one pass computes for each of a batch, None where each is to be tried alone; and whether it was usual."""
+    if len(batch) < 2:
+        return None, True
+    try:
+        if pads(batch):
+            rows = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, PaddedRow)]
+            return rows[0].batch.forward(rows, roots, trees, batch[0].wants_hidden, keeps), True
+        return _packed(batch, roots, trees, keeps, pool)
+    except Exception:
+        logger.debug("a pass over %d sequences failed; each is tried alone", len(batch), exc_info=True)
+    return None, False
+
+
+def _packed(
+    batch: list[Sequence],
+    roots: Many[NDArray[np.int32]],
+    trees: Many[DraftTree],
+    keeps: Many[int] | None,
+    pool: PassPool | None,
+) -> tuple[list[VerifierOutput], bool]:
+    """What one recorded pass computes for each of a batch, and whether nothing was captured on the way."""
+    verifiers = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, RecordedVerifier)]
     graphs = None if pool is None else pool.take_texts()
     captures = 0 if graphs is None else graphs.captures
-    verifiers = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, RecordedVerifier)]
-    roots = [sequence.text.last_ids for sequence in batch]
     try:
-        outputs = forward_together(verifiers, roots, trees, batch[0].wants_hidden, graphs)
+        outputs = forward_together(verifiers, roots, trees, batch[0].wants_hidden, graphs, keeps)
     finally:
         if pool is not None and graphs is not None:
             pool.give_back_texts(graphs)
-    for sequence, tree, output in zip(batch, trees, outputs, strict=True):
-        sequence.saw(tree, output)
-    return graphs is None or graphs.captures == captures
-
-
-def _verify_padded(batch: list[Sequence], trees: Many[DraftTree]) -> bool:
-    """Verify trees in one pass of the model's own forward over a padded batch."""
-    rows = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, PaddedRow)]
-    roots = [sequence.text.last_ids for sequence in batch]
-    outputs = rows[0].batch.forward(rows, roots, trees, batch[0].wants_hidden)
-    for sequence, tree, output in zip(batch, trees, outputs, strict=True):
-        sequence.saw(tree, output)
-    return True
+    return outputs, graphs is None or graphs.captures == captures
 
 
 def each(sequences: Many[Sequence], act: Callable[[Sequence], object]) -> list[Sequence]:

@@ -29,6 +29,7 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.batches import each, kept_bytes, pads, passes_over, verify_all
 from retrieve_spec.engine.budget import Costs, room, row_cost, share_evenly, share_out
 from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.reading import read_all
 from retrieve_spec.engine.sequence import Sequence, climate
 from retrieve_spec.engine.threads import PassThreads
 from retrieve_spec.errors import ConfigError
@@ -77,7 +78,7 @@ class Engine:
             going = [sequence for sequence in going if sequence.may_go_on]
             decoding = [sequence for sequence in going if not sequence.is_reading]
             piece = PASS.prompt_piece if decoding else 0
-            each([sequence for sequence in going if sequence.is_reading], lambda sequence: sequence.read(piece))
+            read_all([sequence for sequence in going if sequence.is_reading], piece)
             for batch in passes_over(decoding):
                 self._pass(batch)
 

@@ -1,7 +1,7 @@
 """A sequence: one text that is being generated, with all that is its own: sampler, stopping criteria, drafter, cache.
 
-An `Engine` takes it from pass to pass with these verbs: `read` (a piece of the prompt), `draft`, `verify`, `look`,
-`accept`, `learn`, and at last `end`. What a pass made visible waits until the sequence's reader takes it.
+An `Engine` takes it from pass to pass with these verbs: `open`, `read` (a piece of the prompt), `draft`, `verify`,
+`look`, `accept`, `learn`, and at last `end`. What a pass made visible waits until the sequence's reader takes it.
 
 An interruption may cut any of them short. Each is made of parts that can be done twice, and `_stage` tells which part
 was under way, so `recover` goes on from there and `end` leaves the cache whole.
@@ -130,7 +130,7 @@ class Sequence:
         self.bytes_per_token = bytes_per_token
         self.climate = climate()
         self.steps: list[int] = []
-        self._unread = inputs.uncached_ids
+        self.unread = inputs.uncached_ids
         self._prompt = prompt
         self._read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
         self._borrowed = False  # whether the pass under way is that one
@@ -146,7 +146,12 @@ class Sequence:
     @property
     def is_reading(self) -> bool:
         """Whether some of the prompt is still to be read."""
-        return len(self._unread) > 0
+        return len(self.unread) > 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has started, and has some of its prompt to read."""
+        return self._ready and self.is_reading
 
     @property
     def may_go_on(self) -> bool:
@@ -199,50 +204,57 @@ class Sequence:
                 self._drafts = True
         self._ready = True
 
-    def read(self, most: int = 0) -> None:
-        """Read the next piece of the prompt, of `most` tokens at most (0: no limit); the last one brings a token.
-
-        Models whose forward over several tokens takes no notice of their state read their prompt in one piece. What
-        another sequence reads is waited for, and what it has read is not read again.
-        """
-        began = perf_counter()
-        self.report.began = self.report.began or began
-        if not self._ready and self._prompt is not None and self._prompt.must_wait(self._still_reads):
-            return
-        self._stage = _READING
+    def open(self) -> None:
+        """Start, unless another sequence is reading its prompt; what that one has read is not read again."""
+        self.report.began = self.report.began or perf_counter()
         if not self._ready:
+            if self._prompt is not None and self._prompt.must_wait(self._still_reads):
+                return
+            self._stage = _READING
             self._start()
-        verifier = self.verifier
-        size = min(self.limits.prefill_chunk or len(self._unread), most or len(self._unread))
         if self._read_before is not None:
+            self._stage = _READING
             self._first_choice(*self._read_before, borrowed=True)
-        elif len(self._unread) > size and not verifier.whole_prompts:
-            verifier.forward(self._unread[:size], want_hidden=self.wants_hidden)
-            self._rest = self._unread[size:]
+        self._stage = _BETWEEN
+
+    def piece(self, most: int = 0) -> NDArray[np.int32]:
+        """(m,) int32 what to read of the prompt in the next pass, `most` tokens at most (0: no limit).
+
+        Models whose forward over several tokens takes no notice of their state read their prompt in one piece.
+        """
+        size = min(self.limits.prefill_chunk or len(self.unread), most or len(self.unread))
+        return self.unread if self.verifier.whole_prompts else self.unread[:size]
+
+    def keeps(self, piece: NDArray[np.int32]) -> int:
+        """Positions at the end of a piece of the prompt whose logits are looked at."""
+        learns = self.drafter is not None and self.drafter.top_k > 0
+        ends = len(piece) == len(self.unread)
+        return min(max(self.limits.prompt_logits, 1), len(piece)) if learns and ends else 1
+
+    def read(self, piece: NDArray[np.int32]) -> None:
+        """Read a piece of the prompt in a pass of its own; the last one brings a token."""
+        self._stage = _READING
+        self.has_read(piece, self.verifier.forward(piece, keep=self.keeps(piece), want_hidden=self.wants_hidden))
+
+    def has_read(self, piece: NDArray[np.int32], output: VerifierOutput) -> None:
+        """Take over what a pass computed for a piece of the prompt."""
+        if len(piece) < len(self.unread):
+            self._rest = self.unread[len(piece) :]
             self._stage = _KEEPING
             self._keep_piece()
         else:
-            self._read_last()
-        self.report.prefill_ms += (perf_counter() - began) * 1e3
+            self._first_choice(output, self.keeps(piece) - 1)
 
     def _keep_piece(self) -> None:
         """Let the cache keep the piece of the prompt that was read; what is read is not shown."""
         self.verifier.commit(NO_DRAFT.parent)
-        self._unread = self._rest
+        self.unread = self._rest
         self._pieces.append(NO_DRAFT.token_ids)
         self._stage = _BETWEEN
 
-    def _read_last(self) -> None:
-        """Read the rest of the prompt and choose the first token."""
-        prompt, drafter = self._unread, self.drafter
-        learns = drafter is not None and drafter.top_k > 0
-        keep = min(max(self.limits.prompt_logits, 1), len(prompt)) if learns else 1
-        output = self.verifier.forward(prompt, keep=keep, want_hidden=self.wants_hidden)
-        self._first_choice(output, keep - 1)
-
     def _first_choice(self, output: VerifierOutput, first_row: int, borrowed: bool = False) -> None:
         """Choose the first token by the prompt's last pass, whose row `first_row` follows the prompt."""
-        prompt, drafter = self._unread, self.drafter
+        prompt, drafter = self.unread, self.drafter
         self.saw(NO_DRAFT, output, first_row, borrowed)
         self.look()
         self.accept()
@@ -312,7 +324,7 @@ class Sequence:
         if self._prompt is not None and self._output is not None:
             self._prompt.keep(self.verifier, self._output, self._first_row)
             self._prompt = None
-        self._unread = self._unread[:0]
+        self.unread = self.unread[:0]
         self.stopped = self.walked.stopped
         if not self.report.passes:  # the prompt's pass
             self.report.passes, self.report.new_tokens = 1, len(self.walked.emitted)

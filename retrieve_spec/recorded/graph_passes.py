@@ -64,8 +64,8 @@ def compile_program(
     Returns
     -------
     function
-        Takes the weights, the program's inputs, the attention `(query, keys, values, layer) -> output` and the first
-        row that logits are wanted for.
+        Takes the weights, the program's inputs, the attention `(query, keys, values, layer) -> output` and the rows
+        that logits are wanted for.
     weights
         The live parameters, buffers and constants it reads, in order.
     copies
@@ -181,10 +181,10 @@ def _open_attention(graph: fx.Graph) -> None:
 
 
 def _open_rows(graph: fx.Graph) -> None:
-    """Compute logits only from the row on that is given when the function is run."""
+    """Compute logits only for the rows that are given when the function is run."""
     attend = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(attend):
-        first = graph.placeholder("first")
+        wanted = graph.placeholder("wanted")
     output = next(node for node in graph.nodes if node.op == "output")
     logits, *others = output.args[0]
     head = logits
@@ -192,12 +192,14 @@ def _open_rows(graph: fx.Graph) -> None:
         head = head.args[0]
     if head.op == "call_function" and head.target in (aten.linear.default, packed_linear):
         with graph.inserting_before(head):
-            head.update_arg(0, graph.call_function(rows_from, (head.args[0], first)))
+            head.update_arg(0, graph.call_function(rows_of, (head.args[0], wanted)))
     else:
         with graph.inserting_before(output):
-            output.update_arg(0, (graph.call_function(rows_from, (logits, first)), *others))
+            output.update_arg(0, (graph.call_function(rows_of, (logits, wanted)), *others))
 
 
-def rows_from(x: torch.Tensor, first: int) -> torch.Tensor:
-    """Rows of (1, rows, d) from one on."""
-    return x[:, first:] if first else x
+def rows_of(x: torch.Tensor, wanted: int | torch.Tensor) -> torch.Tensor:
+    """Rows of (1, rows, d) from one on, or those of an index."""
+    if isinstance(wanted, torch.Tensor):
+        return x.index_select(1, wanted)
+    return x[:, wanted:] if wanted else x

@@ -223,6 +223,15 @@ class KVBuffer(Cache):  # type: ignore[misc]
         self.refresh()
         self.set_length(length)
 
+    def restart(self, states: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        """Let a text begin that has no rows yet; `states` are keys and values of the layers, of any length."""
+        for slab in self.slabs:
+            slab.restart(0)
+        for layer, (keys, values) in zip(self.layers, states, strict=True):
+            layer.lazy_initialization(keys, values)
+        self.refresh()
+        self.set_length(0)
+
     def unload(self, cache: DynamicCache, length: int, copy: bool = False) -> None:
         """Give `length` rows back to the cache they were taken from, as copies if the slabs are to be used again.
 
@@ -241,6 +250,8 @@ class KVBuffer(Cache):  # type: ignore[misc]
                 start = max(0, length - layer.sliding_window + 1)
                 layer.cumulative_length = length
             parts = [part[:, :, start - offset : length - offset] for part in self.layer_slabs[i]]
+            if not layer.is_initialized:
+                layer.lazy_initialization(*parts)
             layer.keys, layer.values = [part.clone() for part in parts] if copy else parts
 
     def release(self) -> None:

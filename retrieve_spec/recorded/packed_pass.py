@@ -22,8 +22,9 @@ def forward_together(
     trees: Sequence[DraftTree],
     want_hidden: Layer | None,
     graphs: GraphedTexts | None = None,
+    keeps: Sequence[int] | None = None,
 ) -> list[VerifierOutput]:
-    """Verify the trees of several texts in one pass; each text keeps its cache, and commits for itself.
+    """Verify the trees of several texts in one pass, or read their prompts; each keeps its cache, commits for itself.
 
     The recorded operations do not look beyond a row of the pass, so the texts stand one behind the other without
     padding between them; only the attention takes them apart.
@@ -31,13 +32,15 @@ def forward_together(
     Parameters
     ----------
     verifiers
-        By text; they share a recording, and have read their prompts.
+        By text; they share a recording.
     roots, trees
-        By text: the last token, (1,), and the draft below it.
+        By text: the last token, (1,), or a part of the prompt, (m,), and the draft below it.
     want_hidden
         Return the hidden states of this layer too.
     graphs
-        Captured passes.
+        Captured passes, which do not serve prompts.
+    keeps
+        By text, how many of its last root tokens to return logits and states for; None for all.
 
     Returns
     -------
@@ -45,22 +48,37 @@ def forward_together(
         By text, what its own `forward` would have returned.
     """
     laid = [v.begin(root, tree) for v, root, tree in zip(verifiers, roots, trees, strict=True)]
-    spans = _spans(laid)
-    with verifiers[0].recorded.on_device():
-        logits, hidden = _run(verifiers, laid, spans, graphs)
-    return [VerifierOutput(logits[span], None if want_hidden is None else hidden[span]) for span in spans]
+    spans = _spans([len(text.ids) for text in laid])
+    recorded = verifiers[0].recorded
+    if keeps is None:
+        with recorded.on_device():
+            logits, hidden = _run(verifiers, laid, spans, graphs)
+        return [VerifierOutput(logits[span], None if want_hidden is None else hidden[span]) for span in spans]
+    counts = [min(keep, len(root)) + len(tree) for keep, root, tree in zip(keeps, roots, trees, strict=True)]
+    lasts = [np.arange(span.stop - count, span.stop) for span, count in zip(spans, counts, strict=True)]
+    wanted = torch.from_numpy(np.concatenate(lasts)).to(recorded.device, non_blocking=True)
+    with recorded.on_device():
+        logits, hidden = _run(verifiers, laid, spans, None, wanted)
+    if want_hidden is not None:
+        hidden = hidden.index_select(0, wanted)
+    return [VerifierOutput(logits[at], None if want_hidden is None else hidden[at]) for at in _spans(counts)]
 
 
 def _run(
-    verifiers: Sequence[RecordedVerifier], laid: Sequence[LaidOut], spans: list[slice], graphs: GraphedTexts | None
+    verifiers: Sequence[RecordedVerifier],
+    laid: Sequence[LaidOut],
+    spans: list[slice],
+    graphs: GraphedTexts | None,
+    wanted: int | torch.Tensor = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and hidden states of all texts, one behind the other."""
+    """Logits of the `wanted` rows (`RecordedPass.run`) and hidden states of all texts, one behind the other."""
     recorded = verifiers[0].recorded
     if packs(recorded, laid):
         if graphs is not None and (out := graphs.run(laid)) is not None:
             return out
         rows, texts = spans[-1].stop, len(laid)
-        return PackedPass(recorded, laid, rows, texts, shares(recorded, laid, rows, texts))(laid)
+        packed = PackedPass(recorded, laid, rows, texts, shares(recorded, laid, rows, texts))
+        return packed(laid, wanted=wanted)
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         parts = [
@@ -71,10 +89,10 @@ def _run(
 
     ids = np.concatenate([text.ids for text in laid])
     positions = np.concatenate([text.depths + text.position for text in laid])
-    return run_rows(recorded, ids, positions, attend)
+    return run_rows(recorded, ids, positions, attend, wanted)
 
 
-def _spans(laid: Sequence[LaidOut]) -> list[slice]:
-    """By text, its rows of the pass."""
-    ends = np.cumsum([len(text.ids) for text in laid]).tolist()
+def _spans(counts: Sequence[int]) -> list[slice]:
+    """By text, its rows, of which there are so many."""
+    ends = np.cumsum(counts).tolist()
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]

@@ -59,6 +59,7 @@ class _Log:
     rules: dict[int, LayerRule] = field(default_factory=dict)
     sinks: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
     cached: dict[int, torch.Tensor] = field(default_factory=dict)
+    states: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     groups: int = 0
 
     def clear(self) -> None:
@@ -66,6 +67,7 @@ class _Log:
         self.rules.clear()
         self.sinks.clear()
         self.cached.clear()
+        self.states.clear()
 
     def live_rules(self) -> list[LayerRule]:
         """The rules by layer, with the modules' own tensors where the trace saw stand-ins."""
@@ -142,6 +144,7 @@ def _record_attention(
         raise RecordingError("its attention reads other keys than it caches")
     log.rules[layer] = rule_from_call(scaling, query.shape[-1], arguments)
     log.groups = query.shape[1] // key.shape[1]
+    log.states[layer] = tuple((int(part.shape[1]), int(part.shape[3]), part.dtype) for part in (key, value))
     for name, parameter in module.named_parameters(recurse=False):
         if parameter is arguments.get("s_aux"):
             log.sinks[layer] = (module, name)
@@ -213,6 +216,7 @@ class RecordedPass:
         self._passes = 0
         self.reads_prompts = graph_passes.packed_share(self._code) > _MOSTLY
         self.rules = recording.log.live_rules()
+        self._states = [kinds for _, kinds in sorted(recording.log.states.items())]
         recording.log.clear()
         self.groups = recording.log.groups
         if len(self.rules) != num_layers:
@@ -233,6 +237,14 @@ class RecordedPass:
         finally:
             _log.reset(token)
 
+    def no_states(self) -> list[tuple[torch.Tensor, ...]]:
+        """By layer, keys and values of no token: (1, kv_heads, 0, d) each."""
+        with torch.inference_mode(False):
+            return [
+                tuple(torch.empty((1, heads, 0, width), dtype=kind, device=self.device) for heads, width, kind in kinds)
+                for kinds in self._states
+            ]
+
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Make its GPU the current one, to which kernels and graphs go; nothing on a CPU."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -244,17 +256,17 @@ class RecordedPass:
             return self._copies.follow(self._weights, passes)
 
     def run(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, first: int = 0
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, wanted: int | torch.Tensor = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward: (1, rows) ids and positions in, (1, rows, vocab) logits and (1, rows, d) states out.
 
-        Logits are computed for the rows from `first` on.
+        Logits are computed for the rows from `wanted` on, or for those whose numbers it holds.
 
         The results are inference tensors: copy them before changing them in place.
         """
         self._passes += 1
         with torch.inference_mode():
-            logits, hidden = self._code(*self._weights, input_ids, position_ids, attend, first)
+            logits, hidden = self._code(*self._weights, input_ids, position_ids, attend, wanted)
         return logits, hidden
 
 

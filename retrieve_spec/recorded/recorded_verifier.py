@@ -103,6 +103,7 @@ class RecordedVerifier:
         self._shift = 0
         if (positions := kwargs.get("position_ids")) is not None:
             self._shift = int(positions.flatten()[-1]) + 1 - self._past - self._unread
+        self._in_a_row = positions is None or bool((positions.diff() == 1).all())
         self.not_recorded = self._why_not(kwargs)
 
     def alone(self) -> RecordedVerifier:
@@ -154,7 +155,19 @@ class RecordedVerifier:
         """Whether the recorded pass reads this part of the prompt; what it has begun it goes on with."""
         if self._slabs is not None:
             return True
-        return self.recorded.reads_prompts and roots > max(FEW, keep) and not any(cache_windows(self._cache))
+        if not self._in_a_row or any(cache_windows(self._cache)):
+            return False
+        return self.recorded.reads_prompts and roots > max(FEW, keep)
+
+    @property
+    def packs_prompts(self) -> bool:
+        """Whether its prompt can be read in passes with those of others."""
+        if self.not_recorded or not self._in_a_row:
+            return False
+        if self._slabs is not None or self._kept[0]:
+            return True
+        held = [layer.keys for layer in self._cache.layers]  # nothing, or what an interrupted pass left
+        return len(held) == len(self.recorded.rules) and all(keys is None or not keys.numel() for keys in held)
 
     def _read(self, prompt_ids: NDArray[np.int32], size: int) -> NDArray[np.int32]:
         """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all."""
@@ -187,7 +200,9 @@ class RecordedVerifier:
     def begin(self, root_ids: NDArray[np.int32], tree: DraftTree) -> LaidOut:
         """Make ready for a pass that serves other texts too."""
         self._past, self._unread = self._kept
-        return self.lay_out(root_ids, tree)
+        laid = self.lay_out(root_ids, tree)
+        self._unread = max(self._unread - len(root_ids), 0)
+        return laid
 
     def lay_out(self, root_ids: NDArray[np.int32], tree: DraftTree | None) -> LaidOut:
         """Make cache and mask ready for a pass over root tokens and a tree."""
@@ -215,7 +230,10 @@ class RecordedVerifier:
             if self.pool is not None:
                 self._graphs = self.pool.take(windows, room)
             self._slabs = KVBuffer(windows, room) if self._graphs is None else self._graphs.cache
-        self._slabs.load(self._cache, self._past)
+        if self._past:
+            self._slabs.load(self._cache, self._past)
+        else:
+            self._slabs.restart(self.recorded.no_states())
         self._layers, self._loaded = self._slabs.layers, True
         return self._slabs
 
@@ -253,10 +271,10 @@ class RecordedVerifier:
 
 
 def run_rows(
-    recorded: RecordedPass, ids: NDArray[Any], positions: NDArray[Any], attend: Attend, first: int = 0
+    recorded: RecordedPass, ids: NDArray[Any], positions: NDArray[Any], attend: Attend, wanted: int | torch.Tensor = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a recording over (rows,) tokens: logits of the rows from `first` on, and hidden states of all of them."""
+    """Run a recording over (rows,) tokens: logits of the `wanted` rows (`RecordedPass.run`), and states of all."""
     rows = torch.from_numpy(ids.astype(np.int64))[None].to(recorded.device, non_blocking=True)
     places = torch.from_numpy(positions)[None].to(recorded.device, non_blocking=True)
-    logits, hidden = recorded.run(rows, places, attend, first)
+    logits, hidden = recorded.run(rows, places, attend, wanted)
     return logits[0], hidden[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.hf import HFVerifier
@@ -16,7 +17,7 @@ from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.positions import Place, noting_places, outermost
 from retrieve_spec.verify.steps import prepare_call, sample_tokens
-from retrieve_spec.verify.verifier import VerifierInputs
+from retrieve_spec.verify.verifier import Verifier, VerifierInputs
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +61,10 @@ def _find_places(model: Any, interface: ModelInterface) -> tuple[Place, ...]:
     verifier = HFVerifier(model, interface, "chain")
     try:
         with torch.no_grad():
-            call = prepare_call(model, ids, torch.ones_like(ids))
-            past = call.input_ids.shape[1]
-            verifier.start(VerifierInputs(call.input_ids, call.take(), max_length=past + 16))
-            verifier.forward(call.input_ids[0].cpu().numpy().astype(np.int32))
+            prompt = start(model, verifier, ids)
+            verifier.forward(prompt)
             verifier.commit(np.empty(0, np.int32))
-            with noting_places(model, past, 5) as places:
+            with noting_places(model, len(prompt), 5) as places:
                 verifier.forward(np.array([5], np.int32), DraftTree.from_paths([[6, 7, 8, 9]]))
     except Exception:  # whatever a model's own code raises: chains will tell
         logger.debug("no chain passes", exc_info=True)
@@ -73,3 +72,11 @@ def _find_places(model: Any, interface: ModelInterface) -> tuple[Place, ...]:
     finally:
         verifier.finish()
     return outermost(places)
+
+
+def start(model: Any, verifier: Verifier, ids: torch.Tensor) -> NDArray[np.int32]:
+    """Start a verifier on a prompt of (1, L) tokens; (m,) int32 what it is to read."""
+    call = prepare_call(model, ids, torch.ones_like(ids))
+    prompt: NDArray[np.int32] = call.input_ids[0].cpu().numpy().astype(np.int32)
+    verifier.start(VerifierInputs(call.input_ids, call.take(), max_length=len(prompt) + 64))
+    return prompt

@@ -22,11 +22,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
+from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
-_NOTHING = np.empty(0, np.int32)
+_NO_COLUMNS = np.empty(0, np.int64)
 _NOBODY = np.empty(0, np.bool_)
 _KNOWN = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}
 
@@ -93,6 +94,7 @@ class PaddedRow:
         self.own.start(inputs)
         self._returns_cache = inputs.returns_cache
         kwargs, name = inputs.model_kwargs, self.own.interface.cache_name
+        self.whole_prompts = self.own.whole_prompts
         self.alone = self.own.reason if self.own.mode != "tree" else ""
         extras = [key for key, value in kwargs.items() if key not in _KNOWN | {name} and value is not None]
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -104,6 +106,12 @@ class PaddedRow:
             self.alone = "the prompt is padded"
         elif positions is not None and positions.ndim != 2:
             self.alone = "positions have more than one axis"
+        self._in_a_row = positions is None or bool((positions.diff() == 1).all())
+
+    @property
+    def packs_prompts(self) -> bool:
+        """Whether its prompt can be read in passes with those of others."""
+        return not (self.alone or self.whole_prompts) and self._in_a_row
 
     def forward(
         self,
@@ -124,17 +132,15 @@ class PaddedRow:
 
     def copy_rows(self) -> DynamicCache | None:
         """What the cache holds, in another one (`HFVerifier.copy_rows`)."""
-        self.batch.give_back(self)
-        return self.own.copy_rows()
+        return self.batch.copy_of(self) or self.own.copy_rows()
 
     def finish(self) -> Any:
         """End the generation and hand back the cache; None when nobody asks for it."""
-        if not self._returns_cache:
-            self.batch.drop(self)
-            self.own.finish()
-            return None
-        self.batch.give_back(self)
-        return self.own.finish()
+        if self._returns_cache:
+            self.batch.hand_over(self)
+        self.batch.drop(self)
+        cache = self.own.finish()
+        return cache if self._returns_cache else None
 
 
 @dataclass(slots=True)
@@ -178,9 +184,9 @@ class PaddedBatch:
         roots: Sequence[NDArray[np.int32]],
         trees: Sequence[DraftTree],
         want_hidden: Layer | None = None,
-        keep: int = 1,
+        keeps: Sequence[int] | None = None,
     ) -> list[VerifierOutput]:
-        """Verify the trees of several texts in one pass.
+        """Verify the trees of several texts, or read their prompts, in one pass.
 
         Parameters
         ----------
@@ -190,8 +196,8 @@ class PaddedBatch:
             By text: tokens that are not in the cache yet, (m,), the last one being the root, and the draft below it.
         want_hidden
             Return the hidden states of this layer too.
-        keep
-            How many of the last root tokens to return logits for; a text with fewer gets what it has.
+        keeps
+            By text, how many of its last root tokens to return logits for; None for the root alone.
 
         Returns
         -------
@@ -203,19 +209,19 @@ class PaddedBatch:
         held = self._held
         place = {id(row): i for i, row in enumerate(held.owners)}
         order = [place[id(row)] for row in rows]
-        sizes = [(len(roots[order.index(i)]), len(trees[order.index(i)])) for i in range(len(rows))]
+        sizes = [(len(root), len(tree)) for root, tree in zip(roots, trees, strict=True)]
+        lasts = [min(keep, m) + n for keep, (m, n) in zip(keeps or [1] * len(rows), sizes, strict=True)]
         kwargs = self._inputs(rows, order, roots, trees, max(m + n for m, n in sizes))
         if self.interface.takes_logits_to_keep:
-            kwargs["logits_to_keep"] = max(min(keep, m) + n for m, n in sizes)
-        held.nodes, held.width = sizes, kwargs["input_ids"].shape[1]
+            kwargs["logits_to_keep"] = max(lasts)
+        by_place = dict(zip(order, sizes, strict=True))
+        held.nodes, held.width = [by_place[at] for at in range(len(order))], kwargs["input_ids"].shape[1]
         with catch_hidden(self.model, want_hidden) as hidden:
             logits = self.model(**kwargs, return_dict=True).logits
-        outputs = []
-        for at in order:
-            m, n = sizes[at]
-            last = min(keep, m) + n
-            outputs.append(VerifierOutput(logits[at, -last:], hidden[-1][at, -last:] if hidden else None))
-        return outputs
+        return [
+            VerifierOutput(logits[at, -last:], hidden[-1][at, -last:] if hidden else None)
+            for at, last in zip(order, lasts, strict=True)
+        ]
 
     def _inputs(
         self,
@@ -280,6 +286,31 @@ class PaddedBatch:
         kept = np.concatenate([np.arange(roots), roots + path.astype(np.int64)])
         held.accepted[at] = first + kept
         return True
+
+    def copy_of(self, row: PaddedRow) -> DynamicCache | None:
+        """What a row holds, what it has committed included, in a cache of its own; None if it is not here.
+
+        Rows that have not committed yet lose nothing.
+        """
+        if not self._holds(row):
+            return None
+        twin = same_rows(row.own.cache)
+        self._copy(row, twin)
+        return twin
+
+    def hand_over(self, row: PaddedRow) -> None:
+        """Put what a row holds into its own cache; rows that have not committed yet lose nothing."""
+        if self._holds(row):
+            row.own.resume(self._copy(row, row.own.cache))
+
+    def _copy(self, row: PaddedRow, target: DynamicCache) -> int:
+        """Let a cache hold what a row holds, what it has committed included; how many tokens that are."""
+        held, at = self._held, self._place(row)
+        if held.moves is not None:  # a commit was cut short: all have committed
+            self._settle()
+        kept = np.concatenate([np.arange(held.lengths[at]), held.accepted.get(at, _NO_COLUMNS)])
+        _copy_row(held.cache, target, at, kept)
+        return len(kept)
 
     def give_back(self, row: PaddedRow) -> None:
         """Let a row go on alone, with its part of the cache; nothing if it has none here."""
@@ -380,7 +411,8 @@ class PaddedBatch:
         held = self._held
         for at in places:
             if (row := held.owners[at]) is not None:
-                _put_back(held.cache, row.own, at, held.lengths[at])
+                _copy_row(held.cache, row.own.cache, at, np.arange(held.lengths[at]))
+                row.own.resume(held.lengths[at])
         staying = [i for i in range(len(held.owners)) if i not in places]
         lengths = [held.lengths[i] for i in staying]
         columns, cache = max(lengths, default=0), DynamicCache()
@@ -399,20 +431,20 @@ def _holds(layer: Any) -> bool:
     return isinstance(getattr(layer, "keys", None), torch.Tensor) and layer.keys.numel() > 0
 
 
-def _put_back(cache: DynamicCache, own: HFVerifier, at: int, length: int) -> None:
-    """Let a verifier go on with one row of a cache."""
+def _copy_row(cache: DynamicCache, target: DynamicCache, at: int, columns: NDArray[np.int64]) -> None:
+    """Let another cache hold the columns (n,) of one row of a cache."""
     for index, layer in enumerate(cache.layers):
         if not _holds(layer):
             continue
-        keys, values = (part[at : at + 1, :, :length].clone() for part in (layer.keys, layer.values))
-        if index >= len(own.cache.layers):
-            own.cache.update(keys, values, index)
+        kept = torch.from_numpy(columns).to(layer.keys.device)
+        keys, values = (part[at : at + 1].index_select(2, kept) for part in (layer.keys, layer.values))
+        if index >= len(target.layers):
+            target.update(keys, values, index)
             continue
-        theirs = own.cache.layers[index]
+        theirs = target.layers[index]
         if not theirs.is_initialized:
             theirs.lazy_initialization(keys, values)
         if isinstance(theirs, DynamicSlidingWindowLayer):
             keys, values = (part[:, :, -theirs.sliding_window + 1 :] for part in (keys, values))
-            theirs.cumulative_length = length
+            theirs.cumulative_length = len(columns)
         theirs.keys, theirs.values = keys, values
-    own.resume(length)

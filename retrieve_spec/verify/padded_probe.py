@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import in_a_line
+from retrieve_spec.model_layers import evaluating
+from retrieve_spec.verify.candidates import start
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import ModelInterface, input_device, read_interface
+from retrieve_spec.verify.interface import ModelInterface, read_interface
 from retrieve_spec.verify.padded_batch import PaddedBatch, PaddedRow, why_not_padded
 from retrieve_spec.verify.shrink import lengths_of, shrunk
-from retrieve_spec.verify.steps import prepare_call
-from retrieve_spec.verify.verifier import VerifierInputs
+from retrieve_spec.verify.steps import sample_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def why_not_together(model: Any, interface: ModelInterface) -> str:
     lengths = lengths_of(model.config)
     longest = max(lengths.values(), default=0)
     try:
-        with _evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad():
             if why := _problem(model, interface, longest + 3 if longest <= _REACH else 9):
                 return why
         if longest <= _REACH:
@@ -58,54 +59,54 @@ def why_not_together(model: Any, interface: ModelInterface) -> str:
         return f"a pass that texts share fails ({in_a_line(error)})"
 
 
-@contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _problem(model: Any, interface: ModelInterface, length: int) -> str:
     """What is wrong with shared passes over texts of about `length` tokens that come and go."""
-    lone = [_begun(model, interface, HFVerifier(model, interface), length, i) for i in range(3)]
+    lone = [HFVerifier(model, interface) for _ in range(3)]
     batch = PaddedBatch(model, interface)
     rows = [PaddedRow(HFVerifier(model, interface), batch) for _ in range(3)]
-    shared = [_begun(model, interface, row, length, i) for i, row in enumerate(rows)]
+    texts = [sample_tokens(model, max(length - 3 * i, 1), i) for i in range(3)]
+    prompts = [start(model, verifier, ids) for verifier, ids in zip(lone, texts, strict=True)]
+    for row, ids in zip(rows, texts, strict=True):
+        start(model, row, ids)
     if why := next((row.alone for row in rows if row.alone), ""):
         return why
-    worst = 0.0
+    passes = _Passes(lone, rows)
+    half = (len(prompts[0]) + 1) // 2
+    passes.take((0, 1), [prompts[0][:half], prompts[1]])
+    passes.take((2, 0), [prompts[2], prompts[0][half:]] if half < len(prompts[0]) else [prompts[2]])
     for turn, going in enumerate([(0, 1), (0, 1, 2), (2, 0), (0, 1, 2)]):
         which = [(turn + i) % len(_PATHS) for i in going]
+        passes.take(going, [np.array([20 + turn + i], np.int32) for i in going], which)
+    for one, row in zip(lone, rows, strict=True):
+        one.finish(), row.finish()
+    if passes.worst <= _DEVIATION.get(model.dtype, _DEVIATION_HALF):
+        return ""
+    return f"a pass that texts share gives other logits than lone ones (off by {passes.worst:.2g} of their spread)"
+
+
+class _Passes:
+    """Passes that rows share, each beside lone ones over the same tokens.
+
+    Attributes
+    ----------
+    worst
+        Largest difference of their logits so far, as a share of these logits' spread.
+    """
+
+    def __init__(self, lone: list[HFVerifier], rows: list[PaddedRow]) -> None:
+        self._lone, self._rows = lone, rows
+        self.worst = 0.0
+
+    def take(self, going: Sequence[int], roots: list[NDArray[np.int32]], which: Sequence[int] = ()) -> None:
+        """One pass over root tokens of the rows that are `going`, as far as given, with the drafts `which`."""
+        going, which = going[: len(roots)], which or [1] * len(roots)
         trees = [DraftTree.from_paths(_PATHS[n]) for n in which]
-        roots = [np.array([20 + turn + i], np.int32) for i in going]
-        got = batch.forward([rows[i] for i in going], roots, trees)
+        got = self._rows[0].batch.forward([self._rows[i] for i in going], roots, trees)
         for i, tree, root, output in zip(going, trees, roots, got, strict=True):
-            wanted = lone[i].forward(root, tree if len(tree) else None).logits.float()
+            wanted = self._lone[i].forward(root, tree if len(tree) else None).logits.float()
             deviation = float((output.logits.float() - wanted).abs().max() / wanted.std(dim=-1).mean())
-            worst = deviation if not deviation <= worst else worst
+            self.worst = deviation if not deviation <= self.worst else self.worst
         for i, n in zip(going, which, strict=True):
             path = np.array(_ACCEPTED[n], np.int32)
-            lone[i].commit(path)
-            shared[i].commit(path)
-    for verifier in (*lone, *shared):
-        verifier.finish()
-    if worst <= _DEVIATION.get(model.dtype, _DEVIATION_HALF):
-        return ""
-    return f"a pass that texts share gives other logits than lone ones (off by {worst:.2g} of their spread)"
-
-
-def _begun(model: Any, interface: ModelInterface, verifier: Any, length: int, row: int) -> Any:
-    """A verifier that has read a text of its own."""
-    count = max(length - 3 * row, 1)
-    vocab = min(int(model.config.get_text_config(decoder=True).vocab_size), 30_000)
-    numbers = 3 + (np.arange(count) * 7919 + 13 + row) % (vocab - 3)
-    ids = torch.from_numpy(numbers)[None].to(input_device(model))
-    call = prepare_call(model, ids, torch.ones_like(ids))
-    verifier.start(VerifierInputs(ids, call.take(), max_length=count + 64))
-    verifier.forward(numbers.astype(np.int32))
-    verifier.commit(np.empty(0, np.int32))
-    return verifier
+            self._lone[i].commit(path)
+            self._rows[i].commit(path)

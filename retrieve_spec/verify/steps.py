@@ -130,7 +130,7 @@ def vocabulary(model: Any) -> int:
     return min(int(getattr(config, "vocab_size", embedded)), embedded)
 
 
-def sample_tokens(model: Any, length: int) -> torch.Tensor:
-    """(1, length) long, tokens that every vocabulary has."""
-    numbers: NDArray[np.int64] = 3 + (np.arange(length) * 7919 + 13) % (min(vocabulary(model), 30_000) - 3)
+def sample_tokens(model: Any, length: int, which: int = 0) -> torch.Tensor:
+    """(1, length) long, tokens that every vocabulary has; `which` of several texts of them."""
+    numbers: NDArray[np.int64] = 3 + (np.arange(length) * 7919 + 13 + which) % (min(vocabulary(model), 30_000) - 3)
     return torch.from_numpy(numbers)[None].to(input_device(model))

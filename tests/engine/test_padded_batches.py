@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batch_rows import drawn_trees, left_padded, script, small_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from scripted_drafter import ScriptedDrafter
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
@@ -20,7 +19,6 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import batches, speculation
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine.budget import Costs, row_cost, share_evenly
-from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.sampling.samplers import make_sampler
 from retrieve_spec.verify import padded_batch
 from retrieve_spec.verify.hf import HFVerifier
@@ -29,32 +27,6 @@ from retrieve_spec.verify.padded_batch import PaddedBatch, PaddedRow
 from retrieve_spec.verify.padded_probe import why_not_together
 from retrieve_spec.verify.steps import prepare_call
 from retrieve_spec.verify.verifier import VerifierInputs
-
-LENGTHS = (5, 17, 1, 11)
-
-
-def left_padded(lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
-    longest = max(lengths)
-    ids, mask = torch.zeros((2, len(lengths), longest), dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, longest - length :] = torch.tensor([3 + (i * 37 + 11 * row + 7) % 190 for i in range(length)])
-        mask[row, longest - length :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def script(model: Any, monkeypatch: pytest.MonkeyPatch, answers: Any, name: str, **options: Any) -> None:
-    """Let every row draft its own answer, in the manner of a script."""
-    rs.accelerate(model, recorded_pass="off", **{"nodes": 12} | options)
-    count = 0
-
-    def lend(_self: Any, draft: Any = None, *_given: Any) -> Any:
-        nonlocal count
-        if draft == "off":
-            return "drafting is off"
-        answer, count = answers[count % len(answers)], count + 1
-        return ScriptedDrafter(answer[answer != 0], name)
-
-    monkeypatch.setattr(Drafters, "lend", lend)
 
 
 @pytest.mark.parametrize("name", ["right", "wrong", "half", "branchy"])
@@ -65,7 +37,7 @@ def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: py
     options["eos_token_id"] = [int(free[0, 17 + 9]), int(free[1, 17 + 22])]
     plain = tiny.generate(**inputs, **options)
     assert len({int((row[17:] != 0).sum()) for row in plain}) > 2, "rows of different length"
-    script(tiny, monkeypatch, free, name)
+    script(tiny, monkeypatch, free, name, recorded_pass="off")
     assert torch.equal(tiny.generate(**inputs, **options), plain)
     report = tiny.speculation.last
     assert (report.mode, report.rows, report.pass_kind) == ("tree", 4, "model's own")
@@ -86,7 +58,7 @@ def test_samples_are_those_of_each_row_alone(tiny: Any, temperature: float, monk
     undrafted = tiny.generate(**inputs, **options)
     assert tiny.speculation.last.rows == 6
     assert len({tuple(row) for row in undrafted.tolist()}) == 6
-    script(tiny, monkeypatch, undrafted, "branchy")
+    script(tiny, monkeypatch, undrafted, "branchy", recorded_pass="off")
     assert torch.equal(tiny.generate(**inputs, **options), undrafted)
     assert tiny.speculation.last.tokens_per_pass > 6
     for row in range(6):
@@ -108,27 +80,17 @@ def test_samples_are_those_of_each_row_alone(tiny: Any, temperature: float, monk
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
         ("deepseek_v3", {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
                          "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-                         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
+                         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}),
         ("olmo2", {}),
         ("cohere2", {"sliding_window": 8}),
     ],
 )  # fmt: skip
 def test_families(model_type: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, capped logits, experts, learned positions, latent attention; texts go beyond the windows."""
-    common: dict[str, Any] = {
-        "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
-        "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-    }  # fmt: skip
-    if model_type == "deepseek_v3":
-        common |= {"num_key_value_heads": 4}
-    attention = extra.pop("attn_implementation", "sdpa")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **common | extra)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    model = small_model(model_type, **extra)
     inputs, options = left_padded((20, 3, 29)), {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
-    script(model, monkeypatch, plain, "branchy")
+    script(model, monkeypatch, plain, "branchy", recorded_pass="off")
     assert torch.equal(model.generate(**inputs, **options), plain)
     assert (model.speculation.why_alone(), model.speculation.last.rows) == ("", 3)
     assert model.speculation.last.tokens_per_pass > 3.5
@@ -230,7 +192,7 @@ def interrupted_commit() -> Iterator[None]:
 def test_an_interrupted_batch_leaves_the_model_usable(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, options = left_padded(), {"max_new_tokens": 20, "do_sample": False}
     plain = tiny.generate(**inputs, **options)
-    script(tiny, monkeypatch, plain, "half")
+    script(tiny, monkeypatch, plain, "half", recorded_pass="off")
     whole, calls = PaddedBatch.forward, 0
 
     def failing(self: Any, *given: Any) -> Any:
@@ -292,26 +254,11 @@ def test_what_shared_passes_cannot_serve(tiny: Any) -> None:
     hook.remove()
 
 
-def tree_of(log_p: list[float], parent: list[int]) -> DraftTree:
-    n = len(log_p)
-    return DraftTree(
-        np.arange(n, dtype=np.int32), np.array(parent, np.int32), np.ones(n, np.int32),
-        np.log(np.array(log_p, np.float32)), np.zeros(n, np.uint8), np.full(n, -1, np.int64),
-    )  # fmt: skip
-
-
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(st.data())
 def test_even_shares_are_the_best_there_are(data: st.DataObject) -> None:
     """Against every width of the pass; parents stay with their children."""
-    trees = []
-    for _ in range(data.draw(st.integers(2, 5))):
-        n = data.draw(st.integers(0, 8))
-        parent = [data.draw(st.integers(-1, i - 1)) for i in range(n)]
-        p: list[float] = []
-        for i in range(n):
-            p.append(data.draw(st.floats(0.01, 1.0)) * (p[parent[i]] if parent[i] >= 0 else 1.0))
-        trees.append(tree_of(p, parent))
+    trees = drawn_trees(data)
     rows, most = len(trees), data.draw(st.integers(0, 8))
     steps = data.draw(st.lists(st.floats(0.0, 1.0), min_size=rows * 9, max_size=rows * 9))
     seconds = (1.0 + np.cumsum(steps)).astype(np.float32)

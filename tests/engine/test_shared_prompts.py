@@ -26,13 +26,14 @@ def prompt_of(length: int, row: int = 0) -> torch.Tensor:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every prompt, or end of one, that a model read."""
     sizes: list[int] = []
-    read_last = Sequence._read_last
+    has_read = Sequence.has_read
 
-    def counted(self: Sequence) -> None:
-        sizes.append(len(self._unread))
-        read_last(self)
+    def counted(self: Sequence, piece: Any, output: Any) -> None:
+        if len(piece) == len(self.unread):
+            sizes.append(len(piece))
+        has_read(self, piece, output)
 
-    monkeypatch.setattr(Sequence, "_read_last", counted)
+    monkeypatch.setattr(Sequence, "has_read", counted)
     return sizes
 
 

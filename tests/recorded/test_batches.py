@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batch_rows import LENGTHS, drawn_trees, left_padded, script, small_model, tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_drafter import ScriptedDrafter
-from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
+from transformers import LogitsProcessor
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
@@ -18,37 +19,8 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import batches, speculation
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine.budget import Costs, pruned, room, row_cost, share_out
-from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
-
-LENGTHS = (5, 17, 1, 11)
-
-
-def left_padded(lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
-    """Rows of different text and length, as a tokenizer with `padding_side="left"` gives them."""
-    longest = max(lengths)
-    ids, mask = torch.zeros((2, len(lengths), longest), dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, longest - length :] = torch.tensor([3 + (i * 37 + 11 * row + 7) % 190 for i in range(length)])
-        mask[row, longest - length :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def script(model: Any, monkeypatch: pytest.MonkeyPatch, answers: Any, name: str) -> list[ScriptedDrafter]:
-    """Accelerate a model whose rows draft what `answers` say, in the manner of a script."""
-    rs.accelerate(model, nodes=12, recorded_pass="always")
-    drafters: list[ScriptedDrafter] = []
-
-    def lend(_self: Any, draft: Any = None, *_given: Any) -> Any:
-        if draft == "off":
-            return "drafting is off"
-        answer = answers[len(drafters) % len(answers)]
-        drafters.append(ScriptedDrafter(answer[answer != 0], name))
-        return drafters[-1]
-
-    monkeypatch.setattr(Drafters, "lend", lend)
-    return drafters
 
 
 @pytest.mark.parametrize("name", ["right", "wrong", "half", "branchy"])
@@ -60,7 +32,7 @@ def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: py
     plain = tiny.generate(**inputs, **options)
     ends = {int((row[17:] != 0).sum()) for row in plain}
     assert len(ends) > 2, "rows of different length"
-    drafters = script(tiny, monkeypatch, free, name)
+    drafters = script(tiny, monkeypatch, free, name, recorded_pass="always")
     assert torch.equal(tiny.generate(**inputs, **options), plain)
     report = tiny.speculation.last
     assert (report.mode, report.rows) == ("tree", 4)
@@ -92,7 +64,7 @@ def test_sampled_rows_are_those_of_each_row_alone(
     undrafted = tiny.generate(**inputs, **options)
     assert tiny.speculation.last.rows == 4
     assert len({tuple(row[17:].tolist()) for row in undrafted}) == 4
-    script(tiny, monkeypatch, undrafted, "branchy")
+    script(tiny, monkeypatch, undrafted, "branchy", recorded_pass="always")
     assert torch.equal(tiny.generate(**inputs, **options), undrafted)
     assert tiny.speculation.last.tokens_per_pass > 4.5
     for row in range(4):
@@ -112,18 +84,10 @@ def test_sampled_rows_are_those_of_each_row_alone(
     ],
 )
 def test_windows_capping_and_experts(model_type: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    common: dict[str, Any] = {
-        "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
-        "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-    }  # fmt: skip
-    attention = extra.pop("attn_implementation", "sdpa")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **common, **extra)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    model = small_model(model_type, **extra)
     inputs, options = left_padded((20, 3, 29)), {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
-    script(model, monkeypatch, plain, "branchy")
+    script(model, monkeypatch, plain, "branchy", recorded_pass="always")
     assert torch.equal(model.generate(**inputs, **options), plain)
     assert model.speculation.last.rows == 3
     assert model.speculation.last.tokens_per_pass > 3.5
@@ -196,12 +160,12 @@ def test_a_drafter_that_was_given_serves_one_text(tiny: Any) -> None:
 def test_an_interrupted_batch_leaves_the_model_usable(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, options = left_padded(), {"max_new_tokens": 20, "do_sample": False}
     plain = tiny.generate(**inputs, **options)
-    drafters = script(tiny, monkeypatch, plain, "half")
+    drafters = script(tiny, monkeypatch, plain, "half", recorded_pass="always")
     together, calls = batches.forward_together, []
 
     def failing(*given: Any) -> Any:
         calls.append(given)
-        if len(calls) == 3:
+        if len(calls) == 4:  # the first reads the prompts
             raise KeyboardInterrupt
         return together(*given)
 
@@ -273,14 +237,6 @@ def test_a_row_pays_its_share_and_its_nodes() -> None:
     assert row_cost(seconds, 1) is seconds
 
 
-def tree_of(log_p: list[float], parent: list[int]) -> DraftTree:
-    n = len(log_p)
-    return DraftTree(
-        np.arange(n, dtype=np.int32), np.array(parent, np.int32), np.ones(n, np.int32),
-        np.log(np.array(log_p, np.float32)), np.zeros(n, np.uint8), np.full(n, -1, np.int64),
-    )  # fmt: skip
-
-
 def test_nodes_go_where_they_are_most_probably_accepted() -> None:
     sure, vague = tree_of([0.9, 0.8, 0.1], [-1, 0, -1]), tree_of([0.3, 0.2, 0.05], [-1, 0, 1])
     kept = share_out([sure, vague], None, 4)
@@ -295,14 +251,7 @@ def test_nodes_go_where_they_are_most_probably_accepted() -> None:
 @given(st.data())
 def test_shares_are_the_best_there_are(data: st.DataObject) -> None:
     """Against every choice of how many of the most probable nodes to keep; parents stay with their children."""
-    trees = []
-    for _ in range(data.draw(st.integers(2, 5))):
-        n = data.draw(st.integers(0, 8))
-        parent = [data.draw(st.integers(-1, i - 1)) for i in range(n)]
-        p: list[float] = []
-        for i in range(n):
-            p.append(data.draw(st.floats(0.01, 1.0)) * (p[parent[i]] if parent[i] >= 0 else 1.0))
-        trees.append(tree_of(p, parent))
+    trees = drawn_trees(data)
     total, rows = sum(map(len, trees)), len(trees)
     steps = data.draw(st.lists(st.floats(0.0, 1.0), min_size=total + rows, max_size=total + rows))
     seconds = (1.0 + np.cumsum(steps)).astype(np.float32)

@@ -85,7 +85,9 @@ def test_rows_of_a_batch_attend_in_one_launch(
         assert any(grown)
         if not graphs:  # the text that goes on when the others have ended is one alone
             assert gpu.launches["several texts"]
-            assert gpu.launches["several texts"] + gpu.launches["one text"] == 2 * (report.passes - 1)
+            assert gpu.launches["several texts"] + gpu.launches["one text"] == 2 * report.passes, (
+                "the prompts' included"
+            )
             continue
         idle = rows.pool._idle_texts
         assert idle is not None and not idle.problem

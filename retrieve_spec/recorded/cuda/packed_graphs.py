@@ -54,10 +54,18 @@ class PackedPass:
         self._buffer = PackedBuffer(rows, texts, len(cache.slabs), recorded.groups, self._block, recorded.device)
         self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def __call__(self, laid: Sequence[LaidOut], replay: Replay | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, vocab) logits and (rows, d) states of all texts, one behind the other, valid until the next call."""
+    def __call__(
+        self, laid: Sequence[LaidOut], replay: Replay | None = None, wanted: int | torch.Tensor = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, vocab) logits and (rows, d) states of all texts, one behind the other, valid until the next call.
+
+        Logits are those of the `wanted` rows (`RecordedPass.run`) where nothing captured is replayed.
+        """
         self.fill(laid)
-        (replay or self.run)()
+        if replay is None:
+            self.run(wanted)
+        else:
+            replay()
         assert self._outputs is not None
         logits, hidden = self._outputs
         rows = sum(len(text.ids) for text in laid)
@@ -67,10 +75,10 @@ class PackedPass:
         """Write a pass to the device."""
         self._buffer.fill(laid)
 
-    def run(self) -> None:
+    def run(self, wanted: int | torch.Tensor = 0) -> None:
         """Run the pass that was written last; running it again changes nothing."""
-        buffer = self._buffer
-        self._outputs = self._recorded.run(buffer.ids.long()[None], buffer.positions.long()[None], self._attend)
+        ids, positions = self._buffer.ids.long()[None], self._buffer.positions.long()[None]
+        self._outputs = self._recorded.run(ids, positions, self._attend, wanted)
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         from retrieve_spec.kernels.triton_tree_attention import packed_tree_attention
