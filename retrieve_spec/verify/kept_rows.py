@@ -50,7 +50,18 @@ class KeptRows:
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self._commits: list[_Commit] = []
-        self._at_rest = self._held()
+        self._at_rest = self._before()
+
+    def _before(self) -> list[tuple[int, int, _Rows | None]]:
+        """By layer, rows held, tokens seen, and the rows themselves where a pass drops those that leave a window."""
+        slides = [
+            isinstance(x, DynamicSlidingWindowLayer) and not getattr(x, "record_past", False)
+            for x in self._cache.layers
+        ]
+        return [
+            (*held, (layer.keys, layer.values) if slides and held[0] else None)
+            for held, slides, layer in zip(self._held(), slides, self._cache.layers, strict=True)
+        ]
 
     def _held(self) -> list[tuple[int, int]]:
         """By layer, rows held and tokens seen."""
@@ -71,7 +82,7 @@ class KeptRows:
         """Take the rows for kept that are there, but for those of a pass that was `cut_short`."""
         if cut_short:
             self.settle()
-        self._at_rest, self._commits = self._held(), []
+        self._at_rest, self._commits = self._before(), []
 
     def commit(self, path: NDArray[np.int32], nodes: int) -> None:
         """Keep the rows of the last pass but those of its last `nodes` nodes that are not on `path`, (a,) int32."""
@@ -103,7 +114,7 @@ class KeptRows:
                 _finish(layer, commit)
         elif self.grows_by_rows:
             for i, layer in enumerate(self._cache.layers):
-                _take_back(layer, *(self._at_rest[i] if i < len(self._at_rest) else (0, 0)))
+                _take_back(layer, *(self._at_rest[i] if i < len(self._at_rest) else (0, 0, None)))
 
 
 def _rows(layer: Any) -> int:
@@ -130,14 +141,14 @@ def _finish(layer: Any, commit: _Commit) -> None:
         layer.keys, layer.values = kept
 
 
-def _take_back(layer: Any, rows: int, seen: int) -> None:
-    """Let a layer hold its first `rows` rows only, of `seen` tokens."""
+def _take_back(layer: Any, rows: int, seen: int, before: _Rows | None) -> None:
+    """Let a layer hold its first `rows` rows only, of `seen` tokens, or those that it held `before`."""
     if not getattr(layer, "is_initialized", False) or getattr(layer, "keys", None) is None:
         return
     if not rows:
         layer.reset()
         return
-    keys, values = (part.narrow(-2, 0, min(rows, part.shape[-2])) for part in (layer.keys, layer.values))
+    keys, values = before or (part.narrow(-2, 0, min(rows, part.shape[-2])) for part in (layer.keys, layer.values))
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.keys, layer.values, layer.cumulative_length = keys, values, seen
     else:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scripted_drafter import ScriptedDrafter
@@ -19,6 +20,9 @@ import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
 from retrieve_spec.errors import ConfigError, InterruptedPassError
 from retrieve_spec.recorded import recorded_verifier, slab
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.verify.verifier import VerifierInputs
 
 MOST = 7
 """Instants that are tried in each test; all of them take minutes."""
@@ -148,6 +152,28 @@ def test_other_texts_stay_right(kind: str, room: str, monkeypatch: pytest.Monkey
             bad.append((line, cut.where, "left over"))
             model.speculation.engine._sequences.clear()
     assert not bad, f"{len(bad)}: {bad[:20]}"
+
+
+def test_a_piece_that_pushed_rows_out_of_a_window_is_read_again() -> None:
+    """The pass was over when it was cut short: the rows that left the window with it are back."""
+    model = small("gemma3_text")
+    ids = torch.cat([PROMPTS[0], PROMPTS[1]], dim=1)
+    text = ids[0].numpy().astype(np.int32)
+    first = int(model.config.sliding_window) + 2  # the window is full when the second piece comes
+    logits = []
+    for times in (1, 2):
+        verifier = HFVerifier(model, read_interface(model))
+        with torch.no_grad():
+            verifier.start(
+                VerifierInputs(ids, {"past_key_values": DynamicCache(config=model.config)}, max_length=64 + len(text))
+            )
+            verifier.forward(text[:first])
+            verifier.commit(np.empty(0, np.int32))
+            assert verifier.takes_back
+            for _ in range(times):
+                output = verifier.forward(text[first:])
+        logits.append(output.logits)
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("room", ["own forward", "recorded pass"])
