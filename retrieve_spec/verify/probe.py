@@ -4,7 +4,8 @@ The reference is what plain `generate` does: the prompt in one pass, then single
 front and without. A text of a few passes is read both ways: drafts whose second branch is right, wrong ones, right
 ones, no draft at all. Where a config names a window, a chunk or another length at which layers begin to see less, the
 text goes beyond every one of them: on the model itself where they are short, else on a small copy built from its config
-(`retrieve_spec.verify.shrink`). Where there is none, nothing is drafted beyond the first such length.
+(`retrieve_spec.verify.shrink`). Where there is none, or where passes agree with single steps below such a length only
+(sparse attention whose choice of keys turns on rounding), nothing is drafted beyond the first.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
 logger = logging.getLogger(__name__)
 
 _PADDING = 3
+_LONGER = 8
 _REACH = 48
-"""Lengths up to this one are crossed on the model itself."""
+"""Lengths up to this one are crossed on the model itself; below windows so many times longer a copy is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +95,41 @@ def probe(model: Any, interface: ModelInterface) -> Finding:
 
 
 def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
-    """Hold a finding against a small copy of the model whose windows are short enough to go beyond them."""
+    """Hold a finding against small copies of the model whose windows are short enough to go beyond them."""
     small, why = shrunk(model)
     if small is None:
-        first = min(lengths.values())
-        logger.debug("nothing is drafted beyond %d tokens: %s", first, why)
-        limit = min(first, found.interface.max_positions or first)
-        return replace(found, interface=replace(found.interface, max_positions=limit))
-    from retrieve_spec.verify.interface import read_interface
-
+        return _up_to(found, lengths, why)
     most = max(lengths_of(small.config).values(), default=0)
     trials = [Trial(most // 2 + 1, 0, 3), Trial(most + 3, 0, 2), Trial(most + 3, _PADDING, 2)]
-    copied = read_interface(small)
-    beyond = _strongest(small, copied, found.mode, found.reason, trials, layout_of(found.interface))
+    beyond = _of_copy(small, found, trials)
     if beyond.mode == found.mode:
         return found
     mode, reason = beyond.mode, f"past its windows, {beyond.reason}" if beyond.reason else beyond.reason
-    if mode == "plain":
-        return Finding(mode, reason, found.interface)
-    again = _strongest(model, found.interface, mode, reason, [Trial(PROMPT, _PADDING)])
-    return replace(again, kinds=found.kinds)
+    if mode != "plain":
+        again = _strongest(model, found.interface, mode, reason, [Trial(PROMPT, _PADDING)])
+        return replace(again, kinds=found.kinds)
+    small, why = shrunk(model, _LONGER)
+    if small is not None:
+        least = min(lengths_of(small.config).values(), default=0)
+        trials = [Trial(PROMPT, _PADDING), Trial(least - 22, 0, 2), Trial(least - 22 - _PADDING, _PADDING, 2)]
+        if _of_copy(small, found, trials).mode == found.mode:
+            return _up_to(found, lengths, reason)
+    return Finding(mode, reason, found.interface)
+
+
+def _of_copy(small: Any, found: Finding, trials: list[Trial]) -> Finding:
+    """What the same way gives on a copy."""
+    from retrieve_spec.verify.interface import read_interface
+
+    return _strongest(small, read_interface(small), found.mode, found.reason, trials, layout_of(found.interface))
+
+
+def _up_to(found: Finding, lengths: dict[str, int], why: str) -> Finding:
+    """A finding that holds up to the first of some lengths."""
+    first = min(lengths.values())
+    logger.debug("nothing is drafted beyond %d tokens: %s", first, why)
+    limit = min(first, found.interface.max_positions or first)
+    return replace(found, interface=replace(found.interface, max_positions=limit))
 
 
 def check_verifier(model: Any, interface: ModelInterface, verifier: Verifier) -> str:

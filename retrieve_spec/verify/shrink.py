@@ -59,12 +59,15 @@ def lengths_of(config: Any) -> dict[str, int]:
     return {name: int(length) for name, length in found.items() if isinstance(length, (int, float)) and length > 0}
 
 
-def shrunk(model: Any) -> tuple[Any, str]:
-    """A random float32 copy of a model with small layers and short windows, or None and why there is none."""
+def shrunk(model: Any, times: int = 1) -> tuple[Any, str]:
+    """A random float32 copy of a model with small layers and windows `times` as long as they need to be.
+
+    None, and why, where there is none.
+    """
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            config = small_config(model.config)
+            config = small_config(model.config, times)
             small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention_of(model))
             randomise(small)
         return small.to(input_device(model)).eval(), ""
@@ -72,8 +75,8 @@ def shrunk(model: Any) -> tuple[Any, str]:
         return None, in_a_line(error)
 
 
-def small_config(config: Any) -> Any:
-    """A config of the same shape with small numbers in it, those of its parts too."""
+def small_config(config: Any, times: int = 1) -> Any:
+    """A config of the same shape with small numbers in it, those of its parts too; windows as of `shrunk`."""
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
     layered = {id(part): part for part in (small, text, *_parts(small))}.values()
@@ -89,7 +92,7 @@ def small_config(config: Any) -> Any:
             }
     for name, length in _LENGTHS.items():
         if _is_number(getattr(text, name, None)) and getattr(text, name) > 0:
-            _set(text, name, length)
+            _set(text, name, times * length)
     return small
 
 

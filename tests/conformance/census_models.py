@@ -77,8 +77,10 @@ EXACT: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"vision_config": {"text_hidden_size": 32}},
     "nemotron_h_omni": {"vision_hidden_size": 32},
     "minimax_m3_vl": {"projector_hidden_size": 32, "merged_hidden_size": 128},
-    "kimi_k25": {"vision_config": {"projection_hidden_size": 32}, "projection_hidden_size": 32},
+    "kimi_k25": {"projection_hidden_size": 32},
     "mistral4": {"head_dim": 16},
+    **{name: {"index_topk": 64} for name in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "dots3_note_text")},
+    "dots3_note": {"text_config": {"index_topk": 64}},
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
     "paligemma": {"projection_dim": 32, "vision_config": {"projection_dim": 32}},
 }  # fmt: skip
