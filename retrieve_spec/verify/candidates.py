@@ -28,7 +28,7 @@ PROMPT = 12
 def layout_of(interface: ModelInterface) -> str:
     """Which of the candidates an interface is."""
     way = interface.recurrence.way if interface.recurrence is not None else ""
-    return f"{sorted(interface.masks)}{way}{bool(interface.places)}"
+    return f"{sorted(interface.masks)}{way}{bool(interface.places)}{interface.takes_position_ids}"
 
 
 def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface | str]:
@@ -45,6 +45,8 @@ def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface
         variants = [replace(variant, places=places) for variant in variants]
     if not interface.recurrent:
         yield from variants
+        if interface.takes_position_ids and (places := _find_places(model, unplaced(interface))):
+            yield from (replace(unplaced(variant), places=places) for variant in variants)
         return
     mixers = find_mixers(model, interface.cache_name, sample_tokens(model, 4))
     if isinstance(mixers, str):
@@ -53,6 +55,11 @@ def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface
     for way in ("scan", "steps"):
         recurrence = Recurrence(tuple(mixers), way)
         yield from (replace(variant, recurrence=recurrence) for variant in variants)
+
+
+def unplaced(interface: ModelInterface) -> ModelInterface:
+    """The same model left to derive positions: some take them, are given none, and count from another number."""
+    return replace(interface, takes_position_ids=False)
 
 
 def _find_places(model: Any, interface: ModelInterface) -> tuple[Place, ...]:

@@ -150,8 +150,6 @@ def read_interface(model: Any) -> ModelInterface:
     positions = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
     if mode == "tree" and attends and recurrent and positions not in parameters:
         mode, reason = "chain", DERIVES
-    if recurrent and mode == "chain":  # mixers are verified along with tree masks only
-        mode = "plain"
     if getattr(model, "_is_stateful", False) and not recurrent:
         mode, reason = "plain", "recurrent state outside of its cache cannot be rolled back"
     switch, rescans = _rope_switch(config)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from retrieve_spec.verify.call_kinds import CallKinds
-from retrieve_spec.verify.candidates import PROMPT, candidates, layout_of
+from retrieve_spec.verify.candidates import PROMPT, candidates, layout_of, unplaced
 from retrieve_spec.verify.comparison import (
     Draft,
     Reference,
@@ -158,11 +158,16 @@ def _strongest(
             problem = _problem(model, candidate, "tree", trials, kinds=kinds)
             if not problem:
                 return Finding("tree", "", candidate)
-        mode, reason = "plain" if interface.recurrent else "chain", problem or reason
+        mode, reason = "chain", problem or reason
     if mode == "chain":
-        problem = _problem(model, interface, "chain", trials, kinds=kinds)
-        if not problem:
-            return Finding("chain", reason, interface)
+        problem = ""
+        chains = candidates(model, interface) if interface.recurrent else (interface, unplaced(interface))
+        for candidate in chains:
+            problem = (
+                candidate if isinstance(candidate, str) else _problem(model, candidate, "chain", trials, kinds=kinds)
+            )
+            if not problem and not isinstance(candidate, str):
+                return Finding("chain", reason, candidate)
         reason = problem
     return Finding("plain", reason, interface)
 

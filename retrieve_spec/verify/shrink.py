@@ -97,8 +97,10 @@ def small_config(config: Any, times: int = 1) -> Any:
 
 
 def _parts(config: Any) -> list[Any]:
+    """Configs inside a config, and those inside of them."""
     names = getattr(config, "sub_configs", {})
-    return [part for name in names if (part := getattr(config, name, None)) is not None]
+    parts = [part for name in names if (part := getattr(config, name, None)) is not None]
+    return parts + [inner for part in parts for inner in _parts(part)]
 
 
 def _take_differences(part: Any) -> dict[int, dict[str, Any]]:
