@@ -24,6 +24,8 @@ from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.steps import SingleSteps
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
+_PADDED = "padding in front of a text changes what several tokens see"
+
 
 class HFVerifier:
     """A `Verifier` on top of a model's own forward and a `DynamicCache`. Kept rows move on the accepted path only.
@@ -101,6 +103,8 @@ class HFVerifier:
         self._kind = CallKind.of(self.model, self._inputs, self._past + self._uncached)
         self._steps = None
         self._mode_here = weaker(self._model_mode, cache_mode(self._cache))
+        if self._inputs.is_padded and not self.interface.takes_padding:
+            self._mode_here = "plain", _PADDED
         if self._kinds is not None and (known := self._kinds.known.get(self._kind)) is not None:
             self._mode_here = weaker(self._mode_here, known)
         self.mode, self.reason = self._mode_here
@@ -169,21 +173,21 @@ class HFVerifier:
         past = self._past + roots
         self._inputs.extras.went_on(outputs)
         self._inputs.behind_prompt(self._cache, past)
-        if self._kinds is None or not self._kind.names:
+        if self._kinds is None or not (self._kind.names or self.reason == _PADDED):
             return
         if self.mode != "plain":
 
             def steps() -> SingleSteps:
                 return SingleSteps.behind(self.model, self._prompt, self._given, outputs)
 
-            room = self.interface.rope_switch or self.interface.max_positions
+            end = self.interface.rope_switch or self.interface.max_positions
             found = self._kinds.examine(
                 self._kind,
                 self._mode_here,
                 self.model,
                 steps,
                 lambda mode: self._twin(past, mode),
-                room and room - past,
+                end - past if end else None,
             )
             self._mode_here = weaker(self._mode_here, found)
             self.mode, self.reason = self._mode_here

@@ -93,6 +93,8 @@ class ModelInterface:
         Whether an encoder reads the prompt, and ids, positions and masks are those of the decoder.
     places
         Where positions that the model derives itself are replaced, once a probe has found out.
+    takes_padding
+        Whether rows with padding in front are verified so, too; else they are decoded plainly.
     """
 
     cache_name: str
@@ -110,6 +112,7 @@ class ModelInterface:
     recurrence: Recurrence | None = None
     has_encoder: bool = False
     places: tuple[Place, ...] = ()
+    takes_padding: bool = True
 
     @property
     def derives_positions(self) -> bool:

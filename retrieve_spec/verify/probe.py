@@ -11,6 +11,7 @@ text goes beyond every one of them: on the model itself where they are short, el
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -146,30 +147,35 @@ def _strongest(
     layout: str = "",
     kinds: CallKinds | None = None,
 ) -> Finding:
-    """The strongest mode up to `mode` that passes all trials."""
-    if mode == "tree":
-        problem = ""
-        for candidate in candidates(model, interface):
-            if isinstance(candidate, str):
-                problem = candidate
-                continue
-            if layout and layout_of(candidate) != layout:
-                continue
-            problem = _problem(model, candidate, "tree", trials, kinds=kinds)
-            if not problem:
-                return Finding("tree", "", candidate)
-        mode, reason = "chain", problem or reason
-    if mode == "chain":
-        problem = ""
-        chains = candidates(model, interface) if interface.recurrent else (interface, unplaced(interface))
-        for candidate in chains:
-            problem = (
-                candidate if isinstance(candidate, str) else _problem(model, candidate, "chain", trials, kinds=kinds)
-            )
-            if not problem and not isinstance(candidate, str):
-                return Finding("chain", reason, candidate)
-        reason = problem
-    return Finding("plain", reason, interface)
+    """The strongest mode up to `mode` that passes all trials, or those without padding, for such rows alone then."""
+    first = ""
+    for padded in (True, False):
+        of_these = [trial for trial in trials if padded or not trial.padding]
+        if not of_these or (not padded and len(of_these) == len(trials)):
+            break
+        why = reason
+        modes: list[Mode] = ["tree", "chain"] if mode == "tree" else [mode]
+        for tried in modes:
+            problem = ""
+            for candidate in _ways(model, interface, tried):
+                if isinstance(candidate, str):
+                    problem = candidate
+                    continue
+                if layout and tried == "tree" and layout_of(candidate) != layout:
+                    continue
+                problem = _problem(model, candidate, tried, of_these, kinds=kinds)
+                if not problem:
+                    return Finding(tried, "" if tried == "tree" else why, replace(candidate, takes_padding=padded))
+            why = problem or why
+        first = first or why
+    return Finding("plain", first, interface)
+
+
+def _ways(model: Any, interface: ModelInterface, mode: Mode) -> Iterable[ModelInterface | str]:
+    """The interfaces to try in a mode."""
+    if mode == "tree" or interface.recurrent:
+        return candidates(model, interface)
+    return (interface, unplaced(interface))
 
 
 def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:

@@ -25,7 +25,7 @@ def padded(model: Any, length: int = 24, padding: int = 7) -> dict[str, torch.Te
     return {"input_ids": ids, "attention_mask": torch.tensor([[0] * padding + [1] * length])}
 
 
-@pytest.mark.parametrize("name", ["exaone4_5", "hyperclovax_vision_v2", "unlimited_ocr", "paligemma", "git"])
+@pytest.mark.parametrize("name", ["exaone4_5", "unlimited_ocr", "paligemma", "git", "kosmos-2.5"])
 def test_padded_rows_of_vision_models_with_text_alone(name: str) -> None:
     model = build(name, "image")
     inputs = padded(model)
@@ -209,6 +209,36 @@ def test_a_choice_of_keys_that_turns_on_rounding_is_not_drafted_beyond() -> None
     assert model.speculation.interface.max_positions == model.config.index_topk == 64
     assert torch.equal(model.generate(ids, **options), wanted)
     assert 3 <= np.count_nonzero([len(seen.tree) for seen in drafter.seen]) <= 4  # 24 tokens, six and a bonus each
+
+
+def test_a_hybrid_whose_attention_takes_no_trees_drafts_chains() -> None:
+    model = build("qwen4_exp_text", "causal")
+    inputs = padded(model)
+    wanted = model.generate(**inputs, **GREEDY)
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=12)
+    assert model.speculation.mode == "chain"
+    for script in ("half", "branchy", "right"):
+        planted.plant(wanted[0], wanted.shape[1] - 12, script)
+        assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
+    assert model.speculation.last.tokens_per_pass > 2
+
+
+def test_a_decoder_that_reads_padding_otherwise_in_several_rows_is_drafted_for_without_padding() -> None:
+    model = build("led", "seq2seq")
+    ids = prompt(model, 20)
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=12)
+    assert (model.speculation.mode, model.speculation.interface.takes_padding) == ("tree", False)
+    begun = torch.tensor([[2, 9, 11, 13]])
+    shown = torch.tensor([[0, 0, 1, 1]])
+    for mask, mode in ((torch.ones_like(shown), "tree"), (shown, "plain")):
+        given = {"input_ids": ids, "decoder_input_ids": begun, "decoder_attention_mask": mask}
+        wanted = type(model).generate(model, **given, **GREEDY)
+        planted.plant(wanted[0], 4, "branchy")
+        assert torch.equal(model.generate(**given, **GREEDY), wanted)
+        assert model.speculation.last.mode == mode
+        assert ("padding" in model.speculation.last.reason) == (mode == "plain")
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
