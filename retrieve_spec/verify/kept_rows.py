@@ -99,7 +99,9 @@ class KeptRows:
         """What a commit does to each layer."""
         stay = int((np.append(path, -1) != np.arange(len(path) + 1)).argmax())  # accepted rows that lie right
         commits = []
-        for (rows, seen), layer in zip(self._held(), self._cache.layers, strict=True):
+        for i, ((rows, seen), layer) in enumerate(zip(self._held(), self._cache.layers, strict=True)):
+            if nodes and i < len(self._at_rest) and rows == self._at_rest[i][0]:
+                rows = 0  # a layer that the pass did not write to: what it holds is a picture's
             moved = None
             if stay < len(path) and rows:
                 index = torch.as_tensor(path[stay:].astype(np.int64) + rows - nodes, device=layer.keys.device)

@@ -203,9 +203,11 @@ def summary(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect(files: list[Path]) -> None:
-    """Write the data that the docs are made from; of an entry that was examined twice the last counts."""
+    """Write the data that the docs are made from; the last line of an entry counts, without one what was known."""
     lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    by_name = {(line["mapping"], line["name"]): summary(line) for line in lines}
+    known = json.loads(DATA.read_text(encoding="utf-8"))["entries"] if DATA.exists() else []
+    by_name = {(entry["mapping"], entry["name"]): entry for entry in known}
+    by_name |= {(line["mapping"], line["name"]): summary(line) for line in lines}
     entries = [by_name[key] for key in sorted(by_name)]
     data = {"command": COMMAND, "machine": machine_facts(), "entries": entries}
     DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

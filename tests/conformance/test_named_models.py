@@ -298,9 +298,9 @@ def test_what_an_encoder_reads_is_drafted_from() -> None:
         assert model.speculation.last.mode == "delegated"
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "idefics3"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "mllama"])
 def test_behind_a_picture_decoding_is_text(name: str) -> None:
-    """Token types, states of pictures and positions of several axes go along."""
+    """Token types, states of pictures, layers that hold nothing else and positions of several axes go along."""
     model = build(name, "image")
     inputs = picture_prompt(model)
     assert inputs is not None
