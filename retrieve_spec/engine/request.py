@@ -25,7 +25,8 @@ from transformers.generation.stopping_criteria import (
 from retrieve_spec.errors import PromptError
 from retrieve_spec.sampling.samplers import processors_of_row
 from retrieve_spec.sampling.text import RowText
-from retrieve_spec.verify.interface import ModelInterface, seq_length
+from retrieve_spec.verify.cache import seq_length
+from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.tensor_parallel import why_in_step
 from retrieve_spec.verify.verifier import VerifierInputs
 

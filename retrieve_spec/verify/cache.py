@@ -1,4 +1,4 @@
-"""The cache after a pass over a draft in, the cache that holds the accepted path only out; rows move in place."""
+"""Caches: how far a draft can be rolled back in one, and the rows of the accepted path kept, which move in place."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
+    Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
+
+from retrieve_spec.verify.verifier import Mode
+
+_TREE_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer}
+if hasattr(cache_utils, "DummyLayer"):  # since transformers 5.23, for blocks that keep no tokens
+    _TREE_LAYERS.add(cache_utils.DummyLayer)
+_RECURRENT_LAYERS = {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
 
 
 def decoder_cache(cache: Any) -> Any:
@@ -106,3 +116,33 @@ def apart(cache: Any) -> Any:
     if type(cache) is DynamicCache and all(type(x) in (DynamicLayer, DynamicSlidingWindowLayer) for x in cache.layers):
         return same_rows(cache)
     return copy.deepcopy(cache)
+
+
+def cache_mode(cache: Any) -> tuple[Mode, str]:
+    """Best mode a cache allows, and why it is not "tree"."""
+    if cache is None:
+        return "tree", ""
+    if type(cache) is EncoderDecoderCache:
+        return cache_mode(cache.self_attention_cache)
+    if not isinstance(cache, Cache):
+        return "plain", f"a {type(cache).__name__} cannot be rolled back"
+    if type(cache) is not DynamicCache:
+        return "plain", f"a {type(cache).__name__} cannot be rolled back"
+    if getattr(cache, "offloading", False):
+        return "plain", "an offloaded cache cannot be rolled back"
+    for layer in cache.layers:
+        if type(layer) not in _TREE_LAYERS:
+            if type(layer) in _RECURRENT_LAYERS and not layer.record_past:
+                continue
+            if getattr(layer, "is_croppable", False):
+                return "chain", f"a {type(layer).__name__} keeps tokens in one line"
+            return "plain", f"a {type(layer).__name__} cannot be rolled back"
+    return "tree", ""
+
+
+def seq_length(cache: Any) -> int:
+    """Tokens that a cache holds; 0 for one of recurrent states alone, which does not say."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return 0

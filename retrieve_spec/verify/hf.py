@@ -13,9 +13,17 @@ from transformers import DynamicCache
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.verify.cache import apart, decoder_cache, record_past, recording, same_rows, set_recording
+from retrieve_spec.verify.cache import (
+    apart,
+    cache_mode,
+    decoder_cache,
+    record_past,
+    recording,
+    same_rows,
+    set_recording,
+)
 from retrieve_spec.verify.call_kinds import CallKind, CallKinds
-from retrieve_spec.verify.interface import ModelInterface, cache_mode, catch_hidden, input_device, weaker
+from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, weaker
 from retrieve_spec.verify.kept_rows import KeptRows
 from retrieve_spec.verify.pass_inputs import PassInputs
 from retrieve_spec.verify.plain import StepVerifier

@@ -9,17 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import cache_utils
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.model_layers import decoder_blocks
@@ -30,10 +20,6 @@ from retrieve_spec.verify.verifier import Mode
 MaskForm = Literal["bool", "float", "block", "none"]
 
 _MASK_FORMS: dict[str, MaskForm] = {"sdpa": "bool", "eager": "float", "flex_attention": "block"}
-_TREE_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer}
-if hasattr(cache_utils, "DummyLayer"):  # since transformers 5.23, for blocks that keep no tokens
-    _TREE_LAYERS.add(cache_utils.DummyLayer)
-_RECURRENT_LAYERS = {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
 _ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _OTHER_TYPES = ("linear_attention", "conv", "moe", "mlp", "dummy")
 DERIVES = "the model derives positions itself"
@@ -230,36 +216,6 @@ def _rope_switch(config: Any) -> tuple[int, bool]:
     if kind == "dynamic":
         return int(config.max_position_embeddings), False
     return 0, False
-
-
-def cache_mode(cache: Any) -> tuple[Mode, str]:
-    """Best mode a cache allows, and why it is not "tree"."""
-    if cache is None:
-        return "tree", ""
-    if type(cache) is EncoderDecoderCache:
-        return cache_mode(cache.self_attention_cache)
-    if not isinstance(cache, Cache):
-        return "plain", f"a {type(cache).__name__} cannot be rolled back"
-    if type(cache) is not DynamicCache:
-        return "plain", f"a {type(cache).__name__} cannot be rolled back"
-    if getattr(cache, "offloading", False):
-        return "plain", "an offloaded cache cannot be rolled back"
-    for layer in cache.layers:
-        if type(layer) not in _TREE_LAYERS:
-            if type(layer) in _RECURRENT_LAYERS and not layer.record_past:
-                continue
-            if getattr(layer, "is_croppable", False):
-                return "chain", f"a {type(layer).__name__} keeps tokens in one line"
-            return "plain", f"a {type(layer).__name__} cannot be rolled back"
-    return "tree", ""
-
-
-def seq_length(cache: Any) -> int:
-    """Tokens that a cache holds; 0 for one of recurrent states alone, which does not say."""
-    try:
-        return int(cache.get_seq_length())
-    except ValueError:
-        return 0
 
 
 def weaker(a: tuple[Mode, str], b: tuple[Mode, str]) -> tuple[Mode, str]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrieve_spec.verify.cache import cache_mode
 from retrieve_spec.verify.call_kinds import CallKinds
 from retrieve_spec.verify.candidates import PROMPT, candidates, layout_of, unplaced
 from retrieve_spec.verify.comparison import (
@@ -31,7 +32,7 @@ from retrieve_spec.verify.comparison import (
     spread_of,
 )
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import ModelInterface, cache_mode, new_cache, weaker
+from retrieve_spec.verify.interface import ModelInterface, new_cache, weaker
 from retrieve_spec.verify.shrink import lengths_of, shrunk
 from retrieve_spec.verify.steps import PreparedCall, SingleSteps, prepare_call, sample_tokens
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs

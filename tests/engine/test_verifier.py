@@ -14,8 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import retrieve_spec as rs
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.verify.cache import cache_mode
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import cache_mode, read_interface
+from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
 from retrieve_spec.verify.verifier import VerifierInputs
 
