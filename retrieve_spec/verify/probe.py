@@ -33,16 +33,15 @@ from retrieve_spec.verify.comparison import (
 )
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, new_cache, weaker
-from retrieve_spec.verify.shrink import lengths_of, shrunk
+from retrieve_spec.verify.shrink import CHOICES, lengths_of, shrunk
 from retrieve_spec.verify.steps import PreparedCall, SingleSteps, prepare_call, sample_tokens
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
 
 logger = logging.getLogger(__name__)
 
 _PADDING = 3
-_LONGER = 8
 _REACH = 48
-"""Lengths up to this one are crossed on the model itself; below windows so many times longer a copy is looked at."""
+"""Lengths up to this one are crossed on the model itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +109,15 @@ def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
     if mode != "plain":
         again = _strongest(model, found.interface, mode, reason, [Trial(PROMPT, _PADDING)])
         return replace(again, kinds=found.kinds)
-    small, why = shrunk(model, _LONGER)
-    if small is not None:
-        least = min(lengths_of(small.config).values(), default=0)
+    for some in (CHOICES, lengths.keys()):
+        longer = {name: length for name, length in lengths.items() if name in some}
+        small, why = shrunk(model, longer) if longer else (None, "")
+        if small is None:
+            continue
+        least = min(length for name, length in lengths_of(small.config).items() if name in longer)
         trials = [Trial(PROMPT, _PADDING), Trial(least - 22, 0, 2), Trial(least - 22 - _PADDING, _PADDING, 2)]
         if _of_copy(small, found, trials).mode == found.mode:
-            return _up_to(found, lengths, reason)
+            return _up_to(found, longer, reason)
     return Finding(mode, reason, found.interface)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ _LENGTHS = {
     "local_attention_window": WINDOW, "index_topk": WINDOW,
 }  # fmt: skip
 """What a config calls the lengths at which layers begin to see less or otherwise, and what they are in a small copy."""
+_LONGER = 8
+CHOICES = frozenset({"index_topk"})
+"""Those from which on layers choose among what they see."""
 _SIZES = {
     "hidden_size": 32, "d_model": 32, "encoder_hidden_size": 32, "n_embd": 32, "embed_dim": 32,
     "intermediate_size": 48, "ffn_dim": 48,
@@ -59,15 +63,15 @@ def lengths_of(config: Any) -> dict[str, int]:
     return {name: int(length) for name, length in found.items() if isinstance(length, (int, float)) and length > 0}
 
 
-def shrunk(model: Any, times: int = 1) -> tuple[Any, str]:
-    """A random float32 copy of a model with small layers and windows `times` as long as they need to be.
+def shrunk(model: Any, longer: Collection[str] = ()) -> tuple[Any, str]:
+    """A random float32 copy of a model with small layers and short windows, or None and why there is none.
 
-    None, and why, where there is none.
+    Lengths whose names are in `longer` are not as short.
     """
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            config = small_config(model.config, times)
+            config = small_config(model.config, longer)
             small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention_of(model))
             randomise(small)
         return small.to(input_device(model)).eval(), ""
@@ -75,8 +79,8 @@ def shrunk(model: Any, times: int = 1) -> tuple[Any, str]:
         return None, in_a_line(error)
 
 
-def small_config(config: Any, times: int = 1) -> Any:
-    """A config of the same shape with small numbers in it, those of its parts too; windows as of `shrunk`."""
+def small_config(config: Any, longer: Collection[str] = ()) -> Any:
+    """A config of the same shape with small numbers in it, those of its parts too; lengths as of `shrunk`."""
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
     layered = {id(part): part for part in (small, text, *_parts(small))}.values()
@@ -92,7 +96,7 @@ def small_config(config: Any, times: int = 1) -> Any:
             }
     for name, length in _LENGTHS.items():
         if _is_number(getattr(text, name, None)) and getattr(text, name) > 0:
-            _set(text, name, times * length)
+            _set(text, name, length * (_LONGER if name in longer else 1))
     return small
 
 
