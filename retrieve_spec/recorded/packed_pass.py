@@ -13,6 +13,7 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.cuda.packed_graphs import GraphedTexts, PackedPass, packs, shares
 from retrieve_spec.recorded.pass_buffer import LaidOut
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, run_rows
+from retrieve_spec.recorded.row_attention import RowAttention
 from retrieve_spec.verify.verifier import VerifierOutput
 
 
@@ -80,13 +81,7 @@ def _run(
         packed = PackedPass(recorded, laid, rows, texts, shares(recorded, laid, rows, texts))
         return packed(laid, wanted=wanted)
 
-    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-        parts = [
-            verifier.attend(query[:, :, span], keys[:, :, span], values[:, :, span], layer)
-            for verifier, span in zip(verifiers, spans, strict=True)
-        ]
-        return torch.cat(parts, dim=1)
-
+    attend = RowAttention(recorded, laid, spans, [verifier.attend for verifier in verifiers])
     ids = np.concatenate([text.ids for text in laid])
     positions = np.concatenate([text.depths + text.position for text in laid])
     return run_rows(recorded, ids, positions, attend, wanted)

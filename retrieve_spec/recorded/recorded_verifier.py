@@ -30,6 +30,8 @@ CHUNK = 256
 FEW = 32
 """Prompt tokens that the model itself reads as fast."""
 _NOTHING = np.empty(0, np.int32)
+_ROOT, _ITSELF = row_depths(1, None), visible_rows(1, None)
+"""Depths and sight of a pass over the root alone."""
 
 
 class RecordedVerifier:
@@ -209,8 +211,8 @@ class RecordedVerifier:
         self._pending = len(root_ids)
         slabs = self._slabs if self._slabs is not None and self._loaded else self._adopt()
         ids = root_ids if tree is None or not len(tree) else np.concatenate([root_ids, tree.token_ids])
-        depths = row_depths(len(root_ids), tree)
-        self._mask.set(self._past, visible_rows(len(root_ids), tree), depths)
+        depths, seen = (_ROOT, _ITSELF) if len(ids) == 1 else (row_depths(len(root_ids), tree), None)
+        self._mask.set(self._past, visible_rows(len(root_ids), tree) if seen is None else seen, depths)
         slabs.begin(self._past)
         slabs.make_room(len(ids) if self._graphs is None else max(len(ids), *PASS.graph_rows))
         return LaidOut(ids, depths, self._mask.seen, self._past + self._shift, slabs, self._past)

@@ -1,0 +1,85 @@
+"""Row attention: on a CPU, texts of a pass that draft nothing attend in one call per layer, the others each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.config import AUTO, PASS
+from retrieve_spec.kernels.single_rows import attend_single_rows
+from retrieve_spec.recorded.pass_buffer import LaidOut
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+
+_LONG = 1024
+"""Rows held from which several threads attend faster than one kernel does."""
+Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+class RowAttention:
+    """The attention of one pass over several texts.
+
+    Parameters
+    ----------
+    recorded
+        The recorded pass.
+    laid, spans
+        By text, its part of the pass and its rows.
+    parts
+        By text, its own attention in a layer (`RecordedVerifier.attend`).
+    """
+
+    def __init__(
+        self, recorded: RecordedPass, laid: Sequence[LaidOut], spans: Sequence[slice], parts: Sequence[Part]
+    ) -> None:
+        self._recorded, self._spans, self._parts = recorded, spans, parts
+        single = [i for i, text in enumerate(laid) if _is_served(text)]
+        self._others = sorted(set(range(len(laid))) - set(single))
+        self._rows = np.array([spans[i].start for i in single], np.int64)
+        self._laid = [laid[i] for i in single]
+        self._weights = np.empty(1 + max((text.held for text in self._laid), default=0), np.float32)
+        self._places = [self._of_slab(k) for k in range(len(laid[0].cache.slabs))] if single else []
+
+    def _of_slab(self, k: int) -> NDArray[np.int64]:
+        """(texts, 4) int64: where the keys and values of a slab's first layer lie, its capacity, and rows held."""
+        places = []
+        for text in self._laid:
+            slab = text.cache.slabs[k]
+            keys, values = slab.tensors
+            places.append((keys.data_ptr(), values.data_ptr(), slab.capacity, text.held - slab.offset))
+        return np.array(places, np.int64)
+
+    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+        """Write a layer's keys and values and attend: (1, heads, rows, d) in, (1, rows, heads, dv) out."""
+        rule = self._recorded.rules[layer]
+        whole = range(len(self._spans)) if rule.sinks is not None or not len(self._rows) else self._others
+        parts = {}
+        for i in whole:
+            own_query, own_keys, own_values = (x[:, :, self._spans[i]] for x in (query, keys, values))
+            parts[i] = self._parts[i](own_query, own_keys, own_values, layer)
+        if len(parts) == len(self._spans):
+            return torch.cat([parts[i] for i in range(len(parts))], dim=1)
+        out = query.new_empty((1, query.shape[2], query.shape[1], values.shape[3]))
+        cache = self._laid[0].cache
+        places = self._places[cache.slab_of[layer]].copy()
+        sizes = [x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values)]
+        places[:, :2] += cache.layer_in_slab[layer] * places[:, 2:3] * np.array(sizes)
+        asked, new_keys, new_values = (x[0].contiguous().numpy() for x in (query, keys, values))
+        attend_single_rows(
+            asked, new_keys, new_values, self._rows, places, self._weights, rule.scale, rule.softcap, rule.window,
+            out[0].numpy(),
+        )  # fmt: skip
+        for i, part in parts.items():
+            out[:, self._spans[i]] = part
+        return out
+
+
+def _is_served(text: LaidOut) -> bool:
+    """Whether a text attends with others: it has one row, and keys and values that the kernel reads."""
+    if len(text.ids) > 1 or PASS.attention != AUTO or (text.held > _LONG and torch.get_num_threads() > 1):
+        return False
+    return all(
+        part.device.type == "cpu" and part.dtype == torch.float32 for slab in text.cache.slabs for part in slab.tensors
+    ) and all(slab.tensors for slab in text.cache.slabs)
