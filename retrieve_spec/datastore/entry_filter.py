@@ -109,7 +109,7 @@ class EntryFilter:
         self, roots: Sequence[Path], *, max_bytes: int = MAX_BYTES, licences: Sequence[str] = (), stated: str = ""
     ) -> None:
         self.roots = [Path(root).expanduser().resolve() for root in roots]
-        self._tops = [os.path.join(root, "") for root in self.roots]
+        self._tops = tuple(os.path.join(root, "") for root in self.roots)
         self.max_bytes = max_bytes
         self.rule = LicenceRule(self.roots, allow_list(licences), stated) if licences else None
 
@@ -137,7 +137,7 @@ class EntryFilter:
 
     def read(self, path: Path) -> str | Reason:
         """Text of a file that `list` or `verdicts` let pass, without a byte order mark; never empty."""
-        if self._outside(path, {}) is not None or path.is_symlink():
+        if self._outside(str(path), {}) is not None or path.is_symlink():
             return Reason.LINK
         for _ in range(_TRIES):
             data = self._bytes(path)
@@ -149,21 +149,19 @@ class EntryFilter:
     def admit(self, path: Path, text: str) -> Reason | None:
         """Why a text may not enter under a path, None if it may (for texts that an editor holds, saved or not)."""
         link = Reason.LINK if path.is_symlink() else None
-        said = self._outside(path, {}) or link or self._name(path) or _content(text)
+        said = self._outside(str(path), {}) or link or self._name(str(path)) or _content(text)
         return said or refused(self.rule, path, own_licence(text))
 
-    def _outside(self, path: Path, real: dict[str, bool]) -> Reason | None:
+    def _outside(self, name: str, real: dict[str, bool]) -> Reason | None:
         """Whether a path leads out of the folders, or a folder above it is a link; `real` remembers folders."""
-        name = str(path)
-        if not any(name.startswith(top) for top in self._tops):
+        if not name.startswith(self._tops):
             return Reason.OUTSIDE
-        folder = os.path.dirname(name)
+        folder = name.rpartition(os.sep)[0]
         if folder not in real:
             real[folder] = os.path.realpath(folder) == folder
         return None if real[folder] else Reason.LINK
 
-    def _name(self, path: Path) -> Reason | None:
-        name = str(path)
+    def _name(self, name: str) -> Reason | None:
         try:
             name.encode()
         except UnicodeEncodeError:
@@ -171,20 +169,21 @@ class EntryFilter:
         below = next(name[len(top) :] for top in self._tops if name.startswith(top))
         if secret_name(below):
             return Reason.SECRET_NAME
-        return Reason.GENERATED if _GENERATED_NAMES.match(os.path.basename(name).lower()) else None
+        return Reason.GENERATED if _GENERATED_NAMES.match(name.rpartition(os.sep)[2].lower()) else None
 
     def _look(self, path: Path, real: dict[str, bool]) -> Candidate | Reason:
-        if refused := self._outside(path, real):
+        name = str(path)
+        if refused := self._outside(name, real):
             return refused
         try:
-            status = os.lstat(path)
+            status = os.lstat(name)
         except FileNotFoundError:
             return Reason.GONE
         except OSError:
             return Reason.UNREADABLE
         if stat.S_ISLNK(status.st_mode):
             return Reason.LINK
-        if refused := self._name(path):
+        if refused := self._name(name):
             return refused
         if not stat.S_ISREG(status.st_mode):
             return Reason.NOT_A_FILE

@@ -176,7 +176,7 @@ class IgnoreFiles:
     def ignores_entry(self, path: Path, *, folder: bool = False) -> bool:
         """`ignores` for what lies in a folder that is known not to be left out."""
         name, verdict = str(path), False
-        for base, spec in self._rules_above(os.path.dirname(name)):
+        for base, spec in self._rules_above(name.rpartition(os.sep)[0]):
             inside = name[len(base) :].lstrip("/") + ("/" if folder else "")
             if (result := spec.check_file(inside)).include is not None:
                 verdict = bool(result.include)

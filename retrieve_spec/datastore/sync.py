@@ -144,7 +144,7 @@ def _synchronised(
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
     if gone or fresh:
         files = [_file(roots, sources, *place) for place in fresh]
-        done = _change(work, opened, gone, files, sources, workers, progress)
+        done = _change(work, opened, gone, held, files, sources, workers, progress)
         report = replace(done, skipped=(*skipped, *done.skipped))
     write_state(work.store, states | found)
     return report
@@ -184,6 +184,7 @@ def _change(
     work: WorkFolder,
     opened: Datastore,
     gone: Chosen,
+    held: set[str],
     files: list[SourceFile],
     sources: tuple[Source, ...],
     workers: int | None,
@@ -204,9 +205,7 @@ def _change(
     if not files:
         report = ChangeReport("sync", 0, 0, len(kept) + len(made), (), {})
         return publish(work, manifest, kept, made, plan, report)
-    left = {(entry, number) for entry, numbers in gone.items() for number in numbers}
-    known = (d.sha256 for d in opened.documents() if (d.segment, d.number) not in left)
-    return grow(work, manifest, plan, workers=workers, progress=progress, known=known, kept=tuple(kept), made=made)
+    return grow(work, manifest, plan, workers=workers, progress=progress, known=held, kept=tuple(kept), made=made)
 
 
 def look(root: Path, before: FolderState, store: Path) -> FolderState:
@@ -214,12 +213,12 @@ def look(root: Path, before: FolderState, store: Path) -> FolderState:
     entries = EntryFilter([root], max_bytes=FILTERED_BYTES)
     racy = time.time_ns() - RACY_NS
     now = FolderState()
-    inside = os.path.join(store.resolve(), "")
+    inside, top = os.path.join(store.resolve(), ""), os.path.join(entries.roots[0], "")
     for path, verdict in entries.list():
         place = str(path)
         if place.startswith(inside):  # the store itself
             continue
-        name = os.path.relpath(place, root)
+        name = place.removeprefix(top)
         if not isinstance(verdict, Candidate):
             now.files[name] = (0, 0, "", str(verdict), None)
             continue
