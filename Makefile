@@ -13,7 +13,7 @@ KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!trit
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast hammer test-lowest lint fmt docs serve setup setup-serve setup-test clean
+.PHONY: help demo test test-fast hammer test-lowest test-cluster lint fmt docs serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -38,6 +38,11 @@ hammer: setup-test
 ## make test-lowest the same with the oldest packages that pyproject.toml allows, in an environment of their own
 test-lowest:
 	$(MAKE) test-fast VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
+
+## make test-cluster builds on local workers, Ray and tasks as Slurm starts them; installs datatrove and ray
+test-cluster: setup-test
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) datatrove ray $(PIP_ARGS)
+	$(BIN)/python -m pytest tests/datastore/test_cluster.py $(ARGS)
 
 ## make lint        ruff, mypy, and whether the generated parts of the docs are current
 lint: setup-test

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from retrieve_spec.cli_common import counted
-from retrieve_spec.cli_store_read import JSON, QUIET, STORE
+from retrieve_spec.cli_store_read import JSON, QUIET, STORE, print_report
 
 
 @click.command(short_help="Bring a datastore to a remote.")
@@ -39,7 +39,6 @@ def push(store: Path, url: str, keep_paths: bool, quiet: bool, as_json: bool) ->
 @JSON
 def pull(url: str, store: Path, quiet: bool, as_json: bool) -> None:
     """Bring what URL holds into STORE, which is made when there is none; only what is missing here travels."""
-    from retrieve_spec.cli_store import print_report
     from retrieve_spec.datastore.share import pull_datastore
 
     print_report(pull_datastore(url, store, progress=not quiet), store, as_json)

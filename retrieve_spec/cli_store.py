@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from retrieve_spec.cli_common import counted, loading_bars
-from retrieve_spec.cli_store_read import JSON, LICENCES, QUIET, STATED, STORE
+from retrieve_spec.cli_common import loading_bars
+from retrieve_spec.cli_store_read import JSON, LICENCES, QUIET, STATED, STORE, print_report
 
 if TYPE_CHECKING:
-    from retrieve_spec.datastore.change import ChangeReport
     from retrieve_spec.datastore.sources import Source
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_NAMED = 3
-"""Paths listed of what was skipped for one reason; `--json` and the catalogue have all."""
 _TEXT_INDEXES = ("both", "exact", "ngram")
 _DENSE_INDEXES = ("auto", "flat", "ivf-pq", "hnsw")
 
 _RESUME = click.option("--resume", is_flag=True, help="Continue an interrupted run with the options it began with.")
+_CLUSTER = click.option(
+    "--cluster",
+    default="",
+    metavar="local:N|ray[:ADDRESS]|slurm:PARTITION",
+    help="Run the stages there (extra 'cluster', or Ray); all machines see the folder of the store.",
+)
 _WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; all CPUs by default.")
 
 
@@ -107,6 +108,7 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 @click.option("--max-vectors", type=click.IntRange(min=1), metavar="N", help="Dense keys at most; all by default.")
 @click.option("--thin", is_flag=True, help="No dense keys where the longest match elsewhere predicts the next token.")
 @_WORKERS
+@_CLUSTER
 @_RESUME
 @QUIET
 @JSON
@@ -125,6 +127,7 @@ def build(
     quiet: bool,
     as_json: bool,
     workers: int | None,
+    cluster: str,
     max_tokens: int | None,
     **options: Any,
 ) -> None:
@@ -166,6 +169,7 @@ def build(
             config=config,
             max_tokens=max_tokens,
             workers=workers,
+            cluster=cluster,
             resume=resume,
             progress=not quiet,
             recipe=name,
@@ -177,6 +181,7 @@ def build(
 @STORE
 @_source_options
 @_WORKERS
+@_CLUSTER
 @_RESUME
 @QUIET
 @JSON
@@ -186,6 +191,7 @@ def add(
     quiet: bool,
     as_json: bool,
     workers: int | None,
+    cluster: str,
     max_tokens: int | None,
     **options: Any,
 ) -> None:
@@ -197,7 +203,13 @@ def add(
         raise click.UsageError("Give at least one SOURCE.")
     with _bars(quiet, _has_dense(store)):
         report = add_documents(
-            store, sources, max_tokens=max_tokens, workers=workers, resume=resume, progress=not quiet
+            store,
+            sources,
+            max_tokens=max_tokens,
+            workers=workers,
+            cluster=cluster,
+            resume=resume,
+            progress=not quiet,
         )
     print_report(report, store, as_json)
 
@@ -276,30 +288,3 @@ def retokenize(
         raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
     report = retokenize_datastore(store, tokenizer, workers=workers, resume=resume, progress=not quiet)
     print_report(report, store, as_json)
-
-
-def print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
-    """Print what a change did."""
-    if as_json:
-        rate = report.tokens / max(sum(report.seconds.values()), 1e-9)
-        extra = {"store": str(store), "skipped_by_reason": report.skipped_by_reason, "tokens_per_second": rate}
-        click.echo(json.dumps(asdict(report) | extra))
-        return
-    seconds = sum(report.seconds.values())
-    click.echo(
-        f"{report.verb}: {counted(report.documents, 'document')}, {counted(report.tokens, 'token')} "
-        f"in {seconds:.1f} s; {store} has {counted(report.segments, 'segment')}."
-    )
-    if not report.documents and not report.skipped:
-        click.echo("  The sources and filters name no text that fits.")
-    if report.dense:
-        d = report.dense
-        click.echo(
-            f"  dense: {d['vectors']:,} of {d['positions']:,} positions ({', '.join(d['kinds'])}), "
-            f"recall@10 {d['recall_at_10']:.3f}, {d['bytes_per_vector']:.1f} bytes per vector"
-        )
-    from retrieve_spec.datastore.change import by_reason
-
-    for reason, paths in by_reason(report.skipped).items():
-        named = ", ".join(paths[:_NAMED]) + ", …" * (len(paths) > _NAMED)
-        click.echo(f"  skipped {len(paths):,} ({reason}): {named}")

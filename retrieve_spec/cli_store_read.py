@@ -13,8 +13,11 @@ from retrieve_spec.cli_common import TEXT, counted, loading_bars
 from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
+    from retrieve_spec.datastore.change import ChangeReport
     from retrieve_spec.datastore.manifest import Manifest
 
+_NAMED = 3
+"""Paths listed of what was skipped for one reason; `--json` and the catalogue have all."""
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bars.")
 STORE = click.argument("store", type=click.Path(path_type=Path))
@@ -164,3 +167,30 @@ def _dense_rows(manifest: Manifest) -> list[tuple[str, str]]:
     size = sum(file.bytes for file in files)
     model = f"{record.model} ({record.fingerprint[7:19]})"
     return [("dense", f"{model}, layer {record.layer}, {record.dims} dims, {size / 1e6:,.1f} MB")]
+
+
+def print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
+    """Print what a change did."""
+    if as_json:
+        rate = report.tokens / max(sum(report.seconds.values()), 1e-9)
+        extra = {"store": str(store), "skipped_by_reason": report.skipped_by_reason, "tokens_per_second": rate}
+        click.echo(json.dumps(asdict(report) | extra))
+        return
+    seconds = sum(report.seconds.values())
+    click.echo(
+        f"{report.verb}: {counted(report.documents, 'document')}, {counted(report.tokens, 'token')} "
+        f"in {seconds:.1f} s; {store} has {counted(report.segments, 'segment')}."
+    )
+    if not report.documents and not report.skipped:
+        click.echo("  The sources and filters name no text that fits.")
+    if report.dense:
+        d = report.dense
+        click.echo(
+            f"  dense: {d['vectors']:,} of {d['positions']:,} positions ({', '.join(d['kinds'])}), "
+            f"recall@10 {d['recall_at_10']:.3f}, {d['bytes_per_vector']:.1f} bytes per vector"
+        )
+    from retrieve_spec.datastore.change import by_reason
+
+    for reason, paths in by_reason(report.skipped).items():
+        named = ", ".join(paths[:_NAMED]) + ", …" * (len(paths) > _NAMED)
+        click.echo(f"  skipped {len(paths):,} ({reason}): {named}")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from retrieve_spec.cli_store import print_report
-from retrieve_spec.cli_store_read import JSON, LICENCES, QUIET, STATED, STORE
+from retrieve_spec.cli_store_read import JSON, LICENCES, QUIET, STATED, STORE, print_report
 
 
 @click.command(short_help="Make a datastore say what folders say.")

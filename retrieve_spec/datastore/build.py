@@ -23,7 +23,7 @@ from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.fresh import check_folder, check_not_begun, config_of, first_manifest, write_tokenizer
 from retrieve_spec.datastore.licences import allow_list
 from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, read_manifest
-from retrieve_spec.datastore.pool import run_ranks
+from retrieve_spec.datastore.pool import Runner, pool_runner
 from retrieve_spec.datastore.progress import Bar, Stopwatch
 from retrieve_spec.datastore.shards import file_shards
 from retrieve_spec.datastore.sources import Source, list_files
@@ -42,6 +42,7 @@ def build_datastore(
     licence: str = "",
     max_tokens: int | None = None,
     workers: int | None = None,
+    cluster: str = "",
     resume: bool = False,
     progress: bool = False,
     recipe: str = "",
@@ -64,6 +65,9 @@ def build_datastore(
         Stop before the document that would exceed this.
     workers
         Processes that read, encode and index; all CPUs by default. The store is the same for any number.
+    cluster
+        Where the stages run instead: ``local[:WORKERS]``, ``ray[:ADDRESS]`` or ``slurm:PARTITION`` (all
+        machines see the store and the sources under the same paths). The store is the same as well.
     resume
         Continue an interrupted build with the options it was begun with.
     progress
@@ -94,6 +98,7 @@ def build_datastore(
         )
         return plan | {"recipe": recipe, "tokenizer": write_tokenizer(store, tokenizer)}, inputs
 
+    runner_of(cluster, 1)  # wrong ones are found out before anything is begun
     if not resume:
         check_folder(store)
     with writer(store) as work:
@@ -101,7 +106,7 @@ def build_datastore(
         if plan is None:
             return finished(work, "build")
         manifest = replace(first_manifest(store, plan["tokenizer"]), config=plan["config"])
-        return grow(work, manifest, plan, workers=workers, progress=progress)
+        return grow(work, manifest, plan, workers=workers, progress=progress, cluster=cluster)
 
 
 def add_documents(
@@ -112,6 +117,7 @@ def add_documents(
     licence: str = "",
     max_tokens: int | None = None,
     workers: int | None = None,
+    cluster: str = "",
     resume: bool = False,
     progress: bool = False,
 ) -> ChangeReport:
@@ -120,6 +126,7 @@ def add_documents(
     Parameters and errors are those of `build_datastore`; the tokenizer is the store's own.
     """
     store = Path(path)
+    runner_of(cluster, 1)
     read_manifest(store)
 
     def make_plan() -> tuple[dict[str, Any], Inputs]:
@@ -132,7 +139,8 @@ def add_documents(
         plan = begin_or_resume(work, manifest, "add", resume, make_plan)
         if plan is None:
             return finished(work, "add")
-        return grow(work, manifest, plan, workers=workers, progress=progress, known=live_hashes(store))
+        known = live_hashes(store)
+        return grow(work, manifest, plan, workers=workers, progress=progress, known=known, cluster=cluster)
 
 
 def as_sources(sources: Source | str | list[Source | str] | None, licence: str) -> tuple[Source, ...]:
@@ -190,6 +198,7 @@ def grow(
     known: Iterable[str] = (),
     kept: tuple[SegmentEntry, ...] | None = None,
     made: Sequence[SegmentEntry] = (),
+    cluster: str = "",
 ) -> ChangeReport:
     """Make the segments that a plan describes and publish them.
 
@@ -205,10 +214,12 @@ def grow(
         Segments that stay as they are; None for all of the manifest's.
     made
         Segments that lie in the work folder already, under numbers of their own.
+    cluster
+        As for `build_datastore`.
     """
     watch = Stopwatch(progress)
     staying = (*(manifest.segments if kept is None else kept), *made)
-    stages, entries, skipped = make_segments(work, watch, workers, known)
+    stages, entries, skipped = make_segments(work, watch, workers, known, cluster)
     if not entries and not staying:
         work.end()
         raise nothing_to_index(skipped, plan, stages.shards)
@@ -233,24 +244,40 @@ def grow(
 
 
 def make_segments(
-    work: WorkFolder, watch: Stopwatch, workers: int | None, known: Iterable[str]
+    work: WorkFolder, watch: Stopwatch, workers: int | None, known: Iterable[str], cluster: str = ""
 ) -> tuple[Stages, list[SegmentEntry], list[tuple[str, str, str]]]:
     """Run the stages of a plan; returns them, the new segments and what was left out."""
     workers = workers or os.cpu_count() or 1
     stages = Stages(work, workers)
+    run_ranks = runner_of(cluster, workers)
     size = int(stages.plan.get("bytes", 0))
     with watch.stage("reading", size or None, "B") as bar:
         tell = _teller(bar)
 
         def run(ranks: list[int]) -> None:
-            run_ranks(stages, "tokens", ranks, workers, size, lambda done: tell(done, done[0]))
+            run_ranks(stages, "tokens", ranks, size, lambda done: tell(done, done[0]))
 
         cut = stages.cut(known, run)
     with watch.stage("indexing", cut.tokens, "tok") as bar:
         tell = _teller(bar)
         ranks = [rank for rank in range(len(cut.segments)) if stages.needs_segment(rank)]
-        run_ranks(stages, "segment", ranks, workers, 4 * cut.tokens, lambda done: tell(done, done[2]))
+        run_ranks(stages, "segment", ranks, 4 * cut.tokens, lambda done: tell(done, done[2]))
     return stages, [stages.entry(rank) for rank in range(len(cut.segments))], cut.skipped
+
+
+def runner_of(cluster: str, workers: int) -> Runner:
+    """What runs the ranks of a stage: a cluster, or processes of this machine.
+
+    Raises
+    ------
+    BuildError
+        When the cluster is none, or what it needs is not installed.
+    """
+    if not cluster:
+        return pool_runner(workers)
+    from retrieve_spec.datastore.cluster import cluster_runner
+
+    return cluster_runner(cluster)
 
 
 def _teller(bar: Bar) -> Callable[[Done, int], None]:

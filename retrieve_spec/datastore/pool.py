@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from retrieve_spec import errors
 from retrieve_spec.datastore.stages import Done, Stages, run_rank
@@ -23,6 +23,24 @@ from retrieve_spec.errors import BuildError, RetrieveSpecError
 SPAWN_WORK = 1 << 24
 """Bytes to read, or four times the tokens to sort, from which the start of other processes is worth its second."""
 _MODULE = "retrieve_spec.datastore.worker"
+
+
+class Runner(Protocol):
+    """Runs ranks of a stage, somewhere, and tells of each that is done; parameters and errors are `run_ranks`'s."""
+
+    def __call__(
+        self, stages: Stages, stage: str, ranks: Sequence[int], size: int, tell: Callable[[Done], object]
+    ) -> None:
+        """Run them."""
+
+
+def pool_runner(workers: int) -> Runner:
+    """Runs ranks in so many processes of this machine."""
+
+    def run(stages: Stages, stage: str, ranks: Sequence[int], size: int, tell: Callable[[Done], object]) -> None:
+        run_ranks(stages, stage, ranks, workers, size, tell)
+
+    return run
 
 
 def run_ranks(
@@ -126,7 +144,7 @@ def _feed(
             process.kill()
             answers.put(_died(process.wait(), stage, rank))
             return
-        answers.put(_error_of(answer) or tuple(answer["done"]))
+        answers.put(error_of(answer) or tuple(answer["done"]))
 
 
 def _died(code: int, stage: str, rank: int) -> BuildError:
@@ -137,8 +155,8 @@ def _died(code: int, stage: str, rank: int) -> BuildError:
     )
 
 
-def _error_of(answer: dict[str, Any]) -> BaseException | None:
-    """Error that a worker told of."""
+def error_of(answer: dict[str, Any]) -> BaseException | None:
+    """Error that a worker told of (`retrieve_spec.datastore.worker.answer_of`), None where all went well."""
     if "error" not in answer:
         return None
     if "errno" in answer:

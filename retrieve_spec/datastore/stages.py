@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.cut import Choice, Cut
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder
 from retrieve_spec.datastore.fingerprint import load_tokenizer
@@ -90,7 +92,8 @@ class Stages:
         documents: list[tuple[Any, ...]] = []
         skipped: list[tuple[str, str, str]] = []
         size = tokens = 0
-        with (self.work.path / f"shard-{rank:06d}.bin").open("wb") as file:
+        written = self.work.path / f"shard-{rank:06d}.{secrets.token_hex(4)}"  # another machine may still be at it
+        with written.open("wb") as file:
             for result in results:
                 size += result.bytes
                 if result.skip:
@@ -101,6 +104,7 @@ class Stages:
                     tokens += len(part)
             file.flush()
             os.fsync(file.fileno())
+        os.replace(written, self.work.path / f"shard-{rank:06d}.bin")
         content = {"documents": documents, "skipped": skipped, "bytes": size, "tokens": tokens}
         replace_file(self.work.path / f"shard-{rank:06d}.json", json.dumps(content).encode())
         return size, len(documents), tokens
@@ -146,7 +150,7 @@ class Stages:
         path = self.work.path / _CUT
         if path.exists():
             return Cut.from_json(json.loads(path.read_bytes()))
-        chosen = _Choice(set(known), self.plan.get("max_tokens"))
+        chosen = Choice(set(known), self.plan.get("max_tokens"))
         step = self.shards if chosen.most is None else 4 * self._threads
         for first in range(0, self.shards, max(step, 1)):
             ranks = range(first, min(first + step, self.shards))
@@ -173,13 +177,15 @@ class Stages:
                 found = shard.ids(first, end)
                 ids[at : at + len(found)] = found
                 at += len(found)
-        folder = self.work.path / f"segment-{rank:06d}"
-        shutil.rmtree(folder, ignore_errors=True)
+        folder = self.work.path / f"segment-{rank:06d}.{secrets.token_hex(4)}"
         folder.mkdir()
         handed = [ids]
         del ids
         files, origins = write_segment(folder, handed.pop(), rows, self.config)
         sync_folder(folder)
+        target = self.work.path / f"segment-{rank:06d}"
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(folder, target)
         record = {
             "files": {name: asdict(entry) for name, entry in files.items()},
             "origins": origins,
@@ -192,6 +198,15 @@ class Stages:
     def needs_segment(self, rank: int) -> bool:
         """Whether a segment is still to be indexed."""
         return not _record_of(self.work, rank).exists()
+
+    def outcome(self, stage: str, rank: int) -> Done | None:
+        """What a rank of a stage did, None where it is not done."""
+        place = {"tokens": self.work.path / f"shard-{rank:06d}.json", "segment": _record_of(self.work, rank)}[stage]
+        if not place.exists():
+            return None
+        record = json.loads(place.read_bytes())
+        documents = record["documents"]
+        return record.get("bytes", 0), documents if stage == "segment" else len(documents), record["tokens"]
 
     def entry(self, rank: int) -> SegmentEntry:
         """Entry of an indexed segment, under its number in the work folder."""
@@ -219,92 +234,3 @@ def _parts(result: Tokenised, limit: int) -> Iterator[tuple[str, str, NDArray[np
     for number, start in enumerate(range(0, len(result.ids), limit), 1):
         digest = result.sha256 if number == 1 else sha256(f"{result.sha256}#{number}".encode()).hexdigest()
         yield f"{result.path}#part{number}", digest, result.ids[start : start + limit]
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentCut:
-    """Documents of one segment: tokens, documents, and ``(shard, [(first, end), …])`` of where they are."""
-
-    tokens: int
-    documents: int
-    pieces: list[tuple[int, list[tuple[int, int]]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Which documents make which segment, and ``(path, source, reason)`` of what makes none."""
-
-    segments: list[SegmentCut] = field(default_factory=list)
-    skipped: list[tuple[str, str, str]] = field(default_factory=list)
-
-    @staticmethod
-    def from_json(record: dict[str, Any]) -> Cut:
-        """The cut that was written."""
-        skipped = [(path, source, reason) for path, source, reason in record["skipped"]]
-        return Cut([SegmentCut(**segment) for segment in record["segments"]], skipped)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all segments."""
-        return sum(segment.tokens for segment in self.segments)
-
-
-class _Choice:
-    """Goes through shards in order and chooses documents: each text once, up to a limit of tokens."""
-
-    def __init__(self, known: set[str], most: int | None) -> None:
-        self.most, self.full = most, False
-        self._seen = {bytes.fromhex(digest) for digest in known}
-        self._total = 0
-        self._chosen: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []  # shard, numbers, tokens
-        self._skipped: list[tuple[str, str, str]] = []
-
-    def take(self, rank: int, shard: Shard) -> None:
-        """Choose among the documents of the next shard."""
-        if self.full:
-            return
-        numbers, lengths = [], []
-        left_out = shard.left_out
-        for number, row in enumerate(shard.rows):
-            if number in left_out:
-                continue
-            digest = bytes.fromhex(row.sha256)
-            if digest in self._seen:
-                self._skipped.append((row.path, row.source, "duplicate"))
-                continue
-            if self.most is not None and self._total + row.tokens > self.most:
-                self.full = True
-                break
-            self._seen.add(digest)
-            self._total += row.tokens
-            numbers.append(number)
-            lengths.append(row.tokens)
-        self._chosen.append((rank, np.array(numbers, np.int64), np.array(lengths, np.int64)))
-        self._skipped += shard.skipped
-
-    def cut(self, limit: int) -> Cut:
-        """Fill as few segments as the limit of entries, separators included, allows, all of about one size."""
-        total = sum(int((lengths + 1).sum()) for _, _, lengths in self._chosen)
-        size = total / max(1, -(-total // limit))
-        segments: list[SegmentCut] = []
-        pieces: list[tuple[int, list[tuple[int, int]]]] = []
-        held = tokens = documents = at = 0
-        for rank, numbers, lengths in self._chosen:
-            for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
-                if held and (held + length + 1 > limit or at + (length + 1) / 2 > size * (len(segments) + 1)):
-                    segments.append(SegmentCut(tokens, documents, pieces))
-                    pieces, held, tokens, documents = [], 0, 0, 0
-                if not pieces or pieces[-1][0] != rank:
-                    pieces.append((rank, []))
-                ranges = pieces[-1][1]
-                if ranges and ranges[-1][1] == number:
-                    ranges[-1] = (ranges[-1][0], number + 1)
-                else:
-                    ranges.append((number, number + 1))
-                held += length + 1
-                at += length + 1
-                tokens += length
-                documents += 1
-        if documents:
-            segments.append(SegmentCut(tokens, documents, pieces))
-        return Cut(segments, self._skipped)

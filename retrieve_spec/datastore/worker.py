@@ -35,7 +35,7 @@ def main() -> None:
     with os.fdopen(reader, encoding="utf-8") as requests:
         for line in requests:
             stage, rank = line.split()
-            answers.write(json.dumps(_run(stages, stage, int(rank))) + "\n")
+            answers.write(json.dumps(answer_of(stages, stage, int(rank))) + "\n")
             answers.flush()
 
 
@@ -46,7 +46,8 @@ def _pass_on(writer: int) -> None:
     os._exit(1)
 
 
-def _run(stages: Stages, stage: str, rank: int) -> dict[str, Any]:
+def answer_of(stages: Stages, stage: str, rank: int) -> dict[str, Any]:
+    """What came of running one rank, as JSON: what it did, or its error."""
     try:
         return {"done": run_rank(stages, stage, rank)}
     except RetrieveSpecError as error:

@@ -64,7 +64,7 @@ def test_ranks_in_any_order_and_repeated_write_the_same_bytes(tokenizer, many, t
         for rank in [*ranks[::-1], *ranks[:2]]:
             getattr(Stages(running.work), stage)(rank)
 
-    monkeypatch.setattr("retrieve_spec.datastore.build.run_ranks", backwards)
+    monkeypatch.setattr("retrieve_spec.datastore.pool.run_ranks", backwards)
     build_datastore(tmp_path / "b", str(many), tokenizer, config=SMALL, workers=1)
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 

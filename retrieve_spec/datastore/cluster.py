@@ -1,0 +1,265 @@
+"""Cluster runner: runs the ranks of a build's stages on Ray, or as tasks of datatrove on this machine or on Slurm.
+
+The stages are those of any build (`retrieve_spec.datastore.stages`), so what comes out does not depend on who ran them.
+All machines see the store's folder under one path. What a rank has done is read off the work folder, never off the
+engine's own marks: an engine that ends without an error has not finished for that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retrieve_spec._version import __version__
+from retrieve_spec.datastore.files import replace_file
+from retrieve_spec.datastore.pool import error_of
+from retrieve_spec.datastore.stages import Done, Stages
+from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.datastore.worker import answer_of
+from retrieve_spec.errors import BuildError
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.pool import Runner
+
+_LOGS = "cluster"
+_POLL_SECONDS = 1.0
+_GRACE_SECONDS = 5.0
+_BYTES_PER_TOKEN, _BYTES = 25, 1 << 30
+"""Memory that a task asks for: so much per token of a segment, and for the interpreter."""
+_RETRIES = 3
+_HOURS = "24:00:00"
+_NAMED = 8
+_ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+
+
+def cluster_runner(where: str) -> Runner:
+    """What runs the ranks of a stage on a cluster.
+
+    Parameters
+    ----------
+    where
+        ``local[:WORKERS]``, ``ray[:ADDRESS]`` or ``slurm:PARTITION``.
+
+    Raises
+    ------
+    BuildError
+        When it is none of these, or the engine is not installed.
+    """
+    kind, _, rest = where.partition(":")
+    wrong = kind not in ("local", "ray", "slurm") or (kind == "slurm" and not rest)
+    if wrong or (kind == "local" and rest and not (rest.isdigit() and int(rest) > 0)):
+        raise BuildError("a cluster as local:WORKERS, ray[:ADDRESS] or slurm:PARTITION", repr(where), "Correct it.")
+    try:
+        import_module("ray" if kind == "ray" else "datatrove")
+    except ImportError as error:
+        remedy = "pip install ray." if kind == "ray" else "pip install 'retrieve-spec[cluster]'."
+        raise BuildError(f"{error.name} to build with --cluster {where}", "none", remedy) from error
+
+    def run(stages: Stages, stage: str, ranks: Sequence[int], size: int, tell: Callable[[Done], object]) -> None:
+        _run(kind, rest, stages, stage, ranks, tell)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A stage's ranks as a step of a pipeline of datatrove: task i runs rank ``ranks[i]``.
+
+    `python` and `version` are those of the process that plans: others might write other bytes.
+    """
+
+    store: str
+    stage: str
+    ranks: tuple[int, ...]
+    python: str
+    version: str
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        """Run one rank; its error is written down for whoever waits, and raised."""
+        os.environ.update(_ALONE)
+        work = WorkFolder(Path(self.store))
+        number = self.ranks[rank]
+        here = (_python(), __version__)
+        if here != (self.python, self.version):
+            expected = f"Python {self.python} and retrieve-spec {self.version} on every machine"
+            got = f"Python {here[0]} and retrieve-spec {here[1]} on {platform.node()}"
+            raise _written(work, self.stage, number, BuildError(expected, got, "Install the same everywhere."))
+        answer = answer_of(Stages(work), self.stage, number)
+        if (error := error_of(answer)) is not None:
+            raise _written(work, self.stage, number, error, answer)
+        return iter(())
+
+
+def _python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _written(
+    work: WorkFolder, stage: str, rank: int, error: BaseException, answer: dict[str, Any] | None = None
+) -> BaseException:
+    if answer is None and isinstance(error, BuildError):
+        answer = {"error": "BuildError", "expected": error.expected, "got": error.got, "remedy": error.remedy}
+    replace_file(_error_file(work, stage, rank), json.dumps(answer).encode())
+    return RuntimeError(f"stage {stage!r} of rank {rank}: {error}")  # typed errors may not travel
+
+
+def _error_file(work: WorkFolder, stage: str, rank: int) -> Path:
+    return work.path / f"error-{stage}-{rank:06d}.json"
+
+
+def _run(
+    kind: str, rest: str, stages: Stages, stage: str, ranks: Sequence[int], tell: Callable[[Done], object]
+) -> None:
+    if not ranks:
+        return
+    work = stages.work
+    for rank in ranks:
+        _error_file(work, stage, rank).unlink(missing_ok=True)
+    task = Task(os.fspath(work.store.resolve()), stage, tuple(ranks), _python(), __version__)
+    logs = work.path / _LOGS / f"{stage}-{secrets.token_hex(4)}"
+    memory = _BYTES + _BYTES_PER_TOKEN * stages.config.segment_tokens
+    failure = _followed(kind, _engine(kind, rest, task, logs, memory), stages, stage, ranks, tell)
+    missing = [rank for rank in ranks if stages.outcome(stage, rank) is None]
+    if missing:
+        raise _missing(stages, stage, missing, failure) from failure
+    shutil.rmtree(logs, ignore_errors=True)
+
+
+def _missing(stages: Stages, stage: str, missing: Sequence[int], failure: BaseException | None) -> BaseException:
+    """Error about ranks that were not done: the first one that says why, else the one that names them."""
+    for rank in missing:
+        path = _error_file(stages.work, stage, rank)
+        if path.exists():
+            told = error_of(json.loads(path.read_bytes()))
+            if told is not None:
+                told.add_note(f"in stage {stage!r}, rank {rank} of {stages.work.store}")
+                return told
+    named = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
+    why = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
+    return BuildError(
+        f"stage {stage!r} to finish all its ranks",
+        f"nothing of rank {named}{why}",
+        f"Logs are in {stages.work.path / _LOGS}. Continue with --resume: only what is missing is done.",
+    )
+
+
+def _followed(
+    kind: str, engine: Any, stages: Stages, stage: str, ranks: Sequence[int], tell: Callable[[Done], object]
+) -> BaseException | None:
+    """Let an engine run, telling of every rank once it is done; what it raised, None for nothing."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            engine.run()
+        except BaseException as error:  # which ranks it was is read off the work folder
+            raised.append(error)
+
+    waiting = set(ranks)
+
+    def look() -> None:
+        for rank in sorted(waiting):
+            if (done := stages.outcome(stage, rank)) is not None:
+                waiting.discard(rank)
+                tell(done)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    processes: set[Any] = set()
+    while thread.is_alive():
+        thread.join(_POLL_SECONDS)
+        look()
+        if kind == "local" and waiting and _lost(processes) and not _ends(thread):
+            return RuntimeError("a worker was killed")
+    look()
+    return raised[0] if raised else None
+
+
+def _lost(processes: set[Any]) -> bool:
+    """Whether one of this machine's workers died, for which the engine would wait for ever."""
+    from multiprocess import active_children
+
+    processes |= set(active_children())
+    return any(not process.is_alive() for process in processes)
+
+
+def _ends(thread: threading.Thread) -> bool:
+    """Whether an engine comes to an end by itself soon; its processes are ended where it does not."""
+    from multiprocess import active_children
+
+    thread.join(_GRACE_SECONDS)
+    if not thread.is_alive():
+        return True
+    for process in active_children():
+        process.kill()
+    return False
+
+
+class _Ray:
+    """Runs a task's ranks on Ray, each again where its node died.
+
+    Ray's own tasks rather than datatrove's executor for it, which waits for ever for a rank whose node dies while the
+    rank is being placed there.
+    """
+
+    def __init__(self, address: str, task: Task, memory: int) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(address=address or None, log_to_driver=False)
+        self._task = task
+        self._options = {"num_cpus": 1, "memory": memory, "max_retries": _RETRIES, "scheduling_strategy": "SPREAD"}
+
+    def run(self) -> None:
+        """Run all of them; the first error is raised when the others have ended."""
+        import ray
+
+        remote = ray.remote(_run_on_ray).options(**self._options)
+        waiting = [remote.remote(self._task, rank) for rank in range(len(self._task.ranks))]
+        failures = []
+        while waiting:
+            ended, waiting = ray.wait(waiting)
+            for one in ended:
+                try:
+                    ray.get(one)
+                except Exception as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+def _run_on_ray(task: Task, rank: int) -> None:
+    task(None, rank, len(task.ranks))
+
+
+def _engine(kind: str, rest: str, task: Task, logs: Path, memory: int) -> Any:
+    """What runs all ranks of a stage."""
+    if kind == "ray":
+        return _Ray(rest, task, memory)
+    shared: dict[str, Any] = {"pipeline": [task], "tasks": len(task.ranks), "logging_dir": os.fspath(logs)}
+    if kind == "local":
+        from datatrove.executor.local import LocalPipelineExecutor
+
+        workers = min(int(rest or os.cpu_count() or 1), len(task.ranks))
+        return LocalPipelineExecutor(workers=max(workers, 1), **shared)
+    from datatrove.executor.slurm import SlurmPipelineExecutor
+
+    return SlurmPipelineExecutor(
+        time=_HOURS,
+        partition=rest,
+        mem_per_cpu_gb=-(-memory // (1 << 30)),
+        job_name="retrieve-spec",
+        env_command=f'export PATH="{Path(sys.executable).parent}:$PATH"',
+        sbatch_args={"wait": ""},  # the command returns when the job has ended, with its exit code
+        **shared,
+    )

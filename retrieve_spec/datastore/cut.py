@@ -1,0 +1,100 @@
+"""Cut: from the documents of all shards to which of them make which segment, by their order and length alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.datastore.shards import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCut:
+    """Documents of one segment: tokens, documents, and ``(shard, [(first, end), …])`` of where they are."""
+
+    tokens: int
+    documents: int
+    pieces: list[tuple[int, list[tuple[int, int]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which documents make which segment, and ``(path, source, reason)`` of what makes none."""
+
+    segments: list[SegmentCut] = field(default_factory=list)
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @staticmethod
+    def from_json(record: dict[str, Any]) -> Cut:
+        """The cut that was written."""
+        skipped = [(path, source, reason) for path, source, reason in record["skipped"]]
+        return Cut([SegmentCut(**segment) for segment in record["segments"]], skipped)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all segments."""
+        return sum(segment.tokens for segment in self.segments)
+
+
+class Choice:
+    """Goes through shards in order and chooses documents: each text once, up to a limit of tokens."""
+
+    def __init__(self, known: set[str], most: int | None) -> None:
+        self.most, self.full = most, False
+        self._seen = {bytes.fromhex(digest) for digest in known}
+        self._total = 0
+        self._chosen: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []  # shard, numbers, tokens
+        self._skipped: list[tuple[str, str, str]] = []
+
+    def take(self, rank: int, shard: Shard) -> None:
+        """Choose among the documents of the next shard."""
+        if self.full:
+            return
+        numbers, lengths = [], []
+        left_out = shard.left_out
+        for number, row in enumerate(shard.rows):
+            if number in left_out:
+                continue
+            digest = bytes.fromhex(row.sha256)
+            if digest in self._seen:
+                self._skipped.append((row.path, row.source, "duplicate"))
+                continue
+            if self.most is not None and self._total + row.tokens > self.most:
+                self.full = True
+                break
+            self._seen.add(digest)
+            self._total += row.tokens
+            numbers.append(number)
+            lengths.append(row.tokens)
+        self._chosen.append((rank, np.array(numbers, np.int64), np.array(lengths, np.int64)))
+        self._skipped += shard.skipped
+
+    def cut(self, limit: int) -> Cut:
+        """Fill as few segments as the limit of entries, separators included, allows, all of about one size."""
+        total = sum(int((lengths + 1).sum()) for _, _, lengths in self._chosen)
+        size = total / max(1, -(-total // limit))
+        segments: list[SegmentCut] = []
+        pieces: list[tuple[int, list[tuple[int, int]]]] = []
+        held = tokens = documents = at = 0
+        for rank, numbers, lengths in self._chosen:
+            for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+                if held and (held + length + 1 > limit or at + (length + 1) / 2 > size * (len(segments) + 1)):
+                    segments.append(SegmentCut(tokens, documents, pieces))
+                    pieces, held, tokens, documents = [], 0, 0, 0
+                if not pieces or pieces[-1][0] != rank:
+                    pieces.append((rank, []))
+                ranges = pieces[-1][1]
+                if ranges and ranges[-1][1] == number:
+                    ranges[-1] = (ranges[-1][0], number + 1)
+                else:
+                    ranges.append((number, number + 1))
+                held += length + 1
+                at += length + 1
+                tokens += length
+                documents += 1
+        if documents:
+            segments.append(SegmentCut(tokens, documents, pieces))
+        return Cut(segments, self._skipped)

@@ -1,0 +1,164 @@
+"""Builds on a cluster: the same store as one process makes, whoever ran the stages and whatever died meanwhile.
+
+Needs the extra `cluster` (`make test-cluster`), and Ray for its part; Slurm is played by a script that runs what it is
+given, so what is tested of it are the tasks and not the queue.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+from dying_task import RANK, DyingTask
+from test_build import digest
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore import cluster, shards
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.change import utc_now
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.stages import Stages
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.errors import BuildError
+
+CONFIG = StoreConfig(segment_tokens=400)
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    monkeypatch.setattr(shards, "SHARD_BYTES", 200)
+    assert utc_now().startswith("2023")
+
+
+@pytest.fixture
+def sources(texts, records, tmp_path):
+    many = tmp_path / "many"
+    many.mkdir()
+    for i in range(20):
+        (many / f"f{i:02d}.txt").write_text(f"file number {i} says {i * i} and nothing else\n" * (1 + i % 4))
+    return [Source(str(texts)), Source(str(many)), Source(str(records), field="output")]
+
+
+@pytest.fixture
+def alone(sources, tokenizer, tmp_path):
+    """What one process makes."""
+    build_datastore(tmp_path / "alone", sources, tokenizer, config=CONFIG, workers=1)
+    return digest(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("where", ["pbs:x", "local:0", "local:x", "slurm", "slurm:"])
+def test_what_is_no_cluster_is_an_error(where, sources, tokenizer, tmp_path):
+    with pytest.raises(BuildError, match="local:WORKERS"):
+        build_datastore(tmp_path / "s", sources, tokenizer, cluster=where)
+
+
+def test_without_the_engine_the_error_says_what_to_install(sources, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datatrove", None)
+    with pytest.raises(BuildError, match=r"retrieve-spec\[cluster\]"):
+        build_datastore(tmp_path / "s", sources, tokenizer, cluster="local:2")
+
+
+@pytest.fixture
+def engine():
+    pytest.importorskip("datatrove", reason="the extra `cluster` is not installed")
+
+
+@pytest.mark.usefixtures("engine")
+def test_local_workers_make_the_same_store(sources, tokenizer, tmp_path, alone):
+    report = build_datastore(tmp_path / "s", sources, tokenizer, config=CONFIG, cluster="local:2")
+    assert report.segments > 3
+    assert digest(tmp_path / "s") == alone
+    (tmp_path / "new.txt").write_text("a new text")
+    add_documents(tmp_path / "s", str(tmp_path / "new.txt"), cluster="local:1")
+    verify_datastore(tmp_path / "s")
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_killed_worker_is_named_and_nothing_is_done_twice(sources, tokenizer, tmp_path, alone, monkeypatch):
+    monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(cluster, "_GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(cluster, "Task", DyingTask)
+    (tmp_path / "kill").touch()
+    with pytest.raises(BuildError, match=rf"'tokens' to finish all its ranks.*rank (\d+, )*{RANK}\b"):
+        build_datastore(tmp_path / "s", sources, tokenizer, config=CONFIG, cluster="local:2")
+    done = {int(path.stem.partition("-")[2]) for path in (tmp_path / "s" / "work").glob("shard-*.json")}
+    assert done and RANK not in done
+    (tmp_path / "kill").unlink()
+    seen = []
+    original = Stages.tokens
+    monkeypatch.setattr(Stages, "tokens", lambda self, rank: seen.append(rank) or original(self, rank))
+    build_datastore(tmp_path / "s", resume=True, workers=1)
+    assert seen and not done & set(seen)
+    assert digest(tmp_path / "s") == alone
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_error_of_a_rank_is_the_error_of_the_build(sources, tokenizer, tmp_path, alone, monkeypatch):
+    work = WorkFolder(tmp_path / "s")
+    monkeypatch.setattr(cluster, "__version__", "0.0.0")  # of the process that plans; workers import their own
+    with pytest.raises(BuildError, match="every machine") as caught:
+        build_datastore(tmp_path / "s", sources, tokenizer, config=CONFIG, cluster="local:2")
+    monkeypatch.undo()
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    assert "rank" in caught.value.__notes__[0]
+    assert not list(work.path.glob("shard-*.json"))
+    build_datastore(tmp_path / "s", resume=True, cluster="local:2")
+    assert digest(tmp_path / "s") == alone
+
+
+_SBATCH = """\
+    #!/bin/sh
+    # sbatch --wait for arrays: runs the script once for every number of the array, and fails where one fails.
+    for script; do :; done
+    last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
+    grep -q '^#SBATCH --wait$' "$script" || exit 3
+    for i in $(seq 0 "$last"); do
+        SLURM_ARRAY_TASK_ID=$i RUN_OFFSET=0 SLURM_NODELIST=localhost sh "$script" >&2 || exit 1
+    done
+    echo "Submitted batch job 1"
+    """
+
+
+@pytest.mark.usefixtures("engine")
+def test_slurm_tasks_make_the_same_store(sources, tokenizer, tmp_path, alone, monkeypatch):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    scripts = {"sbatch": _SBATCH, "srun": '#!/bin/sh\nshift 3\nexec "$@"\n', "scontrol": "#!/bin/sh\necho localhost\n"}
+    for name, script in scripts.items():
+        (tools / name).write_text(textwrap.dedent(script))
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
+    build_datastore(tmp_path / "s", sources, tokenizer, config=StoreConfig(), cluster="slurm:any")
+    build_datastore(tmp_path / "one", sources, tokenizer, config=StoreConfig(), workers=1)
+    assert digest(tmp_path / "s") == digest(tmp_path / "one")
+
+
+def test_ray_makes_the_same_store_though_a_node_dies(sources, tokenizer, tmp_path, alone):
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    others = [nodes.add_node(num_cpus=1) for _ in range(2)]
+    try:
+        ray.init(address=nodes.address, log_to_driver=False)
+
+        def kill():
+            while not list((tmp_path / "s" / "work").glob("shard-*.json")):
+                time.sleep(0.05)
+            nodes.remove_node(others[0], allow_graceful=False)
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        build_datastore(tmp_path / "s", sources, tokenizer, config=CONFIG, cluster="ray")
+        thread.join()
+        assert digest(tmp_path / "s") == alone
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
