@@ -39,10 +39,10 @@ hammer: setup-test
 test-lowest:
 	$(MAKE) test-fast VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
 
-## make test-cluster builds on local workers, Ray and tasks as Slurm starts them; installs datatrove and ray
+## make test-cluster builds on local workers, Ray and tasks as Slurm starts them, stores in an object store; installs these
 test-cluster: setup-test
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) datatrove ray $(PIP_ARGS)
-	$(BIN)/python -m pytest tests/datastore/test_cluster.py $(ARGS)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) datatrove ray s3fs 'moto[server]' $(PIP_ARGS)
+	$(BIN)/python -m pytest tests/datastore/test_cluster.py tests/datastore/test_share.py $(ARGS)
 
 ## make lint        ruff, mypy, and whether the generated parts of the docs are current
 lint: setup-test

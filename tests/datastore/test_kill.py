@@ -31,8 +31,8 @@ from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, StoreIncompleteError, StoreNotFoundError
 
 VERBS = ("build", "add", "remove", "compact", "merge", "retokenize")
-KILLS = int(os.environ.get("RETRIEVE_SPEC_KILLS", "35"))
-"""Per verb; 210 in all."""
+KILLS = int(os.environ.get("RETRIEVE_SPEC_KILLS", "12"))
+"""Per verb."""
 
 
 def attempt(change, resume):

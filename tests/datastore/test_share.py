@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,8 +30,34 @@ from retrieve_spec.errors import (
 )
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture
+def bucket(monkeypatch):
+    """A bucket of an object store on this machine, where one can be installed (`pip install 'moto[server]' s3fs`)."""
+    server = pytest.importorskip("moto.server", reason="moto is not installed")
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+    running = server.ThreadedMotoServer(port=0)
+    running.start()
+    host, port = running.get_host_and_port()
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
+        ("AWS_ACCESS_KEY_ID", "nobody"),
+        ("AWS_SECRET_ACCESS_KEY", "nothing"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    name = f"stores-{secrets.token_hex(4)}"  # what the server holds outlives it
+    s3fs.S3FileSystem().mkdir(name)
+    yield f"s3://{name}"
+    s3fs.S3FileSystem.clear_instance_cache()
+    running.stop()
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
 def url(request, tmp_path):
+    if request.param == "s3":
+        yield request.getfixturevalue("bucket") + "/remote"
+        return
     if request.param == "file":
         yield f"file://{tmp_path}/remote"
         return
@@ -108,8 +135,9 @@ def test_what_a_store_has_not_seen_is_not_pushed_over(store, url, tokenizer, rec
     assert not (tmp_path / "p").exists()
 
 
-def test_of_two_that_push_at_once_one_is_told(store, tmp_path):
-    url = f"file://{tmp_path}/remote"
+@pytest.mark.parametrize("place", ["file", "s3"])
+def test_of_two_that_push_at_once_one_is_told(store, tmp_path, place, request):
+    url = f"file://{tmp_path}/remote" if place == "file" else request.getfixturevalue("bucket") + "/remote"
     copies = [shutil.copytree(store, tmp_path / f"copy{i}") for i in range(6)]
     for i, copy in enumerate(copies):
         (tmp_path / f"{i}.txt").write_text(f"text of copy {i}")
