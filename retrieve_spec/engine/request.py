@@ -6,7 +6,7 @@ criteria, then hands them to our callable (`custom_generate`), which only takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from transformers.generation.stopping_criteria import (
 
 from retrieve_spec.errors import PromptError
 from retrieve_spec.sampling.samplers import processors_of_row
-from retrieve_spec.sampling.text import RowText
 from retrieve_spec.verify.cache import seq_length
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.tensor_parallel import why_in_step
@@ -126,7 +125,9 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
         if (positions := kwargs.get("position_ids")) is not None:
             kwargs["position_ids"] = positions[index : index + 1, padding:]
         ids = whole.input_ids[index : index + 1]
-        inputs = VerifierInputs(ids[:, padding:], kwargs, max_length=whole.max_length - padding, returns_cache=False)
+        inputs = VerifierInputs(
+            ids[:, padding:], kwargs, max_length=whole.max_length - padding, returns_cache=whole.returns_cache
+        )
         rows.append(Row(index, ids, padding, inputs, processors_of_row(prepared.processors, index)))
     return rows
 
@@ -150,8 +151,8 @@ def why_not_together(prepared: Prepared, arguments: dict[str, Any], cache_name: 
     extras = [name for name, value in kwargs.items() if name not in known and isinstance(value, (torch.Tensor, dict))]
     if extras:  # pictures, types, encoder states: what is whose only the model knows
         return f"a batch is given {', '.join(extras)}"
-    if prepared.config.return_dict_in_generate or prepared.callers_cache:
-        return "more than the tokens of a batch is handed back"
+    if prepared.callers_cache:
+        return "a batch goes on from a cache that was given"
     if arguments.get("streamer") is not None:
         return "a batch is streamed"
     if (positions := kwargs.get("position_ids")) is not None and len(positions) != len(prepared.inputs.input_ids):
@@ -180,15 +181,6 @@ def left_padding(inputs: VerifierInputs) -> list[int] | None:
     padding = length - shown.sum(axis=1)
     as_expected = np.arange(length) >= padding[:, None]
     return padding.tolist() if (shown == as_expected).all() and padding.max() < length else None
-
-
-def padded_together(texts: Sequence[RowText], pad: Any) -> torch.Tensor:
-    """(rows, longest) long: texts of one prompt length, ended ones filled up with the padding token."""
-    longest = max(text.length for text in texts)
-    whole = torch.full((len(texts), longest), int(pad) if pad is not None else 0, dtype=torch.long)
-    for row, text in zip(whole, texts, strict=True):
-        row[: text.length] = torch.from_numpy(text.ids)
-    return whole
 
 
 @dataclass(slots=True)

@@ -249,10 +249,9 @@ class Speculation:
         verifiers = self._verifiers(len(rows), together is not None)  # looks at the model, before its interface is read
         wants_dict = bool(prepared.config.return_dict_in_generate)
         call = uuid4().hex if len(rows) > 1 else None
-        families = self._families(rows, draft) if siblings != "off" and most != 0 else {}
+        families = self._families(rows, draft) if siblings != "off" and most != 0 else [None] * len(rows)
         made = []
-        for row, verifier, prediction in zip(rows, verifiers, predictions, strict=True):
-            family = families.get(prompt_key(row))
+        for row, verifier, prediction, family in zip(rows, verifiers, predictions, families, strict=True):
             lend, give_back = self._loan(OFF if most == 0 else draft, call, family)
             stopper = Stopper(criteria)
             sampler = make_sampler(
@@ -291,10 +290,13 @@ class Speculation:
                 return self.company.verifiers(self._make_verifier, count)
             return [self._make_verifier() for _ in range(count)]
 
-    def _families(self, rows: Many[Row], draft: str | None) -> dict[bytes, Siblings]:
-        """By prompt of several rows, what these will share."""
-        counts = Counter(map(prompt_key, rows))
-        return {key: self._drafters.siblings(draft) for key, count in counts.items() if count > 1}
+    def _families(self, rows: Many[Row], draft: str | None) -> list[Siblings | None]:
+        """By row, what those with its prompt will share; None for a row whose prompt no other has."""
+        if len(rows) == 1:
+            return [None]
+        keys = [row.inputs.input_ids.cpu().numpy().tobytes() for row in rows]
+        shared = {key: self._drafters.siblings(draft) for key, count in Counter(keys).items() if count > 1}
+        return [shared.get(key) for key in keys]
 
     def _loan(
         self, draft: str | None, call: str | None, siblings: Siblings | None
@@ -361,8 +363,3 @@ class Speculation:
     def make_verifier(self) -> Verifier:
         """A verifier for one sequence."""
         return self._make_verifier()
-
-
-def prompt_key(row: Row) -> bytes:
-    """The tokens of a row's prompt."""
-    return row.inputs.input_ids.cpu().numpy().tobytes()

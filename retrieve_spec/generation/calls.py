@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from retrieve_spec.engine.request import Prepared, padded_together, prepare, setting
+from retrieve_spec.engine.request import Prepared, prepare, setting
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.streaming import StreamerFeed
 from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.generation.arguments import row_predictions
+from retrieve_spec.generation.outputs import result_of
 
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
@@ -50,7 +50,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     predictions = row_predictions(own.pop("prediction"), tokenizer, len(prepared.inputs.input_ids), self)
     sequences = speculation.sequences(prepared, predictions, **own)
     _run(speculation, sequences, prepared, StreamerFeed(arguments.get("streamer")))
-    return _result(sequences, prepared)
+    return result_of(sequences, prepared)
 
 
 def own_generate(model: Any) -> str:
@@ -102,25 +102,6 @@ def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared
         running.close()
         feed.end()
         speculation.ended(*sequences)
-
-
-def _result(sequences: list[Sequence], prepared: Prepared) -> Any:
-    """Put the output together as `generate` returns it."""
-    ids = prepared.inputs.input_ids  # narrower prompts become int64, as in plain decoding
-    pad = prepared.config._pad_token_tensor
-    output = padded_together([sequence.text for sequence in sequences], pad).to(ids.device)
-    if not prepared.config.return_dict_in_generate:
-        return output
-    (sequence,) = sequences
-    encoded = prepared.inputs.model_kwargs.get("encoder_outputs")
-    scores, raw = sequence.sampler.scores, sequence.sampler.raw
-    kind = GenerateDecoderOnlyOutput if encoded is None else GenerateEncoderDecoderOutput
-    return kind(
-        sequences=output,
-        scores=tuple(scores) if scores is not None else None,
-        logits=tuple(raw) if raw is not None else None,
-        past_key_values=sequence.cache,
-    )
 
 
 def why_delegated(model: Any) -> str:

@@ -70,13 +70,11 @@ class KeptRows:
     @property
     def grows_by_rows(self) -> bool:
         """Whether rows are all that every layer holds."""
-        return all(kind in _BY_ROWS or kind.__name__ == "DummyLayer" for kind in map(type, self._cache.layers))
+        return self._has_only(_BY_ROWS)
 
-    @property
-    def _holds_rows(self) -> bool:
-        """Whether what layers hold is rows, or nothing of ours."""
-        kinds = map(type, self._cache.layers)
-        return all(kind in (*_BY_ROWS, *_WITH_STATE) or kind.__name__ == "DummyLayer" for kind in kinds)
+    def _has_only(self, kinds: tuple[type, ...]) -> bool:
+        """Whether layers are of these kinds, or hold nothing."""
+        return all(kind in kinds or kind.__name__ == "DummyLayer" for kind in map(type, self._cache.layers))
 
     def begin(self, cut_short: bool) -> None:
         """Take the rows for kept that are there, but for those of a pass that was `cut_short`."""
@@ -86,7 +84,7 @@ class KeptRows:
 
     def commit(self, path: NDArray[np.int32], nodes: int) -> None:
         """Keep the rows of the last pass but those of its last `nodes` nodes that are not on `path`, (a,) int32."""
-        if not self._holds_rows:
+        if not self._has_only((*_BY_ROWS, *_WITH_STATE)):  # layers that are cropped as they do it themselves
             if nodes:
                 keep_path(self._cache, path, nodes)
             else:

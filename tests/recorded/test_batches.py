@@ -129,7 +129,6 @@ class Marked(LogitsProcessor):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"return_dict_in_generate": True}, "handed back"),
         ({"logits_processor": [Marked()]}, "Marked may tell the rows"),
         ({"max_time": 100.0}, "MaxTimeCriteria may tell the rows"),
         ({"num_beams": 2}, "beams"),

@@ -1,0 +1,81 @@
+"""What batches hand back beside tokens: scores, logits and a cache, as plain `generate` does for rows under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from batch_rows import left_padded, script, small_model
+
+import retrieve_spec as rs
+
+LENGTHS = (5, 17, 11)
+
+
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [("llama", {}), ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]})],
+)
+def test_greedy_batches(
+    model_type: str, extra: dict[str, Any], recorded_pass: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts; rows that end at different times, and the cache is good to go on from."""
+    model = small_model(model_type, **extra)
+    inputs = left_padded(LENGTHS)
+    options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_scores": True, "output_logits": True, "repetition_penalty": 1.1}
+    free = model.generate(**inputs, **options).sequences
+    options["eos_token_id"] = int(free[0, 17 + 6])
+    plain = model.generate(**inputs, **options)
+    script(model, monkeypatch, free, "branchy", recorded_pass=recorded_pass)
+    ours = model.generate(**inputs, **options)
+    assert model.speculation.last.mode == "tree"
+    assert model.speculation.last.tokens_per_pass > 2
+    assert torch.equal(ours.sequences, plain.sequences)
+    length = plain.sequences.shape[1]
+    found = [(row[17:] == options["eos_token_id"]).nonzero()[:1].flatten().tolist() for row in plain.sequences]
+    ends = [end[0] if end else length - 18 for end in found]
+    assert min(ends) < max(ends)
+    for name in ("scores", "logits"):
+        got, wanted = getattr(ours, name), getattr(plain, name)
+        assert len(got) == len(wanted) == length - 17
+        for step, (a, b) in enumerate(zip(got, wanted, strict=True)):
+            for row, end in enumerate(ends):
+                torch.testing.assert_close(
+                    a[row], b[row] if step <= end else torch.zeros_like(b[row]), atol=1e-4, rtol=1e-4
+                )
+    for a, b in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert a.keys.shape == b.keys.shape
+        first = length - 1 - a.keys.shape[2]
+        for row, (end, padding) in enumerate(zip(ends, (17 - n for n in LENGTHS), strict=True)):
+            part = slice(max(padding - first, 0), max(17 + end - first, 0))
+            torch.testing.assert_close(a.keys[row, :, part], b.keys[row, :, part], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(a.values[row, :, part], b.values[row, :, part], atol=1e-4, rtol=1e-4)
+    longest = max(range(len(ends)), key=ends.__getitem__)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, length - 17, dtype=torch.long)], dim=1)
+    more = {name: value for name, value in options.items() if name not in ("eos_token_id", "max_new_tokens")}
+    onward = {"input_ids": ours.sequences, "attention_mask": mask, "max_new_tokens": 3}
+    again = model.generate(**onward, **more, past_key_values=ours.past_key_values)
+    wanted = model.generate(**onward, **more, past_key_values=plain.past_key_values)
+    assert torch.equal(again.sequences[longest], wanted.sequences[longest])
+
+
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+def test_log_probabilities_of_sampled_tokens(tiny: Any, recorded_pass: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the verifying passes are those of a forward over the whole text."""
+    inputs = left_padded(LENGTHS)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "seed": 3, "eos_token_id": None}
+    rs.accelerate(tiny, recorded_pass=recorded_pass, draft="off")
+    free = tiny.generate(**inputs, **options)
+    script(tiny, monkeypatch, free, "branchy", recorded_pass=recorded_pass)
+    out = tiny.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(out.sequences, free)
+    assert tiny.speculation.last.tokens_per_pass > 4
+    ours = torch.stack(out.logits, dim=1).log_softmax(-1)
+    for row, length in enumerate(LENGTHS):
+        with torch.no_grad():
+            whole = tiny(free[row : row + 1, 17 - length :]).logits[0, length - 1 : -1].log_softmax(-1)
+        tokens = free[row, 17:, None]
+        torch.testing.assert_close(ours[row].gather(1, tokens), whole.gather(1, tokens), atol=1e-5, rtol=0.0)
