@@ -20,7 +20,7 @@ from retrieve_spec.engine import batches, speculation
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine.budget import Costs, row_cost, share_evenly
 from retrieve_spec.sampling.samplers import make_sampler
-from retrieve_spec.verify import padded_batch
+from retrieve_spec.verify import padded_cache
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.padded_batch import PaddedBatch, PaddedRow
@@ -45,7 +45,7 @@ def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: py
     if name == "right":
         assert report.passes < 12
     assert torch.equal(tiny.generate(**inputs, **options, draft="off"), plain)
-    assert tiny.speculation.company._padded._held.owners == []
+    assert tiny.speculation.company._padded.rows.owners == []
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -145,7 +145,7 @@ def test_rows_come_and_go(_tiny: Any, seed: int) -> None:  # noqa: PT019
                 rows[i].commit(path)
             if cut == 1:
                 with interrupted_commit():
-                    batch._settle()
+                    batch.rows.settle()
             if len(live) > 1 and draw.random() < 0.3:
                 ended = live.pop(int(draw.integers(0, len(live))))
                 ours, theirs = rows[ended].finish(), lone[ended].finish()
@@ -185,7 +185,7 @@ def interrupted_commit() -> Iterator[None]:
             return torch.from_numpy(array)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(padded_batch, "torch", Torch())
+        patch.setattr(padded_cache, "torch", Torch())
         yield
 
 

@@ -1,0 +1,264 @@
+"""Padded cache: the keys and values of several texts in one cache, padded to the longest of them.
+
+A row's tokens stand in the first columns, holes follow, and what a pass computes comes behind them. Accepted tokens
+then move to the end of their row, and the columns of the pass go. So a text is never padded by more than the longest
+text beside it, and the cache takes as many bytes as that many rows of the longest text, whatever was drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from retrieve_spec.verify.cache import same_rows
+from retrieve_spec.verify.hf import HFVerifier
+
+_NO_COLUMNS = np.empty(0, np.int64)
+
+
+class Owner(Protocol):
+    """Whose row it is, with a verifier whose cache holds it elsewhere."""
+
+    own: HFVerifier
+
+
+@dataclass(slots=True)
+class _Moves:
+    """What a commit does to the cache: the same if it is done again."""
+
+    rows: NDArray[np.int64]  # (moved,), where they go
+    columns: NDArray[np.int64]
+    copies: list[tuple[torch.Tensor, torch.Tensor] | None]  # by layer, (moved, heads, width) keys and values
+    lengths: list[int]
+
+
+@dataclass(slots=True)
+class _Held:
+    """The cache, whose rows it holds, and how many tokens of each."""
+
+    cache: DynamicCache
+    owners: list[Owner | None] = field(default_factory=list)  # None: has ended
+    lengths: list[int] = field(default_factory=list)
+    columns: int = 0
+    width: int = 0  # columns of the last pass
+    nodes: list[tuple[int, int]] = field(default_factory=list)  # root tokens and nodes of each row in it
+    accepted: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by row, columns of the pass that stay
+    moves: _Moves | None = None
+
+
+class PaddedCache:
+    """The rows of texts that share passes.
+
+    Whatever instant an exception hits, the next call finishes commits that were begun and drops what was not committed.
+    """
+
+    def __init__(self) -> None:
+        self._held = _Held(DynamicCache())
+
+    @property
+    def cache(self) -> DynamicCache:
+        """All rows."""
+        return self._held.cache
+
+    @property
+    def owners(self) -> list[Owner | None]:
+        """By row, whose it is; None where that has ended."""
+        return self._held.owners
+
+    @property
+    def lengths(self) -> list[int]:
+        """By row, its tokens."""
+        return self._held.lengths
+
+    @property
+    def columns(self) -> int:
+        """Those of the longest row."""
+        return self._held.columns
+
+    def commit(self, row: Owner, path: NDArray[np.int32]) -> bool:
+        """Keep a row's root tokens of the last pass and the nodes of `path`; False if the pass was none of these."""
+        held = self._held
+        if not held.nodes or not self._holds(row):
+            return False
+        at = self._place(row)
+        roots, nodes = held.nodes[at]
+        first = held.columns + held.width - roots - nodes
+        kept = np.concatenate([np.arange(roots), roots + path.astype(np.int64)])
+        held.accepted[at] = first + kept
+        return True
+
+    def copy_of(self, row: Owner) -> DynamicCache | None:
+        """What a row holds, what it has committed included, in a cache of its own; None if it is not here.
+
+        Rows that have not committed yet lose nothing.
+        """
+        if not self._holds(row):
+            return None
+        twin = same_rows(row.own.cache)
+        self._copy(row, twin)
+        return twin
+
+    def hand_over(self, row: Owner) -> None:
+        """Put what a row holds into its own cache; rows that have not committed yet lose nothing."""
+        if self._holds(row):
+            row.own.resume(self._copy(row, row.own.cache))
+
+    def _copy(self, row: Owner, target: DynamicCache) -> int:
+        """Let a cache hold what a row holds, what it has committed included; how many tokens that are."""
+        held, at = self._held, self._place(row)
+        if held.moves is not None:  # a commit was cut short: all have committed
+            self.settle()
+        kept = np.concatenate([np.arange(held.lengths[at]), held.accepted.get(at, _NO_COLUMNS)])
+        _copy_row(held.cache, target, at, kept)
+        return len(kept)
+
+    def give_back(self, row: Owner) -> None:
+        """Let a row go on alone, with its part of the cache; nothing if it has none here."""
+        if self._holds(row):
+            self.settle()
+            self._release([self._place(row)])
+
+    def drop(self, row: Owner) -> None:
+        """Forget a row; the next pass closes ranks."""
+        if self._holds(row):
+            self._held.owners[self._place(row)] = None
+            if not any(self._held.owners):
+                self._held = _Held(DynamicCache())
+
+    def _holds(self, row: Owner) -> bool:
+        return any(owner is row for owner in self._held.owners)
+
+    def _place(self, row: Owner) -> int:
+        return next(i for i, owner in enumerate(self._held.owners) if owner is row)
+
+    def settle(self) -> None:
+        """Finish the commits of the last pass, and drop what was not committed."""
+        held = self._held
+        if held.moves is None:
+            held.moves = self._moves()
+        moves = held.moves
+        columns = max(moves.lengths, default=0)
+        for layer, copies in zip(held.cache.layers, moves.copies, strict=True):
+            if copies is None:
+                continue
+            for name, copy in zip(("keys", "values"), copies, strict=True):
+                part = getattr(layer, name)
+                if len(moves.rows):
+                    rows, places = (torch.from_numpy(index).to(part.device) for index in (moves.rows, moves.columns))
+                    part[rows, :, places] = copy
+                setattr(layer, name, part.narrow(-2, 0, min(columns, part.shape[-2])))
+        held.lengths, held.columns = moves.lengths, columns
+        held.accepted, held.nodes = {}, []
+        held.moves = None
+
+    def _moves(self) -> _Moves:
+        """Copies of what was accepted in the last pass, and where it goes."""
+        held = self._held
+        lengths, rows, sources, places = list(held.lengths), [], [], []
+        for at, kept in held.accepted.items():
+            rows.append(np.full(len(kept), at, np.int64))
+            sources.append(kept)
+            places.append(np.arange(lengths[at], lengths[at] + len(kept)))
+            lengths[at] += len(kept)
+        whole = [np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in (rows, sources, places)]
+        copies: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        for layer in held.cache.layers:
+            if not _holds(layer):
+                copies.append(None)
+                continue
+            row, column = (torch.from_numpy(index).to(layer.keys.device) for index in whole[:2])
+            copies.append((layer.keys[row, :, column], layer.values[row, :, column]))
+        return _Moves(whole[0], whole[2], copies, lengths)
+
+    def hold(self, rows: Sequence[Owner]) -> list[int]:
+        """Hold the parts of exactly these rows, without what they have not committed; where each of them is."""
+        self.settle()
+        staying = {id(row) for row in rows}
+        if leaving := [i for i, owner in enumerate(self._held.owners) if id(owner) not in staying]:
+            self._release(leaving)
+        here = {id(owner) for owner in self._held.owners}
+        if coming := [row for row in rows if id(row) not in here]:
+            self._take_over(coming)
+        place = {id(row): i for i, row in enumerate(self._held.owners)}
+        return [place[id(row)] for row in rows]
+
+    def begin(self, nodes: list[tuple[int, int]], width: int) -> None:
+        """Let a pass of `width` columns begin, by row over so many root tokens and nodes."""
+        self._held.nodes, self._held.width = nodes, width
+
+    def _take_over(self, rows: Sequence[Owner]) -> None:
+        """Take over what rows have read; the cache of a text that has read nothing is empty."""
+        held = self._held
+        caches, lengths = zip(*(row.own.lend() for row in rows), strict=True)
+        columns = max(held.columns, *lengths)
+        parts = [(held.cache, 0, len(held.owners))] if held.owners else []
+        parts += [(cache, len(held.owners) + i, 1) for i, cache in enumerate(caches)]
+        whole = DynamicCache()
+        for index in range(max(len(cache.layers) for cache, *_ in parts)):
+            layer = DynamicLayer()
+            whole.layers.append(layer)
+            theirs = [(cache.layers[index], *at) for cache, *at in parts if index < len(cache.layers)]
+            theirs = [(other, first, count) for other, first, count in theirs if _holds(other)]
+            if not theirs:
+                continue
+            layer.lazy_initialization(theirs[0][0].keys, theirs[0][0].values)
+            for name in ("keys", "values"):
+                like = getattr(theirs[0][0], name)
+                shape = (len(held.owners) + len(rows), like.shape[1], columns, like.shape[3])
+                together = like.new_zeros(shape)
+                for other, first, count in theirs:
+                    part = getattr(other, name)
+                    end = lengths[first - len(held.owners)] if first >= len(held.owners) else held.columns
+                    together[first : first + count, :, end - part.shape[-2] : end] = part
+                setattr(layer, name, together)
+        self._held = _Held(whole, [*held.owners, *rows], [*held.lengths, *lengths], columns)
+
+    def _release(self, places: list[int]) -> None:
+        """Put rows into caches of their own, unless they have ended, and close ranks."""
+        held = self._held
+        for at in places:
+            if (row := held.owners[at]) is not None:
+                _copy_row(held.cache, row.own.cache, at, np.arange(held.lengths[at]))
+                row.own.resume(held.lengths[at])
+        staying = [i for i in range(len(held.owners)) if i not in places]
+        lengths = [held.lengths[i] for i in staying]
+        columns, cache = max(lengths, default=0), DynamicCache()
+        for layer in held.cache.layers if staying else []:
+            kept = DynamicLayer()
+            cache.layers.append(kept)
+            if _holds(layer):
+                kept.lazy_initialization(layer.keys, layer.values)
+                index = torch.tensor(staying, device=layer.keys.device)
+                kept.keys, kept.values = (part[index, :, :columns] for part in (layer.keys, layer.values))
+        self._held = _Held(cache, [held.owners[i] for i in staying], lengths, columns)
+
+
+def _holds(layer: Any) -> bool:
+    """Whether a layer of a cache holds keys."""
+    return isinstance(getattr(layer, "keys", None), torch.Tensor) and layer.keys.numel() > 0
+
+
+def _copy_row(cache: DynamicCache, target: DynamicCache, at: int, columns: NDArray[np.int64]) -> None:
+    """Let another cache hold the columns (n,) of one row of a cache."""
+    for index, layer in enumerate(cache.layers):
+        if not _holds(layer):
+            continue
+        kept = torch.from_numpy(columns).to(layer.keys.device)
+        keys, values = (part[at : at + 1].index_select(2, kept) for part in (layer.keys, layer.values))
+        if index >= len(target.layers):
+            target.update(keys, values, index)
+            continue
+        theirs = target.layers[index]
+        if not theirs.is_initialized:
+            theirs.lazy_initialization(keys, values)
+        if isinstance(theirs, DynamicSlidingWindowLayer):
+            keys, values = (part[:, :, -theirs.sliding_window + 1 :] for part in (keys, values))
+            theirs.cumulative_length = len(columns)
+        theirs.keys, theirs.values = keys, values
