@@ -131,7 +131,9 @@ def write_store(folder: Path, ids: np.ndarray, starts: np.ndarray, config: Store
     entry = SegmentEntry(content_name(files), len(rows), tokens, "", origins, files)
     segment.rename(segment.with_name(entry.name))
     write_manifest(folder, first_manifest(folder, name).following((entry,), {"verb": "bench"}))
-    exact = sum(files[f"{part}.bin"].bytes for part in ("tokens", "suffix_array", "top", "vocabulary", "documents"))
+    exact = sum(
+        files[f"{part}.bin"].bytes for part in ("tokens", "suffix_array", "top", "grams", "vocabulary", "documents")
+    )
     ngram = sum(file.bytes for part, file in files.items() if part.startswith("ngram"))
     return {
         "tokens": tokens,
