@@ -119,3 +119,19 @@ def test_generations_beside_each_other_keep_their_own_pictures_positions() -> No
             piece = next(stream, None)
             tokens += piece.token_ids.tolist() if piece else []
     assert shown == wanted
+
+
+def test_a_recording_that_is_tried_leaves_every_part_its_attention() -> None:
+    model = build("got_ocr2", "image")
+    configs = model.config, model.config.text_config, model.config.vision_config
+    before = [config._attn_implementation for config in configs]
+    assert len(set(before)) > 1
+    inputs = picture_prompt(model)
+    assert inputs is not None
+    wanted = model.generate(**inputs, **GREEDY)
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=12, recorded_pass="always")
+    assert [config._attn_implementation for config in configs] == before
+    same, last = decoded(model, inputs, planted, wanted)
+    assert same
+    assert (last.mode, last.tokens_per_pass > 1.5) == ("tree", True)
