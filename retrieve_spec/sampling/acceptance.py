@@ -159,6 +159,13 @@ class RandomSampler(HostReading):
         return self._seed, self._row, text.length
 
 
+def prepare_sampling() -> None:
+    """Compile the kernels of sampling, or load them from Numba's cache, before a request waits for them."""
+    logits, text = read_logits(torch.arange(8.0)[None], 1), RowText(torch.zeros((1, 1), dtype=torch.long))
+    for warpers in (Warpers(0.5), Warpers(0.5, top_k=4, top_p=0.9)):
+        RandomSampler(warpers, 0).choose(logits, 0, text)
+
+
 class ProcessorSampler(HostReading):
     """Any list of logits processors, called once per emitted token in order, as plain decoding calls them."""
 

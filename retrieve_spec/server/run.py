@@ -103,9 +103,11 @@ def assemble(
     from retrieve_spec.datastore.store import open_datastore
     from retrieve_spec.drafting.drafter import Preparable
     from retrieve_spec.drafting.presets import build_drafter
+    from retrieve_spec.sampling.acceptance import prepare_sampling
 
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
     accelerate(model, tokenizer, datastores=given)
+    prepare_sampling()  # else the first request with a temperature waits for its kernels
     backend = HuggingFaceBackend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
     workspace = Workspace(workspaces, config) if workspaces else None

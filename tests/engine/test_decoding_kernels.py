@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.kernels import sampling, topk, treemask
+from retrieve_spec.sampling.acceptance import RandomSampler, Warpers, prepare_sampling
 from retrieve_spec.sampling.pass_logits import read_logits
+from retrieve_spec.sampling.text import RowText
 
 SEEDS = st.integers(0, 2**32 - 1)
 FEW = settings(max_examples=40, deadline=None)
@@ -133,3 +135,16 @@ def test_gumbel_argmax(seed: int, vocab: int, position: int, temperature: float)
 def test_noise_depends_on_seed_row_and_position(other: tuple[int, int, int]) -> None:
     row = np.zeros(1000, np.float32)
     assert sampling.gumbel_argmax_row(row, 1.0, 0, 0, 5) != sampling.gumbel_argmax_row(row, 1.0, *other)
+
+
+@pytest.mark.skipif(not hasattr(sampling.truncate_row, "nopython_signatures"), reason="kernels are not compiled")
+def test_after_they_are_prepared_no_request_compiles_kernels_of_sampling() -> None:
+    prepare_sampling()
+    kernels = (sampling.truncate_row, sampling.gumbel_argmax, sampling.gumbel_argmax_row)
+    before = [len(kernel.nopython_signatures) for kernel in kernels]
+    assert all(before)
+    logits = read_logits(torch.randn(2, 40), 4)
+    for rules in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"penalty": 1.3}, {"top_k": 3, "penalty": 1.3}):
+        text = RowText(torch.tensor([[3, 5, 7]]))
+        RandomSampler(Warpers(0.7, **rules), 2**40, 1).choose(logits, 1, text)
+    assert [len(kernel.nopython_signatures) for kernel in kernels] == before
