@@ -20,7 +20,10 @@ Seconds = NDArray[np.float32]
 
 
 class Costs:
-    """What passes cost, by the number of sequences in them; what is not measured yet is as for fewer.
+    """What passes cost, by the number of sequences in them and of nodes that these draft together.
+
+    A pass in which none drafts may take another way through the model, so that its cost is no point of a line through
+    those of others. What is not measured yet is as for fewer sequences.
 
     Attributes
     ----------
@@ -45,16 +48,15 @@ class Costs:
 def row_cost(seconds: Seconds, sequences: int, padded: bool = False) -> Seconds:
     """(n + 1,) seconds that 0 … n nodes of one sequence cost, its share of what the pass costs anyway included.
 
-    `seconds` are those of passes over one token and 0 … 256 more. The others are taken to draft nothing: what that
-    promises too much `share_out` takes back. In a `padded` pass they cost what as many nodes of the others would.
+    `seconds` are those of passes over all sequences and 0 … 256 nodes. The others are taken to draft nothing: what that
+    promises too much `share_out` takes back. In a `padded` pass each of them gets as many.
     """
     if sequences == 1:
         return seconds
     if padded:
-        each: Seconds = (seconds[sequences - 1 :: sequences] / sequences).astype(np.float32)
+        each: Seconds = (seconds[::sequences] / sequences).astype(np.float32)
         return each
-    base = float(seconds[sequences - 1])
-    others: Seconds = (seconds[sequences - 1 :] + base * (1.0 / sequences - 1.0)).astype(np.float32)
+    others: Seconds = (seconds + float(seconds[0]) * (1.0 / sequences - 1.0)).astype(np.float32)
     return others
 
 
@@ -66,7 +68,7 @@ def share_out(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> lis
     trees
         What the sequences would draft.
     seconds
-        (m,) seconds of a pass over one token and 0 … m - 1 more; None keeps all there is room for.
+        (m,) seconds of a pass with 0 … m - 1 nodes; None keeps all there is room for.
     most
         Nodes at most.
     """
@@ -79,7 +81,7 @@ def share_out(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> lis
     count = len(order)
     if seconds is not None:
         gained = sequences + np.concatenate([[0.0], np.cumsum(p[order])])
-        count = int(np.argmax(gained / seconds[sequences - 1 : sequences + len(order)]))
+        count = int(np.argmax(gained / seconds[: len(order) + 1]))
     if count == total:
         return list(trees)
     kept = np.zeros(total, np.bool_)
@@ -96,12 +98,12 @@ def share_evenly(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> 
     widest = min(max((len(tree) for tree in trees), default=0), most)
     orders = [np.argsort(-tree.log_p, kind="stable") for tree in trees]
     if seconds is not None and widest:
-        widest = min(widest, len(seconds) // sequences - 1)
+        widest = min(widest, (len(seconds) - 1) // sequences)
         gained = np.full(widest + 1, float(sequences))
         for tree, order in zip(trees, orders, strict=True):
             gains = np.cumsum(np.exp(tree.log_p[order[:widest]], dtype=np.float64))
             gained[1:] += np.pad(gains, (0, widest - len(gains)), "edge") if len(gains) else 0.0
-        widest = int(np.argmax(gained / seconds[sequences - 1 :: sequences][: widest + 1]))
+        widest = int(np.argmax(gained / seconds[::sequences][: widest + 1]))
     kept = []
     for tree, order in zip(trees, orders, strict=True):
         stays = np.zeros(len(tree), np.bool_)

@@ -115,25 +115,25 @@ class Engine:
             return
         drafted, forward, committed, learned = (later - earlier for earlier, later in itertools.pairwise(at))
         share = tuple(seconds / len(batch) for seconds in (drafted, forward, committed, learned))
-        rows, context = len(batch) - 1, 0
+        nodes, context = 0, 0
         for sequence in batch:
             sequence.steps.append(self.steps)
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
             sequence.log.note(sequence.tree, sequence.walked, share, sequence.text.length)
-            rows, context = rows + len(sequence.tree), context + sequence.text.length
+            nodes, context = nodes + len(sequence.tree), context + sequence.text.length
         if pads(batch):
-            rows = len(batch) * (1 + max(len(sequence.tree) for sequence in batch)) - 1
+            nodes = len(batch) * max(len(sequence.tree) for sequence in batch)
         if usual:
-            self._learn_cost(self.costs.of(len(batch)), rows, context, forward, drafted + committed + learned)
+            self._learn_cost(self.costs.of(len(batch)), nodes, context, forward, drafted + committed + learned)
 
-    def _learn_cost(self, cost: CostModel, rows: int, context: int, forward: float, around: float) -> None:
-        """Enter a pass over one token and `rows` more behind `context` tokens, seconds in and around the model."""
+    def _learn_cost(self, cost: CostModel, nodes: int, context: int, forward: float, around: float) -> None:
+        """Enter a pass with `nodes` drafted nodes behind `context` tokens, seconds in and around the model."""
         if self.threads is not None:
             compared = self.threads.comparing
-            self.threads.observe(forward + around, float(cost.seconds(context, MAX_NODES)[min(rows, MAX_NODES)]))
+            self.threads.observe(forward + around, float(cost.seconds(context, MAX_NODES)[min(nodes, MAX_NODES)]))
             if compared:
                 return
-        cost.observe(rows, context, forward, around)
+        cost.observe(nodes, context, forward, around)
 
     def run(
         self, sequences: Iterable[Sequence], rows: int = 0

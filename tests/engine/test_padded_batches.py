@@ -260,14 +260,14 @@ def test_even_shares_are_the_best_there_are(data: st.DataObject) -> None:
     """Against every width of the pass; parents stay with their children."""
     trees = drawn_trees(data)
     rows, most = len(trees), data.draw(st.integers(0, 8))
-    steps = data.draw(st.lists(st.floats(0.0, 1.0), min_size=rows * 9, max_size=rows * 9))
+    steps = data.draw(st.lists(st.floats(0.0, 1.0), min_size=rows * 8 + 1, max_size=rows * 8 + 1))
     seconds = (1.0 + np.cumsum(steps)).astype(np.float32)
     best = [sorted(np.exp(tree.log_p).tolist(), reverse=True) for tree in trees]
     widest = min(most, max(map(len, trees)))
-    rates = [(rows + sum(sum(p[:w]) for p in best)) / seconds[rows * (w + 1) - 1] for w in range(widest + 1)]
+    rates = [(rows + sum(sum(p[:w]) for p in best)) / seconds[rows * w] for w in range(widest + 1)]
     kept = share_evenly(trees, seconds, most)
     width = max(map(len, kept))
-    got = (rows + sum(tree.expected_accepted for tree in kept)) / seconds[rows * (width + 1) - 1]
+    got = (rows + sum(tree.expected_accepted for tree in kept)) / seconds[rows * width]
     assert got == pytest.approx(max(rates), rel=1e-4)
     for tree in kept:
         assert (tree.parent < np.arange(len(tree))).all()
@@ -280,6 +280,6 @@ def test_a_row_pays_for_the_width_of_all() -> None:
         costs.alone.observe(nodes, 64, 1.0 + nodes / 10)
     seconds = costs.of(4).seconds(64, 256)
     cost = row_cost(seconds, 4, padded=True)
-    assert len(cost) == 64
-    assert cost[0] == pytest.approx(seconds[3] / 4, rel=1e-5)
-    assert cost[2] == pytest.approx(seconds[11] / 4, rel=1e-5)
+    assert len(cost) == 65
+    assert cost[0] == pytest.approx(seconds[0] / 4, rel=1e-5)
+    assert cost[2] == pytest.approx(seconds[8] / 4, rel=1e-5)

@@ -19,6 +19,7 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import batches, speculation
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine.budget import Costs, pruned, room, row_cost, share_out
+from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
 
@@ -224,16 +225,36 @@ def test_costs_are_of_passes_over_as_many_sequences(tiny: Any) -> None:
     assert tiny.speculation.engine.costs.of(4).measured
 
 
+def test_costs_are_by_drafted_nodes(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over four last tokens is one with no nodes, not one with three."""
+    noted: list[int] = []
+    rs.accelerate(tiny, recorded_pass="always")
+    monkeypatch.setattr(CostModel, "observe", lambda self, nodes, *seconds: noted.append(nodes))
+    tiny.generate(**left_padded(), max_new_tokens=6, do_sample=False, draft="off")
+    assert noted == [0] * 5
+
+
 def test_a_row_pays_its_share_and_its_nodes() -> None:
     costs = Costs()
     for nodes in (0, 4, 16, 64) * 20:
         costs.alone.observe(nodes, 64, 1.0 + nodes / 10)
     seconds = costs.of(4).seconds(64, 256)
     cost = row_cost(seconds, 4)
-    assert len(cost) == 257 - 3
-    assert cost[0] == pytest.approx(seconds[3] / 4, rel=1e-5)
-    np.testing.assert_allclose(np.diff(cost), np.diff(seconds[3:]), atol=1e-5)
+    assert len(cost) == 257
+    assert cost[0] == pytest.approx(seconds[0] / 4, rel=1e-5)
+    np.testing.assert_allclose(np.diff(cost), np.diff(seconds), atol=1e-5)
     assert row_cost(seconds, 1) is seconds
+
+
+def test_passes_in_which_none_drafts_say_nothing_of_others() -> None:
+    """They may take another way through the model: the first node then costs more than all that follow."""
+    cost = Costs().of(8)
+    for _ in range(40):
+        cost.observe(0, 64, 1.0)
+        cost.observe(8, 64, 1.5)
+    seconds = cost.seconds(64, 16)
+    assert seconds[0] == pytest.approx(1.0, rel=0.05)
+    assert seconds[8] == pytest.approx(1.5, rel=0.05)
 
 
 def test_nodes_go_where_they_are_most_probably_accepted() -> None:
@@ -252,13 +273,13 @@ def test_shares_are_the_best_there_are(data: st.DataObject) -> None:
     """Against every choice of how many of the most probable nodes to keep; parents stay with their children."""
     trees = drawn_trees(data)
     total, rows = sum(map(len, trees)), len(trees)
-    steps = data.draw(st.lists(st.floats(0.0, 1.0), min_size=total + rows, max_size=total + rows))
+    steps = data.draw(st.lists(st.floats(0.0, 1.0), min_size=total + 1, max_size=total + 1))
     seconds = (1.0 + np.cumsum(steps)).astype(np.float32)
     most = data.draw(st.integers(0, total))
     kept = share_out(trees, seconds, most)
     flat = sorted((float(np.exp(p)) for tree in trees for p in tree.log_p), reverse=True)
-    rates = [(rows + sum(flat[:n])) / seconds[rows - 1 + n] for n in range(min(most, total) + 1)]
-    got = (rows + sum(tree.expected_accepted for tree in kept)) / seconds[rows - 1 + sum(map(len, kept))]
+    rates = [(rows + sum(flat[:n])) / seconds[n] for n in range(min(most, total) + 1)]
+    got = (rows + sum(tree.expected_accepted for tree in kept)) / seconds[sum(map(len, kept))]
     assert got == pytest.approx(max(rates), rel=1e-4)
     for tree in kept:
         assert (tree.parent < np.arange(len(tree))).all()
