@@ -28,6 +28,7 @@ def read_all(sequences: list[Sequence], most: int = 0) -> None:
     """
     left = most
     while True:
+        sequences = [s for s in sequences if s.error is None and not s.cancelled]
         each(sequences, Sequence.open)
         opened = [s for s in sequences if s.is_open and s.error is None and not s.cancelled]
         if not opened or (most and left <= 0):
