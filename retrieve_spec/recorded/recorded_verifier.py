@@ -110,8 +110,7 @@ class RecordedVerifier:
 
     def alone(self) -> RecordedVerifier:
         """Another verifier of the same recording, with a cache of its own and without graphs."""
-        ordinary = HFVerifier(self.model, self._ordinary.interface)
-        return RecordedVerifier(self.model, ordinary, self.recorded, state=self._state)
+        return RecordedVerifier(self.model, self._ordinary.fresh(), self.recorded, state=self._state)
 
     def _why_not(self, kwargs: dict[str, Any]) -> str:
         """Why a generation is left to the ordinary verifier."""

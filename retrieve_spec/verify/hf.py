@@ -79,6 +79,10 @@ class HFVerifier:
         """What runs the model."""
         return "model's own" if self._steps is None else "plain"
 
+    def fresh(self) -> HFVerifier:
+        """Another verifier that knows what this one does of the model, for another text."""
+        return HFVerifier(self.model, self.interface, *self._model_mode, self._kinds)
+
     @property
     def takes_back(self) -> bool:
         """Whether rows are all that a pass leaves behind (`Verifier.takes_back`)."""

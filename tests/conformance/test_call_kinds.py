@@ -10,6 +10,7 @@ import pytest
 import torch
 from census import Planted, build, prompt
 from census_models import picture_prompt
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
 
@@ -135,3 +136,38 @@ def test_a_recording_that_is_tried_leaves_every_part_its_attention() -> None:
     same, last = decoded(model, inputs, planted, wanted)
     assert same
     assert (last.mode, last.tokens_per_pass > 1.5) == ("tree", True)
+
+
+class MixesRows(LlamaForCausalLM):  # type: ignore[misc]
+    """With a bonus, what it says of a token depends on the others of the same pass."""
+
+    def forward(  # type: ignore[no-untyped-def]
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, bonus=None,
+        logits_to_keep=0, **kwargs,
+    ):  # fmt: skip
+        text = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        if bonus is None:
+            kwargs["logits_to_keep"] = logits_to_keep
+        out = super().forward(**text, past_key_values=past_key_values, **kwargs)
+        if bonus is not None:
+            out.logits = (out.logits + bonus * out.logits.cumsum(1).roll(3, -1))[:, -logits_to_keep:]
+        return out
+
+
+def test_requests_of_many_are_looked_at_like_any_call() -> None:
+    """Also where the model is recorded, and such a request is left to the model's own forward."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+    model = MixesRows(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 3.0
+    ids = torch.randint(3, 9, (1, 60), generator=torch.Generator().manual_seed(3))
+    bonus = torch.tensor([[[0.3]]])
+    wanted = LlamaForCausalLM.generate(model, ids, bonus=bonus, max_new_tokens=60, do_sample=False)[0, 60:]
+    rs.accelerate(model, nodes=16, recorded_pass="always")
+    assert model.speculation.pass_kind == "recorded"
+    (answer,) = rs.generate_many(model, [{"inputs": ids, "bonus": bonus}], max_new_tokens=60, do_sample=False)
+    assert answer.token_ids.tolist() == wanted.tolist()
+    assert "behind bonus" in model.speculation.last.reason
