@@ -15,6 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 SMALL = 4096
 """Entries of a tensor that is compared by value."""
+_DECODING = ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""Methods that decoding calls."""
+_Method = tuple[frozenset[str], frozenset[str]]
 
 
 def kind(tensor: torch.Tensor) -> Any:
@@ -130,10 +133,9 @@ def without(entries: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
 
 
 def kept_of_texts(model: nn.Module) -> frozenset[str]:
-    """Names of attributes that hold tensors, or nothing, and that methods of a model's modules set while it runs."""
+    """Names of attributes that hold tensors, or nothing, and that a model's modules set while it decodes."""
     modules = list(model.modules())
-    classes: set[Any] = set(map(type, modules))
-    stored = frozenset[str]().union(*map(_stored_by, classes))
+    stored = _stored_in_decoding(set(map(type, modules)))
     held = [(name, value) for module in modules for name, value in vars(module).items() if name in stored]
     others = {name for name, value in held if value is not None and not isinstance(value, torch.Tensor)}
     weights = {name for module in modules for own in _registered(module) for name in own}
@@ -145,12 +147,37 @@ def _registered(module: nn.Module) -> tuple[Iterable[str], ...]:
     return module._modules, module._parameters, module._buffers
 
 
+def _stored_in_decoding(classes: set[Any]) -> set[str]:
+    """Names of attributes that methods set which a forward may come to; what a user calls may set any."""
+    methods: dict[str, list[_Method]] = {}
+    for cls in classes:
+        for name, method in _methods(cls):
+            methods.setdefault(name, []).append(method)
+    reached, stored = set(_DECODING), set[str]()
+    following = list(_DECODING)
+    while following:
+        for named, own in methods.get(following.pop(), ()):
+            stored |= own
+            following += (named & methods.keys()) - reached
+            reached |= named
+    return stored
+
+
 @functools.cache
-def _stored_by(cls: Any) -> frozenset[str]:
-    """Names of attributes that the methods of a class set, but for the one that makes it."""
+def _methods(cls: Any) -> tuple[tuple[str, _Method], ...]:
+    """By name, the methods of a class but the one that makes it: names that they mention, attributes that they set."""
     bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
-    methods = [f for base in bases for name, f in vars(base).items() if name != "__init__"]
-    codes = [inspect.unwrap(f).__code__ for f in methods if isinstance(f, types.FunctionType)]
-    return frozenset(
-        step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"
+    functions = [(name, inspect.unwrap(f)) for base in bases for name, f in vars(base).items() if name != "__init__"]
+    return tuple((name, _looked_at(f.__code__)) for name, f in functions if isinstance(f, types.FunctionType))
+
+
+def _looked_at(code: types.CodeType) -> _Method:
+    """Names that code mentions, and attributes that it sets, functions inside of it included."""
+    codes = [code]
+    for outer in codes:  # grows meanwhile
+        codes += [const for const in outer.co_consts if isinstance(const, types.CodeType)]
+    steps = [step for each in codes for step in dis.get_instructions(each)]
+    return (
+        frozenset(name for each in codes for name in each.co_names),
+        frozenset(step.argval for step in steps if step.opname == "STORE_ATTR"),
     )

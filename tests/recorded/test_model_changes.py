@@ -15,6 +15,7 @@ from small_decoders import VOCAB, build, ids
 from test_quantised import WeightOnly
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
 from retrieve_spec.recorded import verifier_factory, weight_layout
@@ -390,3 +391,34 @@ def test_copies_are_shared_by_recordings() -> None:
     assert len(model.speculation._passes._known) == 2
     assert model.speculation._passes.copied_bytes == held
     assert weight_layout.Layouts(0).of(_edit(model)) is None
+
+
+class Remembers(LlamaForCausalLM):  # type: ignore[misc]
+    """What it says of a token depends on the others of a pass once a user has given it a memory."""
+
+    memory: torch.Tensor | None = None
+
+    def set_memory(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+    def forward(self, *args: Any, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        if self.memory is not None:
+            out.logits = out.logits + self.memory * out.logits.cumsum(1).roll(3, -1)
+        out.logits = out.logits[:, -logits_to_keep:]
+        return out
+
+
+def test_what_a_users_call_sets_is_looked_at(prompt: torch.Tensor) -> None:
+    """Only what decoding itself sets is what a model keeps of texts."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = Remembers(
+        LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+    ).eval()
+    model.memory = None
+    rs.accelerate(model, nodes=16)
+    assert model.speculation.mode == "tree"
+    model.set_memory(torch.tensor(0.5))
+    model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert model.speculation.last.mode == "plain"
