@@ -216,7 +216,8 @@ def _tokenise(text: Text, source: Source, rule: LicenceRule | None, tokenizer: T
     content, size, skip = _read(text, source, limit)
     licence = text.file.licence
     if rule is not None and not skip:
-        path = None if source.path == STDIN else Path(text.file.location)
+        is_file = source.path != STDIN and text.path == text.file.path  # rows are not under the licence of a collection
+        path = Path(text.file.location).resolve() if is_file else None
         own = own_licence(content)
         skip = refused(rule, path, own) or ""
         licence = rule.licence(path, own)

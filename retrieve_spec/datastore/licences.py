@@ -26,13 +26,19 @@ _SPDX = re.compile(
     r"^(?:dnl|rem|[^\w\n])*SPDX-License-Identifier:[ \t]*(.*?)[ \t]*(?:\*/|-->|[#%*]\}|\*\)|\"\"\"|''')?[ \t\r]*$",
     re.IGNORECASE | re.MULTILINE,
 )
-_ALTERNATIVES = r"mit|apache[-\d.]*|bsd[-\w]*|isc|zlib|boost|unlicense|[al]?gpl[-\w.]*|mpl[-\d.]*"
 _LICENCE_FILE = re.compile(
-    rf"(?:licen[cs]es?|copying|unlicense)(?:[-_.](?:{_ALTERNATIVES}|lesser|lib|\d+))?(?:\.(?:txt|md|rst|markdown))?",
+    r"(?:licen[cs]es?|copying\d*|unlicense|eula)(?:[-_. ].*)?|.*[-_.]licen[cs]e(?:\.(?:txt|md|rst|html|rtf))?",
     re.IGNORECASE,
 )
-_ONE_OF_SEVERAL = re.compile(rf"licen[cs]e[-_.](?:{_ALTERNATIVES})(?:\.\w+)?", re.IGNORECASE)
-"""Licence files whose names say which licence they hold: such ones side by side are alternatives."""
+"""Every such file counts, as one that is not understood leaves the licence unknown, …"""
+_NO_LICENCE_FILE = re.compile(
+    r".*\.(?:py|js|ts|jsx|tsx|c|cc|cpp|h|hpp|go|rs|java|kt|rb|php|cs|swift|scala|sh|json|ya?ml|toml|xml|csv|lock)"
+    r"|.*(?:3rd|third)[-_. ]?part(?:y|ies).*",
+    re.IGNORECASE,
+)
+"""… but for code, data, and what speaks of others' parts."""
+_EITHER = {"MIT", "Apache-2.0"}
+"""Licences whose files side by side are alternatives, by custom; of any others both hold."""
 _STATED = {
     "mit license": "MIT",
     "apache software license": "Apache-2.0",
@@ -45,12 +51,28 @@ _STATED = {
 """Names that packages give for one licence."""
 UNKNOWN = ""
 _WORD = re.compile(r"[a-z0-9]+")
-_COPYRIGHT = re.compile(r"^[ \t]*(?:copyright\b|\(c\)|©).*$|all rights reserved\.?", re.IGNORECASE | re.MULTILINE)
+_COPYRIGHT = re.compile(
+    r"^[ \t]*(?:copyright\b(?!\s+(?:and|disclaimer|holders?|interest|laws?|licen[cs]es?|notices?|or|owners?|patent"
+    r"|statement|to)\b)|\(c\)|©).*$|all rights reserved\.?",
+    re.IGNORECASE | re.MULTILINE,
+)
+_NUMBERS = re.compile(r"^[ \t]*(?:\(?(?:\d+|[a-z])[.)]|[*•-])[ \t]+", re.IGNORECASE | re.MULTILINE)
 _END = "END OF TERMS AND CONDITIONS"
 _ALIKE = 0.93
 """Least share of words that a licence has in common with the text it is known by."""
-_TITLE_WORDS, _NAME_WORDS = 40, 8
-"""Words more, one behind the other, that may stand above a licence, and where a name is filled in."""
+_TITLE_WORDS, _NAME_WORDS = 16, 8
+"""Words, one behind the other, that may stand above a licence, and where a name is filled in …"""
+_SAYS_SOMETHING = frozenset(
+    _WORD.findall(
+        """academic additional agree allowed and any available but charge clause commercial condition conditions copies
+        copy distribute distribution educational ethical evaluation evil except excluding exclude excludes fee fees
+        forbidden free good granted however if internal limited limitation may merge modify must no non noncommercial
+        not only or part parts patent pay permission permitted personal previous private prohibited proprietary provided
+        publish purpose purposes redistribute research reserved restricted restriction restrictions rights sell separate
+        shall some subject sublicense trial unless use used using who whom without written"""
+    )
+)
+"""… but none of these, which no name needs and a condition does."""
 _VERSIONED = re.compile(r"([AL]?GPL-\d\.\d|GFDL-\d\.\d)(\+?)")
 
 
@@ -139,7 +161,7 @@ def _all_of(found: Sequence[str], join: str = " AND ") -> str:
 
 def is_licence_file(name: str) -> bool:
     """Whether a file says, by its name, under which licence others stand."""
-    return _LICENCE_FILE.fullmatch(name) is not None
+    return _LICENCE_FILE.fullmatch(name) is not None and _NO_LICENCE_FILE.fullmatch(name) is None
 
 
 @cache
@@ -152,13 +174,13 @@ def _texts() -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(_WORD.findall(_COPYRIGHT.sub("", text).lower()))
+    return tuple(_WORD.findall(_NUMBERS.sub("", _COPYRIGHT.sub("", text)).lower()))
 
 
 def licence_of_text(text: str) -> str:
     """SPDX identifier of the licence that a text is, `UNKNOWN` for anything else.
 
-    Names may be filled in and a title may stand above; a text with a condition more is another licence.
+    Names may be filled in and a short title may stand above; whatever else is there or missing makes another licence.
     """
     words = _words(text)
     best, found = _ALIKE, UNKNOWN
@@ -170,11 +192,19 @@ def licence_of_text(text: str) -> str:
         matcher = SequenceMatcher(None, known, words)
         if matcher.quick_ratio() < best or matcher.ratio() < best:
             continue
-        changes = [code for code in matcher.get_opcodes() if code[0] != "equal"]
-        if all(b2 - b1 <= (_TITLE_WORDS if b1 == 0 else _NAME_WORDS) and a2 - a1 <= _TITLE_WORDS
-               for _, a1, a2, b1, b2 in changes):  # fmt: skip
+        changes = (code for code in matcher.get_opcodes() if code[0] != "equal")
+        if all(_says_nothing(known, words, *change) for _, *change in changes):
             best, found = matcher.ratio(), name
     return found
+
+
+def _says_nothing(known: tuple[str, ...], words: tuple[str, ...], a1: int, a2: int, b1: int, b2: int) -> bool:
+    """Whether `words` from b1 to b2, in place of the `known` ones from a1 to a2, are a title or a name."""
+    if a1 == len(known) or not _SAYS_SOMETHING.isdisjoint(words[b1:b2]):
+        return False
+    if a2 <= _NAME_WORDS and b2 <= _TITLE_WORDS:  # above the text
+        return True
+    return 0 < b2 - b1 <= _NAME_WORDS and a2 - a1 <= _NAME_WORDS and _SAYS_SOMETHING.isdisjoint(known[a1:a2])
 
 
 class LicenceRule:
@@ -232,8 +262,8 @@ def _folder_licence(folder: Path, top: Path) -> str | None:
     files = [name for name in names if not (folder / name).is_dir()]
     if not files:
         return None
-    join = " OR " if all(map(_ONE_OF_SEVERAL.fullmatch, files)) else " AND "
-    return _all_of([_file_licence(folder / name, top) for name in files], join)
+    found = [_file_licence(folder / name, top) for name in files]
+    return _all_of(found, " OR " if set(found) == _EITHER else " AND ")
 
 
 def _file_licence(path: Path, top: Path) -> str:

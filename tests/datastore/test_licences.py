@@ -13,7 +13,14 @@ from retrieve_spec.cli import run
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.catalog import write_catalog
-from retrieve_spec.datastore.licences import allow_list, allows, canonical, licence_of_text, own_licence
+from retrieve_spec.datastore.licences import (
+    allow_list,
+    allows,
+    canonical,
+    is_licence_file,
+    licence_of_text,
+    own_licence,
+)
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
@@ -65,6 +72,68 @@ def test_a_condition_more_is_another_licence():
     assert licence_of_text("MIT") == licence_of_text("") == ""
     assert licence_of_text(MIT + TEXTS["ISC"]) == ""
     assert licence_of_text(TEXTS["Apache-2.0"].partition("APPENDIX")[0]) == "Apache-2.0"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("free of charge,", "free of charge, for non-commercial purposes only,"),
+        ("including without limitation the rights", "excluding the rights"),
+        ("and/or sell", "but not sell"),
+        ("to use, copy, modify, merge", "to read"),
+        ("Permission is", "This software is for non-commercial use only.\n\nPermission is"),
+    ],
+)
+def test_words_that_forbid_are_no_names(before, after):
+    assert before in MIT
+    assert licence_of_text(MIT.replace(before, after, 1)) == ""
+
+
+@pytest.mark.parametrize("name", ["MIT", "Apache-2.0", "BSD-3-Clause", "GPL-3.0"])
+def test_nothing_may_stand_below_and_no_condition_above(name):
+    assert licence_of_text(TEXTS[name] + "\nCommercial use is prohibited.\n") == ""
+    assert licence_of_text("Only academic use is permitted.\n" + TEXTS[name]) == ""
+    assert licence_of_text("Thing is licensed under these terms:\n\n" + TEXTS[name]) == canonical(name)
+
+
+def test_numbers_of_conditions_and_names_are_free():
+    text = TEXTS["BSD-3-Clause"]
+    assert licence_of_text(text.replace("1. ", "* ").replace("2. ", "* ").replace("3. ", "* ")) == "BSD-3-Clause"
+    assert licence_of_text(text.replace("the copyright holder nor", "Acme Ltd. nor")) == "BSD-3-Clause"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        *((name, True) for name in ["LICENSE", "licence.md", "LICENSE-commercial.txt", "LICENSE_EE.md", "COPYING3"]),
+        *((name, True) for name in ["LICENSE.SSPL", "foo-LICENSE.txt", "EULA.txt", "LICENSE.html", "UNLICENSE"]),
+        *((name, False) for name in ["license.py", "licenses.json", "LICENSE-3RD-PARTY.txt", "licensing.md"]),
+    ],
+)
+def test_names_of_licence_files(name, is_one):
+    assert is_licence_file(name) is is_one
+
+
+def test_a_source_given_by_a_link_has_its_own_licence(tmp_path, tokenizer):
+    for folder in ("project", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{folder}.py").write_text(f"{folder} = 1\n")
+    (tmp_path / "project" / "LICENSE").write_text(MIT)
+    (tmp_path / "project" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "to_project").symlink_to(tmp_path / "project")
+    with pytest.raises(BuildError, match="under no known licence"):
+        build_datastore(tmp_path / "a", Source(str(tmp_path / "project" / "link"), licences=("MIT",)), tokenizer)
+    build_datastore(tmp_path / "b", Source(str(tmp_path / "to_project"), licences=("MIT",)), tokenizer)
+    assert "project.py" in contents(tmp_path / "b")
+
+
+def test_rows_are_not_under_the_licence_of_their_collection(tmp_path, tokenizer):
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump" / "LICENSE").write_text(MIT)
+    rows = '{"text": "one"}\n{"text": "# SPDX-License-Identifier: MIT\\ntwo"}\n'
+    (tmp_path / "dump" / "rows.jsonl").write_text(rows)
+    build_datastore(tmp_path / "s", Source(str(tmp_path / "dump"), licences=("MIT",)), tokenizer)
+    assert {name for name in contents(tmp_path / "s") if "rows" in name} == {"rows.jsonl#2"}
 
 
 def test_own_lines():
