@@ -24,14 +24,13 @@ from retrieve_spec._version import __version__
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.pool import error_of
 from retrieve_spec.datastore.stages import Done, Stages
-from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.datastore.work import LOGS, WorkFolder
 from retrieve_spec.datastore.worker import answer_of
 from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.pool import Runner
 
-_LOGS = "cluster"
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 5.0
 _BYTES_PER_TOKEN, _BYTES = 25, 1 << 30
@@ -126,7 +125,7 @@ def _run(
     for rank in ranks:
         _error_file(work, stage, rank).unlink(missing_ok=True)
     task = Task(os.fspath(work.store.resolve()), stage, tuple(ranks), _python(), __version__)
-    logs = work.path / _LOGS / f"{stage}-{secrets.token_hex(4)}"
+    logs = work.path / LOGS / f"{stage}-{secrets.token_hex(4)}"
     memory = _BYTES + _BYTES_PER_TOKEN * stages.config.segment_tokens
     failure = _followed(kind, _engine(kind, rest, task, logs, memory), stages, stage, ranks, tell)
     missing = [rank for rank in ranks if stages.outcome(stage, rank) is None]
@@ -149,7 +148,7 @@ def _missing(stages: Stages, stage: str, missing: Sequence[int], failure: BaseEx
     return BuildError(
         f"stage {stage!r} to finish all its ranks",
         f"nothing of rank {named}{why}",
-        f"Logs are in {stages.work.path / _LOGS}. Continue with --resume: only what is missing is done.",
+        f"Logs are in {stages.work.path / LOGS}. Continue with --resume: only what is missing is done.",
     )
 
 
