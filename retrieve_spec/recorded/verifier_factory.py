@@ -141,7 +141,9 @@ class VerifierFactory:
             if known.state.holds(self._model):
                 break
         else:
-            known = self._known[0] if self._known and self._only_texts_differ() else self._examine()
+            if not self._known or not self._only_texts_differ():
+                return self._examine()
+            known = self._known[0]
         if known is not self._known[0]:
             self._known[0].release()
             self._known.remove(known)
