@@ -72,10 +72,10 @@ class Engine:
         """One pass for every sequence that may go on; `own` are those that the caller waits for."""
         self.steps += 1
         here = climate()
-        going = [s for s in self._sequences if s.may_go_on and (s.climate == here or s in own)]
         with torch.inference_mode(False), torch.no_grad():
-            each([sequence for sequence in going if sequence.was_cut_short], Sequence.recover)
-            going = [sequence for sequence in going if sequence.may_go_on]
+            # All of them, before a pass without them takes what they share with others.
+            each([s for s in self._sequences if s.was_cut_short and not s.is_over], Sequence.recover)
+            going = [s for s in self._sequences if s.may_go_on and (s.climate == here or s in own)]
             decoding = [sequence for sequence in going if not sequence.is_reading]
             piece = PASS.prompt_piece if decoding else 0
             read_all([sequence for sequence in going if sequence.is_reading], piece)

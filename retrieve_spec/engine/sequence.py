@@ -154,9 +154,14 @@ class Sequence:
         return self._ready and self.is_reading
 
     @property
+    def is_over(self) -> bool:
+        """Whether no pass takes it along any more."""
+        return self.stopped or self.cancelled or self.ended or self.error is not None
+
+    @property
     def may_go_on(self) -> bool:
         """Whether the next pass may take it along: its reader is not too far behind."""
-        if self.stopped or self.cancelled or self.ended or self.error is not None:
+        if self.is_over:
             return False
         waiting = len(self._pieces) - self._taken
         return self.asked > 0 and not waiting if self._waits_for_reader else waiting < RUN_AHEAD
