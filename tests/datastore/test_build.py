@@ -271,3 +271,14 @@ def test_a_build_that_cannot_begin_leaves_no_folder(tokenizer, texts, tmp_path):
             build_datastore(tmp_path / "s", *arguments)
         assert not (tmp_path / "s").exists()
     build_datastore(tmp_path / "s", str(texts), tokenizer)
+
+
+@pytest.mark.parametrize("name", ["plan", "cut", "dense-notes", "error-list", "shard-000001", "segment-a.12345678"])
+def test_files_of_others_in_a_folder_named_work_are_not_ours(name, tokenizer, tmp_path):
+    (tmp_path / "text").write_text("some text")
+    theirs = tmp_path / "store" / "work" / name
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("theirs")
+    with pytest.raises(BuildError, match=name):
+        build_datastore(tmp_path / "store", str(tmp_path / "text"), tokenizer)
+    assert theirs.read_text() == "theirs"
