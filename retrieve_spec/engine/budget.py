@@ -23,7 +23,8 @@ class Costs:
     """What passes cost, by the number of sequences in them and of nodes that these draft together.
 
     A pass in which none drafts may take another way through the model, so that its cost is no point of a line through
-    those of others. What is not measured yet is as for fewer sequences.
+    those of others. Numbers of sequences within an eighth of one another share what is measured. What is not measured
+    yet is taken from fewer sequences: the last token of one more costs what one more node does.
 
     Attributes
     ----------
@@ -39,10 +40,17 @@ class Costs:
         """Cost of passes over so many sequences."""
         if sequences == 1:
             return self.alone
+        sequences = _alike(sequences)
         if sequences not in self._shared:
             fewer = max((count for count in self._shared if count < sequences), default=1)
-            self._shared[sequences] = CostModel(self.of(fewer))
+            self._shared[sequences] = CostModel(self.of(fewer), more=sequences - fewer)
         return self._shared[sequences]
+
+
+def _alike(sequences: int) -> int:
+    """The least of the numbers of sequences that share what is measured: the first four binary digits of one."""
+    digits = max(sequences.bit_length() - 4, 0)
+    return sequences >> digits << digits
 
 
 def row_cost(seconds: Seconds, sequences: int, padded: bool = False) -> Seconds:

@@ -47,15 +47,17 @@ class CostModel:
     ----------
     known
         A model of passes of another kind to begin with; what it learned counts, but less surely.
+    more
+        Rows that every pass has beside those that `known` was learned from.
     """
 
-    def __init__(self, known: CostModel | None = None) -> None:
+    def __init__(self, known: CostModel | None = None, more: int = 0) -> None:
         self._filters: dict[int, _Filter] = {}
         self._overhead = 0.0
         self._passes = 0
         if known is not None:
             known._take_in()
-            self._filters = {row: filter_.elsewhere() for row, filter_ in known._filters.items()}
+            self._filters = {row: filter_.elsewhere(more) for row, filter_ in known._filters.items()}
             self._overhead = known._overhead
         self._pending: list[tuple[int, int, float, float]] = []
         self._curves: dict[int, NDArray[np.float32]] = {}
@@ -117,10 +119,10 @@ class _Filter:
         self.covariance = _first_covariance()
         self.noise = _NOISE
 
-    def elsewhere(self) -> _Filter:
-        """The same for passes of another kind, such as over a longer context."""
+    def elsewhere(self, more: int = 0) -> _Filter:
+        """The same for passes of another kind: over a longer context, or with `more` rows that are no nodes."""
         other = _Filter()
-        other.mean, other.noise = self.mean.copy(), self.noise
+        other.mean, other.noise = self._behind(more) if more else self.mean.copy(), self.noise
         other.covariance = self.covariance + 0.1 * _first_covariance()
         return other
 
@@ -150,6 +152,13 @@ class _Filter:
         if right:
             slope[right] = share * step / between
         return float(self.mean[: left + 1].sum()) + math.log(between), slope
+
+    def _behind(self, more: int) -> NDArray[np.float64]:
+        """The mean where `more` rows cost as much as nodes; as steep beyond the widest knot as before it."""
+        seconds, rows = np.exp(np.cumsum(self.mean)), NODE_KNOTS + more
+        slope = max(seconds[-1] - seconds[-2], 0.0) / (_KNOTS[-1] - _KNOTS[-2])
+        levels = np.log(np.interp(rows, _KNOTS, seconds) + slope * np.maximum(rows - MAX_NODES, 0))
+        return np.diff(levels, prepend=0.0)
 
     def curve(self) -> NDArray[np.float64]:
         """(MAX_NODES + 1,) seconds of the forward pass alone, never falling."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from retrieve_spec.config import MAX_NODES
+from retrieve_spec.engine.budget import Costs
 from retrieve_spec.engine.cost import CostModel
 
 
@@ -166,3 +167,18 @@ def test_a_context_that_was_left_is_as_it_was() -> None:
     for _ in range(5000):
         cost.observe(0, 60_000, linear(0, 60_000))
     np.testing.assert_allclose(cost.seconds(500, 64), before)
+
+
+def test_more_rows_cost_what_more_nodes_do() -> None:
+    """Passes over 32 texts, of which only those over one were measured: drafts are as dear there as they will be."""
+    alone = CostModel()
+    for nodes in (0, 4, 16, 64, 128) * 40:
+        alone.observe(nodes, 64, 10.0 + nodes / 5)
+    seconds = CostModel(alone, more=31).seconds(64, MAX_NODES)
+    np.testing.assert_allclose(seconds, 10.0 + (31 + np.arange(MAX_NODES + 1)) / 5, rtol=0.1)
+
+
+def test_numbers_of_sequences_within_an_eighth_share_what_is_measured() -> None:
+    costs = Costs()
+    assert [costs.of(n) is costs.of(n + 1) for n in (1, 2, 8, 15, 16, 32, 34)] == [False] * 4 + [True, True, True]
+    assert len({id(costs.of(n)) for n in range(1, 65)}) == 15 + 8 + 8 + 1
