@@ -1,0 +1,212 @@
+"""Measures batches, and requests that arrive at random, beside the original `generate`; prints one JSON object last.
+
+    python scripts/bench_batches.py [--rows 1 2 4 8 16 32 64] [--temperature 0 1] [--new-tokens 120] [--runs 3]
+    python scripts/bench_batches.py --arrivals 32 --within 60
+
+Batches: prompts of four kinds of text in turn, padded on the left, as one call. The original `generate`, drafts and
+drafting off follow one another in every run, one untimed run first; the ratios are of the medians, by the clock, with
+those of processor time beside them. Arrivals: every request is one call of `generate` from a thread of its own, made
+when the request arrives; against the original `generate` one after another, and over batches of all who wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import retrieve_spec as rs
+from retrieve_spec.bench.machine import OtherWork, machine_facts
+from retrieve_spec.bench.workloads import builtin
+from retrieve_spec.reference_model import load_model
+
+TASKS = ("unseen", "edit", "structured", "prose")
+CONTEXT = 256
+"""Tokens of a prompt at most: its last ones."""
+PAD = 0
+"""Stands in masked places only."""
+
+
+def prompts(tokenizer: Any, count: int) -> list[torch.Tensor]:
+    """(length,) token ids of so many prompts, a kind of text after the other."""
+    texts = [prompt.turns[0] for prompt in builtin(-(-count // len(TASKS)), TASKS)]
+    by_kind = [texts[i :: len(texts) // len(TASKS)] for i in range(len(texts) // len(TASKS))]
+    in_turn = [text for kind in by_kind for text in kind][:count]
+    return [tokenizer(text, return_tensors="pt").input_ids[0, -CONTEXT:] for text in in_turn]
+
+
+def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One batch of prompts, padded on the left."""
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), PAD)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :], mask[i, width - len(row) :] = row, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def sampling(temperature: float, new_tokens: int) -> dict[str, Any]:
+    """Options of `generate`; every text gets as many tokens, whatever it says."""
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "pad_token_id": PAD}
+    return options | (
+        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    )
+
+
+def batch(model: Any, rows: list[torch.Tensor], temperature: float, options: argparse.Namespace) -> dict[str, Any]:
+    """One batch by all methods."""
+    given = padded(rows) | sampling(temperature, options.new_tokens)
+    methods: dict[str, Callable[[], Any]] = {
+        "plain": lambda: type(model).generate(model, **given),
+        "off": lambda: model.generate(**given, draft="off"),
+        "auto": lambda: model.generate(**given),
+    }
+    clock: dict[str, list[float]] = {name: [] for name in methods}
+    processor: dict[str, list[float]] = {name: [] for name in methods}
+    said: dict[str, torch.Tensor] = {}
+    last: dict[str, Any] = {}
+    for run in range(options.runs + 1):
+        for name, call in methods.items():
+            torch.manual_seed(run)
+            began, worked = time.perf_counter(), time.process_time()
+            said[name] = call()
+            clock[name].append(time.perf_counter() - began)
+            processor[name].append(time.process_time() - worked)
+            last[name] = model.speculation.last
+    plain, busy = (statistics.median(times["plain"][1:]) for times in (clock, processor))
+    figures: dict[str, Any] = {"rows": len(rows), "temperature": temperature, "plain_s": round(plain, 3)}
+    for name in ("off", "auto"):
+        figures[name] = {
+            "ratio": round(plain / statistics.median(clock[name][1:]), 3),
+            "processor_ratio": round(busy / statistics.median(processor[name][1:]), 3),
+            "passes": last[name].passes,
+            "nodes": last[name].nodes,
+        }
+    if not temperature:
+        figures["identical"] = bool(
+            torch.equal(said["plain"], said["auto"]) and torch.equal(said["plain"], said["off"])
+        )
+    return figures
+
+
+class Served:
+    """Answers requests and notes how long each waited."""
+
+    def __init__(self, rows: list[torch.Tensor], at: list[float], options: dict[str, Any]) -> None:
+        self.rows, self.at, self.options = rows, at, options
+        self.latency = [0.0] * len(rows)
+        self.said = [torch.empty(0)] * len(rows)
+        self.began = time.perf_counter()
+
+    def done(self, i: int, row: torch.Tensor) -> None:
+        """Note the answer to request `i`: its new tokens."""
+        self.latency[i], self.said[i] = time.perf_counter() - self.began - self.at[i], row
+
+    def wait_for(self, i: int) -> None:
+        """Sleep until request `i` arrives."""
+        time.sleep(max(0.0, self.began + self.at[i] - time.perf_counter()))
+
+    def figures(self) -> dict[str, float]:
+        """Seconds until all were answered, and of waiting for one."""
+        ranked = sorted(self.latency)
+        last = max(at + latency for at, latency in zip(self.at, self.latency, strict=True))
+        p95 = ranked[min(round(0.95 * len(ranked)), len(ranked) - 1)]
+        return {"total_s": round(last, 2), "p50_s": round(statistics.median(ranked), 2), "p95_s": round(p95, 2)}
+
+
+def by_threads(model: Any, served: Served) -> None:
+    """Each request is a call of its own; those under way share passes."""
+
+    def ask(i: int) -> None:
+        served.wait_for(i)
+        row = served.rows[i]
+        served.done(i, model.generate(row[None], **served.options)[0, len(row) :])
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(served.rows))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def by_original(model: Any, served: Served, most: int) -> None:
+    """The original `generate` over `most` of those who wait at a time."""
+    waiting: queue.Queue[int] = queue.Queue()
+
+    def arrive() -> None:
+        for i in range(len(served.rows)):
+            served.wait_for(i)
+            waiting.put(i)
+
+    arriving = threading.Thread(target=arrive)
+    arriving.start()
+    answered = 0
+    while answered < len(served.rows):
+        together = [waiting.get()]
+        while len(together) < most and not waiting.empty():
+            together.append(waiting.get())
+        given = padded([served.rows[i] for i in together])
+        out = type(model).generate(model, **given, **served.options)
+        for i, row in zip(together, out, strict=True):
+            served.done(i, row[given["input_ids"].shape[1] :])
+        answered += len(together)
+    arriving.join()
+
+
+def arrivals(model: Any, rows: list[torch.Tensor], options: argparse.Namespace) -> dict[str, Any]:
+    """Requests that arrive at random, by all methods, at the same instants."""
+    rng = random.Random(0)
+    at = sorted(rng.uniform(0.0, options.within) for _ in rows)
+    greedy = sampling(0.0, options.new_tokens)
+    methods: dict[str, Callable[[Served], None]] = {
+        "one after another": lambda served: by_original(model, served, 1),
+        "batches of all who wait": lambda served: by_original(model, served, len(rows)),
+        "auto": lambda served: by_threads(model, served),
+    }
+    model.generate(**padded(rows[:8]), **greedy)  # what batches cost is known to a process that serves
+    figures: dict[str, Any] = {"requests": len(rows), "within_s": options.within}
+    said = {}
+    for name, answer in methods.items():
+        served = Served(rows, at, greedy)
+        answer(served)
+        figures[name], said[name] = served.figures(), served.said
+    first = said["one after another"]
+    figures["identical"] = all(torch.equal(a, b) for a, b in zip(first, said["auto"], strict=True))
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--new-tokens", type=int, default=120)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--arrivals", type=int, default=0, metavar="N", help="measure N requests that arrive at random")
+    parser.add_argument("--within", type=float, default=60.0, metavar="SECONDS")
+    options = parser.parse_args()
+    model, tokenizer = load_model("reference")
+    facts, others = machine_facts(), OtherWork()
+    results: dict[str, Any]
+    if options.arrivals:
+        rs.accelerate(model, tokenizer)
+        results = {"arrivals": arrivals(model, prompts(tokenizer, options.arrivals), options)}
+    else:
+        results = {"batches": []}
+        for temperature in options.temperature:
+            for rows in options.rows:
+                rs.accelerate(model, tokenizer)
+                results["batches"].append(batch(model, prompts(tokenizer, rows), temperature, options))
+                rs.restore(model)
+    print(json.dumps({**results, "new_tokens": options.new_tokens, "machine": {**facts, "others": others.cores()}}))
+
+
+if __name__ == "__main__":
+    main()
