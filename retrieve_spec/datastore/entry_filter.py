@@ -144,13 +144,16 @@ class EntryFilter:
             if data is not Reason.CHANGING:
                 break
         text = data if isinstance(data, Reason) else self._text(path, data)
-        return text if isinstance(text, Reason) else refused(self.rule, path, own_licence(text)) or text
+        return text if isinstance(text, Reason) else self._licence(path, text) or text
 
     def admit(self, path: Path, text: str) -> Reason | None:
         """Why a text may not enter under a path, None if it may (for texts that an editor holds, saved or not)."""
         link = Reason.LINK if path.is_symlink() else None
         said = self._outside(str(path), {}) or link or self._name(str(path)) or _content(text)
-        return said or refused(self.rule, path, own_licence(text))
+        return said or self._licence(path, text)
+
+    def _licence(self, path: Path, text: str) -> Reason | None:
+        return None if self.rule is None else refused(self.rule, self.rule.licence(path, own_licence(text)))
 
     def _outside(self, name: str, real: dict[str, bool]) -> Reason | None:
         """Whether a path leads out of the folders, or a folder above it is a link; `real` remembers folders."""
@@ -173,8 +176,8 @@ class EntryFilter:
 
     def _look(self, path: Path, real: dict[str, bool]) -> Candidate | Reason:
         name = str(path)
-        if refused := self._outside(name, real):
-            return refused
+        if outside := self._outside(name, real):
+            return outside
         try:
             status = os.lstat(name)
         except FileNotFoundError:
@@ -183,8 +186,8 @@ class EntryFilter:
             return Reason.UNREADABLE
         if stat.S_ISLNK(status.st_mode):
             return Reason.LINK
-        if refused := self._name(name):
-            return refused
+        if said := self._name(name):
+            return said
         if not stat.S_ISREG(status.st_mode):
             return Reason.NOT_A_FILE
         if status.st_size > self.max_bytes:
@@ -226,11 +229,8 @@ class EntryFilter:
         return _content(text) or text
 
 
-def refused(rule: LicenceRule | None, path: Path | None, own: str | None) -> Reason | None:
-    """Why a file whose own lines say `own` of its licence may not enter, None if it may."""
-    if rule is None:
-        return None
-    licence = rule.licence(path, own)
+def refused(rule: LicenceRule, licence: str) -> Reason | None:
+    """Why a text under a licence may not enter, None if it may."""
     if rule.allows(licence):
         return None
     return Reason.LICENCE if licence else Reason.NO_LICENCE

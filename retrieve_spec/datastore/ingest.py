@@ -218,9 +218,8 @@ def _tokenise(text: Text, source: Source, rule: LicenceRule | None, tokenizer: T
     if rule is not None and not skip:
         is_file = source.path != STDIN and text.path == text.file.path  # rows are not under the licence of a collection
         path = Path(text.file.location).resolve() if is_file else None
-        own = own_licence(content)
-        skip = refused(rule, path, own) or ""
-        licence = rule.licence(path, own)
+        licence = rule.licence(path, own_licence(content))
+        skip = refused(rule, licence) or ""
     if skip:
         return Tokenised(text.path, licence, source.path, "", np.empty(0, np.uint32), size, skip)
     ids = encode(tokenizer, content)

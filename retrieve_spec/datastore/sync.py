@@ -133,7 +133,7 @@ def _synchronised(
         source = sources[number]
         rule = LicenceRule([root], source.licences, source.licence) if source.licences else None
         for name, (_, _, digest, reason, own) in sorted(state.files.items()):
-            if rule is not None and digest and (refusal := refused(rule, root / name, own)):
+            if rule is not None and digest and (refusal := refused(rule, rule.licence(root / name, own))):
                 skipped.append((readable(name), str(root), refusal))
             elif digest:
                 wanted.setdefault(digest, []).append((number, name))

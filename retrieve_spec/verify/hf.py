@@ -248,6 +248,7 @@ class HFVerifier:
     def resume(self, past: int) -> None:
         """Go on behind `past` tokens, whose rows the cache holds by now."""
         self._fed, self._past = self._fed + past - self._past, past
+        self._pending = (0, 0, past, self._fed)
         self._kept = KeptRows(self._cache)
 
     def copy_rows(self) -> DynamicCache | None:

@@ -154,6 +154,22 @@ def test_rows_come_and_go(_tiny: Any, seed: int) -> None:  # noqa: PT019
                     torch.testing.assert_close(a.values, b.values, atol=2e-5, rtol=1e-4)
 
 
+def test_a_row_that_goes_on_alone_is_where_it_was(tiny: Any) -> None:
+    """Also if it commits once more what nothing is left of, as one that was cut short does."""
+    with torch.no_grad():
+        lone, rows = verifiers(tiny, 2)
+        root, nothing = np.array([7], np.int32), np.empty(0, np.int32)
+        rows[0].batch.forward(rows, [root, root], TREES[:2])
+        lone[0].forward(root, TREES[0])
+        for one in (lone[0], *rows):
+            one.commit(nothing)
+        rows[0].batch.rows.give_back(rows[0])
+        rows[0].commit(nothing)
+        assert rows[0].own.past == lone[0].past
+        wanted, got = (one.forward(root, TREES[0]) for one in (lone[0], rows[0]))
+    torch.testing.assert_close(got.logits, wanted.logits, atol=2e-5, rtol=1e-4)
+
+
 @contextlib.contextmanager
 def interrupted_layer(model: Any) -> Iterator[None]:
     """Interrupt the second layer's forward."""
