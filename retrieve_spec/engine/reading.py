@@ -28,9 +28,8 @@ def read_all(sequences: list[Sequence], most: int = 0) -> None:
     """
     left = most
     while True:
-        sequences = [s for s in sequences if s.error is None and not s.cancelled]
-        each(sequences, Sequence.open)
-        opened = [s for s in sequences if s.is_open and s.error is None and not s.cancelled]
+        sequences = each([s for s in sequences if not s.is_over], Sequence.open)
+        opened = [s for s in sequences if s.is_open and not s.is_over]
         if not opened or (most and left <= 0):
             return
         for batch in passes_over(opened):

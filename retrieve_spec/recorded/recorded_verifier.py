@@ -105,7 +105,7 @@ class RecordedVerifier:
         self._shift = 0
         if (positions := kwargs.get("position_ids")) is not None:
             self._shift = int(positions.flatten()[-1]) + 1 - self._past - self._unread
-        self._in_a_row = positions is None or bool((positions.diff() == 1).all())
+        self._in_a_row = inputs.in_a_row
         self.not_recorded = self._why_not(kwargs)
 
     def alone(self) -> RecordedVerifier:

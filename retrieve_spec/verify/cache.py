@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
-    Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
@@ -21,10 +20,12 @@ from transformers.cache_utils import (
 
 from retrieve_spec.verify.verifier import Mode
 
-_TREE_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer}
-if hasattr(cache_utils, "DummyLayer"):  # since transformers 5.23, for blocks that keep no tokens
-    _TREE_LAYERS.add(cache_utils.DummyLayer)
-_RECURRENT_LAYERS = {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
+GROW_BY_ROWS: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Layers whose rows are all they hold …"""
+HOLD_NOTHING: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
+"""… of blocks that keep no tokens (since transformers 5.23) …"""
+HOLD_STATE: tuple[type, ...] = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+"""… and with a recurrent state beside their rows, or without any."""
 
 
 def decoder_cache(cache: Any) -> Any:
@@ -113,7 +114,7 @@ def apart(cache: Any) -> Any:
         twin.self_attention_cache = apart(cache.self_attention_cache)
         twin.is_updated = dict(cache.is_updated)
         return twin
-    if type(cache) is DynamicCache and all(type(x) in (DynamicLayer, DynamicSlidingWindowLayer) for x in cache.layers):
+    if type(cache) is DynamicCache and all(type(layer) in GROW_BY_ROWS for layer in cache.layers):
         return same_rows(cache)
     return copy.deepcopy(cache)
 
@@ -124,15 +125,13 @@ def cache_mode(cache: Any) -> tuple[Mode, str]:
         return "tree", ""
     if type(cache) is EncoderDecoderCache:
         return cache_mode(cache.self_attention_cache)
-    if not isinstance(cache, Cache):
-        return "plain", f"a {type(cache).__name__} cannot be rolled back"
     if type(cache) is not DynamicCache:
         return "plain", f"a {type(cache).__name__} cannot be rolled back"
     if getattr(cache, "offloading", False):
         return "plain", "an offloaded cache cannot be rolled back"
     for layer in cache.layers:
-        if type(layer) not in _TREE_LAYERS:
-            if type(layer) in _RECURRENT_LAYERS and not layer.record_past:
+        if type(layer) not in GROW_BY_ROWS + HOLD_NOTHING:
+            if type(layer) in HOLD_STATE and not layer.record_past:
                 continue
             if getattr(layer, "is_croppable", False):
                 return "chain", f"a {type(layer).__name__} keeps tokens in one line"

@@ -18,6 +18,14 @@ SET_EACH_PASS = {
 """Arguments that a pass gets from elsewhere."""
 
 
+def kwargs_behind(model: Any, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of the arguments of a pass behind it, as `generate` does it."""
+    after: dict[str, Any] = model._update_model_kwargs_for_generation(
+        outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
+    )
+    return after
+
+
 class Extras:
     """Extra arguments of one generation, in step with its text.
 
@@ -58,9 +66,7 @@ class Extras:
         if not self.kind:
             return
         before = dict(self.given)
-        after = self._model._update_model_kwargs_for_generation(
-            outputs, {**before, "use_cache": True}, is_encoder_decoder=self._model.config.is_encoder_decoder
-        )
+        after = kwargs_behind(self._model, outputs, {**before, "use_cache": True})
         caches = ("past_key_values", "cache_params", "use_cache")
         self.given = {name: value for name, value in after.items() if name not in caches or name in before}
         for name, value in self.given.items():

@@ -102,8 +102,8 @@ class HFVerifier:
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation; the mode may weaken when the cache cannot be rolled back, or by the kind of call."""
         self._given = dict(inputs.model_kwargs)
-        kwargs = dict(inputs.model_kwargs)
-        self._take_cache(kwargs.pop(self.interface.cache_name, None))
+        kwargs = {name: value for name, value in self._given.items() if name != self.interface.cache_name}
+        self._take_cache(self._given.get(self.interface.cache_name))
         self._prompt = inputs.input_ids
         self._past = inputs.past_length
         self._fed = 0  # tokens given to forward since start

@@ -8,18 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from retrieve_spec.verify.cache import keep_path, trim
+from retrieve_spec.verify.cache import GROW_BY_ROWS, HOLD_NOTHING, HOLD_STATE, keep_path, trim
 
 _Rows = tuple[torch.Tensor, ...]
-_BY_ROWS = (DynamicLayer, DynamicSlidingWindowLayer)
-_WITH_STATE = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
 @dataclass(slots=True)
@@ -70,11 +63,10 @@ class KeptRows:
     @property
     def grows_by_rows(self) -> bool:
         """Whether rows are all that every layer holds."""
-        return self._has_only(_BY_ROWS)
+        return self._has_only(GROW_BY_ROWS + HOLD_NOTHING)
 
     def _has_only(self, kinds: tuple[type, ...]) -> bool:
-        """Whether layers are of these kinds, or hold nothing."""
-        return all(kind in kinds or kind.__name__ == "DummyLayer" for kind in map(type, self._cache.layers))
+        return all(type(layer) in kinds for layer in self._cache.layers)
 
     def begin(self, cut_short: bool) -> None:
         """Take the rows for kept that are there, but for those of a pass that was `cut_short`."""
@@ -84,7 +76,8 @@ class KeptRows:
 
     def commit(self, path: NDArray[np.int32], nodes: int) -> None:
         """Keep the rows of the last pass but those of its last `nodes` nodes that are not on `path`, (a,) int32."""
-        if not self._has_only((*_BY_ROWS, *_WITH_STATE)):  # layers that are cropped as they do it themselves
+        known = GROW_BY_ROWS + HOLD_NOTHING + HOLD_STATE
+        if not self._has_only(known):  # layers that are cropped as they do it themselves
             if nodes:
                 keep_path(self._cache, path, nodes)
             else:

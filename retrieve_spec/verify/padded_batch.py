@@ -100,7 +100,7 @@ class PaddedRow:
             self.alone = "the prompt is padded"
         elif positions is not None and positions.ndim != 2:
             self.alone = "positions have more than one axis"
-        self._in_a_row = positions is None or bool((positions.diff() == 1).all())
+        self._in_a_row = inputs.in_a_row
 
     @property
     def packs_prompts(self) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.extras import kwargs_behind
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 
@@ -63,9 +64,7 @@ class StepVerifier:
             assert len(root_ids) == 1, "a plain verifier takes one token at a time"
             token = torch.tensor([[int(root_ids[0])]], dtype=self._text.dtype, device=self._text.device)
             self._text = torch.cat([self._text, token], dim=-1)
-            self._kwargs = self.model._update_model_kwargs_for_generation(
-                self._outputs, self._kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
-            )
+            self._kwargs = kwargs_behind(self.model, self._outputs, self._kwargs)
         if self._takes_logits_to_keep:
             self._kwargs["logits_to_keep"] = keep
         inputs = self.model.prepare_inputs_for_generation(

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from retrieve_spec.verify.cache import apart
+from retrieve_spec.verify.extras import kwargs_behind
 from retrieve_spec.verify.interface import input_device
 
 
@@ -84,9 +85,7 @@ class SingleSteps:
     def behind(cls, model: Any, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any) -> SingleSteps:
         """A text (1, L) that has been read with these arguments and outputs; their cache stays as it is."""
         steps = cls(model, PreparedCall(text, {}))
-        after = model._update_model_kwargs_for_generation(
-            outputs, {**model_kwargs, "use_cache": True}, is_encoder_decoder=model.config.is_encoder_decoder
-        )
+        after = kwargs_behind(model, outputs, {**model_kwargs, "use_cache": True})
         steps._kwargs, steps._first = _separate(after), False
         return steps
 
@@ -100,9 +99,7 @@ class SingleSteps:
             self._text, next_sequence_length=length, is_first_iteration=self._first, **self._kwargs
         )
         outputs = self._model(**inputs, return_dict=True)
-        self._kwargs = self._model._update_model_kwargs_for_generation(
-            outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
-        )
+        self._kwargs = kwargs_behind(self._model, outputs, self._kwargs)
         self._first = False
         logits: torch.Tensor = outputs.logits[0, -1]
         return logits.float()

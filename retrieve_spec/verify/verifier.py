@@ -53,6 +53,12 @@ class VerifierInputs:
         skip = self.past_length if self.holds_past else 0
         return self.input_ids[0, skip:].cpu().numpy().astype(np.int32)
 
+    @property
+    def in_a_row(self) -> bool:
+        """Whether each position of the prompt is one more than that before it, as it is without padding inside."""
+        positions = self.model_kwargs.get("position_ids")
+        return positions is None or bool((positions.diff() == 1).all())
+
 
 @dataclass(slots=True)
 class VerifierOutput:
