@@ -13,7 +13,7 @@ KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!trit
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast hammer test-lowest test-cluster lint fmt docs serve setup setup-serve setup-test clean
+.PHONY: help demo test test-fast hammer test-lowest test-cluster lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -60,6 +60,12 @@ fmt: setup-test
 docs: setup-test
 	$(BIN)/python scripts/generate_docs.py
 
+## make site        the documentation as a site, in build/site; broken links are errors (an environment of its own)
+site:
+	@$(check-python)
+	@test -x .venv-site/bin/mkdocs || { "$(PYTHON)" -m venv .venv-site && .venv-site/bin/pip install -q -c $(CONSTRAINTS) mkdocs-material 'mkdocstrings[python]' $(PIP_ARGS); }
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build -q
+
 ## make serve       the IDE backend with the bundled model on 127.0.0.1:8012
 serve: setup-serve
 	$(BIN)/retrieve-spec serve $(ARGS)
@@ -79,7 +85,7 @@ setup-test:
 
 ## make clean       remove .venv and caches
 clean:
-	rm -rf $(VENV) .venv-lowest .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-site build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 check-python = if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer was not found; name one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; fi
