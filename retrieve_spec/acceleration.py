@@ -59,11 +59,12 @@ def accelerate(
     Sampled output depends on the seed alone, not on drafts, and has the same distribution; it is another draw than
     plain `generate` makes with that seed.
 
-    `model.generate` takes five more keyword arguments: `draft` ("auto", "off" or a preset), `nodes` (the budget per
+    `model.generate` takes six more keyword arguments: `draft` ("auto", "off" or a preset), `nodes` (the budget per
     pass), `prediction` (text or token ids the output is expected to follow), `seed` (of sampling; by default it is
-    drawn from torch's generator) and `siblings` ("share": samples of one prompt draft from what the others write, or
-    "off"). What cannot be sped up is left to the original `generate`; `model.speculation.last`
-    says what happened and why.
+    drawn from torch's generator), `siblings` ("share": samples of one prompt draft from what the others write, or
+    "off") and `return_logprobs` (with `return_dict_in_generate=True` the output has the fields `logprobs` and
+    `raw_logprobs`, see `retrieve_spec.generation.logprobs.DecoderOnlyOutput`). What cannot be sped up is left to the
+    original `generate`; `model.speculation.last` says what happened and why.
 
     Parameters
     ----------

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
+from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.change import ChangeReport
 from retrieve_spec.datastore.provenance import sourced_runs
 from retrieve_spec.datastore.store import Datastore, open_datastore
@@ -26,7 +26,7 @@ from retrieve_spec.engine.company import Company
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.drafters import OFF, Drafters
 from retrieve_spec.engine.engine import Engine
-from retrieve_spec.engine.limits import limits_of
+from retrieve_spec.engine.limits import dial, limits_of
 from retrieve_spec.engine.report import GenerationReport, together
 from retrieve_spec.engine.request import Prepared, Row, rows_of
 from retrieve_spec.engine.sequence import Sequence
@@ -228,6 +228,7 @@ class Speculation:
         seed: int | None = None,
         on_pass: Callable[[VerifiedPass], None] | None = None,
         siblings: str | None = None,
+        return_logprobs: bool = False,
         together: SharedPrompts | None = None,
     ) -> list[Sequence]:
         """A sequence for every row of a prepared call; nothing runs before the engine takes them along.
@@ -235,7 +236,7 @@ class Speculation:
         Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row. `together`: prompts
         of other calls, whose sequences will share passes with these.
         """
-        most, criteria = self.dial(nodes), prepared.criteria
+        most, criteria = dial(self.config.nodes if nodes is None else nodes), prepared.criteria
         context_ids = prepared.context_ids if context_ids is None else context_ids
         if siblings not in (None, "share", "off"):
             raise ConfigError("siblings to be 'share' or 'off'", repr(siblings), "Leave it at 'share'.")
@@ -260,6 +261,7 @@ class Speculation:
                 row=row.index,
                 keep_scores=wants_dict and bool(prepared.config.output_scores),
                 keep_raw=wants_dict and bool(prepared.config.output_logits),
+                log_probs=return_logprobs,
                 device=row.ids.device,
             )
             limits = limits_of(prepared, self.config, self.interface, stopper, most, row.padding)
@@ -328,21 +330,6 @@ class Speculation:
             return
         steps = set().union(*(sequence.steps for sequence in sequences))
         self.last = together([sequence.report for sequence in sequences], 1 + len(steps))
-
-    def dial(self, nodes: int | str | None) -> int | None:
-        """Nodes per pass that a call asks for, None where measured cost decides.
-
-        Raises
-        ------
-        ConfigError
-            It asks for something else.
-        """
-        nodes = self.config.nodes if nodes is None else nodes
-        if nodes == AUTO:
-            return None
-        if isinstance(nodes, int) and 0 <= nodes <= MAX_NODES:
-            return nodes
-        raise ConfigError(f"nodes to be 'auto' or 0 … {MAX_NODES}", repr(nodes), "Leave it at 'auto'.")
 
     @staticmethod
     def draw_seed(prepared: Prepared, seed: int | None) -> int | None:

@@ -24,10 +24,15 @@ class Piece:
     text
         Their text; a character whose bytes are spread over tokens appears with the last of them. Empty without a
         tokenizer.
+    logprobs, raw_logprobs
+        (t,) float32 with `return_logprobs=True`: log-probabilities of the tokens under the distribution they were
+        chosen by, and under that of the model's own logits; else None.
     """
 
     token_ids: NDArray[np.int32]
     text: str = ""
+    logprobs: NDArray[np.float32] | None = None
+    raw_logprobs: NDArray[np.float32] | None = None
 
 
 class Stream(Iterator[Piece]):

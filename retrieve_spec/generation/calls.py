@@ -18,12 +18,13 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.streaming import StreamerFeed
 from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.generation.arguments import row_predictions
+from retrieve_spec.generation.logprobs import check_call, of_original
 from retrieve_spec.generation.outputs import result_of
 
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-_OWN_OPTIONS = ("draft", "nodes", "prediction", "seed", "siblings")
+_OWN_OPTIONS = ("draft", "nodes", "prediction", "seed", "siblings", "return_logprobs")
 
 
 @functools.wraps(GenerationMixin.generate)
@@ -34,6 +35,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     speculation = speculation_of(self)
     own = {name: kwargs.pop(name, None) for name in _OWN_OPTIONS}
     if reason := own_generate(self):  # its arguments are its own, too
+        if own["return_logprobs"]:
+            raise ConfigError("the generate of transformers with return_logprobs=True", reason, "Leave it out.")
         speculation.delegated(reason)
         with seeded(own["seed"], self):
             return original(self)(*args, **kwargs)
@@ -41,10 +44,14 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     arguments.pop("self")
     arguments |= arguments.pop("kwargs", {})
     speculation.drafter(own["draft"])  # an unknown preset is an error
+    if own["return_logprobs"]:
+        check_call(self, arguments)
     prepared = prepare_call(self, arguments, "" if _is_one_row(self, arguments) else speculation.why_alone())
     if isinstance(prepared, str):
         speculation.delegated(prepared)
         with seeded(own["seed"], self):
+            if own["return_logprobs"]:
+                return of_original(self, original(self), arguments)
             return original(self)(*args, **kwargs)
     tokenizer = arguments.get("tokenizer") or speculation.tokenizer
     predictions = row_predictions(own.pop("prediction"), tokenizer, len(prepared.inputs.input_ids), self)
@@ -138,10 +145,14 @@ def original(model: Any) -> Any:
     return original if original is not None else types.MethodType(type(model).generate, model)
 
 
-def delegate(model: Any, arguments: dict[str, Any], seed: int | None) -> torch.Tensor:
-    """(rows, new) long, what the original `generate` says, without the prompt."""
+def delegate(
+    model: Any, arguments: dict[str, Any], seed: int | None, return_logprobs: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the original `generate` says: (rows, new) long without the prompt, (rows, 2, new) log-probabilities."""
     with seeded(seed, model):
-        output = original(model)(**arguments)
+        decode = original(model)
+        output = of_original(model, decode, arguments) if return_logprobs else decode(**arguments)
     whole: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
     given = 1 if model.config.is_encoder_decoder else arguments["input_ids"].shape[1]
-    return whole[:, given:]
+    both = torch.stack([output.logprobs, output.raw_logprobs], dim=1) if return_logprobs else None
+    return whole[:, given:], both

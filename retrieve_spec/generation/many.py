@@ -21,64 +21,14 @@ from retrieve_spec.engine.shared_prompt import SharedPrompts
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.arguments import as_inputs, known_ids, row_predictions
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
+from retrieve_spec.generation.finished import Completion, Finished
+from retrieve_spec.generation.logprobs import check_decoder, noted
 from retrieve_spec.model_layers import base_model
 
 Order = Literal["given", "completed"]
-_OWN = ("draft", "nodes", "seed", "siblings", "on_pass", "context_ids")
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One text that the model wrote.
-
-    Attributes
-    ----------
-    token_ids
-        (n,) int32, behind the prompt.
-    text
-        The same as text; empty without a tokenizer.
-    report
-        How it was decoded.
-    """
-
-    token_ids: NDArray[np.int32]
-    text: str
-    report: GenerationReport
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request that is over.
-
-    Attributes
-    ----------
-    index
-        Its place among the requests.
-    request
-        What was given.
-    outputs
-        One for each of `num_return_sequences`; as far as they got where it failed or was cancelled.
-    error
-        What it failed with, else None.
-    cancelled
-        Whether `Requests.cancel` ended it.
-    """
-
-    index: int
-    request: Any
-    outputs: tuple[Completion, ...] = ()
-    error: Exception | None = None
-    cancelled: bool = False
-
-    @property
-    def text(self) -> str:
-        """Text of the first output; empty where there is none."""
-        return self.outputs[0].text if self.outputs else ""
-
-    @property
-    def token_ids(self) -> NDArray[np.int32]:
-        """(n,) int32 tokens of the first output."""
-        return self.outputs[0].token_ids if self.outputs else np.empty(0, np.int32)
+_Call = tuple[dict[str, Any], dict[str, Any], str]
+"""Arguments of `generate` and of this library, and why the original decodes them."""
+_OWN = ("draft", "nodes", "seed", "siblings", "return_logprobs", "on_pass", "context_ids")
 
 
 @dataclass(slots=True)
@@ -119,7 +69,7 @@ class Requests(Iterator[Finished]):
         self._under_way: dict[int, _UnderWay] = {}
         self._over: deque[Finished] = deque()
         self._cancelled: set[int] = set()
-        self._apart: tuple[int, Any, dict[str, Any]] | None = None  # left to the original `generate`
+        self._apart: tuple[int, Any, _Call] | None = None  # left to the original `generate`
         self._exhausted = False
         total = len(requests) if isinstance(requests, Sized) else None
         self._bar = tqdm(total=total, unit="request", dynamic_ncols=True) if progress else None
@@ -200,9 +150,11 @@ class Requests(Iterator[Finished]):
         own = {name: arguments.pop(name, None) for name in _OWN}
         if own["context_ids"] is not None:
             own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
+        if own["return_logprobs"]:
+            check_decoder(model, arguments)
         prepared = prepare_call(model, arguments, speculation.why_alone())
         if isinstance(prepared, str):
-            self._apart = index, request, arguments | {"seed": own["seed"], "reason": prepared}
+            self._apart = index, request, (arguments, own, prepared)
             return []
         predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
         sequences = self._made(prepared, predictions, own)
@@ -239,29 +191,36 @@ class Requests(Iterator[Finished]):
             return
         self._speculation.ended(*job.sequences)
         outputs = tuple(
-            self._completion(s.text.new_ids, job.tokenizer, s.log.summary()) for s in job.sequences
+            self._completion(s.text.new_ids, job.tokenizer, s.log.summary(), noted(s)) for s in job.sequences
         )  # fmt: skip
         error = next((s.error for s in job.sequences if isinstance(s.error, Exception)), None)
         cancelled = job.index in self._cancelled and not all(s.stopped for s in job.sequences)
         self._over.append(Finished(job.index, job.request, outputs, error, cancelled))
 
-    def _completion(self, ids: Any, tokenizer: Any, report: GenerationReport) -> Completion:
-        """What was written, with its text."""
+    def _completion(
+        self, ids: Any, tokenizer: Any, report: GenerationReport, both: NDArray[np.float32] | None = None
+    ) -> Completion:
+        """What was written, with its text and log-probabilities (2, n)."""
         new_ids = np.asarray(ids, np.int32)
         text = ""
         if tokenizer is not None:
             text = tokenizer.decode(new_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Completion(new_ids, text, report)
+        return Completion(new_ids, text, report, *(() if both is None else both[:, : len(new_ids)]))
 
-    def _delegated(self, index: int, request: Any, arguments: dict[str, Any]) -> Finished:
+    def _delegated(self, index: int, request: Any, call: _Call) -> Finished:
         """Let the original `generate` answer a request."""
-        seed, report = arguments.pop("seed"), self._speculation.delegated(arguments.pop("reason"))
+        arguments, own, reason = call
+        report = self._speculation.delegated(reason)
         try:
-            rows = delegate(self._model, arguments, seed)
+            rows, both = delegate(self._model, arguments, own["seed"], own["return_logprobs"])
         except Exception as error:  # of this request alone
             return Finished(index, request, error=error)
-        ends = setting(self._model, arguments, "eos_token_id")
-        outputs = [self._completion(_until(row, ends), arguments["tokenizer"], report) for row in rows]
+        ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
+        noted_rows = [None] * len(rows) if both is None else both.cpu().numpy()
+        outputs = [
+            self._completion(_until(row, ends), tokenizer, report, logprobs)
+            for row, logprobs in zip(rows, noted_rows, strict=True)
+        ]
         return Finished(index, request, tuple(outputs))
 
 

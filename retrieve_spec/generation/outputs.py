@@ -13,6 +13,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from retrieve_spec.engine.request import Prepared
 from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.generation.logprobs import DecoderOnlyOutput, EncoderDecoderOutput, by_row
 from retrieve_spec.sampling.text import RowText
 
 
@@ -28,13 +29,17 @@ def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
     if not prepared.config.return_dict_in_generate:
         return output
     encoded = prepared.inputs.model_kwargs.get("encoder_outputs")
-    kind = GenerateDecoderOnlyOutput if encoded is None else GenerateEncoderDecoderOutput
+    logprobs = by_row(sequences, output.device)
+    kind: Any = GenerateDecoderOnlyOutput if encoded is None else GenerateEncoderDecoderOutput
+    if logprobs:
+        kind = DecoderOnlyOutput if encoded is None else EncoderDecoderOutput
     one = len(sequences) == 1
     return kind(
         sequences=output,
         scores=_by_step([sequence.sampler.scores for sequence in sequences]),
         logits=_by_step([sequence.sampler.raw for sequence in sequences]),
         past_key_values=sequences[0].cache if one else _one_cache(sequences, output.shape[1] - 1),
+        **logprobs,
     )
 
 

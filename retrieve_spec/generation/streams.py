@@ -18,7 +18,11 @@ from retrieve_spec.engine.streaming import Piece, Stream, TextDecoder
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.arguments import as_inputs, known_ids, prediction_ids
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
+from retrieve_spec.generation.logprobs import check_decoder, noted
 from retrieve_spec.model_layers import base_model
+
+_Run = tuple[NDArray[np.int32], NDArray[np.float32] | None]
+"""Visible tokens (t,) of one pass, and their log-probabilities (2, t) where they are asked for."""
 
 
 def generate_stream(
@@ -33,6 +37,7 @@ def generate_stream(
     draft: str | None = None,
     nodes: int | str | None = None,
     seed: int | None = None,
+    return_logprobs: bool = False,
     skip_special_tokens: bool = True,
     **kwargs: Any,
 ) -> Stream:
@@ -59,6 +64,8 @@ def generate_stream(
         stands in front of the output. In fill-in-the-middle that is not the end of the prompt.
     on_pass
         Called with what each drafted-for pass showed, the prompt's first; the arrays are valid during the call.
+    return_logprobs
+        Let pieces carry the log-probabilities of their tokens.
     skip_special_tokens
         Leave special tokens out of the text.
     **kwargs
@@ -92,6 +99,7 @@ def generate_stream(
         "seed": seed,
         "context_ids": None if context_ids is None else known_ids(context_ids, "context_ids", model),
         "on_pass": on_pass,
+        "return_logprobs": return_logprobs,
     }
     expected = prediction_ids(prediction, tokenizer, model)
     under_way: list[Sequence | GenerationReport] = []
@@ -106,34 +114,37 @@ def _runs(
     prediction: NDArray[np.int32] | None,
     options: dict[str, Any],
     under_way: list[Sequence | GenerationReport],
-) -> Generator[NDArray[np.int32], None, None]:
+) -> Generator[_Run, None, None]:
     """What each pass of one row makes visible; the call is prepared when the first is asked for."""
     speculation = speculation_of(model)
+    if options["return_logprobs"]:
+        check_decoder(model, arguments)
     prepared = prepare_call(model, arguments)
     if isinstance(prepared, str):
         under_way.append(speculation.delegated(prepared))
-        yield delegate(model, arguments, options["seed"])[0].cpu().numpy().astype(np.int32)
+        rows, both = delegate(model, arguments, options["seed"], options["return_logprobs"])
+        yield rows[0].cpu().numpy().astype(np.int32), None if both is None else both[0].cpu().numpy()
         return
     (sequence,) = speculation.sequences(prepared, [prediction], **options)
     under_way.append(sequence)
     try:
         with contextlib.closing(speculation.engine.run([sequence])) as passes:
+            shown = 0
             for _, visible in passes:
                 if visible is not None:
-                    yield visible
+                    yield visible, noted(sequence, shown, len(visible))
+                    shown += len(visible)
     finally:
         speculation.ended(sequence)
     if sequence.error is not None:
         raise sequence.error
 
 
-def _pieces(
-    runs: Generator[NDArray[np.int32], None, None], decoder: TextDecoder | None
-) -> Generator[Piece, None, None]:
+def _pieces(runs: Generator[_Run, None, None], decoder: TextDecoder | None) -> Generator[Piece, None, None]:
     """Runs of tokens with their text."""
     with contextlib.closing(runs):
-        for visible in runs:
-            yield Piece(visible, decoder.push(visible) if decoder else "")
+        for visible, both in runs:
+            yield Piece(visible, decoder.push(visible) if decoder else "", *(() if both is None else both))
         if rest := decoder.flush() if decoder else "":
             yield Piece(np.empty(0, np.int32), rest)
 

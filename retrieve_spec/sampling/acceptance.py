@@ -60,6 +60,9 @@ class Sampler(Protocol):
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return the token that follows `text`, given the logits at `row`."""
 
+    def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
+        """() float32: log-probability of what `choose` has just returned, under the scores it was chosen by."""
+
     def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
         """(seed, row, position) of the noise the token that follows `text` is drawn with, None without noise."""
 
@@ -83,6 +86,13 @@ def penalise(scores: NDArray[np.float32], text: RowText, penalty: float) -> NDAr
     return penalised
 
 
+def log_softmax_at(scores: torch.Tensor, place: int) -> torch.Tensor:
+    """() float32: log-probability of one place under softmax of (n,) scores, on their device."""
+    scores = scores.detach()
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    return (scores[place] - torch.logsumexp(scores, dim=-1)).float()
+
+
 class GreedySampler(HostReading):
     """The most probable token, after a repetition penalty if there is one."""
 
@@ -97,6 +107,12 @@ class GreedySampler(HostReading):
         if self.penalty == 1.0:
             return int(logits.top_ids[row, 0])
         return int(penalise(logits.row(row), text, self.penalty).argmax())
+
+    def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
+        """Log-probability after the penalty, at temperature 1."""
+        if self.penalty == 1.0:
+            return log_softmax_at(logits.logits[row], token)
+        return log_softmax_at(torch.from_numpy(penalise(logits.row(row), text, self.penalty)), token)
 
     def noise_at(self, text: RowText) -> None:
         """Greedy decoding has no noise."""
@@ -141,18 +157,36 @@ class RandomSampler(HostReading):
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return a sample."""
         key = (self._seed, self._row, text.length)
+        check_drawable(logits.row(row))
+        values = self._penalised(logits, row, text)
+        if not self.warpers.truncates:
+            return int(gumbel_argmax_row(values, self.warpers.temperature, *key))
+        count = self._truncate(values)
+        return int(gumbel_argmax(self._ids, self._scores, count, *key))
+
+    def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
+        """Log-probability among the tokens that the rules leave."""
+        if not self.warpers.truncates and self.warpers.penalty == 1.0:
+            return log_softmax_at(logits.logits[row].float() / self.warpers.temperature, token)
+        values = self._penalised(logits, row, text)
+        if not self.warpers.truncates:
+            return log_softmax_at(torch.from_numpy(values / np.float32(self.warpers.temperature)), token)
+        count = self._truncate(values)
+        left = torch.from_numpy(self._scores[:count].copy())
+        return log_softmax_at(left, int(np.flatnonzero(self._ids[:count] == token)[0]))
+
+    def _penalised(self, logits: PassLogits, row: int, text: RowText) -> NDArray[np.float32]:
+        """(vocab,) float32 logits of a row after the penalty."""
         values = logits.row(row)
-        check_drawable(values)
-        w = self.warpers
-        if w.penalty != 1.0:
-            values = penalise(values, text, w.penalty)
-        if not w.truncates:
-            return int(gumbel_argmax_row(values, w.temperature, *key))
+        return values if self.warpers.penalty == 1.0 else penalise(values, text, self.warpers.penalty)
+
+    def _truncate(self, values: NDArray[np.float32]) -> int:
+        """Write the tokens that stay and their scores to `_ids` and `_scores`; how many they are."""
         if len(self._ids) < len(values):
             self._ids = np.empty(len(values), np.int32)
             self._scores = np.empty(len(values), np.float64)
-        count = truncate_row(values, w.temperature, w.top_k, w.top_p, w.min_p, self._ids, self._scores)
-        return int(gumbel_argmax(self._ids, self._scores, count, *key))
+        w = self.warpers
+        return int(truncate_row(values, w.temperature, w.top_k, w.top_p, w.min_p, self._ids, self._scores))
 
     def noise_at(self, text: RowText) -> tuple[int, int, int]:
         """Key of the noise of the next token."""
@@ -177,21 +211,27 @@ class ProcessorSampler(HostReading):
         self._row = row
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
         self.raw: list[torch.Tensor] | None = [] if keep_raw else None
+        self._processed = torch.empty(0)
 
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return the argmax of, or a sample from, the processed scores (`seed` None: argmax)."""
         input_ids = text.tensor()
         raw = logits.logits[row : row + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)
-        scores = self._processors(input_ids, raw)
+        scores = self._processed = self._processors(input_ids, raw)
+        at = text.length - text.prompt_length  # where an interruption lets the walk choose again, in the same place
         if self.scores is not None:
-            self.scores.append(scores)
+            self.scores[at:] = [scores]
         if self.raw is not None:
-            self.raw.append(raw)
+            self.raw[at:] = [raw]
         if self._seed is None:
             return int(torch.argmax(scores, dim=-1))
         host = np.ascontiguousarray(scores[0].detach().float().cpu().numpy())
         check_drawable(host)
         return int(gumbel_argmax_row(host, 1.0, self._seed, self._row, text.length))
+
+    def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
+        """Log-probability under the processed scores, which are not computed again."""
+        return log_softmax_at(self._processed[0], token)
 
     def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
         """Key of the noise of the next token, None when the processed argmax is taken."""

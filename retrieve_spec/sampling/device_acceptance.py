@@ -174,6 +174,10 @@ class DeviceSampler:
         token = int(logits.chosen[row])
         return token if token >= 0 else self.host.choose(logits, row, text)
 
+    def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
+        """What the host says (`Sampler.log_prob`); where rules cut tokens off, one row is copied to it."""
+        return self.host.log_prob(logits, row, text, token)
+
     def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
         """Key of the noise of the next token, None without noise."""
         return self.host.noise_at(text)

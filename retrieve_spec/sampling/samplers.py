@@ -13,6 +13,7 @@ from transformers.generation import logits_process as hf
 
 from retrieve_spec.sampling.acceptance import GreedySampler, ProcessorSampler, RandomSampler, Sampler, Warpers
 from retrieve_spec.sampling.device_acceptance import DeviceSampler
+from retrieve_spec.sampling.logprobs import LogProbSampler
 
 
 def make_sampler(
@@ -22,6 +23,7 @@ def make_sampler(
     row: int = 0,
     keep_scores: bool = False,
     keep_raw: bool = False,
+    log_probs: bool = False,
     device: torch.device | None = None,
 ) -> Sampler:
     """Pick a sampler for a generation.
@@ -36,10 +38,15 @@ def make_sampler(
         Of the batch; its noise is its own.
     keep_scores, keep_raw
         Keep processed scores or raw logits of every chosen token.
+    log_probs
+        Note the log-probabilities of every chosen token: the sampler is a `LogProbSampler`.
     device
         Where the logits are. On a GPU with float64 known rules are applied there, to all rows at once; on the host,
         rows are looked at one by one as the walk gets to them, which is less work.
     """
+    if log_probs:
+        chooser = make_sampler(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw, device=device)
+        return LogProbSampler(chooser)
     warpers = None if keep_scores or keep_raw else _read_warpers(processors)
     if warpers is None or (seed is None and warpers != Warpers(penalty=warpers.penalty)):
         return ProcessorSampler(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw)
