@@ -125,6 +125,7 @@ def accelerate(
     text_config = model.config.get_text_config(decoder=True)
     speculation.new_cache = functools.partial(DynamicCache, config=text_config)
     speculation.bytes_per_token = _bytes_per_token(text_config, model.dtype)
+    speculation.vocabulary = embedded_tokens(model)
     speculation.prepare_seconds = loading
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation

@@ -43,6 +43,8 @@ class SpeculationConfig:
     phrases
         Whether `auto` drafts from what follows one or two tokens in the answers of several requests: `"auto"` (kept
         beside the calibration) or `"off"` (neither drafted from nor learned).
+    rollouts
+        A `RolloutMemory`: answers of earlier calls that samples of the same prompt draft from.
     recorded_pass
         Record the model's forward once and verify with the recording and a preallocated cache, where that agrees with
         the model: `"auto"` (models of a million parameters and more), `"always"` or `"off"`.
@@ -59,22 +61,19 @@ class SpeculationConfig:
     provenance: bool = False
     dense: Literal["auto", "off"] = AUTO
     phrases: Literal["auto", "off"] = AUTO
+    rollouts: Any = None
     recorded_pass: Literal["auto", "always", "off"] = AUTO
 
     def __post_init__(self) -> None:
         if self.nodes != AUTO and not (isinstance(self.nodes, int) and 0 <= self.nodes <= MAX_NODES):
             raise ConfigError(f"nodes to be 'auto' or 0 … {MAX_NODES}", repr(self.nodes), "Leave it at 'auto'.")
-        if not 0.0 <= self.min_path_probability < 1.0:
-            raise ConfigError(
-                "min_path_probability in [0, 1)", repr(self.min_path_probability), "Leave it at its default."
-            )
+        if not 0.0 <= (least := self.min_path_probability) < 1.0:
+            raise ConfigError("min_path_probability in [0, 1)", repr(least), "Leave it at its default.")
         for name in ("max_depth", "session_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")
-        if self.recorded_pass not in (AUTO, "always", "off"):
-            raise ConfigError(
-                "recorded_pass 'auto', 'always' or 'off'", repr(self.recorded_pass), "Leave it at 'auto'."
-            )
+        if (kind := self.recorded_pass) not in (AUTO, "always", "off"):
+            raise ConfigError("recorded_pass 'auto', 'always' or 'off'", repr(kind), "Leave it at 'auto'.")
         for name in ("dense", "phrases"):
             if getattr(self, name) not in (AUTO, "off"):
                 raise ConfigError(f"{name} 'auto' or 'off'", repr(getattr(self, name)), "Leave it at 'auto'.")

@@ -102,6 +102,13 @@ class Calibration:
         if self.path is not None:
             _phrases_path(self.path).unlink(missing_ok=True)
 
+    def begin_with(self, other: Calibration) -> None:
+        """Start from another one's tables, unless this one has learned something."""
+        if not self.cells.any():
+            for name in ("cells", "scale"):
+                getattr(self, name)[...] = getattr(other, name)
+            self.drafts = [list(counts) for counts in other.drafts]
+
     def save(self, path: str | Path) -> None:
         """Write all tables as one flat ``.npy``, put in place at once."""
         tables = [self.cells.ravel(), self.scale.ravel(), self.rates.ravel(), np.ravel(self.drafts)]
@@ -161,12 +168,16 @@ def _put(target: Path, array: NDArray[Any]) -> None:
 
 
 def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibration:
-    """Calibration kept beside the first writable store; a new one in memory when there is none.
+    """Calibration kept beside the first writable store; a new one in memory when there is none."""
+    paths = [store.calibration_path(model_key) for store in datastores]
+    return kept_calibration(next((path for path in paths if path is not None), None))
+
+
+def kept_calibration(path: Path | None) -> Calibration:
+    """Calibration kept in a file, in memory where there is none.
 
     A damaged file is not worth failing for: it is logged, and learned anew.
     """
-    paths = [store.calibration_path(model_key) for store in datastores]
-    path = next((p for p in paths if p is not None), None)
     try:
         return Calibration(path)
     except StoreCorruptError as error:

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrieve_spec.config import AUTO, SpeculationConfig
-from retrieve_spec.drafting.calibration import Calibration, calibration_for
+from retrieve_spec.drafting.calibration import Calibration, calibration_for, kept_calibration
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.engine.siblings import Siblings
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.rollouts import RolloutMemory
 from retrieve_spec.sources.session import SessionMemory
 
 OFF = "off"
@@ -37,12 +40,19 @@ class Drafters:
     def __init__(
         self, config: SpeculationConfig, datastores: Sequence[Any], given: Drafter | None, model_key: str
     ) -> None:
+        if not isinstance(config.rollouts, RolloutMemory | None):
+            got = type(config.rollouts).__name__
+            raise ConfigError("rollouts to be a RolloutMemory", got, "Make one: rs.RolloutMemory(path).")
         self.datastores = list(datastores)
         self.given = given
         self._config, self._model_key = config, model_key
         self._made: dict[str, list[Drafter]] = {}
         self._lent: set[int] = set()
-        self._sessions: dict[int, SessionMemory | None] = {}  # of drafters that draft from siblings meanwhile
+        self._own: dict[
+            int, tuple[SessionMemory | None, Calibration]
+        ] = {}  # of those that draft from siblings meanwhile
+        self.rollouts: RolloutMemory | None = config.rollouts
+        self._rollouts_calibration: Calibration | None = None
         self._lock = threading.RLock()
 
     def of(self, draft: str | None = None) -> Drafter | None:
@@ -88,16 +98,26 @@ class Drafters:
             if siblings is not None and isinstance(drafter, MixtureDrafter):
                 if drafter.session is None and drafter.recycling is not None:
                     drafter.recycling.reset()  # as it does itself without a session
-                self._sessions[id(drafter)] = drafter.session
+                self._own[id(drafter)] = drafter.session, drafter.calibration
                 drafter.session = siblings
+                if self.rollouts is not None:
+                    drafter.calibration = self._calibration_of_rollouts(drafter.calibration)
             return drafter
+
+    def _calibration_of_rollouts(self, other: Calibration) -> Calibration:
+        """What is learned where answers of earlier calls may be drafted from; it begins with what `other` learned."""
+        if self._rollouts_calibration is None:
+            assert self.rollouts is not None
+            self._rollouts_calibration = kept_calibration(self.rollouts.calibration_path)
+            self._rollouts_calibration.begin_with(other)
+        return self._rollouts_calibration
 
     def give_back(self, drafter: Drafter, spoiled: bool = False) -> None:
         """Take a drafter back; one that was interrupted amid its work is not used again."""
         with self._lock:
-            if id(drafter) in self._sessions and isinstance(drafter, MixtureDrafter):
-                drafter.session = self._sessions[id(drafter)]
-                del self._sessions[id(drafter)]  # behind it: done twice it is the same
+            if id(drafter) in self._own and isinstance(drafter, MixtureDrafter):
+                drafter.session, drafter.calibration = self._own[id(drafter)]
+                del self._own[id(drafter)]  # behind it: done twice it is the same
             self._lent.discard(id(drafter))
             for made in self._made.values():
                 if any(drafter is one for one in made) and (spoiled or len(made) > KEPT):
@@ -117,24 +137,27 @@ class Drafters:
                 if isinstance(calibration, Calibration):
                     calibration.forget()
             self._made.clear()
+            self._rollouts_calibration = None
+            if self.rollouts is not None:
+                self.rollouts.forget()
 
     def _first(self, name: str) -> Drafter:
         return self._build(name, None, calibration_for(self.datastores, self._model_key))
 
     def _like(self, name: str, old: Drafter) -> Drafter:
-        return self._build(name, self._session_of(old), getattr(old, "calibration", None))
+        return self._build(name, *self._own_of(old))
 
-    def _session_of(self, drafter: Drafter) -> Any:
-        """The session that a drafter has when it is not lent."""
-        own = getattr(drafter, "session", None)
-        return self._sessions.get(id(drafter), own) if isinstance(own, Siblings) else own
+    def _own_of(self, drafter: Drafter) -> tuple[Any, Any]:
+        """Session and calibration that a drafter has when it is not lent."""
+        return self._own.get(id(drafter)) or (getattr(drafter, "session", None), getattr(drafter, "calibration", None))
 
-    def siblings(self, draft: str | None = None) -> Siblings:
-        """A memory for samples of one prompt, around the session that their drafters have."""
+    def siblings(self, draft: str | None = None, earlier: Sequence[SuffixAutomaton] = ()) -> Siblings:
+        """A memory for samples of one prompt, around the session that their drafters have and `earlier` answers."""
         with self._lock:
             drafter = self.of(draft)
-            session = None if drafter is None else self._session_of(drafter)
-            return Siblings(session if isinstance(session, SessionMemory) else None, self._config.session_tokens)
+            session = None if drafter is None else self._own_of(drafter)[0]
+            session = session if isinstance(session, SessionMemory) else None
+            return Siblings(session, self._config.session_tokens, earlier)
 
     def _build(self, name: str, session: Any, calibration: Any) -> Drafter:
         config = self._config.with_options(draft=name)

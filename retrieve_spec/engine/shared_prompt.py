@@ -76,6 +76,12 @@ class SharedPrompt:
         return behind, (self._output, self._first_row)
 
 
+def is_text_alone(inputs: VerifierInputs, cache_name: str) -> bool:
+    """Whether tokens are all that a model is given."""
+    known = _SHAREABLE | {cache_name}
+    return all(name in known or value is None for name, value in inputs.model_kwargs.items())
+
+
 class SharedPrompts:
     """The prompts of sequences that go together, by their tokens."""
 
@@ -85,12 +91,7 @@ class SharedPrompts:
 
     def of(self, inputs: VerifierInputs) -> SharedPrompt | None:
         """What sequences with these inputs share; None where they hold more than tokens."""
-        extras = [
-            name
-            for name, value in inputs.model_kwargs.items()
-            if name not in _SHAREABLE | {self.cache_name} and value is not None
-        ]
-        if extras or inputs.past_length or inputs.returns_cache:
+        if not is_text_alone(inputs, self.cache_name) or inputs.past_length or inputs.returns_cache:
             return None
         parts = [inputs.input_ids, *(inputs.model_kwargs.get(name) for name in ("attention_mask", "position_ids"))]
         key = b"|".join(b"" if part is None else part.cpu().numpy().tobytes() for part in parts)

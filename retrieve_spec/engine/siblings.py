@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -29,14 +30,21 @@ class Siblings(SessionMemory):
         The model's session, or None.
     max_tokens
         Tokens read at most, those read twice counted twice.
+    earlier
+        Answers to the prompt from earlier calls (`retrieve_spec.sources.rollouts`), which nothing is added to.
     """
 
-    def __init__(self, session: SessionMemory | None = None, max_tokens: int = 1_000_000) -> None:
+    def __init__(
+        self,
+        session: SessionMemory | None = None,
+        max_tokens: int = 1_000_000,
+        earlier: Sequence[SuffixAutomaton] = (),
+    ) -> None:
         super().__init__(max_tokens)
         self._session = session
         self._heard: dict[int, tuple[list[int], int]] = {}
         own = SuffixAutomaton(1024)
-        self.automata = [own] if session is None else [*session.automata, own]
+        self.automata = [*(session.automata if session is not None else ()), *earlier, own]
 
     def __enter__(self) -> Self:
         super().__enter__()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from time import perf_counter
@@ -26,12 +25,12 @@ from retrieve_spec.engine.company import Company
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.drafters import OFF, Drafters
 from retrieve_spec.engine.engine import Engine
+from retrieve_spec.engine.families import Family, families
 from retrieve_spec.engine.limits import dial, limits_of
 from retrieve_spec.engine.report import GenerationReport, together
-from retrieve_spec.engine.request import Prepared, Row, rows_of
+from retrieve_spec.engine.request import Prepared, rows_of
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.shared_prompt import SharedPrompts
-from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.samplers import make_sampler
@@ -70,6 +69,8 @@ class Speculation:
         Makes an empty cache for the model.
     bytes_per_token
         Memory that keys and values of one token take.
+    vocabulary
+        Tokens that the model embeds.
     prepare_seconds
         How long kernels took to get ready at `accelerate` (compiled, or loaded from Numba's cache).
     """
@@ -92,6 +93,7 @@ class Speculation:
         self.model_key = model_key
         self.prepare_seconds = 0.0
         self.bytes_per_token = 0
+        self.vocabulary = 1 << 31
         self.new_cache: Callable[[], Any] = DynamicCache
         self.check_stores: Callable[[Many[Any]], None] = lambda stores: None
         self.ranks: Ranks | None = None
@@ -250,9 +252,11 @@ class Speculation:
         verifiers = self._verifiers(len(rows), together is not None)  # looks at the model, before its interface is read
         wants_dict = bool(prepared.config.return_dict_in_generate)
         call = uuid4().hex if len(rows) > 1 else None
-        families = self._families(rows, draft) if siblings != "off" and most != 0 else [None] * len(rows)
+        shared: list[Family | None] = [None] * len(rows)
+        if siblings != "off" and most != 0 and draft != OFF:
+            shared = families(rows, self._drafters, draft, self.interface.cache_name, self.vocabulary)
         made = []
-        for row, verifier, prediction, family in zip(rows, verifiers, predictions, families, strict=True):
+        for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
             lend, give_back = self._loan(OFF if most == 0 else draft, call, family)
             stopper = Stopper(criteria)
             sampler = make_sampler(
@@ -280,7 +284,7 @@ class Speculation:
                 waits_for_reader=prepared.callers_cache,
                 bytes_per_token=self.bytes_per_token,
                 prompt=None if together is None else together.of(row.inputs),
-                siblings=family,
+                siblings=family.siblings if family is not None and family.heard else None,
             )
             made.append(sequence)
         return made
@@ -292,23 +296,15 @@ class Speculation:
                 return self.company.verifiers(self._make_verifier, count)
             return [self._make_verifier() for _ in range(count)]
 
-    def _families(self, rows: Many[Row], draft: str | None) -> list[Siblings | None]:
-        """By row, what those with its prompt will share; None for a row whose prompt no other has."""
-        if len(rows) == 1:
-            return [None]
-        keys = [row.inputs.input_ids.cpu().numpy().tobytes() for row in rows]
-        shared = {key: self._drafters.siblings(draft) for key, count in Counter(keys).items() if count > 1}
-        return [shared.get(key) for key in keys]
-
     def _loan(
-        self, draft: str | None, call: str | None, siblings: Siblings | None
+        self, draft: str | None, call: str | None, family: Family | None
     ) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
         """What lends a sequence its drafter, and what takes it back when it has ended."""
         lent: list[Drafter] = []
         stores = self.datastores
 
         def lend() -> Drafter | str:
-            drafter = self._drafters.lend(draft, call, siblings)
+            drafter = self._drafters.lend(draft, call, None if family is None else family.siblings)
             if isinstance(drafter, str):
                 return drafter
             lent.append(drafter)
@@ -319,12 +315,16 @@ class Speculation:
         def give_back(sequence: Sequence) -> None:
             for drafter in lent:
                 self._drafters.give_back(drafter, sequence.spoiled)
+            if lent and family is not None and sequence.stopped and sequence.error is None:
+                family.remember(sequence.text.new_ids)  # of equal answers one is kept: done twice it is the same
             sequence.report.provenance = sourced_runs(sequence.report.origins, stores)
 
         return lend, give_back
 
     def ended(self, *sequences: Sequence) -> None:
-        """Let `last` be the report of a generation of these sequences."""
+        """Let `last` be the report of a generation of these sequences; what they wrote may be due to be saved."""
+        if self._drafters.rollouts is not None:
+            self._drafters.rollouts.keep()
         if len(sequences) == 1:
             self.last = sequences[0].log.summary()
             return

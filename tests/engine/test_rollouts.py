@@ -1,0 +1,188 @@
+"""Answers of earlier calls are drafted for samples of their own prompt; no text changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batch_rows import left_padded
+
+import retrieve_spec as rs
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.errors import ConfigError
+
+OPTIONS: dict[str, Any] = {"do_sample": True, "seed": 4, "max_new_tokens": 24}
+
+
+def prompts() -> torch.Tensor:
+    return torch.tensor([[3 + (i * 37 + 11 * row + 7) % 190 for i in range(8)] for row in range(2)])
+
+
+def kept(memory: rs.RolloutMemory, prompt: torch.Tensor) -> list[list[int]]:
+    return [answer.tolist() for answer in memory.answers_to(prompt.numpy().astype(np.int32))]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"do_sample": False}], ids=["1.0", "0.7", "greedy"])
+def test_no_text_changes(tiny: Any, options: dict[str, Any]) -> None:
+    """Samples, rows and single texts, in epochs; drafting off says the same."""
+    memory = rs.RolloutMemory(answers=4)
+    rs.accelerate(tiny, recorded_pass="off", nodes=16, rollouts=memory)
+    count = 3 if options.get("do_sample", True) else 1
+    for epoch in range(3):
+        given = OPTIONS | {"top_k": 0, "seed": epoch // 2} | options
+        for ids, samples in ((prompts(), count), (prompts()[:1], 1)):
+            got = tiny.generate(ids, **given, num_return_sequences=samples)
+            assert torch.equal(tiny.generate(ids, **given, num_return_sequences=samples, draft="off"), got)
+            assert not given["do_sample"] or got[samples - 1, 8:].tolist() in kept(memory, ids[0])
+            assert len(memory) == 2
+    assert tiny.speculation.last.mode == "plain"
+
+
+def test_the_same_again_takes_few_passes(tiny: Any) -> None:
+    """What was answered once is drafted from the first token on, for single rows too, and for its own prompt alone."""
+    rs.accelerate(tiny, recorded_pass="off", nodes=32, rollouts=rs.RolloutMemory())
+    one, other = prompts()[:1], prompts()[1:]
+    first = tiny.generate(one, **OPTIONS)
+    passes = tiny.speculation.last.passes
+    again = tiny.generate(one, **OPTIONS)
+    assert torch.equal(first, again)
+    assert tiny.speculation.last.passes <= 3 < passes
+    assert tiny.speculation.last.accepted_by_source["session"] > 15
+    rs.restore(tiny)
+    memory = rs.RolloutMemory()
+    rs.accelerate(tiny, recorded_pass="off", nodes=32, rollouts=memory)
+    tiny.generate(other, **OPTIONS)
+    assert torch.equal(tiny.generate(one, **OPTIONS), first)
+    assert tiny.speculation.last.passes == passes
+    assert "session" not in tiny.speculation.last.accepted_by_source
+    (done,) = rs.generate_many(tiny, [one[0]], **OPTIONS)
+    assert done.token_ids.tolist() == first[0, 8:].tolist()
+    assert done.outputs[0].report.passes <= 3
+
+
+def test_padding_is_no_part_of_a_prompt(tiny: Any) -> None:
+    memory = rs.RolloutMemory()
+    rs.accelerate(tiny, recorded_pass="off", nodes=8, rollouts=memory)
+    batch = left_padded((5, 9))
+    tiny.generate(**batch, **OPTIONS | {"pad_token_id": 0})
+    short = batch["input_ids"][0, -5:]
+    assert len(kept(memory, short)) == 1
+    tiny.generate(batch["input_ids"][:1], attention_mask=batch["attention_mask"][:1], **OPTIONS | {"pad_token_id": 0})
+    tiny.generate(short[None], **OPTIONS)
+    assert len(memory) == 2
+
+
+def test_what_a_drafter_lends_it_gives_back(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rollouts it learns into a calibration of their own, which begins with what was known."""
+    lend, seen = Drafters.lend, []
+
+    def noted(self: Drafters, *given: Any) -> Any:
+        drafter = lend(self, *given)
+        if isinstance(drafter, MixtureDrafter):
+            seen.append((drafter, drafter.calibration, drafter.session))
+        return drafter
+
+    monkeypatch.setattr(Drafters, "lend", noted)
+    rs.accelerate(tiny, recorded_pass="off", nodes=8, session=True, rollouts=rs.RolloutMemory())
+    session = tiny.speculation.session()
+    tiny.generate(prompts()[:1], **OPTIONS, siblings="off")
+    (drafter, own, before) = seen.pop()
+    assert before is session
+    learned = own.cells.copy()
+    assert learned.any()
+    tiny.generate(prompts(), **OPTIONS, num_return_sequences=2)
+    others = [calibration for _, calibration, _ in seen]
+    assert all(calibration is others[0] is not own for calibration in others)
+    assert (others[0].cells != learned).any()
+    assert (own.cells == learned).all()
+    assert len(session.texts) == 5
+    assert drafter.session is session and drafter.calibration is own
+    assert all(one.calibration is own and one.session is session for one, _, _ in seen)
+
+
+def test_weights_that_change(tiny: Any) -> None:
+    """Answers of other weights stay, are drafted, and change no text."""
+    memory = rs.RolloutMemory()
+    rs.accelerate(tiny, recorded_pass="always", nodes=16, rollouts=memory)
+    old = tiny.generate(prompts(), **OPTIONS)
+    weight = tiny.model.layers[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+        new = tiny.generate(prompts(), **OPTIONS)
+        assert tiny.speculation.last.nodes > 0
+        assert torch.equal(tiny.generate(prompts(), **OPTIONS, draft="off"), new)
+        assert kept(memory, prompts()[0]) == [old[0, 8:].tolist(), new[0, 8:].tolist()]
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_rows_that_are_done_are_kept(tiny: Any, error: type[BaseException]) -> None:
+    """One row ends at its end-of-text token; a processor's exception ends the other in the middle."""
+    memory = rs.RolloutMemory()
+    rs.accelerate(tiny, recorded_pass="off", nodes=8, rollouts=memory)
+    free = tiny.generate(prompts()[:1], **OPTIONS)
+    rs.restore(tiny)
+    memory = rs.RolloutMemory()
+    rs.accelerate(tiny, recorded_pass="off", nodes=8, rollouts=memory)
+
+    def request(row: int, hook: Any) -> dict[str, Any]:
+        return {"inputs": prompts()[row], "on_pass": hook}
+
+    def fails(shown: Any) -> None:
+        if len(kept(memory, prompts()[0])):
+            raise error("in the middle")
+
+    end = int(free[0, 8 + 3])
+    requests = [{"inputs": prompts()[0], "eos_token_id": end}, request(1, fails)]
+    done = []
+    try:
+        done += rs.generate_many(tiny, requests, **OPTIONS)
+    except KeyboardInterrupt:
+        assert error is KeyboardInterrupt
+    else:
+        assert isinstance(done[1].error, ValueError)
+    answer = kept(memory, prompts()[0])
+    assert len(answer) == 1 and answer[0][-1] == end
+    assert kept(memory, prompts()[1]) == []
+    assert torch.equal(tiny.generate(prompts()[:1], **OPTIONS), free)
+
+
+def test_answers_outlive_the_process_and_are_forgotten_on_demand(tiny: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.bin"
+    with rs.RolloutMemory(path) as memory:
+        rs.accelerate(tiny, recorded_pass="off", nodes=32, rollouts=memory)
+        first = tiny.generate(prompts()[:1], **OPTIONS)
+    rs.restore(tiny)
+    rs.accelerate(tiny, recorded_pass="off", nodes=32, rollouts=rs.RolloutMemory(path))
+    assert torch.equal(tiny.generate(prompts()[:1], **OPTIONS), first)
+    assert tiny.speculation.last.passes <= 3
+    tiny.speculation.forget()
+    assert not path.exists()
+    assert torch.equal(tiny.generate(prompts()[:1], **OPTIONS), first)
+    assert tiny.speculation.last.passes > 3
+
+
+def test_anything_else_is_refused(tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="RolloutMemory"):
+        rs.accelerate(tiny, rollouts=str(tmp_path / "rollouts.bin"))
+
+
+def test_epochs(reference_model: Any, reference_tokenizer: Any) -> None:
+    """Real text, sampled anew with every epoch: what earlier epochs said is worth passes."""
+    rs.accelerate(reference_model, reference_tokenizer, nodes=16, recorded_pass="off", rollouts=rs.RolloutMemory())
+    requests = ["class Stack:\n    def __init__(self):\n", "import os\n\n\ndef read_lines(path):\n"]
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 40}
+    paces = []
+    for epoch in range(3):
+        done = list(rs.generate_many(reference_model, requests, **options, num_return_sequences=3, seed=epoch, rows=3))
+        reports = [output.report for one in done for output in one.outputs]
+        paces.append(sum(r.new_tokens for r in reports) / sum(r.passes for r in reports))
+    assert min(paces[1:]) > paces[0], paces

@@ -1,0 +1,232 @@
+"""A rollout memory: bounds, isolation, files that are whole or refused, processes that share one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrieve_spec.errors import ConfigError, StoreCorruptError, StoreVersionError
+from retrieve_spec.sources import rollout_file
+from retrieve_spec.sources.rollouts import RolloutMemory
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def contents(memory: RolloutMemory, *prompts: np.ndarray) -> list[list[list[int]]]:
+    return [[answer.tolist() for answer in memory.answers_to(prompt)] for prompt in prompts]
+
+
+def test_prompts_are_kept_apart() -> None:
+    memory = RolloutMemory()
+    memory.remember(ids(1, 2), ids(5, 6))
+    memory.remember(ids(1, 2, 3), ids(7))
+    assert contents(memory, ids(1, 2), ids(1, 2, 3), ids(1)) == [[[5, 6]], [[7]], []]
+    assert memory.automata(ids(1), 100) == []
+
+
+def test_the_oldest_gives_way_and_equal_answers_are_one() -> None:
+    memory = RolloutMemory(answers=3)
+    for last in (1, 2, 3, 2, 4):
+        memory.remember(ids(9), ids(8, last))
+    assert contents(memory, ids(9)) == [[[8, 3], [8, 2], [8, 4]]]
+    memory.remember(ids(9), ids(*[7, 8] * 40))
+    assert contents(memory, ids(9))[0][-1] == [7, 8, 7, 8]  # the loop once more than it is needed to be seen
+    memory.remember(ids(9), ids())
+    assert len(contents(memory, ids(9))[0]) == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 60)), max_size=60), st.integers(1, 900))
+def test_bytes_are_bounded(answers: list[tuple[int, int]], most: int) -> None:
+    """By the naive rule: the prompt that was answered longest ago goes first, then old answers of the last one."""
+    memory = RolloutMemory(answers=4, max_bytes=most)
+    naive: dict[int, list[list[int]]] = {}
+    for number, (prompt, length) in enumerate(answers):
+        text = [1000 + number * 100 + i for i in range(length)]
+        memory.remember(ids(prompt), ids(*text))
+        naive[prompt] = [*naive.pop(prompt, []), text][-4:]
+        while sum(64 + sum(16 + 4 * len(a) for a in of) for of in naive.values()) > most:
+            first = next(iter(naive))
+            if len(naive) > 1 or len(naive[first]) == 1:
+                del naive[first]
+            else:
+                naive[first].pop(0)
+        assert memory.num_bytes <= most
+        assert len(memory) == len(naive)
+    assert contents(memory, *map(ids, range(7))) == [naive.get(prompt, []) for prompt in range(7)]
+
+
+def test_tokens_of_another_vocabulary_are_left_out() -> None:
+    memory = RolloutMemory()
+    memory.remember(ids(1), ids(500))
+    assert memory.automata(ids(1), 500) == []
+    assert len(memory.automata(ids(1), 501)) == 1
+    memory.remember(ids(1), ids(3, 4))
+    assert len(memory.automata(ids(1), 500)) == 1
+    assert len(memory.automata(ids(1), 501)) == 2
+
+
+def test_beginnings_are_found_behind_the_prompt() -> None:
+    memory = RolloutMemory()
+    prompt = ids(*range(10, 40))
+    memory.remember(prompt, ids(50, 51))
+    (automaton,) = memory.automata(prompt, 100)
+    state, matched = automaton.follow(prompt[-8:])
+    assert matched == 8
+    assert automaton.successors(state)[0].tolist() == [50]
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "rollouts.bin"
+    with RolloutMemory(path) as memory:
+        for prompt in range(5):
+            for answer in range(3):
+                memory.remember(ids(prompt), ids(prompt, answer, 7))
+    again = RolloutMemory(path)
+    assert contents(again, *map(ids, range(6))) == contents(memory, *map(ids, range(6)))
+    assert again.num_bytes == memory.num_bytes
+    smaller = RolloutMemory(path, answers=1)
+    assert contents(smaller, ids(4)) == [[[4, 2, 7]]]
+    again.forget()
+    assert len(RolloutMemory(path)) == len(again) == 0
+
+
+def test_what_others_saved_is_taken_in(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.bin"
+    one, other = RolloutMemory(path), RolloutMemory(path)
+    one.remember(ids(1), ids(5))
+    one.save()
+    other.remember(ids(1), ids(6))
+    other.remember(ids(2), ids(7))
+    other.save()
+    one.save()
+    assert contents(one, ids(1), ids(2)) == contents(other, ids(1), ids(2)) == [[[5], [6]], [[7]]]
+    path.unlink()
+    one.save()
+    assert contents(RolloutMemory(path), ids(1), ids(2)) == [[[5], [6]], [[7]]]
+
+
+def test_saves_when_it_is_due(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.bin"
+    memory = RolloutMemory(path, save_every=3)
+    for number in range(3):
+        assert not path.exists()
+        memory.remember(ids(1), ids(number))
+        memory.keep()
+    assert len(RolloutMemory(path).answers_to(ids(1))) == 3
+
+
+def test_a_save_that_fails_is_logged_and_no_memory_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rollouts.bin"
+    memory = RolloutMemory(path, save_every=1)
+    path.write_bytes(b"somebody else's file")
+    memory.remember(ids(1), ids(2))
+    memory.keep()
+    assert "rollouts are not saved" in caplog.text
+    with pytest.raises(StoreCorruptError):
+        memory.save()
+    assert path.read_bytes() == b"somebody else's file"
+    assert contents(memory, ids(1)) == [[[2]]]
+    path.unlink()
+    memory.save()
+    assert contents(RolloutMemory(path), ids(1)) == [[[2]]]
+
+
+def test_every_altered_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.bin"
+    with RolloutMemory(path) as memory:
+        memory.remember(ids(1, 2), ids(3, 4))
+        memory.remember(ids(5), ids(6))
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises((StoreCorruptError, StoreVersionError)):
+            RolloutMemory(path)
+        path.write_bytes(whole[:at])
+        with pytest.raises(StoreCorruptError):
+            RolloutMemory(path)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(StoreCorruptError):
+        RolloutMemory(path)
+    path.write_bytes(whole)
+    assert contents(RolloutMemory(path), ids(5)) == [[[6]]]
+
+
+def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+    """Also behind a right checksum."""
+    path = tmp_path / "rollouts.bin"
+    whole = rollout_file.packed({b"k" * 16: (ids(3, 4),)})
+    head = rollout_file._HEAD
+    import zlib
+
+    for body in (whole[head.size :] + b"\0\0\0\0", whole[head.size : -4], whole[head.size : -4] + b"\xff" * 4):
+        path.write_bytes(head.pack(b"rs-rollouts\n", 1, zlib.crc32(body), 1, 1) + body)
+        with pytest.raises(StoreCorruptError):
+            RolloutMemory(path)
+    path.write_bytes(head.pack(b"rs-rollouts\n", 1, zlib.crc32(whole[head.size :]), 2**63, 2**63) + whole[head.size :])
+    with pytest.raises(StoreCorruptError):
+        RolloutMemory(path)
+
+
+@pytest.mark.parametrize("options", [{"answers": 0}, {"max_bytes": 0}, {"save_every": -1}])
+def test_bounds_are_checked(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        RolloutMemory(**options)
+    with pytest.raises(ConfigError, match="with a path"):
+        RolloutMemory().save()
+
+
+_WRITER = """
+import sys
+import numpy as np
+from retrieve_spec.sources.rollouts import RolloutMemory
+path, name, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+memory = RolloutMemory(path, answers=100)
+for number in range(rounds):
+    memory.remember(np.array([1], np.int32), np.array([name, number], np.int32))
+    memory.save()
+    print(number, flush=True)
+"""
+
+
+def _writer(path: Path, name: int, rounds: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _WRITER, str(path), str(name), str(rounds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+
+
+def test_two_processes_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.bin"
+    writers = [_writer(path, name, 12) for name in (3, 4)]
+    assert [writer.wait(120) for writer in writers] == [0, 0]
+    for writer in writers:
+        assert writer.stdout is not None
+        writer.stdout.close()
+    kept = contents(RolloutMemory(path, answers=100), ids(1))[0]
+    assert sorted(map(tuple, kept)) == [(name, number) for name in (3, 4) for number in range(12)]
+
+
+def test_a_killed_process_leaves_the_file_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.bin"
+    writer = _writer(path, 3, 100_000)
+    assert writer.stdout is not None
+    for _ in range(30):
+        said = int(writer.stdout.readline())
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(60)
+    said = max([said, *(int(line) for line in writer.stdout.read().split("\n")[:-1])])
+    writer.stdout.close()
+    memory = RolloutMemory(path, answers=100)
+    kept = [number for _, number in contents(memory, ids(1))[0]]
+    assert kept[-1] >= said
+    assert kept == list(range(max(0, kept[-1] - 99), kept[-1] + 1))
+    memory.remember(ids(1), ids(9))
+    memory.save()  # nothing holds the lock any more
