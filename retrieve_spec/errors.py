@@ -45,6 +45,13 @@ class PromptError(RetrieveSpecError, ValueError):
     """The prompt is empty, or leaves no room for a new token."""
 
 
+class RequestError(RetrieveSpecError, KeyError):
+    """A request that an engine names is not under way, or is already."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class DistributionError(RetrieveSpecError, RuntimeError):
     """Scores to sample from are NaN, infinite or all -inf: the model overflowed, or processors left no token."""
 

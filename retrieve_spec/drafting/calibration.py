@@ -86,10 +86,13 @@ class Calibration:
         known[0] = (known[0] + accepted) * fade
         known[1] = total * fade
 
-    def keep(self) -> None:
-        """Count a request, and write the tables to `path` (if there is one) after the first and every 16th."""
-        self._requests += 1
-        if self.path is not None and self._requests % _SAVE_EVERY == 1:
+    def keep(self, at_once: bool = False) -> None:
+        """Count a request, and write the tables to `path` (if there is one) after the first and every 16th.
+
+        With `at_once` nothing is counted, and they are written.
+        """
+        self._requests += not at_once
+        if self.path is not None and (at_once or self._requests % _SAVE_EVERY == 1):
             self.save(self.path)
             if self.phrases.requests != self._phrases_saved:
                 _put(_phrases_path(self.path), self.phrases.packed())

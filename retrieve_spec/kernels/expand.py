@@ -87,7 +87,7 @@ def couple(tokens: NDArray[np.int32], probs: NDArray[np.float32], n: int, key: n
 
 
 @njit(cache=True, nogil=True)
-def _best_possible(cost: NDArray[np.float32], n: int, gain: float, p: float, rate: float) -> bool:
+def best_possible(cost: NDArray[np.float32], n: int, gain: float, p: float, rate: float) -> bool:
     """Whether adding more nodes of probability at most ``p`` can still raise tokens per second above ``rate``."""
     for m in range(n + 1, len(cost)):  # noqa: SIM110 (Numba compiles the loop, not any())
         if (gain + (m - n) * p) > rate * np.float64(cost[m]):
@@ -113,7 +113,7 @@ def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
 
 
 @njit(cache=True, nogil=True)
-def _begin(
+def begin(
     root_cursors: NDArray[np.int64], tail: NDArray[np.int32], cursors: NDArray[np.int64], tails: NDArray[np.int32]
 ) -> None:
     """Put the root's cursors and newest tokens in front of those of the nodes."""
@@ -125,7 +125,7 @@ def _begin(
 
 
 @njit(cache=True, nogil=True)
-def _follow(
+def follow(
     table: NDArray[np.int64], cursors: NDArray[np.int64], tails: NDArray[np.int32], above: int, at: int, token: int
 ) -> None:
     """Make the newest tokens and the cursors at place ``at`` those at place ``above`` after one more token."""
@@ -204,7 +204,7 @@ def expand(
     pool_p, pool_ids, heap = borrowed(pool_p), borrowed(pool_ids), borrowed(heap)
     scratch = open_scratch(memory, rows)
     tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
-    _begin(root_cursors, tail, cursors, tails)
+    begin(root_cursors, tail, cursors, tails)
     ranks = np.zeros(RANKS, np.int64)
     cutoff = 0.0
     pool = size = 0  # candidates found, candidates waiting
@@ -244,7 +244,7 @@ def expand(
         _pop(heap, size, pool_p, pool_ids)
         size -= 1
         path_p = np.float64(pool_p[top])
-        if len(cost) > 0 and not _best_possible(cost, n, gain, path_p, best_rate):
+        if len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate):
             break
         parent = pool_ids[top, 1]
         depth = 1 if parent < 0 else nodes[parent, 2] + 1
@@ -260,5 +260,5 @@ def expand(
         elif gain > best_rate * np.float64(cost[n]):
             best_rate = gain / np.float64(cost[n])
             best_n = n
-        _follow(table, cursors, tails, parent + 1, n, np.int32(pool_ids[top, 0]))
+        follow(table, cursors, tails, parent + 1, n, np.int32(pool_ids[top, 0]))
     return best_n, n

@@ -35,7 +35,8 @@ from retrieve_spec.kernels.weights import LENGTH_CLASSES, NUM_SOURCES
 
 
 @njit(cache=True, nogil=True)
-def _trust(request: NDArray[np.int64]) -> NDArray[np.float64]:
+def trust_of(request: NDArray[np.int64]) -> NDArray[np.float64]:
+    """(NUM_SOURCES, 1 + LENGTH_CLASSES, 2) float64 trust of a request (`weights.begin_request`)."""
     return view_f64_cube(request[state.TRUST], NUM_SOURCES, 1 + LENGTH_CLASSES, 2)
 
 
@@ -124,7 +125,7 @@ def propose(
         request[state.LENGTH],
         cells,
         scale,
-        _trust(request),
+        trust_of(request),
         state.noise_of(request),
         cost,
         max_nodes,
@@ -202,7 +203,7 @@ def observe(
         request[state.LENGTH],
         cells,
         scale,
-        _trust(request),
+        trust_of(request),
         state.use_of(request, rows),
         noise,
         min_p,

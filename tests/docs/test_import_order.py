@@ -20,7 +20,7 @@ ORDER = [
     {"verify"},
     {"recorded"},
     {"engine"},
-    {"generation"},
+    {"generation", "integrations"},
     {"acceleration"},
     {"__init__"},
     {"cli_common"},

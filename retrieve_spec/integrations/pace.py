@@ -1,0 +1,67 @@
+"""Pace of an engine: seconds of its steps in, what further steps will cost out, and when it is not worth drafting."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import MAX_NODES
+from retrieve_spec.engine.budget import Costs
+
+_LONGEST_REST = 8
+"""Steps without a look at most, after drafting has not paid again and again."""
+_FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
+"""Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
+
+
+class Pace:
+    """Measured cost of an engine's steps, by rows (to the next power of two), drafted nodes and context.
+
+    An engine may take another way as soon as one row has a draft (vLLM samples by rejection then), so steps without any
+    are measured too: they are taken now and then where none were seen.
+    """
+
+    def __init__(self) -> None:
+        self._costs = Costs()
+        self._plain: dict[int, int] = {}
+        self._since: dict[int, int] = {}
+        self._step: tuple[int, int, int] | None = None
+        self._rest = self._misses = 0
+
+    def measured(self, seconds: float) -> None:
+        """Learn what the step over the last drafts took; a second report of the same step counts no more."""
+        if self._step is None:
+            return
+        rows, nodes, context = self._step
+        self._step = None
+        self._costs.of(rows).observe(nodes, context, seconds)
+        self._plain[rows] = self._plain.get(rows, 0) + (nodes == 0)
+        self._since[rows] = 0 if nodes == 0 else self._since.get(rows, 0) + 1
+
+    def curve(self, rows: int, context: int) -> NDArray[np.float32] | None:
+        """(MAX_NODES + 1,) seconds of a step over so many rows and 0 … n nodes, None while nothing is measured."""
+        costs = self._costs.of(_bucket(rows))
+        return costs.seconds(context, MAX_NODES) if costs.measured else None
+
+    def goes_without(self, rows: int) -> bool:
+        """Whether the next step is better taken without a look: drafting did not pay lately, or to measure that."""
+        if self._rest > 0:
+            self._rest -= 1
+            return True
+        bucket = _bucket(rows)
+        every = _FIRST_EVERY if self._plain.get(bucket, 0) < _FIRST_PLAIN else _PLAIN_EVERY
+        return self._since.get(bucket, 0) >= every
+
+    def looked(self, nodes: int, measured: bool) -> None:
+        """Be told how many nodes a look has found worth drafting; measured or not, costs being known."""
+        if measured:
+            self._misses = 0 if nodes else self._misses + 1
+            self._rest = min(self._misses // 2, _LONGEST_REST)
+
+    def stepped(self, rows: int, nodes: int, context: int) -> None:
+        """Be told of the drafts that the next step verifies."""
+        self._step = _bucket(rows), nodes, context
+
+
+def _bucket(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()

@@ -1,0 +1,253 @@
+"""Requests under way at an engine in, a drafter for each: begun, given their tokens, ended; with what they share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.many import NOTHING, Row
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.errors import ConfigError, PromptError, RequestError
+from retrieve_spec.integrations.state import (
+    GREEDY,
+    SAMPLED,
+    load_calibrations,
+    load_session,
+    open_folder,
+    save_session,
+)
+from retrieve_spec.sources.session import SessionMemory
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.store import Datastore
+
+_LARGEST = 2**31 - 1
+_SAVE_EVERY = 64
+"""Requests between two times that the session is written."""
+_KEPT = 64
+"""Drafters of ended requests that are kept for later ones …"""
+_LARGE = 1 << 16
+"""… but for those whose arrays have grown beyond so many rows."""
+
+
+@dataclass(slots=True)
+class Request:
+    """A request under way: its drafter, how many tokens it has been given, what was last drafted for it."""
+
+    row: Row
+    kind: str
+    length: int
+    tree: DraftTree = NOTHING
+
+
+class Requests:
+    """The base of `ServingDrafter`: requests by name, and the stores, calibrations and session that they share.
+
+    Parameters are those of `ServingDrafter`.
+    """
+
+    def __init__(
+        self,
+        config: SpeculationConfig | None,
+        datastores: Many[Datastore],
+        session: SessionMemory | None,
+        state: str | os.PathLike[str] | None,
+    ) -> None:
+        self.config = (config or SpeculationConfig()).with_options(dense="off", provenance=False)
+        self.datastores = list(datastores)
+        self.session = SessionMemory(self.config.session_tokens) if session is None and self.config.session else session
+        self._folder = None if state is None else open_folder(state)
+        self._calibrations = load_calibrations(self._folder)
+        if self._folder is not None and self.session is not None:
+            load_session(self._folder, self.session)
+        self._requests: dict[str, Request] = {}
+        self._idle: dict[str, list[Row]] = {GREEDY: [], SAMPLED: []}
+        self._ended = 0
+        self._counts = dict.fromkeys(("requests", "steps", "rows", "drafted", "accepted", "emitted"), 0)
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._requests
+
+    def start(
+        self,
+        request: str,
+        prompt_ids: NDArray[Any] | Many[int],
+        *,
+        prediction_ids: NDArray[Any] | Many[int] | None = None,
+        sampled: bool = False,
+        asker: str | None = None,
+    ) -> None:
+        """Begin a request.
+
+        Parameters
+        ----------
+        request
+            Its name, for all other methods.
+        prompt_ids
+            (L,) token ids, L ≥ 1.
+        prediction_ids
+            (P,) token ids of a text that the answer is expected to repeat, if there is one.
+        sampled
+            Whether its tokens are sampled; how far drafts can be trusted is learned apart.
+        asker
+            Whoever asks: phrases that one asker alone was given are not drafted. None: every request has its own.
+
+        Raises
+        ------
+        RequestError
+            A request of that name is under way.
+        PromptError
+            The prompt or the prediction is no sequence of token ids, or the prompt has none.
+        """
+        prompt = token_ids_of(prompt_ids, "a prompt")
+        prediction = None if prediction_ids is None else token_ids_of(prediction_ids, "a prediction")
+        if not len(prompt):
+            raise PromptError("a prompt of one token at least", "an empty one", "Start with what the model reads.")
+        with self._lock:
+            if request in self._requests:
+                raise RequestError("a request that is not under way", repr(request), "Finish it, or use another name.")
+            kind = SAMPLED if sampled else GREEDY
+            row = self._idle[kind].pop() if self._idle[kind] else self._new_row(kind)
+            row.start(prompt, prediction)
+            row.asker = asker
+            self._requests[request] = Request(row, kind, len(prompt))
+            self._counts["requests"] += 1
+
+    def _new_row(self, kind: str) -> Row:
+        return Row(self.config, self.session, self.datastores, self._calibrations[kind])
+
+    def length(self, request: str) -> int:
+        """Tokens that a request has been given, the prompt included.
+
+        Raises
+        ------
+        RequestError
+            No request of that name is under way.
+        """
+        with self._lock:
+            return self._of(request).length
+
+    def feed(self, request: str, token_ids: NDArray[Any] | Many[int], *, verified: int | None = None) -> int:
+        """Give a request its next tokens: what was accepted of its draft, and what the model said next.
+
+        Parameters
+        ----------
+        token_ids
+            (n,) token ids behind those it has been given.
+        verified
+            How many nodes of the last draft, in order, the engine has verified; None for all, 0 where it took another
+            way. What was not verified says nothing about how far drafts can be trusted.
+
+        Returns
+        -------
+        int
+            How many of the tokens the draft had foreseen.
+
+        Raises
+        ------
+        RequestError
+            No request of that name is under way.
+        PromptError
+            These are no token ids.
+        """
+        emitted = token_ids_of(token_ids, "tokens")
+        with self._lock:
+            state = self._of(request)
+            if not len(emitted):
+                return 0
+            tree = state.tree
+            if verified is not None and verified < len(tree):
+                tree = tree.first(verified)
+            state.tree = NOTHING
+            accepted = foreseen(tree, emitted)
+            state.row.hear(emitted, tree, accepted)
+            state.length += len(emitted)
+            self._counts["accepted"] += accepted
+            self._counts["emitted"] += len(emitted)
+            return accepted
+
+    def finish(self, request: str, *, keep: bool = True) -> None:
+        """End a request and forget its text.
+
+        Parameters
+        ----------
+        request
+            Its name, which is free afterwards.
+        keep
+            Let the session, if there is one, and the phrases learn from what was generated; False for a request that
+            was aborted, or that asked for it.
+
+        Raises
+        ------
+        RequestError
+            No request of that name is under way.
+        """
+        with self._lock:
+            state = self._of(request)
+            del self._requests[request]
+            state.row.leave(keep)
+            if len(self._idle[state.kind]) < _KEPT and len(state.row.context.edges) <= _LARGE:
+                self._idle[state.kind].append(state.row)
+            self._ended += 1
+            if self._ended % _SAVE_EVERY == 1 and self._folder is not None and self.session is not None:
+                save_session(self._folder, self.session)
+
+    def save(self) -> None:
+        """Write what was learned to the state folder, if there is one; every so many requests that is done anyway."""
+        with self._lock:
+            if self._folder is None:
+                return
+            for calibration in self._calibrations.values():
+                calibration.keep(at_once=True)
+            if self.session is not None:
+                save_session(self._folder, self.session)
+
+    def _of(self, request: str) -> Request:
+        state = self._requests.get(request)
+        if state is None:
+            raise RequestError("a request that is under way", repr(request), "Start it first.")
+        return state
+
+
+def token_ids_of(token_ids: NDArray[Any] | Many[int], what: str) -> NDArray[np.int32]:
+    """(n,) int32; `PromptError` where they are anything but token ids."""
+    ids = np.asarray(token_ids)
+    if ids.size == 0 and ids.ndim == 1:
+        return np.empty(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise PromptError(f"{what} of token ids, (n,)", f"{ids.dtype} of shape {ids.shape}", "Give one text.")
+    if int(ids.min()) < 0 or (ids.dtype != np.int32 and int(ids.max()) > _LARGEST):
+        raise PromptError(f"{what} of token ids from 0", f"{ids.min()} … {ids.max()}", "Leave out placeholders.")
+    return ids.astype(np.int32)  # a copy: the engine may go on writing to its own
+
+
+def each_of(value: int | Many[int], rows: int, name: str) -> list[int]:
+    """A limit for each of so many rows; `ConfigError` where there are others than that."""
+    values = [value] * rows if isinstance(value, int) else [int(one) for one in value]
+    if len(values) != rows:
+        raise ConfigError(f"{name} for {rows} requests", f"{len(values)} of them", "Give one number, or one for each.")
+    return values
+
+
+def foreseen(tree: DraftTree, emitted: NDArray[np.int32]) -> int:
+    """How many of the emitted tokens (e,) a path of the tree had foreseen."""
+    at, tokens, parents = -1, tree.token_ids.tolist(), tree.parent.tolist()
+    for depth, token in enumerate(emitted.tolist()):
+        child = at + 1  # children come behind their parent, the most probable one first
+        while child < len(tokens) and (parents[child] != at or tokens[child] != token):
+            child += 1
+        if child == len(tokens):
+            return depth
+        at = child
+    return len(emitted)

@@ -1,0 +1,423 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.calibration import Calibration
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.errors import ConfigError, PromptError, RequestError
+from retrieve_spec.integrations import ServingDrafter
+from retrieve_spec.sources.session import SessionMemory
+
+CONFIG = SpeculationConfig(min_path_probability=0.03)
+NO_TORCH = '''
+import sys
+
+
+class Blocked:
+    """Finds no model library."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "accelerate", "faiss", "vllm"):
+            raise ImportError(f"{name} is blocked")
+
+
+sys.meta_path.insert(0, Blocked())
+
+from retrieve_spec.integrations import ServingDrafter
+
+drafter = ServingDrafter()
+drafter.start("a", [1, 2, 3, 4, 5, 6, 7] * 3)
+[chain] = drafter.draft(["a"], 8)
+assert chain.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 1], chain
+drafter.finish("a")
+assert not {"torch", "transformers"} & set(sys.modules)
+'''
+
+
+def texts(seed, rows, length=120):
+    """Random texts over a few tokens, which repeat themselves; no two of them have a token in common."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for row in range(rows):
+        text = rng.integers(0, int(rng.integers(2, 7)), length).astype(np.int32) + 100 * row
+        text[60:90] = text[10:40]
+        made.append(text)
+    return made
+
+
+def walk(tree, wanted):
+    """Path of nodes that a text takes through a tree."""
+    path, at = [], -1
+    for token in wanted.tolist():
+        below = np.flatnonzero((tree.parent == at) & (tree.token_ids == token))
+        if not len(below):
+            break
+        at = int(below[0])
+        path.append(at)
+    return np.array(path, np.int32)
+
+
+def same(one, other):
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("token_ids", "parent", "log_p"))
+
+
+class Twins:
+    """The naive way: a drafter for each row, asked one after another, which share what a `ServingDrafter` shares."""
+
+    def __init__(self, session=None):
+        self.calibration = Calibration()
+        self.session = session
+        self.drafters, self.trees, self.idle = {}, {}, []
+
+    def start(self, name, prompt, prediction=None):
+        shared = {"session": self.session, "calibration": self.calibration}
+        self.drafters[name] = self.idle.pop() if self.idle else MixtureDrafter(CONFIG, recycling=False, **shared)
+        self.drafters[name].start(prompt, prediction)
+
+    def feed(self, name, emitted):
+        tree = self.trees.pop(name)
+        path = walk(tree, emitted)
+        drafter = self.drafters[name]
+        drafter._rest = 1  # what it was given is followed when all are asked
+        drafter._proposed = -1, 0.0  # its promise is added up from the tree, to the last bit as rows do
+        drafter.observe(VerifiedPass(tree, path, emitted))
+        drafter._rest = 0
+
+    def draft(self, names, nodes, depth):
+        for name in names:
+            self.drafters[name]._catch_up()
+        for name in names:
+            self.trees[name] = self.drafters[name].propose(Budget(nodes, depth))
+        return [self.trees[name] for name in names]
+
+
+def test_it_needs_no_torch():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", NO_TORCH], check=True)
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.booleans(), st.booleans())
+def test_drafts_are_those_of_a_mixture_drafter_for_each_row(seed, rows, predicted, remembers):
+    rng = np.random.default_rng(seed)
+    written = texts(seed, rows)
+    sessions = [SessionMemory(500) if remembers else None for _ in range(2)]
+    serving, twins = ServingDrafter(CONFIG, session=sessions[0]), Twins(sessions[1])
+    names = [f"r{i}" for i in range(rows)]
+    for _ in range(2):  # a second request of each goes on with what the first ones learned
+        at = {name: int(rng.integers(1, 30)) for name in names}
+        for name, text in zip(names, written, strict=True):
+            prediction = text[40:90] if predicted else None
+            serving.start(name, text[: at[name]], prediction_ids=prediction)
+            twins.start(name, text[: at[name]], prediction)
+        while max(at.values()) < 100:
+            trees = serving.draft(names, 24, max_depth=12, shape="tree")
+            assert all(map(same, trees, twins.draft(names, 24, 12)))
+            for name, text, tree in zip(names, written, trees, strict=True):
+                tree.validate()
+                accepted = len(walk(tree, text[at[name] :]))
+                emitted = text[at[name] : at[name] + accepted + 1]
+                assert serving.feed(name, emitted) == accepted
+                twins.feed(name, emitted)
+                at[name] += len(emitted)
+        for name in names:
+            serving.finish(name)
+            twins.drafters[name].finish()
+            twins.idle.append(twins.drafters.pop(name))
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10**6), st.integers(0, 20))
+def test_a_chain_is_the_first_branch_of_a_whole_tree(seed, depth):
+    [text] = texts(seed, 1)
+    rng = np.random.default_rng(seed)
+    chains, trees = ServingDrafter(CONFIG), ServingDrafter(CONFIG)
+    at = int(rng.integers(1, 40))
+    for drafter in (chains, trees):
+        drafter.start("a", text[:at])
+    while at < len(text):
+        [chain] = chains.draft(["a"], 20, max_depth=depth)
+        [tree] = trees.draft(["a"], 256, max_depth=depth, shape="tree")
+        assert len(tree) < 256 and chain.is_chain
+        assert same(chain, tree.first_branch())
+        assert (chain.depth == np.arange(1, len(chain) + 1)).all() and (chain.origin == -1).all()
+        emitted = text[at : at + int(rng.integers(1, 5))]
+        for drafter in (chains, trees):
+            drafter.feed("a", emitted, verified=0)
+        at += len(emitted)
+
+
+def test_the_same_calls_make_the_same_drafts():
+    def drafts():
+        drafter = ServingDrafter(SpeculationConfig(session=True))
+        found = []
+        for turn in range(3):
+            for i, text in enumerate(texts(turn // 2, 3)):
+                drafter.start(f"r{i}", text[:20], sampled=i == 1)
+            for at in range(20, 110, 3):
+                found += drafter.draft(["r0", "r1", "r2"], [8, 0, 16])
+                for i, text in enumerate(texts(turn // 2, 3)):
+                    drafter.feed(f"r{i}", text[at : at + 3])
+                drafter.measured(1.0 + 0.001 * len(found))
+            for i in range(3):
+                drafter.finish(f"r{i}")
+        return [tree.token_ids.tolist() for tree in found], drafter.statistics()
+
+    (one, counts), (other, _) = drafts(), drafts()
+    assert one == other and any(one)
+    assert counts["requests"] == 9 and counts["under_way"] == 0
+    assert counts["emitted"] == 9 * 90 and counts["drafted"] == sum(map(len, one)) >= counts["accepted"] > 0
+
+
+def test_no_row_drafts_from_another():
+    drafter = ServingDrafter()
+    written = texts(3, 4)
+    for i, text in enumerate(written):
+        drafter.start(f"r{i}", text[:50])
+    for at in range(50, 110, 4):
+        names = [f"r{i}" for i in np.random.default_rng(at).permutation(4)]  # rows of an engine change places
+        for name, tree in zip(names, drafter.draft(names, 16), strict=True):
+            assert set(tree.token_ids.tolist()) <= set(written[int(name[1])].tolist())
+        for i, text in enumerate(written):
+            drafter.feed(f"r{i}", text[at : at + 4])
+
+
+def test_finish_forgets_the_text():
+    text = np.arange(1, 60, dtype=np.int32)
+    drafter = ServingDrafter()
+    drafter.start("a", text)
+    drafter.feed("a", text)
+    drafter.finish("a")
+    drafter.start("b", [5, 6, 7])
+    assert not set(drafter.draft(["b"], 16)[0].token_ids.tolist()) - {5, 6, 7}
+    assert len(drafter) == 1 and "a" not in drafter and "b" in drafter
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_session_is_given_what_ended_requests_generated(keep):
+    drafter = ServingDrafter(SpeculationConfig(session=True))
+    drafter.start("a", [1])
+    drafter.feed("a", list(range(20, 60)))
+    drafter.start("b", [20, 21, 22])
+    assert 23 not in drafter.draft(["b"], 16)[0].token_ids, "what is under way is nobody else's"
+    drafter.finish("a", keep=keep)
+    drafter.start("c", [20, 21, 22])
+    assert (23 in drafter.draft(["c"], 16)[0].token_ids) == keep
+
+
+def test_what_was_learned_is_kept_between_runs(tmp_path):
+    def new():
+        return ServingDrafter(SpeculationConfig(session=True), state=tmp_path / "state")
+
+    first = new()
+    for i, text in enumerate(texts(5, 1) * 2):
+        first.start(f"r{i}", text[:30], sampled=i == 1)
+        for at in range(30, 120, 3):
+            first.draft([f"r{i}"], 8)
+            first.feed(f"r{i}", text[at : at + 3])
+        first.finish(f"r{i}")
+    first.save()
+    first_phrases = first._calibrations["greedy"].phrases
+    second = new()
+    for kind, calibration in second._calibrations.items():
+        assert (calibration.cells == first._calibrations[kind].cells).all() and calibration.cells.any()
+        assert calibration.phrases is second._calibrations["greedy"].phrases
+        assert calibration.phrases.tokens.any() and (calibration.phrases.tokens == first_phrases.tokens).all()
+    assert [t.tolist() for t in second.session.texts] == [t.tolist() for t in first.session.texts]
+    for drafter in (first, second):
+        drafter.start("again", texts(5, 1)[0][30:40])
+    wanted = first.draft(["again"], 16)[0].token_ids.tolist()
+    assert len(wanted) > 4 and second.draft(["again"], 16)[0].token_ids.tolist() == wanted
+
+
+def test_damaged_state_starts_anew(tmp_path, caplog):
+    for name in ("greedy.npy", "sampled.npy", "session.npy"):
+        (tmp_path / name).write_bytes(b"\x93NUMPY nothing of the kind")
+    drafter = ServingDrafter(SpeculationConfig(session=True), state=tmp_path)
+    assert len(caplog.records) == 3
+    drafter.start("a", [1, 2, 1, 2, 1])
+    assert drafter.draft(["a"], 1)[0].token_ids.tolist() == [2]
+    drafter.finish("a")
+    drafter.save()
+    assert len(ServingDrafter(state=tmp_path)) == 0
+
+
+def test_a_state_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="folder to keep state in"):
+        ServingDrafter(state=tmp_path / "file" / "below")
+
+
+def looping(drafter, rows):
+    names = [f"r{i}" for i in range(rows)]
+    for i, name in enumerate(names):
+        drafter.start(name, list(range(50 * i, 50 * i + 9)) * 4)
+    return names
+
+
+def drafted_after(drafter, names, seconds, steps):
+    """Nodes of every step of an engine whose steps over n nodes take `seconds(n)`."""
+    found = []
+    for _ in range(steps):
+        nodes = sum(map(len, drafter.draft(names, 16)))
+        found.append(nodes)
+        drafter.measured(seconds(nodes))
+        for i, name in enumerate(names):
+            drafter.feed(name, [50 * i + (drafter.length(name)) % 9])
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_nodes_fade_where_they_do_not_pay_and_come_back(rows):
+    drafter = ServingDrafter()
+    names = looping(drafter, rows)
+    assert sum(map(len, drafter.draft(names, 16))) > 8 * rows, "all one may have while nothing is measured"
+    dear = drafted_after(drafter, names, lambda n: 1.0 + 20.0 * (n > 0), 200)
+    assert sum(dear[-50:]) < 0.1 * sum(dear[:1]) * 50
+    cheap = drafted_after(drafter, names, lambda n: 1.0, 600)
+    assert cheap[-1] > 8 * rows or cheap[-2] > 8 * rows
+
+
+def test_many_rows_share_one_budget():
+    drafter = ServingDrafter()
+    names = looping(drafter, 40)
+    drafted_after(drafter, names, lambda n: 1.0, 3)
+    trees = drafter.draft(names, 64)
+    assert sum(map(len, trees)) <= 256
+    for tree in trees:
+        tree.validate()
+        assert tree.is_chain
+
+
+def test_steps_without_drafts_are_measured_too():
+    drafter = ServingDrafter()
+    names = looping(drafter, 2)
+    nodes = drafted_after(drafter, names, lambda n: 1.0 + 0.001 * n, 100)
+    assert 4 <= nodes.count(0) <= 8
+
+
+def test_a_step_is_measured_once():
+    drafter = ServingDrafter()
+    names = looping(drafter, 2)
+    drafter.measured(5.0)  # of no step
+    assert sum(map(len, drafter.draft(names, 16))) == 32
+    drafter.measured(1.0)
+    drafter.measured(1e-9)  # the same step again
+    assert drafter._pace.curve(2, 40)[0] > 0.1
+
+
+def test_tokens_that_the_model_does_not_have_are_not_drafted():
+    drafter = ServingDrafter(vocabulary=6)
+    drafter.start("a", [1, 2, 3, 9, 1, 2, 3, 9, 1])
+    assert drafter.draft(["a"], 8)[0].token_ids.tolist() == [2, 3]
+    [tree] = drafter.draft(["a"], 64, shape="tree")
+    tree.validate()
+    assert len(tree) and tree.token_ids.max() < 6
+
+
+def test_what_was_not_verified_teaches_nothing():
+    drafter = ServingDrafter()
+    drafter.start("a", [1, 2, 3, 4] * 4)
+    drafter.draft(["a"], 8)
+    assert drafter.feed("a", [1, 2, 9], verified=1) == 1
+    known = drafter._calibrations["greedy"].drafts[0]
+    assert 0 < known[1] < 2
+    drafter.draft(["a"], 8)
+    assert drafter.feed("a", [7], verified=0) == 0
+    assert drafter._calibrations["greedy"].drafts[0] == known
+    assert drafter.feed("a", []) == 0 and drafter.length("a") == 20
+
+
+def test_calibration_of_sampled_text_is_its_own():
+    drafter = ServingDrafter()
+    drafter.start("a", [1, 2, 3] * 5, sampled=True)
+    drafter.draft(["a"], 8)
+    drafter.feed("a", [1, 2, 2])
+    drafter.follow()
+    assert drafter._calibrations["sampled"].cells.any() and not drafter._calibrations["greedy"].cells.any()
+
+
+def test_short_and_long_prompts():
+    drafter = ServingDrafter()
+    drafter.start("one", [7])
+    drafter.start("long", np.arange(40000) % 5000)
+    one, long = drafter.draft(["one", "long"], 4)
+    assert set(one.token_ids.tolist()) <= {7} and long.token_ids.tolist() == [0, 1, 2, 3]
+    drafter.feed("one", np.arange(9000, 20000))  # more than its automaton had room for
+    drafter.feed("one", [9000, 9001])
+    assert drafter.draft(["one"], 2)[0].token_ids.tolist() == [9002, 9003]
+    for name in ("one", "long"):
+        drafter.finish(name)
+    drafter.start("next", [9000])
+    assert set(drafter.draft(["next"], 4)[0].token_ids.tolist()) <= {9000}
+
+
+def test_requests_that_end_at_once():
+    drafter = ServingDrafter(SpeculationConfig(session=True))
+    for i in range(70):
+        drafter.start("a", [1 + i])
+        drafter.finish("a", keep=bool(i % 2))
+    assert len(drafter) == 0 and drafter.draft([], 4) == []
+
+
+def test_mistakes_are_named():
+    drafter = ServingDrafter()
+    drafter.start("a", [1, 2])
+    with pytest.raises(RequestError, match="not under way, got 'a'"):
+        drafter.start("a", [1])
+    for call in (drafter.finish, drafter.length, lambda name: drafter.feed(name, [1]), lambda n: drafter.draft([n], 2)):
+        with pytest.raises(RequestError, match="under way, got 'b'"):
+            call("b")
+    with pytest.raises(RequestError, match="each request once"):
+        drafter.draft(["a", "a"], 2)
+    for prompt in ([], [[1]], [-1, 2], [2**40], [0.5], "text"):
+        with pytest.raises(PromptError):
+            drafter.start("c", prompt)
+    with pytest.raises(PromptError):
+        drafter.feed("a", [-1])
+    with pytest.raises(ConfigError, match="shape"):
+        drafter.draft(["a"], 2, shape="line")
+    with pytest.raises(ConfigError, match="max_nodes for 1"):
+        drafter.draft(["a"], [1, 2])
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="seconds"):
+            drafter.measured(seconds)
+    assert "c" not in drafter and drafter.length("a") == 2
+
+
+def test_threads_may_call_at_once():
+    drafter = ServingDrafter(SpeculationConfig(session=True))
+    failed = []
+
+    def client(number):
+        try:
+            rng = np.random.default_rng(number)
+            for turn in range(8):
+                name = f"{number}-{turn}"
+                text = rng.integers(0, 4, 60).astype(np.int32) + 10 * number
+                drafter.start(name, text[:5], sampled=turn % 2 == 1)
+                for at in range(5, 60, 3):
+                    [tree] = drafter.draft([name], 8, shape=("chain", "tree")[turn % 2])
+                    tree.validate()
+                    drafter.feed(name, text[at : at + 3])
+                    drafter.measured(1.0)
+                drafter.finish(name)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and len(drafter) == 0
+    counts = drafter.statistics()
+    assert counts["requests"] == 32 and counts["emitted"] == 32 * 55
