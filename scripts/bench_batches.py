@@ -1,6 +1,6 @@
 """Measures batches, and requests that arrive at random, beside the original `generate`; prints one JSON object last.
 
-    python scripts/bench_batches.py [--rows 1 2 4 8 16 32 64] [--temperature 0 1] [--new-tokens 120] [--runs 3]
+    python scripts/bench_batches.py [--rows 1 2 4 8 16 32 64] [--temperature 0 1] [--new-tokens 120] [--runs 2]
     python scripts/bench_batches.py --arrivals 32 --within 60
 
 Batches: prompts of four kinds of text in turn, padded on the left, as one call. The original `generate`, drafts and
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--new-tokens", type=int, default=120)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--arrivals", type=int, default=0, metavar="N", help="measure N requests that arrive at random")
     parser.add_argument("--within", type=float, default=60.0, metavar="SECONDS")
     options = parser.parse_args()

@@ -17,6 +17,18 @@ DENSE_TOKENS = 500_000
 """Of the store that is drafted from, each with a key."""
 
 
+def batches(args: argparse.Namespace) -> None:
+    """Batches of the bundled model beside the original `generate`."""
+    few = ["--rows", "1", "2", "--runs", "1", "--new-tokens", "16"]
+    script(args, "batches", "scripts/bench_batches.py", *(few if args.limit else []))
+
+
+def arrivals(args: argparse.Namespace) -> None:
+    """Requests that arrive at random."""
+    few = ["--arrivals", "4", "--within", "2", "--new-tokens", "16"]
+    script(args, "arrivals", "scripts/bench_batches.py", *(few if args.limit else ["--arrivals", "32"]))
+
+
 def passes(args: argparse.Namespace) -> None:
     """What a pass costs."""
     script(args, "passes", "scripts/bench_pass.py", *(["--repeats", "2"] if args.limit else []))

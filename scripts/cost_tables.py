@@ -25,6 +25,41 @@ def passes() -> str:
     return "\n".join([*origin(made), *markdown_table(head, rows), ""])
 
 
+def batches() -> str:
+    """Speed over the original `generate`, one line for each number of rows."""
+    made = measured("batches")
+    if made is None:
+        return missing("batches")
+    entries = {(entry["temperature"], entry["rows"]): entry for entry in made["batches"]}
+    temperatures = sorted({temperature for temperature, _ in entries})
+    head = ["rows"]
+    for temperature in temperatures:
+        label = f"T = {temperature:g}" if temperature else "greedy"
+        head += [label, f"{label}, drafts off"]
+    rows = []
+    for number in sorted({number for _, number in entries}):
+        found = [entries[temperature, number] for temperature in temperatures]
+        rows.append([str(number), *(f"{entry[name]['ratio']:.2f}" for entry in found for name in ("auto", "off"))])
+    same = all(entry.get("identical", True) for entry in made["batches"])
+    said = f"{made['new_tokens']} new tokens of each row; greedy text is {'' if same else 'not '}that of `generate`."
+    return "\n".join([*origin(made), *markdown_table(head, rows), "", said, ""])
+
+
+def arrivals() -> str:
+    """Seconds until all are answered, and that one waits, for each way to serve them."""
+    made = measured("arrivals")
+    if made is None:
+        return missing("arrivals")
+    found = {name: figures for name, figures in made["arrivals"].items() if isinstance(figures, dict)}
+    names = {name: f"original `generate`, {name}" for name in found} | {"auto": "this library, a thread for each"}
+    rows = [
+        [names[name], *(f"{figures[key]:.1f} s" for key in ("total_s", "p50_s", "p95_s"))]
+        for name, figures in found.items()
+    ]
+    head = [f"{made['arrivals']['requests']} requests", "all answered", "latency, median", "p95"]
+    return "\n".join([*origin(made), *markdown_table(head, rows), ""])
+
+
 def datastores() -> str:
     """Building, opening and walking one large store."""
     made = measured("datastores")
@@ -230,6 +265,8 @@ def typing_overhead() -> str:
 
 TABLES = {
     "passes": passes,
+    "batches": batches,
+    "arrivals": arrivals,
     "datastores": datastores,
     "datastores-segments": datastore_segments,
     "datastores-peers": datastore_peers,

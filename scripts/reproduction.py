@@ -205,6 +205,8 @@ PARTS: dict[str, Part] = {
     "workloads-t0.7": Part(5, "the same at T = 0.7", sampled_workloads),
     "sources": Part(4, "auto without each of its sources, on the bundled model", sources),
     "passes": Part(1, "what a pass costs", cost_parts.passes),
+    "batches": Part(9, "batches beside the original generate", cost_parts.batches),
+    "arrivals": Part(4, "requests that arrive at random", cost_parts.arrivals),
     "datastores": Part(6, "building, opening and walking a store of 100 M tokens", cost_parts.datastores),
     "datastores-segments": Part(5, "one cursor through ten segments of 100 M tokens", cost_parts.datastore_segments),
     "datastores-peers": Part(2, "what others make of the same text, 1 M tokens", cost_parts.datastore_peers),
