@@ -85,7 +85,12 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 @STORE
 @_source_options
 @click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'.")
-@click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="A TOML file that names the sources.")
+@click.option(
+    "--recipe",
+    type=click.Path(path_type=Path),
+    metavar="FILE|NAME",
+    help="A TOML file that names the sources, or the name of one that comes with the library.",
+)
 @click.option(
     "--index",
     "indexes",
@@ -158,7 +163,7 @@ def build(
         names = f"--layer, --dims, --max-vectors, --thin and --index {'|'.join(_DENSE_INDEXES)}"
         raise click.UsageError(f"Give --dense MODEL with {names}.")
     if not resume and not sources:
-        raise click.UsageError("Give at least one SOURCE, or --recipe FILE.")
+        raise click.UsageError("Give at least one SOURCE, or --recipe FILE|NAME.")
     if not resume and tokenizer is None:
         raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
     with _bars(quiet, dense is not None or resume):

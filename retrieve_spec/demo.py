@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -170,21 +169,17 @@ def _aligned(cells: list[str], widths: list[int]) -> str:
 def stdlib_store(tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None], progress: bool) -> Datastore | None:
     """The standard library as a datastore, built on first use and kept in the user's cache.
 
-    None where the recipe did not come along (an installation without the repository) or nothing can be written.
+    None where nothing can be written.
     """
     from retrieve_spec.datastore.cached import open_or_build
     from retrieve_spec.datastore.recipes import load_recipe
 
-    file = Path(__file__).resolve().parent.parent / "datastores" / "python-stdlib.toml"
-    if not file.exists():
-        say("No datastore: the recipes lie in the repository, not in the installed package.")
-        return None
     path = cache_dir() / "stores" / f"python-stdlib-{platform.python_version()}-{__version__}"
     completed = [prompt.name.partition(" ")[0] for prompt in builtin(SEEN_FILES, ("seen",))]
     try:
         store = open_or_build(
             path,
-            load_recipe(file, exclude=completed),
+            load_recipe("python-stdlib", exclude=completed),
             tokenizer,
             before=lambda: say("Building a datastore of the standard library (once; 15 s on two idle cores) …"),
             after=lambda report: say(f"Built {path} in {sum(report.seconds.values()):.0f} s."),

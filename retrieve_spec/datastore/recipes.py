@@ -41,6 +41,22 @@ class Recipe:
     config: StoreConfig
 
 
+def recipe_file(name: str | os.PathLike[str]) -> Path:
+    """The file that a recipe's path or name stands for: one that is there, else one that came with the library."""
+    given = Path(name)
+    if given.exists() or given.suffix or len(given.parts) > 1:
+        return given
+    beside = Path(__file__).resolve().parents[2] / "datastores" / f"{given}.toml"
+    if beside.exists():  # in a checkout
+        return beside
+    try:
+        installed = metadata.files("retrieve-spec") or []
+    except metadata.PackageNotFoundError:
+        installed = []
+    found = (Path(str(file.locate())) for file in installed if file.parts[-2:] == ("recipes", beside.name))
+    return next(found, given)
+
+
 def load_recipe(
     path: str | os.PathLike[str],
     given: Sequence[str] = (),
@@ -58,7 +74,7 @@ def load_recipe(
     Parameters
     ----------
     path
-        The TOML file.
+        The TOML file, or the name of a recipe that comes with the library, such as ``python-stdlib``.
     given
         Sources given by the user.
     include, exclude
@@ -69,7 +85,7 @@ def load_recipe(
     BuildError
         When the file is no recipe, or a place it names is not there.
     """
-    file = Path(path)
+    file = recipe_file(path)
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -98,5 +98,15 @@ def test_bad_recipes(tmp_path, content, message):
         load_recipe(tmp_path / "r.toml")
 
 
+def test_names_stand_for_recipes_that_come_along(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("python-stdlib").name == "python-stdlib"
+    with pytest.raises(BuildError, match="a recipe in no-such-one"):
+        load_recipe("no-such-one")
+    (tmp_path / "python-stdlib").write_text("not toml at all")
+    with pytest.raises(BuildError):  # a file of the user's comes first
+        load_recipe("python-stdlib")
+
+
 def test_licence_is_what_the_distribution_states():
     assert licence_of(metadata.distribution("click"))
