@@ -103,6 +103,10 @@ def _no_phrases(drafter: MixtureDrafter) -> None:
     drafter.phrases = None
 
 
+def _no_alignment(drafter: MixtureDrafter) -> None:
+    drafter.alignments = None
+
+
 SOURCES: dict[str, Callable[[MixtureDrafter], None]] = {
     "context": _no_context,
     "session": _no_session,
@@ -112,6 +116,7 @@ SOURCES: dict[str, Callable[[MixtureDrafter], None]] = {
     "exact": _no_exact,
     "dense": _no_dense,
     "phrases": _no_phrases,
+    "alignment": _no_alignment,
 }
 """What takes a source away from the mixture, by its name."""
 

@@ -100,8 +100,7 @@ class MixtureDrafter(OpenSources):
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: forget the last one's text, read the prompt and the expected text."""
-        self.context.reset()
-        self.unigrams.reset()
+        self._forget_text()
         self.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
         if self.recycling is not None and self.session is None:
             self.recycling.reset()

@@ -14,6 +14,7 @@ from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.kernels import blend, follow, levels, request, weights
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources import SOURCE_NAMES
+from retrieve_spec.sources.alignments import Alignments
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 from retrieve_spec.sources.phrases import PhraseMemory
@@ -27,9 +28,9 @@ from retrieve_spec.sources.unigrams import Unigrams
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
-CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, PHRASES = (
+CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, PHRASES, ALIGNMENT = (
     SOURCE_NAMES.index(name)
-    for name in ("context", "session", "prediction", "recycling", "ngram", "exact", "dense", "phrases")
+    for name in ("context", "session", "prediction", "recycling", "ngram", "exact", "dense", "phrases", "alignment")
 )
 
 
@@ -93,6 +94,7 @@ class OpenSources:
     ) -> None:
         self.context = SuffixAutomaton(4096, shortest=1)
         self.unigrams = Unigrams(rates)
+        self.alignments: Alignments | None = Alignments()
         self.phrases = phrases
         self.session = session
         self.stores = StoreRows.of(list(datastores), NGRAM, EXACT)
@@ -109,6 +111,13 @@ class OpenSources:
         self._recent: NDArray[np.int32] = np.zeros(follow.MATCH, np.int32)
         self._learned: dict[int, int] = dict.fromkeys((request.STEPS, request.LEARNED, request.RESTS), 0)
         self._open()
+
+    def _forget_text(self) -> None:
+        """Empty the sources that hold the text so far."""
+        self.context.reset()
+        self.unigrams.reset()
+        if self.alignments is not None:
+            self.alignments.reset()
 
     def _open(self) -> None:
         """Build the source table for this request; earlier rows win ties in match length."""
@@ -133,6 +142,9 @@ class OpenSources:
             table.append(self.recycling.row(RECYCLING))
         if self.phrases is not None and self.phrases.requests > 1:  # what one alone was given is not known
             table.append(self.phrases.row(PHRASES))
+        self._aligned_row = len(table) if self.alignments is not None else -1
+        if self.alignments is not None:
+            table.append(self.alignments.row(ALIGNMENT))
         table += self.stores.ngram
         self._table = SourceTable(table)
         if len(self._use) != len(table):
@@ -173,6 +185,7 @@ class OpenSources:
                 request.STORED: self._exact_row,
                 request.NUM_STORED: len(self.stores.exact),
                 request.DENSE_ROW: -1 if self.dense is None else self._dense_row,
+                request.ALIGNED: self._aligned_row,
                 request.PREDICTED: int(self.prediction is not None),
                 request.SLOW: int(bool(self.stores.stores)),
                 request.POOL: len(s.heap),

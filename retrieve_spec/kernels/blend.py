@@ -14,15 +14,16 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels import recycling
 from retrieve_spec.kernels.levels import (
     CLOSED,
-    context_hashes,
     evidence,
     look_up,
     next_level,
     open_row,
     read_level,
 )
+from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_hash
 from retrieve_spec.kernels.source_table import NUMBER, READ_LIMIT, TAIL
 from retrieve_spec.kernels.unigram import LISTED
 from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
@@ -98,6 +99,19 @@ def open_scratch(memory: NDArray[np.int64], rows: int) -> Scratch:
         view_f32(read + 8 * _READ, _READ),
         view_f32(candidates + 16 * MAX_CANDIDATES, MAX_CANDIDATES),
     )
+
+
+@njit(cache=True, nogil=True)
+def context_hashes(tails: NDArray[np.int32], at: int, tail_len: int, out: NDArray[np.uint64]) -> None:
+    """Hashes of the last 1, 2, … tokens: row 0 as n-gram tables are keyed, row 1 as the recycling table is."""
+    h = np.uint64(0)
+    g = np.uint64(0)
+    for i in range(min(tail_len, MAX_ORDER)):
+        h = ngram_hash(h, tails[at, i])
+        out[0, i] = h
+        if i < recycling.ORDERS:
+            g = recycling.mix(g, tails[at, i])
+            out[1, i] = g
 
 
 @njit(cache=True, nogil=True)

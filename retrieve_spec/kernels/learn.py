@@ -6,13 +6,14 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, trie, unigram
+from retrieve_spec.kernels import alignment, automaton, trie, unigram
 from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, open_scratch
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key
 from retrieve_spec.kernels.scale import learn_scale
 from retrieve_spec.kernels.source_table import (
+    ALIGNMENT,
     AUTOMATON,
     CURSOR,
     DENSE,
@@ -58,6 +59,8 @@ def _share_of(
     if table[s, KIND] == PREDICTION:
         hit = 1.0 if expected_text(table, s)[handle] == token else 0.0
         return hit, hit
+    if table[s, KIND] == ALIGNMENT:
+        return 1.0 if alignment.token_of(handle) == token else 0.0, 0.0
     if table[s, KIND] == NGRAM:
         first, end = ngram_part(table, s, handle)
         for j in range(first, end):

@@ -10,9 +10,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, ngram, phrases, recycling, trie, unigram
-from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_find, ngram_hash
+from retrieve_spec.kernels import alignment, automaton, ngram, phrases, recycling, trie, unigram
+from retrieve_spec.kernels.ngram import ngram_find
 from retrieve_spec.kernels.source_table import (
+    ALIGNMENT,
     AUTOMATON,
     AUTOMATON_SHORTEST,
     DENSE,
@@ -89,6 +90,8 @@ def open_row(
         return _long_enough(table, s, *_first_useful(states_of(table, s), cursors[c, 0], cursors[c, 1]))
     if table[s, KIND] == UNIGRAM:
         return np.int64(0), np.int64(0) if unigram.listed(table, s) > 0 else np.int64(-1)
+    if table[s, KIND] == ALIGNMENT:
+        return alignment.open_level(table, s, cursors, c)
     if table[s, KIND] == PREDICTION:
         inside = cursors[c, 1] >= 0 and cursors[c, 0] < table[s, PREDICTION_LENGTH]
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
@@ -193,20 +196,9 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
     if table[s, KIND] == DENSE:
         count, distinct = trie.open_rows(spans_of(table, s), cursors[c, 0], cursors[c, 1], cursors[c, 2])
         return np.int64(count), np.int64(distinct)
+    if table[s, KIND] == ALIGNMENT:
+        return alignment.evidence(cursors, c, handle)
     return np.int64(1), np.int64(1)
-
-
-@njit(cache=True, nogil=True)
-def context_hashes(tails: NDArray[np.int32], at: int, tail_len: int, out: NDArray[np.uint64]) -> None:
-    """Hashes of the last 1, 2, … tokens: row 0 as n-gram tables are keyed, row 1 as the recycling table is."""
-    h = np.uint64(0)
-    g = np.uint64(0)
-    for i in range(min(tail_len, MAX_ORDER)):
-        h = ngram_hash(h, tails[at, i])
-        out[0, i] = h
-        if i < recycling.ORDERS:
-            g = recycling.mix(g, tails[at, i])
-            out[1, i] = g
 
 
 @njit(cache=True, nogil=True)
@@ -267,7 +259,7 @@ def read_level(
         return trie.successors(
             spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], READ_LIMIT, out_tokens, out_p
         )
-    out_tokens[0] = expected_text(table, s)[handle]
+    out_tokens[0] = alignment.token_of(handle) if table[s, KIND] == ALIGNMENT else expected_text(table, s)[handle]
     out_p[0] = 1.0
     return 1
 
@@ -281,6 +273,8 @@ def advance_row(
         out[o, 0], out[o, 1] = automaton.advance(
             states_of(table, s), edges_of(table, s), slots_of(table, s), cursors[c, 0], cursors[c, 1], token
         )
+    elif table[s, KIND] == ALIGNMENT:
+        alignment.advance(table, s, cursors, c, token, out, o)
     elif table[s, KIND] == PREDICTION:
         out[o, 0], out[o, 1] = cursors[c, 0], np.int64(-1)
         if (

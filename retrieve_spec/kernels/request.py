@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, unigram
+from retrieve_spec.kernels import alignment, automaton, unigram
 from retrieve_spec.kernels.automaton_growth import extend
 from retrieve_spec.kernels.follow import MATCH, follow_all
 from retrieve_spec.kernels.source_table import (
@@ -39,9 +39,10 @@ all requests steps and tokens learned from, and 1 while a source rests."""
 CONTEXT, EARLIER, NUM_EARLIER, STORED, NUM_STORED, DENSE_ROW = 20, 21, 22, 23, 24, 25
 """Places in the table: the text (its tokens without a context come next), the session's first automaton and how many,
 the first suffix array and how many, the neighbours (-1: none)."""
-PREDICTED, SLOW, POOL, WORDS = 26, 27, 28, 29
-"""1 with an expected text (in front of all other sources), 1 with stores, room for candidates, words of `SCRATCH`."""
-REQUEST = 30
+PREDICTED, SLOW, POOL, WORDS, ALIGNED = 26, 27, 28, 29, 30
+"""1 with an expected text (in front of all other sources), 1 with stores, room for candidates, words of `SCRATCH`, the
+place of the alignments in the table (-1: none)."""
+REQUEST = 31
 """Integers per request."""
 HYPOTHESES = 3
 """Places in an expected text that are followed at once: found again, one token replaced, tokens inserted."""
@@ -86,12 +87,14 @@ def use_of(request: NDArray[np.int64], rows: int) -> NDArray[np.float64]:
 
 @njit(cache=True, nogil=True)
 def catch_up(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
-    """Take over cursors that sources keep themselves: the text's, and those of an expected text."""
+    """Take over cursors that sources keep themselves: the text's, the best alignment, and those of an expected text."""
     cursors = cursors_of(request, len(table))
     c = request[CONTEXT]
     last = meta_of(table, c)[automaton.M_LAST]
     cursors[c, 0] = last
     cursors[c, 1] = states_of(table, c)[last, automaton.LENGTH]
+    if request[ALIGNED] >= 0:
+        alignment.best(table, request[ALIGNED], cursors, request[ALIGNED])
     if request[PREDICTED] == 1:
         kept = view_i64_rows(table[0, PREDICTION_CURSORS], HYPOTHESES, CURSOR)
         for i in range(HYPOTHESES):
@@ -178,12 +181,14 @@ def stored_cursors(table: NDArray[np.int64], request: NDArray[np.int64]) -> NDAr
 
 @njit(cache=True, nogil=True)
 def grow_context(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], said: int) -> int:
-    """Append tokens, generated (1) or not (0), to the text's automaton and its list of tokens without a context.
+    """Append tokens, generated (1) or not (0), to what is known of the text: automaton, frequent tokens, alignments.
 
     Returns for how many there was room in the automaton.
     """
     c = request[CONTEXT]
     unigram.extend(table, c + 1, tokens, said)
+    if request[ALIGNED] >= 0:
+        alignment.extend(table, request[ALIGNED], tokens, said)
     return extend(states_of(table, c), edges_of(table, c), slots_of(table, c), meta_of(table, c), tokens)
 
 

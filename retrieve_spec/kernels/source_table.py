@@ -11,6 +11,7 @@ AUTOMATON   state, tokens matched
 RECYCLING   none: looked up by the newest tokens
 PHRASES     none: looked up by the newest tokens
 UNIGRAM     none: the same at every node
+ALIGNMENT   outcomes and place, three replacements (`kernels/alignment.py`)
 PREDICTION  position of the next expected token, tokens matched (-1: not followed)
 NGRAM       none: looked up by the newest tokens
 EXACT       lo, hi (interval of the suffix array), depth (-1: fallen off)
@@ -38,7 +39,7 @@ from retrieve_spec.kernels.views import (
 )
 
 KIND, NUMBER = 0, 1
-AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE, UNIGRAM, PHRASES = 0, 1, 2, 3, 4, 5, 6, 7
+AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE, UNIGRAM, PHRASES, ALIGNMENT = 0, 1, 2, 3, 4, 5, 6, 7, 8
 AUTOMATON_STATES, AUTOMATON_NUM_STATES, AUTOMATON_EDGES, AUTOMATON_NUM_EDGES = 2, 3, 4, 5
 AUTOMATON_SLOTS, AUTOMATON_NUM_SLOTS, AUTOMATON_META, AUTOMATON_SHORTEST = 6, 7, 8, 9
 RECYCLING_SETS, RECYCLING_CAPACITY, RECYCLING_ENTRIES, RECYCLING_K, RECYCLING_CLOCK = 2, 3, 4, 5, 6
@@ -51,6 +52,7 @@ EXACT_TOP, EXACT_TOP_SIZE, EXACT_TOP_BITS, EXACT_MIN_DEPTH, EXACT_SEGMENT = 11, 
 EXACT_GRAMS, EXACT_NUM_GRAMS = 16, 17
 UNIGRAM_TOKENS, UNIGRAM_SHARES, UNIGRAM_CELLS, UNIGRAM_META, UNIGRAM_RATES = 2, 3, 4, 5, 6
 UNIGRAM_STATS, UNIGRAM_NUM_STATS, UNIGRAM_RECENT, UNIGRAM_FREQUENT = 7, 8, 9, 10
+ALIGNMENT_TEXT, ALIGNMENT_PLACES, ALIGNMENT_KEPT, ALIGNMENT_META = 2, 3, 4, 5
 DENSE_SPANS, DENSE_NUM_SPANS, DENSE_WIDTH, DENSE_SIMILARITY, DENSE_WEIGHTS, DENSE_ORIGINS = 2, 3, 4, 5, 6, 7
 """Columns by kind (phrases: those of recycling); an array's is its address. `EXACT_SEGMENT` numbers segments over all
 open stores."""

@@ -13,8 +13,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
-NUM_SOURCES = 9
-_CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES = 0, 2, 3, 6, 8
+NUM_SOURCES = 10
+_CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT = 0, 2, 3, 6, 8, 9
 """How many `retrieve_spec.sources.SOURCE_NAMES` there are, and the places of some of them."""
 CELLS = NUM_SOURCES * LENGTH_BUCKETS * COUNT_BUCKETS * DISTINCT_BUCKETS
 PRIOR_WEIGHT = 6.0
@@ -96,6 +96,8 @@ def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
         return 0.75 if length >= 2 else 0.6
     if source == _PHRASES:  # said to others, often by other subjects
         return 0.75 * total / (total + 10.0)
+    if source == _ALIGNMENT:  # the length is how many of its last predictions came true
+        return 0.1 + 0.06 * length
     if source == _PREDICTION:  # one continuation, trusted by how long it has been right
         return 0.9 - 0.5 / (1.0 + length)
     if length == 0:

@@ -10,5 +10,6 @@ SOURCE_NAMES = (
     "dense",
     "script",
     "phrases",
+    "alignment",
 )
 """Names by the number stored in `DraftTree.source`; statistics are reported by these names."""

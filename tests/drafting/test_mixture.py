@@ -55,7 +55,7 @@ def test_trees_keep_to_the_budget(seed, max_nodes, max_depth, predicted):
             assert (tree.log_p < 0).all()
             above = np.where(tree.parent >= 0, tree.log_p[np.maximum(tree.parent, 0)], 0.0)
             assert (tree.log_p <= above).all(), "a path is no more probable than its beginning"
-            assert set(tree.source.tolist()) <= {0, 1, 2, 3}
+            assert set(tree.source.tolist()) <= {0, 1, 2, 3, 9}
             first_of = {}
             for node, parent in enumerate(tree.parent.tolist()):
                 first = first_of.setdefault(parent, node)

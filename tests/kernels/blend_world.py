@@ -8,15 +8,17 @@ from typing import Any
 
 import naive_blend as naive
 import numpy as np
+from naive_alignments import NaiveAlignments
 from naive_automaton import BOUNDARY, NaiveText
 from naive_phrases import NaivePhrases
 from naive_recycling import NaiveTable
 from naive_unigrams import AGES, COUNTS, NaiveUnigrams
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.kernels import blend, expand, follow, learn, source_table, unigram, weights
+from retrieve_spec.kernels import alignment, blend, expand, follow, learn, source_table, unigram, weights
 from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.unigram import RATES
+from retrieve_spec.sources.alignments import Alignments
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.prediction import Prediction
@@ -125,15 +127,18 @@ def make_world(rng, alphabet, stores=(), documents=()):
         naive_phrases.learn(said[: loop_start(np.array(said, np.int32))])
     unigrams, naive_unigrams = Unigrams(of_these.gamma(1, 5, (RATES, 2)).astype(np.float32)), NaiveUnigrams()
     naive_unigrams.rates = {cell: unigrams.rates[row].tolist() for cell, row in rate_rows().items()}
+    alignments, naive_alignments = Alignments(), NaiveAlignments()
     split = int(of_these.integers(0, len(text) + 1))
     for part, generated in ((text[:split], False), (text[split:], True)):
         unigram.extend(SourceTable([unigrams.row(0)]).words, 0, np.array(part, np.int32), int(generated))
         naive_unigrams.extend(part, generated)
+        alignment.extend(SourceTable([alignments.row(9)]).words, 0, np.array(part, np.int32), int(generated))
+        naive_alignments.extend(part, generated)
     prediction = Prediction(np.array(expected, np.int32))
     position, matched = int(rng.integers(0, 12)), int(rng.integers(-1, 9))
     opened = StoreRows.of(list(stores), 4, 5)
     rows = [prediction.row(2), context.row(0), session.row(1), *opened.exact, recycling.row(3), *opened.ngram]
-    rows += [phrases.row(8), unigrams.row(0)]
+    rows += [phrases.row(8), unigrams.row(0), alignments.row(9)]
     sources = [
         naive.Prediction(expected, len(text), position, matched),
         naive.Automaton(0, naive_context, shortest=1),
@@ -143,11 +148,13 @@ def make_world(rng, alphabet, stores=(), documents=()):
         *[naive.Ngram(documents) for _ in opened.ngram],
         naive.Phrases(naive_phrases),
         naive_unigrams,
+        naive_alignments,
     ]
     held = SourceTable(rows)
     table = held.words
     cursors = np.zeros((len(rows), source_table.CURSOR), np.int64)
     cursors[0, :2] = position, matched
+    alignment.best(table, len(rows) - 1, cursors, len(rows) - 1)
     cursors[1, :2] = context.root()
     state = matched = 0
     for token in text:

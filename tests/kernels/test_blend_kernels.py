@@ -224,7 +224,7 @@ def test_nothing_below_the_cutoff_is_among_the_best(probabilities, max_nodes):
         assert cutoff <= best[-1] * (1 + 1e-9)
 
 
-@given(st.integers(0, 8), st.integers(0, 100), st.integers(0, 200), st.integers(0, 20))
+@given(st.integers(0, 9), st.integers(0, 100), st.integers(0, 200), st.integers(0, 20))
 def test_cells(number, length, total, distinct):
     assert weights.cell_of(number, length, total, distinct) == naive.cell_of(number, length, total, distinct)
     assert 0 <= weights.cell_of(number, length, total, distinct) < weights.CELLS
@@ -236,12 +236,12 @@ def test_cells(number, length, total, distinct):
 
 def test_priors_know_the_sources_by_their_numbers():
     assert len(SOURCE_NAMES) == weights.NUM_SOURCES
-    numbers = weights._CONTEXT, weights._PREDICTION, weights._RECYCLING, weights._DENSE, weights._PHRASES
-    assert [SOURCE_NAMES[number] for number in numbers] == ["context", "prediction", "recycling", "dense", "phrases"]
-    assert set(SOURCE_NAMES[weights._RECYCLING + 1 :]) == {"ngram", "exact", "dense", "script", "phrases"}
+    known = "context", "prediction", "recycling", "dense", "phrases", "alignment"
+    assert [SOURCE_NAMES[getattr(weights, f"_{name.upper()}")] for name in known] == list(known)
+    assert set(SOURCE_NAMES[weights._RECYCLING + 1 :]) == {"ngram", "exact", "dense", "script", "phrases", "alignment"}
 
 
-@given(st.integers(0, 8), st.integers(0, 60), st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), max_size=30))
+@given(st.integers(0, 9), st.integers(0, 60), st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), max_size=30))
 def test_a_request_moves_the_odds_of_a_source(number, length, came):
     trust = naive.Trust().table()
     cell = weights.cell_of(number, length, 1, 1)

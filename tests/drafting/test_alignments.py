@@ -1,0 +1,83 @@
+"""Copies with replaced words: what `auto` makes of them with alignments and without."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from retrieve_spec.bench.ablation import FreshDrafter
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.drafter import Budget
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.sources import SOURCE_NAMES
+from retrieve_spec.sources.session import SessionMemory
+
+ALIGNMENT = SOURCE_NAMES.index("alignment")
+
+
+def renamed(seed, length=400, every=5):
+    """A text of few words in which two come again and again, and the same with these two replaced."""
+    rng = np.random.default_rng(seed)
+    text = rng.integers(100, 110, length)
+    where = rng.choice(length, length // every, replace=False)
+    text[where] = 50 + where % 2
+    other = np.where(text == 50, 60, np.where(text == 51, 61, text))
+    return text.astype(np.int32), other.astype(np.int32)
+
+
+def without_alignments(**kwargs):
+    drafter = MixtureDrafter(**kwargs)
+    drafter.alignments = None
+    return drafter
+
+
+def test_copies_with_replaced_words_take_fewer_passes(run):
+    aligned, exact = MixtureDrafter(), without_alignments()
+    passes, sources = {aligned: 0, exact: 0}, {aligned: set(), exact: set()}
+    for seed in range(4):
+        for drafter in passes:
+            trees = run(drafter, lambda left: Budget(8, left)).request(*renamed(seed)).trees
+            passes[drafter] += len(trees)
+            sources[drafter] |= {int(s) for tree in trees for s in tree.source}
+    assert passes[aligned] < passes[exact]
+    assert sources[aligned] - sources[exact] == {ALIGNMENT}
+
+
+def test_what_one_request_was_aligned_with_is_nothing_to_the_next(run):
+    """Trees of a request are those of a drafter that has the calibration and the session, and never saw the text."""
+    first, second = renamed(1), renamed(2)
+    used, fresh = MixtureDrafter(session=SessionMemory()), MixtureDrafter(session=SessionMemory())
+    for drafter in (used, fresh):
+        run(drafter).request(*first)
+    other = MixtureDrafter(session=fresh.session, calibration=fresh.calibration)
+    other._learned, other._use = fresh._learned, fresh._use
+    other.recycling = fresh.recycling
+    a, b = (run(drafter).request(*second) for drafter in (used, other))
+    assert len(a.trees) == len(b.trees)
+    for one, two in zip(a.trees, b.trees, strict=True):
+        for name in ("token_ids", "parent", "log_p", "source"):
+            assert (getattr(one, name) == getattr(two, name)).all()
+
+
+def test_fed_text_is_aligned_with(run):
+    """What a later turn brings is a place to run beside; what was aligned before it came is not."""
+    prompt, output = renamed(3)
+    drafter = MixtureDrafter()
+    drafter.start(prompt[:0])
+    run(drafter).generate(output[:90])
+    drafter.feed(prompt)
+    assert np.count_nonzero(drafter.alignments.kept[:, 0]) <= 1, "the newest two tokens may stand elsewhere"
+    fed = run(drafter).generate(output[90:])
+    assert any((tree.source == ALIGNMENT).any() for tree in fed.trees)
+
+
+@pytest.mark.parametrize("prompt", [[], [5], [5, 5]])
+def test_short_and_empty_prompts(run, prompt):
+    output = np.array([5, 5, 2**31 - 1, 5, 5, 7, 5, 5, 2**31 - 1, 5, 5] * 4, np.int32)
+    for tree in run(MixtureDrafter()).request(prompt, output).trees:
+        assert set(tree.token_ids.tolist()) <= {5, 7, 2**31 - 1}
+
+
+def test_auto_can_do_without(run):
+    drafter = FreshDrafter(SpeculationConfig(), (), ["alignment"]).drafter
+    assert not any((tree.source == ALIGNMENT).any() for tree in run(drafter).request(*renamed(4)).trees)

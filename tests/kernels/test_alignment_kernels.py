@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import itertools
+
+import naive_alignments
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_alignments import NaiveAlignments
+
+from retrieve_spec.kernels import alignment as kernels
+from retrieve_spec.kernels import levels
+from retrieve_spec.kernels.source_table import CURSOR, TAIL
+from retrieve_spec.sources.alignments import Alignments
+from retrieve_spec.sources.rows import SourceTable
+
+HASHES = np.zeros((2, TAIL), np.uint64)
+
+
+class Pair:
+    """The same text twice: in the kernels' arrays, and by definition."""
+
+    def __init__(self):
+        self.alignments, self.naive = Alignments(), NaiveAlignments()
+        self.table = SourceTable([self.alignments.row(9)])
+
+    def say(self, tokens, generated=True):
+        kernels.extend(self.table.words, 0, np.array(tokens, np.int32), int(generated))
+        self.naive.extend(tokens, generated)
+
+    def level(self, draft=()):
+        """[(length, total, distinct, [(token, share)], None)] behind a draft, as the kernels say it."""
+        cursor, words = np.zeros((1, CURSOR), np.int64), self.table.words
+        kernels.best(words, 0, cursor, 0)
+        for token in draft:
+            moved = cursor.copy()
+            levels.advance_row(words, 0, cursor, 0, token, moved, 0)
+            cursor = moved
+        handle, length = levels.open_row(words, 0, cursor, 0, HASHES, 0)
+        if length < 0:
+            return []
+        total, distinct = levels.evidence(words, 0, cursor, 0, handle)
+        tokens, counts, p = np.empty(32, np.int32), np.empty(32, np.int32), np.empty(32, np.float32)
+        n = levels.read_level(words, 0, cursor, 0, handle, total, 0.0, 0.0, tokens, counts, p)
+        shares = list(zip(tokens[:n].tolist(), p[:n].tolist(), strict=True))
+        assert levels.next_level(words, 0, handle, length, HASHES)[1] == -1
+        return [(int(length), int(total), int(distinct), shares, None)]
+
+    def same(self, draft=()):
+        assert self.level(draft) == list(self.naive.levels([*self.naive.text, *draft]))
+
+
+PART = st.tuples(st.integers(0, 40), st.booleans(), st.sampled_from([0.0, 0.05, 0.3]))
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from([2, 3, 5]), st.integers(0, 2**32), st.lists(PART, min_size=1, max_size=7))
+def test_alignments_as_defined(alphabet, seed, parts):
+    """Texts that copy earlier passages with some tokens replaced, in pieces of any length."""
+    rng = np.random.default_rng(seed)
+    pair = Pair()
+    for length, generated, noise in parts:
+        text = pair.naive.text
+        start = int(rng.integers(0, len(text) - length)) if len(text) > length else None
+        copied = text[start : start + length] if start is not None else rng.integers(0, alphabet, length).tolist()
+        said = [int(rng.integers(0, alphabet)) if rng.random() < noise else token for token in copied]
+        pair.say(said, generated)
+        pair.same()
+        followed = list(pair.naive.kept[0].outcomes) if pair.naive.kept[0] else []
+        for draft in ([0], [1, 0], rng.integers(0, alphabet, 6).tolist()):
+            pair.same(draft)
+        assert followed == (list(pair.naive.kept[0].outcomes) if pair.naive.kept[0] else []), "drafts change nothing"
+
+
+def test_few_tokens_have_slots_of_their_own():
+    """The twin knows no hashes: the property above holds where no two contexts share a slot."""
+    ring = np.zeros(kernels.WINDOW, np.int32)
+    slots = set()
+    for context in itertools.product(range(5), repeat=kernels.ANCHOR):
+        ring[: kernels.ANCHOR] = context
+        slots.add(kernels._slot(ring, kernels.ANCHOR))
+    assert len(slots) == 5**kernels.ANCHOR
+
+
+def test_constants():
+    names = "WINDOW", "KEPT", "ANCHOR", "OUTCOMES", "RECENT", "FEWEST"
+    assert [getattr(kernels, name) for name in names] == [getattr(naive_alignments, name) for name in names]
+    assert CURSOR == 4  # the place and three replacements
+
+
+def test_a_copy_goes_on_behind_a_word_that_differs_and_knows_it_again():
+    pair = Pair()
+    pair.say([1, 2, 3, 50, 4, 5, 50, 6, 7, 50, 8], generated=False)
+    pair.say([1, 2, 3, 60])
+    assert pair.level()[0][3] == [(4, 1.0)]
+    pair.say([4, 5])
+    assert pair.level()[0][3] == [(60, 1.0)], "the word is replaced again"
+    assert pair.level([60, 6, 7])[0][3] == [(60, 1.0)]
+    pair.say([50, 6, 7])
+    assert pair.level()[0][3] == [(50, 1.0)], "it is not replaced any more"
+
+
+def test_places_beyond_the_window_are_not_followed():
+    passage = list(range(100, 140))
+    for filler, found in ((kernels.WINDOW - 200, True), (kernels.WINDOW, False)):
+        alignments = Alignments()
+        table = SourceTable([alignments.row(9)]).words
+        text = np.array([*passage, *np.random.default_rng(0).integers(1000, 1 << 30, filler)], np.int32)
+        kernels.extend(table, 0, text, 0)
+        kernels.extend(table, 0, np.array([*passage[:10], 7], np.int32), 1)
+        cursor = np.zeros((1, CURSOR), np.int64)
+        kernels.best(table, 0, cursor, 0)
+        _, length = kernels.open_level(table, 0, cursor, 0)
+        assert (length > 0) == found
+
+
+@pytest.mark.parametrize("token", [-1, -(2**31), 2**31 - 1])
+def test_ids_of_any_size(token):
+    pair = Pair()
+    pair.say([1, 2, 3, token, 4, 5, token, 6], generated=False)
+    for said in (1, 2, 3, 9, 4, 5):
+        pair.say([said])
+        pair.same()
+        pair.same([token, 6])
+    pair.say([1, 2, 3, token, 4, token, 5])
+    pair.same()
+    assert not any(given[0] < 0 for level in pair.level() for given in level[3]), "no id below 0 is drafted"
+
+
+def test_another_text_begins_with_nothing():
+    pair, other = Pair(), Pair()
+    pair.say([1, 2, 3, 4, 5, 6], generated=False)
+    pair.say([1, 2, 9])
+    assert pair.level()
+    pair.alignments.reset()
+    pair.naive = NaiveAlignments()
+    for p in (pair, other):
+        p.say([1, 2])
+        p.say([9, 1, 2, 3])
+        p.same()
+    for name in ("kept", "places", "meta"):
+        assert (getattr(pair.alignments, name) == getattr(other.alignments, name)).all()
+
+
+def test_an_empty_text_says_nothing():
+    pair = Pair()
+    for generated in (False, True):
+        pair.say([], generated)
+        pair.same()
+    pair.say([3])
+    pair.same([3, 3])
