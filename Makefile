@@ -13,7 +13,7 @@ KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!trit
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast hammer test-lowest test-cluster lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-fast hammer test-lowest test-cluster test-trl lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -43,6 +43,12 @@ test-lowest:
 test-cluster: setup-test
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) datatrove ray s3fs 'moto[server]' $(PIP_ARGS)
 	$(BIN)/python -m pytest tests/datastore/test_cluster.py tests/datastore/test_share.py $(ARGS)
+
+## make test-trl    the rollout function in TRL's own trainer, in an environment of its own
+test-trl:
+	$(MAKE) setup-test VENV=.venv-trl
+	.venv-trl/bin/python -m pip install -q 'trl>=1.16' $(PIP_ARGS)
+	.venv-trl/bin/python -m pytest tests/integrations/test_trl.py $(ARGS)
 
 ## make lint        ruff, mypy, and whether the generated parts of the docs are current
 lint: setup-test
@@ -85,7 +91,7 @@ setup-test:
 
 ## make clean       remove .venv and caches
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-site build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-site .venv-trl build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 check-python = if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer was not found; name one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; fi
