@@ -36,6 +36,13 @@ from retrieve_spec.config import MAX_NODES
     show_default=True,
     help="Phrases: learned row by row, or known from the other half of the file, which is then not learned from.",
 )
+@click.option(
+    "--siblings",
+    type=click.IntRange(min=2),
+    multiple=True,
+    metavar="N",
+    help="Replay N rows of each group at once, sharing and not; can be repeated. Prints JSON.",
+)
 @click.option("--by-task", is_flag=True, help="Also report each task.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="First N rows of the file.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
@@ -48,6 +55,10 @@ def replay(**options: Any) -> None:
     verification would. Sources that learn from the model's logits stay empty, so a model gets at least these figures.
     """
     from tqdm import tqdm
+
+    if options["siblings"]:
+        _replay_siblings(options)
+        return
 
     from retrieve_spec.bench.replay import replay_trace
 
@@ -90,3 +101,25 @@ def replay(**options: Any) -> None:
     click.echo(f"accepted by source: {accepted or 'none'}")
     for task, figures in result.get("by_task", {}).items():
         click.echo(f"  {task or '(no task)'}: {figures['tokens_per_pass']:.3f} over {figures['tokens']:,} tokens")
+
+
+def _replay_siblings(options: dict[str, Any]) -> None:
+    """Print what sharing between samples is worth, by their number."""
+    from tqdm import tqdm
+
+    from retrieve_spec.bench.replay_samples import replay_siblings
+
+    others = [name for name in ("stores", "session", "without", "node_cost") if options[name]]
+    if others or options["draft"] != "auto":
+        raise click.UsageError("--siblings replays `auto` alone: leave out stores, sessions, sources and presets.")
+    counts = options["siblings"]
+    with tqdm(total=2 * len(counts), desc="replays", disable=options["quiet"] or None) as bar:
+        figures = replay_siblings(
+            options["trace"],
+            options["tokenizer"],
+            counts,
+            nodes=options["nodes"],
+            limit=options["limit"],
+            progress=bar.update,
+        )
+    click.echo(json.dumps({"siblings": figures}))

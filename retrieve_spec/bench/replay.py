@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from retrieve_spec.bench.traces import Ids, TraceRow, read_trace
 from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import ROOT, DraftTree
@@ -21,15 +20,7 @@ from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.phrases import PhraseMemory
 
-Ids = NDArray[np.int32]
 LIVE, WARM = "live", "warm"
-
-
-class Encoder(Protocol):
-    """What replay needs of a tokenizer (`tokenizers.Tokenizer`)."""
-
-    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> Any:
-        """Object with ``.ids``."""
 
 
 @runtime_checkable
@@ -38,19 +29,6 @@ class FeedingDrafter(Drafter, Protocol):
 
     def feed(self, token_ids: Ids) -> None:
         """Append text to the text so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One recorded conversation: the prompt, then segments in order; only generated ones are drafted.
-
-    Rows of one group share text (a repository, a question asked again) and are kept on one side of a split.
-    """
-
-    task: str
-    prompt: Ids
-    segments: list[tuple[Ids, bool]]
-    group: str = ""
 
 
 @dataclass(slots=True)
@@ -71,60 +49,6 @@ class Tally:
         self.expected += other.expected
         for name, count in other.accepted.items():
             self.accepted[name] += count
-
-
-def read_trace(path: str | Path, tokenizer: Encoder, limit: int | None = None) -> Iterator[TraceRow]:
-    """Rows of a trace file, encoded: the prompt with special tokens, every later segment without.
-
-    Parameters
-    ----------
-    path
-        JSON Lines with ``prompt``, ``output`` and optionally ``more`` ([[context, generation], …]), ``task``,
-        ``meta.loop`` (true: the row is left out), ``group`` (rows without one are groups of their own).
-    tokenizer
-        Encodes text.
-    limit
-        Rows read at most, in file order, left-out rows counted.
-
-    Raises
-    ------
-    TraceError
-        When a line is not JSON or lacks a field.
-    """
-    with open(path, encoding="utf-8", errors="surrogateescape") as lines:
-        for number, line in enumerate(lines, 1):
-            if limit is not None and number > limit:
-                return
-            row = _parse(line, number, path)
-            if (row.get("meta") or {}).get("loop"):
-                continue
-            segments = [(_ids(tokenizer, row["output"], False), True)]
-            for context, generated in row.get("more") or []:
-                segments += [(_ids(tokenizer, context, False), False), (_ids(tokenizer, generated, False), True)]
-            group = row.get("group")
-            prompt = _ids(tokenizer, row["prompt"], True)
-            yield TraceRow(row.get("task") or "", prompt, segments, f"line {number}" if group is None else str(group))
-
-
-def _parse(line: str, number: int, path: str | Path) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        turns = [text for context, generated in row.get("more") or [] for text in (context, generated)]
-        texts = [row["prompt"], row["output"], row.get("task") or "", *turns]
-        "".join(texts).encode()  # fails for what is no string, or none that can be encoded
-        if not isinstance(row.get("meta") or {}, dict):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise TraceError(
-            "one JSON object per line with the strings 'prompt' and 'output' (and 'more' as pairs of strings)",
-            f"line {number} of {path}: {line[:60].rstrip()!r}",
-            "Write the log in that form (docs/benchmarks.md).",
-        ) from None
-    return row  # type: ignore[no-any-return]
-
-
-def _ids(tokenizer: Encoder, text: str, special: bool) -> Ids:
-    return np.array(tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
 
 
 class Replay:
@@ -152,20 +76,30 @@ class Replay:
     def run(self, rows: Iterable[TraceRow], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
         """Replay all rows, calling ``progress(tokens, passes)`` with the totals after each; see `result`."""
         for row in rows:
-            tally = self.by_task[row.task]
-            self.drafter.start(row.prompt)
-            for ids, generated in row.segments:
-                if generated:
-                    self._generate(ids, tally)
-                else:
-                    self.drafter.feed(ids)
-            self.drafter.finish()
+            for _ in self.passes(row):
+                pass
             if progress:
                 totals = self.by_task.values()
                 progress(sum(t.tokens for t in totals), sum(t.passes for t in totals))
         return self.result()
 
-    def _generate(self, output: Ids, tally: Tally) -> None:
+    def beside(self, drafter: FeedingDrafter) -> Replay:
+        """A replay with another drafter that counts into the same figures."""
+        other = Replay(drafter, self.nodes, self.node_cost)
+        other.by_task, other.propose_us, other.observe_us = self.by_task, self.propose_us, self.observe_us
+        return other
+
+    def passes(self, row: TraceRow) -> Generator[Ids, None, None]:
+        """Replay one row: the tokens (t,) that each pass emitted."""
+        self.drafter.start(row.prompt)
+        for ids, generated in row.segments:
+            if generated:
+                yield from self._generate(ids, self.by_task[row.task])
+            else:
+                self.drafter.feed(ids)
+        self.drafter.finish()
+
+    def _generate(self, output: Ids, tally: Tally) -> Iterator[Ids]:
         at = 0
         while at < len(output):
             began = time.perf_counter()
@@ -185,6 +119,7 @@ class Replay:
             for node in path:
                 tally.accepted[SOURCE_NAMES[tree.source[node]]] += 1
             at += len(emitted)
+            yield emitted
 
     def result(self) -> dict[str, Any]:
         """Figures so far, as one JSON-ready object."""
