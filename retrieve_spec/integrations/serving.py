@@ -82,11 +82,16 @@ class ServingDrafter(Requests):
         self._pace = Pace()
         self._seconds = 0.0
 
-    def prepare(self) -> None:
-        """Compile the kernels, or load them from Numba's cache, before the first token depends on it."""
+    def prepare(self, shapes: Many[Shape] = ("chain", "tree")) -> None:
+        """Compile the kernels, or load them from Numba's cache, before the first token depends on it.
+
+        Parameters
+        ----------
+        shapes
+            What will be asked for.
+        """
         trial = ServingDrafter(self.config, datastores=self.datastores)
         text = np.arange(12, dtype=np.int32) % 4
-        shapes: tuple[Shape, ...] = ("chain", "tree")
         for shape in shapes:
             trial.start(shape, text)
             trial.draft([shape], 4, shape=shape)

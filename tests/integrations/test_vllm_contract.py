@@ -1,0 +1,260 @@
+"""The proposer behind a runner that does what vLLM's does, as far as a proposer sees it; vLLM is not needed."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from retrieve_spec.errors import ConfigError, StoreNotFoundError
+from retrieve_spec.integrations import vllm
+
+LONGEST, ROWS = 200, 8
+
+
+def says(text):
+    """The next token of a made-up model: it goes round in circles that the first token chooses, with exceptions."""
+    return int((text[-1] + 1 + (len(text) % 23 == 0)) % 9 + 10 * (text[0] // 10))
+
+
+class Runner:
+    """Rows that are reused, prompts read in pieces, drafts verified, requests left out and taken back."""
+
+    def __init__(self, options=None, most=8, **config):
+        self.vllm_config = SimpleNamespace(
+            additional_config={"retrieve_spec": {"any_version": True, **(options or {})}},
+            speculative_config=SimpleNamespace(num_speculative_tokens=most),
+            model_config=SimpleNamespace(max_model_len=LONGEST, get_vocab_size=lambda: 100),
+            parallel_config=SimpleNamespace(
+                rank=0, tensor_parallel_size=1, data_parallel_size=1, data_parallel_rank=0, **config
+            ),
+        )
+        self.most = most
+        self.requests, self.drafts = {}, {}
+        self.input_batch = SimpleNamespace(req_ids=[])
+        self.texts = np.zeros((ROWS, LONGEST), np.int32)
+        self.passes = self.accepted = 0
+        self.drafter = vllm.Proposer(self.vllm_config)
+
+    def execute_model(self):
+        """Only there to be seen."""
+
+    def add(self, name, prompt, max_tokens=40, temperature=0.0, **extra):
+        self.requests[name] = SimpleNamespace(
+            num_prompt_tokens=len(prompt),
+            sampling_params=SimpleNamespace(max_tokens=max_tokens, temperature=temperature, extra_args=extra or None),
+            prompt_embeds=None,
+            text=list(prompt),
+            read=0,
+        )
+
+    def step(self, names, piece=1000):
+        """One step over rows of these requests: pieces of prompts are read, drafts verified."""
+        sampled = []
+        for name in names:
+            request = self.requests[name]
+            request.read = min(request.read + piece, request.num_prompt_tokens)
+            if request.read < request.num_prompt_tokens:
+                sampled.append([])
+                continue
+            said, draft = [], self.drafts.pop(name, [])
+            left = request.sampling_params.max_tokens - (len(request.text) - request.num_prompt_tokens)
+            for token in [*draft, None]:
+                said.append(says([*request.text, *said]))
+                if said[-1] != token:
+                    break
+            sampled.append(said[:left])
+            request.text += said[:left]
+            self.passes += 1
+            self.accepted += len(said) - 1
+        self.input_batch.req_ids = list(names)
+        for i, name in enumerate(names):
+            text = self.requests[name].text
+            self.texts[i, : len(text)] = text
+            self.texts[i, len(text) :] = 77  # what an earlier row left
+        lengths = np.array([len(self.requests[name].text) for name in names], np.int32)
+        drafts = self.drafter.propose(sampled, lengths, self.texts, slot_mappings=None)
+        assert len(drafts) == len(names)
+        for name, draft in zip(names, drafts, strict=True):
+            request = self.requests[name]
+            left = request.sampling_params.max_tokens - (len(request.text) - request.num_prompt_tokens)
+            assert all(isinstance(token, int) and 0 <= token < 100 for token in draft)
+            assert len(draft) <= max(min(self.most, left - 1, LONGEST - len(request.text) - 1), 0)
+            self.drafts[name] = draft
+        return drafts
+
+    def ended(self, name):
+        request = self.requests[name]
+        return len(request.text) - request.num_prompt_tokens >= request.sampling_params.max_tokens
+
+    def finish(self, name):
+        self.drafts.pop(name, None)
+        return self.requests.pop(name).text
+
+
+def plain(prompt, max_tokens=40):
+    text = list(prompt)
+    for _ in range(max_tokens):
+        text.append(says(text))
+    return text
+
+
+def served(runner, wanted, rng, rows=4, piece=1000):
+    """Serve requests in changing rows, some of them left out of steps, until all have ended."""
+    waiting, texts = list(wanted), {}
+    while waiting or runner.requests:
+        while waiting and len(runner.requests) < rows:
+            name = waiting.pop(0)
+            runner.add(name, **wanted[name])
+        names = [name for name in rng.permutation(sorted(runner.requests)).tolist() if rng.random() < 0.8]
+        if not names:
+            continue
+        runner.step(names, piece)
+        if rng.random() < 0.1:  # preempted: its draft is dropped, its prompt and answer are read again
+            victim = str(rng.choice(names))
+            runner.drafts.pop(victim, None)
+        for name in names:
+            if runner.ended(name):
+                texts[name] = runner.finish(name)
+    return texts
+
+
+@pytest.mark.parametrize(("seed", "piece"), [(0, 1000), (1, 7), (2, 1)])
+def test_texts_are_those_without_drafts(seed, piece):
+    rng = np.random.default_rng(seed)
+    runner = Runner({"session": seed == 2})
+    wanted = {}
+    for i in range(12):
+        length = (1, 9, 30)[i % 3]
+        prompt = [(10 * (i % 9)) + j % 9 for j in range(length)]
+        wanted[f"r{i}"] = {"prompt": prompt, "max_tokens": (1, 2, 9, 40)[i % 4], "temperature": float(i % 2)}
+    texts = served(runner, wanted, rng, piece=piece)
+    assert texts == {name: plain(w["prompt"], w["max_tokens"]) for name, w in wanted.items()}
+    assert runner.accepted > runner.passes / 2
+    counts = runner.drafter.statistics()
+    assert counts["failures"] == 0 and counts["requests"] == 12
+    runner.add("last", [1])
+    runner.step(["last"])
+    assert runner.drafter.statistics()["under_way"] == 1, "those that ended are forgotten"
+
+
+def test_a_name_that_comes_back_with_another_text():
+    runner = Runner()
+    runner.add("a", [1, 2, 3] * 4)
+    runner.step(["a"])
+    runner.requests.clear()
+    runner.add("a", [50])
+    runner.drafts.clear()
+    runner.step(["a"])
+    assert runner.drafter.drafter.length("a") == 2
+    assert set(runner.drafts["a"]) <= set(runner.requests["a"].text)
+
+
+def test_tokens_that_are_taken_back():
+    runner = Runner()
+    runner.add("a", list(range(9)) * 3)
+    for _ in range(3):
+        runner.step(["a"])
+    request = runner.requests["a"]
+    del request.text[-2:]
+    runner.drafts.clear()
+    while not runner.ended("a"):
+        runner.step(["a"])
+    assert runner.finish("a") == plain(list(range(9)) * 3)
+    assert runner.drafter.statistics()["failures"] == 0
+
+
+def test_wishes_of_requests(caplog):
+    runner = Runner({"session": True})
+    runner.add("off", list(range(9)) * 3, retrieve_spec_draft=0)
+    assert runner.step(["off"]) == [[]]
+    runner.add("predicted", [60], retrieve_spec_prediction=[69, 61, 63, 65, 67, 61, 62, 63])
+    runner.step(["off", "predicted"])
+    runner.add("wrong", [30, 31], retrieve_spec_prediction={"no": "text"})
+    assert runner.step(["off", "wrong"])[1] == [] and "goes without drafts" in caplog.text
+    runner.add("secret", [80, 81, 82], retrieve_spec_keep=0)
+    for _ in range(4):
+        runner.step(["secret"])
+    for name in list(runner.requests):
+        runner.finish(name)
+    runner.add("other", [85, 80])
+    runner.step(["other"])
+    remembered = np.concatenate([*runner.drafter.drafter.session.texts, np.empty(0, np.int32)])
+    assert not (remembered >= 80).any() and (remembered // 10 == 6).any()
+
+
+def test_a_prompt_that_is_no_text():
+    runner = Runner()
+    runner.add("pictures", [1, 2, 3] * 5)
+    runner.requests["pictures"].prompt_embeds = object()
+    runner.add("placeholders", [1, -1, 2])
+    runner.add("text", list(range(9)) * 3)
+    drafts = runner.step(["pictures", "placeholders", "text"])
+    assert drafts[0] == drafts[1] == [] and len(drafts[2]) > 2
+    assert runner.drafter.statistics()["failures"] == 0
+
+
+def test_a_failure_leaves_the_answer_and_ends_drafting(caplog, monkeypatch):
+    runner = Runner()
+    monkeypatch.setattr(runner.drafter.drafter, "draft", lambda *_: 1 / 0)
+    runner.add("a", list(range(9)) * 3)
+    with caplog.at_level(logging.CRITICAL):
+        while not runner.ended("a"):
+            runner.step(["a"])
+    assert runner.finish("a") == plain(list(range(9)) * 3)
+    assert runner.drafter.statistics()["failures"] == 3
+
+
+def test_state_is_kept(tmp_path):
+    for _ in range(2):
+        runner = Runner({"session": True, "state": str(tmp_path / "state")})
+        known = len(runner.drafter.drafter.session)
+        runner.add("a", [1])
+        while not runner.ended("a"):
+            runner.step(["a"])
+        runner.finish("a")
+        runner.add("b", [2])
+        runner.step(["b"])
+        runner.drafter.drafter.save()
+    assert known > 30
+
+
+def test_ranks_that_only_follow_draft_nothing():
+    class Second(Runner):
+        def __init__(self):
+            super().__init__({"state": "nowhere"})
+
+    config = Runner().vllm_config
+    config.parallel_config.rank, config.parallel_config.tensor_parallel_size = 1, 2
+    config.additional_config["retrieve_spec"]["state"] = "/nowhere/at/all"
+
+    class Caller:
+        vllm_config = config
+
+        def execute_model(self):
+            """Only there to be seen."""
+
+        def make(self):
+            return vllm.Proposer(self.vllm_config)
+
+    assert Caller().make().propose([[1]], np.array([5]), np.zeros((1, 9), np.int32)) == [[]]
+
+
+def test_mistakes_are_named(monkeypatch):
+    with pytest.raises(ConfigError, match="Use datastores, session"):
+        Runner({"datastore": "x"})
+    with pytest.raises(ConfigError, match="phrases 'auto' or 'off'"):
+        Runner({"phrases": "on"})
+    monkeypatch.setattr(vllm._LazyTokenizer, "get", lambda self: None)
+    with pytest.raises(StoreNotFoundError):
+        Runner({"datastores": "/nowhere"})
+    with pytest.raises(ConfigError, match="made by vLLM's model runner"):
+        vllm.Proposer(Runner().vllm_config)
+    monkeypatch.setattr(vllm, "_version", lambda name: "0.33.0")
+    with pytest.raises(ConfigError, match="vLLM 0.32, got 0.33.0"):
+        vllm.check_version(False)
+    vllm.check_version(True)
+    monkeypatch.setattr(vllm, "_version", lambda name: "0.32.1")
+    vllm.check_version(False)
