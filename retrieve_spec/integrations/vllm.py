@@ -9,7 +9,7 @@
             "model": "retrieve_spec.integrations.vllm.Proposer",
             "num_speculative_tokens": 16,
         },
-        additional_config={"retrieve_spec": {"datastores": ["stores/code"], "session": True, "state": "state/my-model"}},
+        additional_config={"retrieve_spec": {"datastores": ["stores/code"], "state": "state/my-model"}},
     )
 
 vLLM verifies chains and samples by rejection: greedy text is what it is without drafts, sampled text has the same

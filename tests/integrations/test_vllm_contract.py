@@ -253,7 +253,7 @@ def test_mistakes_are_named(monkeypatch):
     with pytest.raises(ConfigError, match="made by vLLM's model runner"):
         vllm.Proposer(Runner().vllm_config)
     monkeypatch.setattr(vllm, "_version", lambda name: "0.33.0")
-    with pytest.raises(ConfigError, match="vLLM 0.32, got 0.33.0"):
+    with pytest.raises(ConfigError, match=r"vLLM 0\.32, got 0\.33\.0"):
         vllm.check_version(False)
     vllm.check_version(True)
     monkeypatch.setattr(vllm, "_version", lambda name: "0.32.1")

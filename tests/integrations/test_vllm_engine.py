@@ -1,0 +1,197 @@
+"""The proposer inside vLLM itself, over the bundled model on a CPU; `make test-vllm` runs these where vLLM is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.v1.sample import rejection_sampler
+
+import retrieve_spec
+
+PACKAGE = Path(retrieve_spec.__file__).parent
+SPEC = {
+    "method": "custom_class",
+    "model": "retrieve_spec.integrations.vllm.Proposer",
+    "num_speculative_tokens": 8,
+}
+EXTENSION = "retrieve_spec.integrations.vllm.WorkerExtension"
+
+
+def engine(options=None, **given):
+    """An engine with pieces of prompts, shared prefixes and a cache that is too small for all its requests."""
+    if options is not None:
+        given |= {
+            "speculative_config": SPEC,
+            "worker_extension_cls": EXTENSION,
+            "additional_config": {"retrieve_spec": options},
+        }
+    return LLM(
+        str(PACKAGE / "reference"),
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        **{"kv_cache_memory_bytes": 7 << 20, **given},
+    )
+
+
+BUILD = "import sys; from retrieve_spec.datastore.build import build_datastore; build_datastore(*sys.argv[1:])"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Built by another process: vLLM's CPU build cannot start an engine in one that has loaded Numba."""
+    folder = tmp_path_factory.mktemp("store")
+    (folder / "texts").mkdir()
+    for path in sorted((PACKAGE / "sources").glob("*.py")):
+        (folder / "texts" / path.name).write_text(path.read_text())
+    given = [str(folder / "store"), str(folder / "texts"), str(PACKAGE / "reference")]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD, *given], check=True)
+    return folder / "store"
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return engine()
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def ours(plain, store, state):
+    return engine({"datastores": [str(store)], "session": True, "state": str(state)})
+
+
+@pytest.fixture(scope="module")
+def prompts(plain):
+    """64 prompts: of one token, of as many as a draft and one more, alike, and longer than a step reads."""
+    tokenizer = plain.get_tokenizer()
+    ids = [tokenizer.encode(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
+    ids = [text for text in ids if len(text) > 300]
+    lengths = (1, 9, 60, 200, 300)
+    made = [ids[i % len(ids)][: lengths[i % len(lengths)]] for i in range(60)]
+    return [{"prompt_token_ids": text} for text in [*made, *made[2:6]]]
+
+
+def statistics(llm):
+    return llm.collective_rpc("retrieve_spec_statistics")[0]
+
+
+def metric(llm, name):
+    return sum(one.value for one in llm.get_metrics() if one.name == name)
+
+
+def answers(llm, prompts, parameters):
+    return [[list(one.token_ids) for one in out.outputs] for out in llm.generate(prompts, parameters, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 64])
+def test_greedy_text_is_that_without_drafts(plain, ours, prompts, at_once):
+    asked = prompts if at_once == 64 else prompts[:12]
+    parameters = [
+        SamplingParams(temperature=0, max_tokens=(1, 2, 30, 100)[i % 4], ignore_eos=i % 3 == 0)
+        for i in range(len(asked))
+    ]
+    begun, accepted = statistics(ours)["requests"], metric(ours, "vllm:spec_decode_num_accepted_tokens")
+    preempted = metric(ours, "vllm:num_preemptions")
+    for first in range(0, len(asked), at_once):
+        batch = slice(first, first + at_once)
+        assert answers(ours, asked[batch], parameters[batch]) == answers(plain, asked[batch], parameters[batch])
+    counts = statistics(ours)
+    assert counts["failures"] == 0 and counts["requests"] >= begun + len(asked)
+    assert metric(ours, "vllm:spec_decode_num_accepted_tokens") > accepted
+    if at_once == 64:
+        assert metric(ours, "vllm:num_preemptions") > preempted, "the cache is too small for all of them"
+
+
+def test_requests_that_are_aborted(plain, ours, prompts):
+    wanted = answers(plain, prompts[:8], SamplingParams(temperature=0, max_tokens=60))
+    texts = {}
+    for i, prompt in enumerate(prompts[:8]):
+        ours.llm_engine.add_request(f"x{i}", prompt, SamplingParams(temperature=0, max_tokens=60))
+    steps = 0
+    while ours.llm_engine.has_unfinished_requests():
+        for out in ours.llm_engine.step():
+            if out.finished:
+                texts[out.request_id] = list(out.outputs[0].token_ids)
+        steps += 1
+        if steps in (1, 6):
+            ours.llm_engine.abort_request([f"x{steps}"])
+    for i in (0, 2, 3, 4, 5, 7):
+        assert texts[f"x{i}"] == wanted[i][0]
+    answers(ours, prompts[:1], SamplingParams(temperature=0, max_tokens=2))
+    assert statistics(ours)["under_way"] <= 1 and statistics(ours)["failures"] == 0
+
+
+def test_wishes_of_requests(plain, ours, prompts):
+    def greedy(**extra):
+        return SamplingParams(temperature=0, max_tokens=60, extra_args=extra or None)
+
+    asked = prompts[3:4]
+    wanted = answers(plain, asked, greedy())
+    drafted = statistics(ours)["drafted"]
+    assert answers(ours, asked, greedy(retrieve_spec_draft=False)) == wanted
+    assert statistics(ours)["drafted"] == drafted
+    text = plain.get_tokenizer().decode(wanted[0][0])
+    assert answers(ours, asked, greedy(retrieve_spec_prediction=text)) == wanted
+    assert answers(ours, asked, greedy(retrieve_spec_prediction=[3.5])) == wanted
+    assert statistics(ours)["failures"] == 0
+
+
+def test_sampled_text_has_the_same_distribution(plain, ours, prompts, monkeypatch):
+    """Two-sample chi-square of the second to fourth token, drafts being the same in every run."""
+
+    from retrieve_spec.integrations.serving import ServingDrafter
+
+    def expanded(values, ends, total, replace_from=0, replace_to=0):
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        return torch.where(values == replace_from, replace_to, values).repeat_interleave(counts)
+
+    # The CPU build of 0.32 writes each draft's temperature into a copy that it drops, whoever drafts.
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expanded)
+    monkeypatch.setattr(ServingDrafter, "measured", lambda self, seconds: None)
+    parameters = SamplingParams(temperature=0.7, max_tokens=4, ignore_eos=True, n=4)
+    asked = [prompts[3]] * 150
+    drafted = statistics(ours)["drafted"]
+    samples = []
+    for llm in (plain, ours):
+        torch.manual_seed(0)
+        samples.append([tuple(one[1:]) for outs in answers(llm, asked, parameters) for one in outs])
+    assert statistics(ours)["drafted"] > drafted + 300
+    for length in (1, 2, 3):
+        assert chi_square([[one[:length] for one in sample] for sample in samples]) < 4.0
+
+
+def chi_square(samples):
+    """Standard deviations that the statistic of two samples of one size lies above what is expected; rare values
+    count as one."""
+    one, other = ([sample.count(value) for value in sorted(set(samples[0] + samples[1]))] for sample in samples)
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a + b >= 10]
+    rest = (len(samples[0]) - sum(a for a, _ in pairs), len(samples[1]) - sum(b for _, b in pairs))
+    pairs += [rest] if sum(rest) else []
+    freedom = max(len(pairs) - 1, 1)
+    return (sum((a - b) ** 2 / (a + b) for a, b in pairs) - freedom) / (2 * freedom) ** 0.5
+
+
+def test_what_was_learned_is_kept(ours, prompts, state):
+    answers(ours, prompts[:6], SamplingParams(temperature=0, max_tokens=40))
+    answers(ours, prompts[:1], SamplingParams(temperature=0, max_tokens=1))
+    assert {"greedy.npy", "session.npy"} <= {path.name for path in state.glob("*.npy")}
