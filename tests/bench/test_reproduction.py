@@ -77,6 +77,11 @@ GIVEN = {
     "slower_than_plain": 0, "same": 1,
 }  # fmt: skip
 SCRIPTS = {
+    "scripts/bench_batches.py": {
+        "batches": [{"rows": 2, "temperature": t, "auto": {"ratio": 1.5}, "off": {"ratio": 1.2}} for t in (0.0, 1.0)],
+        "arrivals": {"requests": 4, "within_s": 2.0, "auto": dict.fromkeys(("total_s", "p50_s", "p95_s"), 1.0)},
+        "new_tokens": 16,
+    },
     "scripts/bench_pass.py": {"passes": [{"context": 256, "pass": "plain", "ms": 2.0, "ratio": 1.0},
                                          {"context": 256, "pass": "static 4", "ms": 1.5, "ratio": 0.75},
                                          {"context": 256, "pass": "ordinary 4", "ms": 2.5, "ratio": 1.25}]},
