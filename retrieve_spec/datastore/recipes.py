@@ -44,7 +44,7 @@ class Recipe:
 def recipe_file(name: str | os.PathLike[str]) -> Path:
     """The file that a recipe's path or name stands for: one that is there, else one that came with the library."""
     given = Path(name)
-    if given.exists() or given.suffix or len(given.parts) > 1:
+    if given.is_file() or given.suffix or len(given.parts) > 1:
         return given
     beside = Path(__file__).resolve().parents[2] / "datastores" / f"{given}.toml"
     if beside.exists():  # in a checkout

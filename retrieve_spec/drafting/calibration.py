@@ -162,6 +162,7 @@ def _put(target: Path, array: NDArray[Any]) -> None:
     """Write an array as ``.npy``, put in place at once."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as file:
             np.save(file, array)
         os.replace(partial, target)
@@ -186,8 +187,11 @@ def kept_calibration(path: Path | None) -> Calibration:
     except StoreCorruptError as error:
         logger.warning("calibration starts anew: %s", error)
         assert path is not None
-        path.unlink(missing_ok=True)
-        return Calibration(path)
+        try:
+            path.unlink(missing_ok=True)
+            return Calibration(path)
+        except OSError:  # what cannot be taken away cannot be written over
+            return Calibration()
 
 
 def _damaged(path: Path, got: str) -> StoreCorruptError:

@@ -94,15 +94,24 @@ class Drafters:
                 return "the given drafter is at work for another sequence"
             if call is not None and isinstance(drafter, MixtureDrafter):
                 drafter.asker = drafter.asker or call
-            self._lent.add(id(drafter))
-            if siblings is not None and isinstance(drafter, MixtureDrafter):
-                if drafter.session is None and drafter.recycling is not None:
-                    drafter.recycling.reset()  # as it does itself without a session
-                self._own[id(drafter)] = drafter.session, drafter.calibration
-                drafter.session = siblings
-                if self.rollouts is not None:
-                    drafter.calibration = self._calibration_of_rollouts(drafter.calibration)
+            try:
+                self._lent.add(id(drafter))
+                if siblings is not None and isinstance(drafter, MixtureDrafter):
+                    self._share(drafter, siblings)
+            except BaseException:
+                self.give_back(drafter)
+                raise
             return drafter
+
+    def _share(self, drafter: MixtureDrafter, siblings: Siblings) -> None:
+        """Let a drafter draft from what siblings write until it is given back."""
+        calibration = drafter.calibration
+        if self.rollouts is not None:
+            calibration = self._calibration_of_rollouts(calibration)
+        if drafter.session is None and drafter.recycling is not None:
+            drafter.recycling.reset()  # as it does itself without a session
+        self._own[id(drafter)] = drafter.session, drafter.calibration
+        drafter.session, drafter.calibration = siblings, calibration
 
     def _calibration_of_rollouts(self, other: Calibration) -> Calibration:
         """What is learned where answers of earlier calls may be drafted from; it begins with what `other` learned."""
@@ -116,8 +125,11 @@ class Drafters:
         """Take a drafter back; one that was interrupted amid its work is not used again."""
         with self._lock:
             if id(drafter) in self._own and isinstance(drafter, MixtureDrafter):
+                lent = drafter.calibration
                 drafter.session, drafter.calibration = self._own[id(drafter)]
                 del self._own[id(drafter)]  # behind it: done twice it is the same
+                if lent is not drafter.calibration:  # which has counted no request, but has the phrases
+                    drafter.calibration.keep()
             self._lent.discard(id(drafter))
             for made in self._made.values():
                 if any(drafter is one for one in made) and (spoiled or len(made) > KEPT):

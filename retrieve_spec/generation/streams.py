@@ -142,11 +142,12 @@ def _runs(
 
 def _pieces(runs: Generator[_Run, None, None], decoder: TextDecoder | None) -> Generator[Piece, None, None]:
     """Runs of tokens with their text."""
+    both = None
     with contextlib.closing(runs):
         for visible, both in runs:
             yield Piece(visible, decoder.push(visible) if decoder else "", *(() if both is None else both))
         if rest := decoder.flush() if decoder else "":
-            yield Piece(np.empty(0, np.int32), rest)
+            yield Piece(np.empty(0, np.int32), rest, *(() if both is None else both[:, :0]))
 
 
 def _report_of(under_way: list[Sequence | GenerationReport]) -> GenerationReport | None:

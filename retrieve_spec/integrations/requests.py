@@ -203,6 +203,11 @@ class Requests:
             if self._ended % _SAVE_EVERY == 1 and self._folder is not None and self.session is not None:
                 save_session(self._folder, self.session)
 
+    def abandon(self) -> None:
+        """End all requests at once; nothing is learned from them, and their drafters are not used again."""
+        with self._lock:
+            self._requests.clear()
+
     def save(self) -> None:
         """Write what was learned to the state folder, if there is one; every so many requests that is done anyway."""
         with self._lock:
@@ -234,7 +239,8 @@ def token_ids_of(token_ids: NDArray[Any] | Many[int], what: str) -> NDArray[np.i
 
 def each_of(value: int | Many[int], rows: int, name: str) -> list[int]:
     """A limit for each of so many rows; `ConfigError` where there are others than that."""
-    values = [value] * rows if isinstance(value, int) else [int(one) for one in value]
+    given: list[int] = np.atleast_1d(value).tolist()
+    values = given * rows if np.ndim(value) == 0 else given
     if len(values) != rows:
         raise ConfigError(f"{name} for {rows} requests", f"{len(values)} of them", "Give one number, or one for each.")
     return values

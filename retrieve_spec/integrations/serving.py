@@ -207,7 +207,8 @@ class ServingDrafter(Requests):
         For an engine that has time for that while its model runs. `requests` that are not under way are left out.
         """
         with self._lock:
-            names = list(self._requests) if requests is None else [name for name in requests if name in self]
+            asked = self._requests if requests is None else dict.fromkeys(requests)
+            names = [name for name in asked if name in self]
             for kind in (GREEDY, SAMPLED):
                 follow_all([self._requests[name].row for name in names if self._requests[name].kind == kind])
 

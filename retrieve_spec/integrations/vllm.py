@@ -47,6 +47,8 @@ _COMPARED = 8
 """Tokens at the end of a row that are compared with what its request was last given."""
 _SAVE_EVERY = 30.0
 """Seconds between two times that what was learned is written, where requests have ended."""
+_NO = frozenset({"", "0", "false", "no", "off"})
+"""What a wish that is given as text says no with."""
 _MOST_FAILURES = 3
 _NO_DRAFT: list[int] = []
 
@@ -201,8 +203,8 @@ class Proposer:
             self._failures += 1
             off = self._failures == _MOST_FAILURES
             logger.exception("drafting failed, %s", "and is off from now on" if off else "this step goes without")
-            for name in list(self._seen):
-                self._forget(name, keep=False)
+            self._seen.clear()
+            self.drafter.abandon()
             return nothing
 
     def _propose(
@@ -250,7 +252,7 @@ class Proposer:
     def _begin(self, name: str, state: Any, text: NDArray[np.int32]) -> _Seen:
         parameters = state.sampling_params
         wishes = (parameters.extra_args or {}) if parameters is not None else {}
-        drafts = parameters is not None and state.prompt_embeds is None and bool(wishes.get(DRAFT, True))
+        drafts = parameters is not None and state.prompt_embeds is None and _wished(wishes, DRAFT)
         read = min(int(state.num_prompt_tokens), len(text))
         if drafts and read:
             try:
@@ -266,7 +268,7 @@ class Proposer:
                 if name in self.drafter:
                     self.drafter.finish(name, keep=False)
                 drafts = False
-        return _Seen(text[:0], 0, self._step, drafts and bool(read), bool(wishes.get(KEEP, True)))
+        return _Seen(text[:0], 0, self._step, drafts and bool(read), _wished(wishes, KEEP))
 
     def _prediction(self, wishes: Mapping[str, Any]) -> list[int] | None:
         """Tokens of the text that a request expects its answer to repeat: given as text, or as token ids."""
@@ -297,6 +299,12 @@ class Proposer:
         self._seen.pop(name, None)
         if name in self.drafter:
             self.drafter.finish(name, keep=keep)
+
+
+def _wished(wishes: Mapping[str, Any], name: str) -> bool:
+    """Whether a request wants something, as it does by default; texts count as they read."""
+    wish = wishes.get(name, True)
+    return wish.strip().lower() not in _NO if isinstance(wish, str) else bool(wish)
 
 
 class WorkerExtension:

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.errors import ConfigError, StoreLockedError, in_a_line
+from retrieve_spec.errors import ConfigError, PromptError, StoreLockedError, in_a_line
 from retrieve_spec.sources.automaton import BOUNDARY, SuffixAutomaton
 from retrieve_spec.sources.rollout_file import packed, unpacked
 from retrieve_spec.sources.session import loop_start
@@ -36,6 +36,9 @@ PROMPT_BYTES, ANSWER_BYTES = 64, 16
 LOCK_S = 60.0
 """Seconds that a save waits for other processes' saves."""
 Answers = tuple[NDArray[np.int32], ...]
+_LARGEST = 2**31 - 1
+_MANY_NEW = 1024
+"""New answers after which those that are not kept any more are dropped."""
 
 
 def prompt_key(prompt_ids: NDArray[np.int32]) -> bytes:
@@ -90,6 +93,7 @@ class RolloutMemory:
         self._known: OrderedDict[bytes, Answers] = OrderedDict()  # the prompt that was answered last stands last
         self._bytes = 0
         self._new: list[tuple[bytes, NDArray[np.int32]]] = []  # since the file was last read
+        self._most_new = _MANY_NEW
         self._waiting: deque[tuple[bytes, NDArray[np.int32]]] = deque()
         self._lock = threading.RLock()
         self._busy = 0
@@ -131,8 +135,17 @@ class RolloutMemory:
         """Keep an answer (m,) to a prompt (n,).
 
         It waits while the memory is in use, even where the garbage collector ends a generation in the middle of that.
+
+        Raises
+        ------
+        PromptError
+            The answer holds something else than token ids, such as the negative ones that stand for "no label".
         """
-        ids = np.ascontiguousarray(token_ids, np.int32)
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or (len(ids) and not 0 <= ids.min() <= ids.max() <= _LARGEST):
+            got = f"{ids.dtype} {ids!s:.60}"
+            raise PromptError("an answer of token ids from 0, (m,)", got, "Leave out placeholders.")
+        ids = ids.astype(np.int32)
         self._waiting.append((prompt_key(prompt_ids), ids[: loop_start(ids)].copy()))
         with self._alone():  # takes in what waits
             pass
@@ -180,8 +193,8 @@ class RolloutMemory:
 
     def keep(self) -> None:
         """Save if enough answers are new; what goes wrong is logged."""
-        if self.path is None or not self.save_every or len(self._new) < self.save_every:
-            return
+        if self.path is None or not self.save_every or len(self._new) < self.save_every or self._busy:
+            return  # busy: the garbage collector ended a generation in the middle of a save
         try:
             self.save()
         except OSError as error:  # a full disk must not end a training run
@@ -189,28 +202,38 @@ class RolloutMemory:
             self._new = self._new[-self.answers * max(len(self._known), 1) :]
 
     def forget(self) -> None:
-        """Forget everything, and delete the file."""
+        """Forget everything, and empty the file: other processes forget with their next save, too."""
         with self._alone():
             self._known.clear()
             self._new, self._bytes = [], 0
             if self.path is not None:
                 with self._file_lock() as path:
-                    path.unlink(missing_ok=True)
+                    replace_file(path, packed({}))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Have the memory for this thread, with all that was to be remembered."""
         with self._lock:
-            self._busy += 1
+            before = self._busy
             try:
-                while self._busy == 1 and self._waiting:
+                self._busy = before + 1
+                while not before and self._waiting:
                     key, ids = self._waiting.popleft()
                     self._put(key, ids)
                     if self.path is not None:
                         self._new.append((key, ids))
+                if len(self._new) > self._most_new:
+                    self._new = self._still_kept()
+                    self._most_new = max(_MANY_NEW, 2 * len(self._new))
                 yield
             finally:
-                self._busy -= 1
+                self._busy = before
+
+    def _still_kept(self) -> list[tuple[bytes, NDArray[np.int32]]]:
+        """New answers that are kept by now, each once."""
+        kept = {(key, ids.tobytes()) for key, answers in self._known.items() for ids in answers}
+        new = {(key, ids.tobytes()): (key, ids) for key, ids in reversed(self._new)}
+        return [new[name] for name in reversed(new) if name in kept]
 
     @contextlib.contextmanager
     def _file_lock(self) -> Iterator[Path]:

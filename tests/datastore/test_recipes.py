@@ -103,6 +103,9 @@ def test_names_stand_for_recipes_that_come_along(tmp_path, monkeypatch):
     assert load_recipe("python-stdlib").name == "python-stdlib"
     with pytest.raises(BuildError, match="a recipe in no-such-one"):
         load_recipe("no-such-one")
+    (tmp_path / "python-stdlib").mkdir()
+    assert load_recipe("python-stdlib").name == "python-stdlib"
+    (tmp_path / "python-stdlib").rmdir()
     (tmp_path / "python-stdlib").write_text("not toml at all")
     with pytest.raises(BuildError):  # a file of the user's comes first
         load_recipe("python-stdlib")

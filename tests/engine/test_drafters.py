@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.sources.rollouts import RolloutMemory
 
 
 def lent(drafters: Drafters, count: int) -> list[Any]:
@@ -38,6 +42,31 @@ def test_one_that_is_lent_is_nobody_elses() -> None:
     assert drafters.lend() is first
     drafters.give_back(first, spoiled=True)
     assert drafters.lend() not in (first, second)
+
+
+def test_rollouts_whose_calibration_cannot_be_read_cost_no_drafter(tmp_path: Path) -> None:
+    (tmp_path / "r.bin.calibration.npy").mkdir()
+    memory = RolloutMemory(tmp_path / "r.bin")
+    drafters = Drafters(SpeculationConfig(rollouts=memory), [], None, "model")
+    for _ in range(3):
+        drafter = drafters.lend(siblings=drafters.siblings())
+        assert not isinstance(drafter, str)
+        drafters.give_back(drafter)
+        assert drafter is drafters.of(None)
+
+
+def test_a_drafter_that_cannot_be_lent_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafters = Drafters(SpeculationConfig(), [], None, "model")
+    first = drafters.of(None)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafters, "_share", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            drafters.lend(siblings=drafters.siblings())
+    assert drafters.lend() is first
 
 
 def test_other_stores_are_drafted_from_in_every_sequence() -> None:

@@ -179,7 +179,7 @@ def test_epochs(reference_model: Any, reference_tokenizer: Any) -> None:
     """Real text, sampled anew with every epoch: what earlier epochs said is worth passes."""
     rs.accelerate(reference_model, reference_tokenizer, nodes=16, recorded_pass="off", rollouts=rs.RolloutMemory())
     requests = ["class Stack:\n    def __init__(self):\n", "import os\n\n\ndef read_lines(path):\n"]
-    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 40}
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.3, "top_k": 0, "max_new_tokens": 40}
     paces = []
     for epoch in range(3):
         done = list(rs.generate_many(reference_model, requests, **options, num_return_sequences=3, seed=epoch, rows=3))

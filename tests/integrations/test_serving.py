@@ -213,6 +213,15 @@ def test_a_session_is_given_what_ended_requests_generated(keep):
     assert (23 in drafter.draft(["c"], 16)[0].token_ids) == keep
 
 
+def test_a_request_named_twice_is_followed_once():
+    drafter = ServingDrafter(SpeculationConfig(session=True))
+    drafter.start("a", [1])
+    drafter.feed("a", [5, 6, 7])
+    drafter.follow(["a", "a"])
+    drafter.finish("a")
+    assert np.concatenate(list(drafter.session.texts)).tolist().count(6) == 1
+
+
 def test_what_was_learned_is_kept_between_runs(tmp_path):
     def new():
         return ServingDrafter(SpeculationConfig(session=True), state=tmp_path / "state")

@@ -174,7 +174,7 @@ def test_wishes_of_requests(caplog):
     runner.step(["off", "predicted"])
     runner.add("wrong", [30, 31], retrieve_spec_prediction={"no": "text"})
     assert runner.step(["off", "wrong"])[1] == [] and "goes without drafts" in caplog.text
-    runner.add("secret", [80, 81, 82], retrieve_spec_keep=0)
+    runner.add("secret", [80, 81, 82], retrieve_spec_keep="false")
     for _ in range(4):
         runner.step(["secret"])
     for name in list(runner.requests):
@@ -205,6 +205,22 @@ def test_a_failure_leaves_the_answer_and_ends_drafting(caplog, monkeypatch):
             runner.step(["a"])
     assert runner.finish("a") == plain(list(range(9)) * 3)
     assert runner.drafter.statistics()["failures"] == 3
+
+
+def test_what_fails_again_while_requests_are_dropped_ends_nothing(monkeypatch, caplog):
+    runner = Runner()
+    runner.add("a", list(range(9)) * 3)
+    runner.step(["a"])
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("retrieve_spec.kernels.many.observe_many", fail)
+    monkeypatch.setattr("retrieve_spec.drafting.many.Row._catch_up", fail)
+    with caplog.at_level(logging.CRITICAL):
+        while not runner.ended("a"):
+            runner.step(["a"])
+    assert runner.drafter.statistics()["failures"] > 0
 
 
 def test_state_is_kept(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.errors import ConfigError, StoreCorruptError, StoreVersionError
+from retrieve_spec.errors import ConfigError, PromptError, StoreCorruptError, StoreVersionError
 from retrieve_spec.sources import rollout_file
 from retrieve_spec.sources.rollouts import RolloutMemory
 
@@ -113,6 +113,36 @@ def test_what_others_saved_is_taken_in(tmp_path: Path) -> None:
     path.unlink()
     one.save()
     assert contents(RolloutMemory(path), ids(1), ids(2)) == [[[5], [6]], [[7]]]
+
+
+def test_what_one_process_forgets_no_other_brings_back(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.bin"
+    one = RolloutMemory(path)
+    one.remember(ids(1), ids(5))
+    one.save()
+    other = RolloutMemory(path)
+    one.forget()
+    other.remember(ids(2), ids(6))
+    other.save()
+    assert contents(RolloutMemory(path), ids(1), ids(2)) == [[], [[6]]]
+
+
+@pytest.mark.parametrize("answer", [[5, -100], [2**32 + 7], [0.5], [[1, 2]]])
+def test_what_is_no_token_is_refused(answer: list[int], tmp_path: Path) -> None:
+    memory = RolloutMemory(tmp_path / "rollouts.bin")
+    with pytest.raises(PromptError, match="token ids from 0"):
+        memory.remember(ids(1), np.array(answer))
+    memory.remember(ids(1), np.array([], np.int64))
+    assert len(memory) == 0
+
+
+def test_what_waits_for_a_save_is_bounded(tmp_path: Path) -> None:
+    memory = RolloutMemory(tmp_path / "rollouts.bin", answers=2, save_every=0)
+    for number in range(5000):
+        memory.remember(ids(number % 3), ids(number, 1))
+    assert len(memory._new) <= 1100
+    memory.save()
+    assert contents(RolloutMemory(memory.path), ids(0)) == contents(memory, ids(0)) == [[[4995, 1], [4998, 1]]]
 
 
 def test_saves_when_it_is_due(tmp_path: Path) -> None:
