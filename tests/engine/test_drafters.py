@@ -55,6 +55,17 @@ def test_rollouts_whose_calibration_cannot_be_read_cost_no_drafter(tmp_path: Pat
         assert drafter is drafters.of(None)
 
 
+def test_with_rollouts_the_own_calibration_counts_its_requests_too() -> None:
+    """It has the phrases, and is written now and then."""
+    drafters = Drafters(SpeculationConfig(rollouts=RolloutMemory()), [], None, "model")
+    own = drafters.of(None).calibration  # type: ignore[union-attr]
+    for _ in range(3):
+        drafter = drafters.lend(siblings=drafters.siblings())
+        assert drafter.calibration is not own  # type: ignore[union-attr]
+        drafters.give_back(drafter)  # type: ignore[arg-type]
+    assert own._requests == 3
+
+
 def test_a_drafter_that_cannot_be_lent_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     drafters = Drafters(SpeculationConfig(), [], None, "model")
     first = drafters.of(None)

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.engine.streaming import TextDecoder
+from retrieve_spec.generation.streams import _pieces
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
@@ -183,3 +184,19 @@ def test_streamed_text_is_the_decoded_whole(reference_tokenizer: Any, size: int)
     decoder = TextDecoder(reference_tokenizer)
     pieces = [decoder.push(ids[i : i + size]) for i in range(0, len(ids), size)]
     assert "".join(pieces) + decoder.flush() == text
+
+
+def test_text_without_tokens_has_no_log_probabilities_but_their_arrays() -> None:
+    class Decoder:
+        def push(self, token_ids: Any) -> str:
+            return ""
+
+        def flush(self) -> str:
+            return "\ufffd"
+
+    def runs() -> Any:
+        yield np.array([7], np.int32), np.array([[-1.0], [-2.0]], np.float32)
+
+    pieces = list(_pieces(runs(), Decoder()))  # type: ignore[arg-type]
+    assert [piece.text for piece in pieces] == ["", "\ufffd"]
+    assert np.concatenate([piece.logprobs for piece in pieces]).tolist() == [-1.0]
