@@ -162,7 +162,6 @@ def _put(target: Path, array: NDArray[Any]) -> None:
     """Write an array as ``.npy``, put in place at once."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as file:
             np.save(file, array)
         os.replace(partial, target)

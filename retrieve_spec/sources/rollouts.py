@@ -98,6 +98,8 @@ class RolloutMemory:
         self._lock = threading.RLock()
         self._busy = 0
         if self.path is not None:
+            with contextlib.suppress(OSError):  # the first save says what is wrong
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             self._known.update(unpacked(self.path))
             self._fit()
 
