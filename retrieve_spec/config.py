@@ -13,6 +13,21 @@ MAX_NODES = 256
 """Hard limit of draft nodes per pass; a pass is never asked for more."""
 
 
+def dial(nodes: int | str) -> int | None:
+    """Nodes per pass that are asked for, None where measured cost decides.
+
+    Raises
+    ------
+    ConfigError
+        Something else is asked for.
+    """
+    if nodes == AUTO:
+        return None
+    if isinstance(nodes, int) and 0 <= nodes <= MAX_NODES:
+        return nodes
+    raise ConfigError(f"nodes to be 'auto' or 0 … {MAX_NODES}", repr(nodes), "Leave it at 'auto'.")
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """How a model drafts.
@@ -65,8 +80,7 @@ class SpeculationConfig:
     recorded_pass: Literal["auto", "always", "off"] = AUTO
 
     def __post_init__(self) -> None:
-        if self.nodes != AUTO and not (isinstance(self.nodes, int) and 0 <= self.nodes <= MAX_NODES):
-            raise ConfigError(f"nodes to be 'auto' or 0 … {MAX_NODES}", repr(self.nodes), "Leave it at 'auto'.")
+        dial(self.nodes)
         if not 0.0 <= (least := self.min_path_probability) < 1.0:
             raise ConfigError("min_path_probability in [0, 1)", repr(least), "Leave it at its default.")
         for name in ("max_depth", "session_tokens"):

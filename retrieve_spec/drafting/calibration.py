@@ -95,7 +95,7 @@ class Calibration:
         if self.path is not None and (at_once or self._requests % _SAVE_EVERY == 1):
             self.save(self.path)
             if self.phrases.requests != self._phrases_saved:
-                _put(_phrases_path(self.path), self.phrases.packed())
+                put_array(_phrases_path(self.path), self.phrases.packed())
                 self._phrases_saved = self.phrases.requests
 
     def forget(self) -> None:
@@ -115,7 +115,7 @@ class Calibration:
     def save(self, path: str | Path) -> None:
         """Write all tables as one flat ``.npy``, put in place at once."""
         tables = [self.cells.ravel(), self.scale.ravel(), self.rates.ravel(), np.ravel(self.drafts)]
-        _put(Path(path), np.concatenate(tables, dtype=np.float32))
+        put_array(Path(path), np.concatenate(tables, dtype=np.float32))
 
     def statistics(self) -> dict[str, tuple[float, float]]:
         """How many candidates of each source were right, and how many its probabilities promised; old ones fade."""
@@ -158,15 +158,15 @@ def _phrases_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.phrases{path.suffix}")
 
 
-def _put(target: Path, array: NDArray[Any]) -> None:
-    """Write an array as ``.npy``, put in place at once."""
+def put_array(target: Path, array: NDArray[Any], what: str = "calibration") -> None:
+    """Write an array as ``.npy``, put in place at once; what cannot be written is logged."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with open(partial, "wb") as file:
             np.save(file, array)
         os.replace(partial, target)
     except OSError as error:  # a full disk or a store that became read-only must not end a generation
-        logger.warning("calibration is not kept: %s", error)
+        logger.warning("%s is not kept: %s", what, error)
         partial.unlink(missing_ok=True)
 
 

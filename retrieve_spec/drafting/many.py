@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING
 
@@ -158,16 +159,6 @@ def _addresses(rows: Many[Row]) -> NDArray[np.int64]:
     return found
 
 
-class _at_rest:
+def _at_rest(row: Row) -> contextlib.AbstractContextManager[object]:
     """A row's session, if there is one, kept as it is while kernels read it."""
-
-    def __init__(self, row: Row) -> None:
-        self._session = row._shared
-
-    def __enter__(self) -> None:
-        if self._session is not None:
-            self._session.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._session is not None:
-            self._session.__exit__(None, None, None)
+    return contextlib.nullcontext() if row._shared is None else row._shared

@@ -48,9 +48,8 @@ class Drafters:
         self._config, self._model_key = config, model_key
         self._made: dict[str, list[Drafter]] = {}
         self._lent: set[int] = set()
-        self._own: dict[
-            int, tuple[SessionMemory | None, Calibration]
-        ] = {}  # of those that draft from siblings meanwhile
+        # What drafters have themselves that draft from siblings meanwhile.
+        self._own: dict[int, tuple[SessionMemory | None, Calibration]] = {}
         self.rollouts: RolloutMemory | None = config.rollouts
         self._rollouts_calibration: Calibration | None = None
         self._lock = threading.RLock()

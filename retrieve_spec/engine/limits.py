@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
+from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.engine.request import Prepared
-from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.verify.interface import ModelInterface
 
@@ -65,18 +64,3 @@ def limits_of(
         prompt_logits=config.prompt_logits,
         provenance=config.provenance,
     )
-
-
-def dial(nodes: int | str) -> int | None:
-    """Nodes per pass that are asked for, None where measured cost decides.
-
-    Raises
-    ------
-    ConfigError
-        Something else is asked for.
-    """
-    if nodes == AUTO:
-        return None
-    if isinstance(nodes, int) and 0 <= nodes <= MAX_NODES:
-        return nodes
-    raise ConfigError(f"nodes to be 'auto' or 0 … {MAX_NODES}", repr(nodes), "Leave it at 'auto'.")

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.config import SpeculationConfig, dial
 from retrieve_spec.datastore.change import ChangeReport
 from retrieve_spec.datastore.provenance import sourced_runs
 from retrieve_spec.datastore.store import Datastore, open_datastore
@@ -26,7 +26,7 @@ from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.drafters import OFF, Drafters
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.families import Family, families
-from retrieve_spec.engine.limits import dial, limits_of
+from retrieve_spec.engine.limits import limits_of
 from retrieve_spec.engine.report import GenerationReport, together
 from retrieve_spec.engine.request import Prepared, rows_of
 from retrieve_spec.engine.sequence import Sequence

@@ -24,11 +24,11 @@ from retrieve_spec.integrations.state import (
     save_session,
 )
 from retrieve_spec.sources.session import SessionMemory
+from retrieve_spec.sources.token_ids import token_ids_of
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
-_LARGEST = 2**31 - 1
 _SAVE_EVERY = 64
 """Requests between two times that the session is written."""
 _KEPT = 64
@@ -223,18 +223,6 @@ class Requests:
         if state is None:
             raise RequestError("a request that is under way", repr(request), "Start it first.")
         return state
-
-
-def token_ids_of(token_ids: NDArray[Any] | Many[int], what: str) -> NDArray[np.int32]:
-    """(n,) int32; `PromptError` where they are anything but token ids."""
-    ids = np.asarray(token_ids)
-    if ids.size == 0 and ids.ndim == 1:
-        return np.empty(0, np.int32)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise PromptError(f"{what} of token ids, (n,)", f"{ids.dtype} of shape {ids.shape}", "Give one text.")
-    if int(ids.min()) < 0 or (ids.dtype != np.int32 and int(ids.max()) > _LARGEST):
-        raise PromptError(f"{what} of token ids from 0", f"{ids.min()} … {ids.max()}", "Leave out placeholders.")
-    return ids.astype(np.int32)  # a copy: the engine may go on writing to its own
 
 
 def each_of(value: int | Many[int], rows: int, name: str) -> list[int]:

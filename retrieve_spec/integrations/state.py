@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.calibration import Calibration
-from retrieve_spec.errors import ConfigError, StoreCorruptError, in_a_line
+from retrieve_spec.drafting.calibration import Calibration, kept_calibration, put_array
+from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.sources.automaton import BOUNDARY
 from retrieve_spec.sources.session import SessionMemory
 
@@ -37,23 +37,11 @@ def open_folder(folder: str | os.PathLike[str]) -> Path:
 
 def load_calibrations(folder: Path | None) -> dict[str, Calibration]:
     """Calibrations for greedy and for sampled text, which have their phrases in common; damaged ones start anew."""
-    found = {name: _calibration(folder, name) for name in (GREEDY, SAMPLED)}
+    found = {name: kept_calibration(None if folder is None else folder / f"{name}.npy") for name in (GREEDY, SAMPLED)}
     most = max(found.values(), key=lambda calibration: calibration.phrases.requests)
     for calibration in found.values():
         calibration.phrases = most.phrases
     return found
-
-
-def _calibration(folder: Path | None, name: str) -> Calibration:
-    if folder is None:
-        return Calibration()
-    path = folder / f"{name}.npy"
-    try:
-        return Calibration(path)
-    except StoreCorruptError as error:
-        logger.warning("calibration starts anew: %s", error)
-        path.unlink(missing_ok=True)
-        return Calibration(path)
 
 
 def save_session(folder: Path, session: SessionMemory) -> None:
@@ -61,15 +49,7 @@ def save_session(folder: Path, session: SessionMemory) -> None:
     parts: list[NDArray[np.int32]] = []
     for text in session.texts:
         parts += [text, np.array([BOUNDARY], np.int32)]
-    target = folder / _SESSION
-    partial = folder / f".{_SESSION}.{os.getpid()}"
-    try:
-        with open(partial, "wb") as file:
-            np.save(file, np.concatenate(parts) if parts else np.empty(0, np.int32))
-        os.replace(partial, target)
-    except OSError as error:  # a full disk must not end a server
-        logger.warning("the session is not kept: %s", error)
-        partial.unlink(missing_ok=True)
+    put_array(folder / _SESSION, np.concatenate(parts) if parts else np.empty(0, np.int32), "the session")
 
 
 def load_session(folder: Path, session: SessionMemory) -> None:

@@ -157,8 +157,9 @@ class RandomSampler(HostReading):
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return a sample."""
         key = (self._seed, self._row, text.length)
-        check_drawable(logits.row(row))
-        values = self._penalised(logits, row, text)
+        drawn_from = logits.row(row)
+        check_drawable(drawn_from)
+        values = self._penalised(drawn_from, text)
         if not self.warpers.truncates:
             return int(gumbel_argmax_row(values, self.warpers.temperature, *key))
         count = self._truncate(values)
@@ -168,16 +169,15 @@ class RandomSampler(HostReading):
         """Log-probability among the tokens that the rules leave."""
         if not self.warpers.truncates and self.warpers.penalty == 1.0:
             return log_softmax_at(logits.logits[row].float() / self.warpers.temperature, token)
-        values = self._penalised(logits, row, text)
+        values = self._penalised(logits.row(row), text)
         if not self.warpers.truncates:
             return log_softmax_at(torch.from_numpy(values / np.float32(self.warpers.temperature)), token)
         count = self._truncate(values)
         left = torch.from_numpy(self._scores[:count].copy())
         return log_softmax_at(left, int(np.flatnonzero(self._ids[:count] == token)[0]))
 
-    def _penalised(self, logits: PassLogits, row: int, text: RowText) -> NDArray[np.float32]:
-        """(vocab,) float32 logits of a row after the penalty."""
-        values = logits.row(row)
+    def _penalised(self, values: NDArray[np.float32], text: RowText) -> NDArray[np.float32]:
+        """(vocab,) float32 logits after the penalty."""
         return values if self.warpers.penalty == 1.0 else penalise(values, text, self.warpers.penalty)
 
     def _truncate(self, values: NDArray[np.float32]) -> int:

@@ -23,10 +23,11 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.errors import ConfigError, PromptError, StoreLockedError, in_a_line
+from retrieve_spec.errors import ConfigError, StoreLockedError, in_a_line
 from retrieve_spec.sources.automaton import BOUNDARY, SuffixAutomaton
 from retrieve_spec.sources.rollout_file import packed, unpacked
 from retrieve_spec.sources.session import loop_start
+from retrieve_spec.sources.token_ids import token_ids_of
 
 logger = logging.getLogger(__name__)
 OVERLAP = 8
@@ -36,7 +37,6 @@ PROMPT_BYTES, ANSWER_BYTES = 64, 16
 LOCK_S = 60.0
 """Seconds that a save waits for other processes' saves."""
 Answers = tuple[NDArray[np.int32], ...]
-_LARGEST = 2**31 - 1
 _MANY_NEW = 1024
 """New answers after which those that are not kept any more are dropped."""
 
@@ -143,11 +143,7 @@ class RolloutMemory:
         PromptError
             The answer holds something else than token ids, such as the negative ones that stand for "no label".
         """
-        ids = np.asarray(token_ids)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or (len(ids) and not 0 <= ids.min() <= ids.max() <= _LARGEST):
-            got = f"{ids.dtype} {ids!s:.60}"
-            raise PromptError("an answer of token ids from 0, (m,)", got, "Leave out placeholders.")
-        ids = ids.astype(np.int32)
+        ids = token_ids_of(token_ids, "an answer")
         self._waiting.append((prompt_key(prompt_ids), ids[: loop_start(ids)].copy()))
         with self._alone():  # takes in what waits
             pass

@@ -26,6 +26,7 @@ HOLD_NOTHING: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_util
 """… of blocks that keep no tokens (since transformers 5.23) …"""
 HOLD_STATE: tuple[type, ...] = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 """… and with a recurrent state beside their rows, or without any."""
+TAKE_TREES = GROW_BY_ROWS + HOLD_NOTHING
 
 
 def decoder_cache(cache: Any) -> Any:
@@ -130,7 +131,7 @@ def cache_mode(cache: Any) -> tuple[Mode, str]:
     if getattr(cache, "offloading", False):
         return "plain", "an offloaded cache cannot be rolled back"
     for layer in cache.layers:
-        if type(layer) not in GROW_BY_ROWS + HOLD_NOTHING:
+        if type(layer) not in TAKE_TREES:
             if type(layer) in HOLD_STATE and not layer.record_past:
                 continue
             if getattr(layer, "is_croppable", False):

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from retrieve_spec.verify.cache import GROW_BY_ROWS, HOLD_NOTHING, HOLD_STATE, keep_path, trim
+from retrieve_spec.verify.cache import HOLD_STATE, TAKE_TREES, keep_path, trim
 
 _Rows = tuple[torch.Tensor, ...]
 
@@ -63,7 +63,7 @@ class KeptRows:
     @property
     def grows_by_rows(self) -> bool:
         """Whether rows are all that every layer holds."""
-        return self._has_only(GROW_BY_ROWS + HOLD_NOTHING)
+        return self._has_only(TAKE_TREES)
 
     def _has_only(self, kinds: tuple[type, ...]) -> bool:
         return all(type(layer) in kinds for layer in self._cache.layers)
@@ -76,8 +76,7 @@ class KeptRows:
 
     def commit(self, path: NDArray[np.int32], nodes: int) -> None:
         """Keep the rows of the last pass but those of its last `nodes` nodes that are not on `path`, (a,) int32."""
-        known = GROW_BY_ROWS + HOLD_NOTHING + HOLD_STATE
-        if not self._has_only(known):  # layers that are cropped as they do it themselves
+        if not self._has_only(TAKE_TREES + HOLD_STATE):  # layers that are cropped as they do it themselves
             if nodes:
                 keep_path(self._cache, path, nodes)
             else:

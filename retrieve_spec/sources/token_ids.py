@@ -1,0 +1,31 @@
+"""Token ids: what a caller gave as those of one text, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.errors import PromptError
+
+_LARGEST = 2**31 - 1
+
+
+def token_ids_of(token_ids: NDArray[Any] | Sequence[int], what: str) -> NDArray[np.int32]:
+    """(n,) int32, a copy: whoever gave them may go on writing to their own.
+
+    Raises
+    ------
+    PromptError
+        They are no whole numbers, or no token has such a number; `what` names them.
+    """
+    ids = np.asarray(token_ids)
+    if ids.size == 0 and ids.ndim == 1:
+        return np.empty(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise PromptError(f"{what} of token ids from 0, (n,)", f"{ids.dtype} of shape {ids.shape}", "Give one text.")
+    if int(ids.min()) < 0 or int(ids.max()) > _LARGEST:
+        raise PromptError(f"{what} of token ids from 0", f"{ids.min()} … {ids.max()}", "Leave out placeholders.")
+    return ids.astype(np.int32)
