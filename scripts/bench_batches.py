@@ -3,10 +3,11 @@
     python scripts/bench_batches.py [--rows 1 2 4 8 16 32 64] [--temperature 0 1] [--new-tokens 120] [--runs 2]
     python scripts/bench_batches.py --arrivals 32 --within 60
 
-Batches: prompts of four kinds of text in turn, padded on the left, as one call. The original `generate`, drafts and
-drafting off follow one another in every run, one untimed run first; the ratios are of the medians, by the clock, with
-those of processor time beside them. Arrivals: every request is one call of `generate` from a thread of its own, made
-when the request arrives; against the original `generate` one after another, and over batches of all who wait.
+Batches: prompts of four kinds of text in turn, padded on the left, as one call. The original `generate`, drafting off
+and drafts follow one another in every run, over prompts that no run had before, one run untimed; the ratios are the
+medians of the runs', by the clock, with those of processor time beside them. Arrivals: every request is one call of
+`generate` from a thread of its own, made when the request arrives; against the original `generate` one after another,
+and over batches of all who wait.
 """
 
 from __future__ import annotations
@@ -61,40 +62,36 @@ def sampling(temperature: float, new_tokens: int) -> dict[str, Any]:
     )
 
 
-def batch(model: Any, rows: list[torch.Tensor], temperature: float, options: argparse.Namespace) -> dict[str, Any]:
-    """One batch by all methods."""
-    given = padded(rows) | sampling(temperature, options.new_tokens)
-    methods: dict[str, Callable[[], Any]] = {
-        "plain": lambda: type(model).generate(model, **given),
-        "off": lambda: model.generate(**given, draft="off"),
-        "auto": lambda: model.generate(**given),
-    }
-    clock: dict[str, list[float]] = {name: [] for name in methods}
-    processor: dict[str, list[float]] = {name: [] for name in methods}
-    said: dict[str, torch.Tensor] = {}
-    last: dict[str, Any] = {}
+def batch(model: Any, prompts_: list[torch.Tensor], temperature: float, options: argparse.Namespace) -> dict[str, Any]:
+    """One batch by all methods, in every run of other prompts: what is remembered of the last run is no answer."""
+    rows = len(prompts_) // (options.runs + 1)
+    ratios: dict[str, list[tuple[float, float]]] = {"off": [], "auto": []}
+    seconds, identical, last = [], True, {}
     for run in range(options.runs + 1):
-        for name, call in methods.items():
-            torch.manual_seed(run)
-            began, worked = time.perf_counter(), time.process_time()
-            said[name] = call()
-            clock[name].append(time.perf_counter() - began)
-            processor[name].append(time.process_time() - worked)
+        given = padded(prompts_[run * rows : (run + 1) * rows]) | sampling(temperature, options.new_tokens)
+        plain, said = timed(lambda given=given: type(model).generate(model, **given), run)
+        for name, extra in (("off", {"draft": "off"}), ("auto", {})):
+            took, same = timed(lambda given=given, extra=extra: model.generate(**given, **extra), run)
+            identical &= bool(torch.equal(said, same))
             last[name] = model.speculation.last
-    plain, busy = (statistics.median(times["plain"][1:]) for times in (clock, processor))
-    figures: dict[str, Any] = {"rows": len(rows), "temperature": temperature, "plain_s": round(plain, 3)}
-    for name in ("off", "auto"):
-        figures[name] = {
-            "ratio": round(plain / statistics.median(clock[name][1:]), 3),
-            "processor_ratio": round(busy / statistics.median(processor[name][1:]), 3),
-            "passes": last[name].passes,
-            "nodes": last[name].nodes,
-        }
-    if not temperature:
-        figures["identical"] = bool(
-            torch.equal(said["plain"], said["auto"]) and torch.equal(said["plain"], said["off"])
-        )
-    return figures
+            if run:
+                ratios[name].append((plain[0] / took[0], plain[1] / took[1]))
+        seconds.append(plain[0])
+    figures: dict[str, Any] = {"rows": rows, "temperature": temperature}
+    figures["plain_s"] = round(statistics.median(seconds[1:]), 3)
+    for name, found in ratios.items():
+        clock, processor = (round(statistics.median(ratio), 3) for ratio in zip(*found, strict=True))
+        passes = {"passes": last[name].passes, "nodes": last[name].nodes}
+        figures[name] = {"ratio": clock, "processor_ratio": processor} | passes
+    return figures | ({} if temperature else {"identical": identical})
+
+
+def timed(call: Callable[[], Any], seed: int) -> tuple[tuple[float, float], Any]:
+    """Seconds by the clock and of the processor, and what the call returns."""
+    torch.manual_seed(seed)
+    began, worked = time.perf_counter(), time.process_time()
+    said = call()
+    return (time.perf_counter() - began, time.process_time() - worked), said
 
 
 class Served:
@@ -203,7 +200,9 @@ def main() -> None:
         for temperature in options.temperature:
             for rows in options.rows:
                 rs.accelerate(model, tokenizer)
-                results["batches"].append(batch(model, prompts(tokenizer, rows), temperature, options))
+                results["batches"].append(
+                    batch(model, prompts(tokenizer, rows * (options.runs + 1)), temperature, options)
+                )
                 rs.restore(model)
     print(json.dumps({**results, "new_tokens": options.new_tokens, "machine": {**facts, "others": others.cores()}}))
 

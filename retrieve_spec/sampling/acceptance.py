@@ -75,17 +75,6 @@ class HostReading:
         return read_logits(logits, top_k)
 
 
-def penalise(scores: NDArray[np.float32], text: RowText, penalty: float) -> NDArray[np.float32]:
-    """A copy of (vocab,) scores after CTRL's penalty (Keskar et al., 2019) for the tokens of `text`."""
-    ids = text.ids
-    ids = ids[ids < len(scores)]
-    factor = np.float32(penalty)
-    before = scores[ids]
-    penalised = scores.copy()
-    penalised[ids] = np.where(before < 0, before * factor, before / factor)
-    return penalised
-
-
 def log_softmax_at(scores: torch.Tensor, place: int) -> torch.Tensor:
     """() float32: log-probability of one place under softmax of (n,) scores, on their device."""
     scores = scores.detach()
@@ -93,36 +82,11 @@ def log_softmax_at(scores: torch.Tensor, place: int) -> torch.Tensor:
     return (scores[place] - torch.logsumexp(scores, dim=-1)).float()
 
 
-class GreedySampler(HostReading):
-    """The most probable token, after a repetition penalty if there is one."""
-
-    scores = None
-    raw = None
-
-    def __init__(self, penalty: float = 1.0) -> None:
-        self.penalty = penalty
-
-    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
-        """Return the argmax of the row."""
-        if self.penalty == 1.0:
-            return int(logits.top_ids[row, 0])
-        return int(penalise(logits.row(row), text, self.penalty).argmax())
-
-    def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
-        """Log-probability after the penalty, at temperature 1."""
-        if self.penalty == 1.0:
-            return log_softmax_at(logits.logits[row], token)
-        return log_softmax_at(torch.from_numpy(penalise(logits.row(row), text, self.penalty)), token)
-
-    def noise_at(self, text: RowText) -> None:
-        """Greedy decoding has no noise."""
-
-
 @dataclass(frozen=True, slots=True)
 class Warpers:
-    """The rules that are applied without building tensors, in this order but the penalty, which comes first.
+    """The rules that are applied without building tensors: penalty, least length, then the others as they stand here.
 
-    Neutral values switch them off.
+    Neutral values switch them off. Before the text is `min_length` tokens long none of `end_ids` may come.
     """
 
     temperature: float = 1.0
@@ -130,15 +94,65 @@ class Warpers:
     top_p: float = 1.0
     min_p: float = 0.0
     penalty: float = 1.0
+    min_length: int = 0
+    end_ids: tuple[int, ...] = ()
 
     @property
     def truncates(self) -> bool:
-        """Whether any token may become impossible."""
+        """Whether any token may become impossible by how probable it is."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    def must_go_on(self, length: int) -> bool:
+        """Whether a text of so many tokens may not end."""
+        return length < self.min_length and len(self.end_ids) > 0
+
+    def edits(self, length: int) -> bool:
+        """Whether `edited` changes scores behind a text of so many tokens."""
+        return self.penalty != 1.0 or self.must_go_on(length)
+
+    def edited(self, scores: NDArray[np.float32], text: RowText) -> NDArray[np.float32]:
+        """(vocab,) scores after CTRL's penalty (Keskar et al., 2019) and the least length: a copy where they change."""
+        if not self.edits(text.length):
+            return scores
+        edited = scores.copy()
+        if self.penalty != 1.0:
+            ids = text.ids
+            ids = ids[ids < len(scores)]
+            before, factor = scores[ids], np.float32(self.penalty)
+            edited[ids] = np.where(before < 0, before * factor, before / factor)
+        if self.must_go_on(text.length):
+            edited[[token for token in self.end_ids if token < len(scores)]] = -np.inf
+        return edited
+
+
+class GreedySampler(HostReading):
+    """The most probable token, after a repetition penalty and a least length if there are any."""
+
+    scores = None
+    raw = None
+
+    def __init__(self, warpers: Warpers | None = None) -> None:
+        self.warpers = warpers or Warpers()
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return the argmax of the row."""
+        best = int(logits.top_ids[row, 0])
+        if self.warpers.penalty == 1.0 and not (self.warpers.must_go_on(text.length) and best in self.warpers.end_ids):
+            return best
+        return int(self.warpers.edited(logits.row(row), text).argmax())
+
+    def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
+        """Log-probability after the penalty and among the tokens that may come, at temperature 1."""
+        if not self.warpers.edits(text.length):
+            return log_softmax_at(logits.logits[row], token)
+        return log_softmax_at(torch.from_numpy(self.warpers.edited(logits.row(row), text)), token)
+
+    def noise_at(self, text: RowText) -> None:
+        """Greedy decoding has no noise."""
 
 
 class RandomSampler(HostReading):
-    """A sample from softmax(logits) under a repetition penalty, temperature, top-k, top-p and min-p.
+    """A sample from softmax(logits) under a penalty, a least length, temperature, top-k, top-p and min-p.
 
     Gumbel-max with counted noise: the noise of a token depends on (seed, row, position, token) alone, so the sample
     is the same whether the row came from a tree, a chain or a pass over one token.
@@ -157,9 +171,8 @@ class RandomSampler(HostReading):
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return a sample."""
         key = (self._seed, self._row, text.length)
-        drawn_from = logits.row(row)
-        check_drawable(drawn_from)
-        values = self._penalised(drawn_from, text)
+        values = self.warpers.edited(logits.row(row), text)
+        check_drawable(values)
         if not self.warpers.truncates:
             return int(gumbel_argmax_row(values, self.warpers.temperature, *key))
         count = self._truncate(values)
@@ -167,18 +180,14 @@ class RandomSampler(HostReading):
 
     def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
         """Log-probability among the tokens that the rules leave."""
-        if not self.warpers.truncates and self.warpers.penalty == 1.0:
+        if not self.warpers.truncates and not self.warpers.edits(text.length):
             return log_softmax_at(logits.logits[row].float() / self.warpers.temperature, token)
-        values = self._penalised(logits.row(row), text)
+        values = self.warpers.edited(logits.row(row), text)
         if not self.warpers.truncates:
             return log_softmax_at(torch.from_numpy(values / np.float32(self.warpers.temperature)), token)
         count = self._truncate(values)
         left = torch.from_numpy(self._scores[:count].copy())
         return log_softmax_at(left, int(np.flatnonzero(self._ids[:count] == token)[0]))
-
-    def _penalised(self, values: NDArray[np.float32], text: RowText) -> NDArray[np.float32]:
-        """(vocab,) float32 logits after the penalty."""
-        return values if self.warpers.penalty == 1.0 else penalise(values, text, self.warpers.penalty)
 
     def _truncate(self, values: NDArray[np.float32]) -> int:
         """Write the tokens that stay and their scores to `_ids` and `_scores`; how many they are."""

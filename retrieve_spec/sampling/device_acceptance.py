@@ -152,7 +152,7 @@ class DeviceSampler:
 
     def __init__(self, host: GreedySampler | RandomSampler) -> None:
         self.host = host
-        self._warpers = host.warpers if isinstance(host, RandomSampler) else Warpers(penalty=host.penalty)
+        self._warpers = host.warpers
         self._seen: torch.Tensor | None = None
         self._marked = 0
 
@@ -161,6 +161,8 @@ class DeviceSampler:
         scores = logits[first_row:].float()
         if self._warpers.penalty != 1.0:
             scores = self._penalise(scores, tree, text)
+        if self._warpers.must_go_on(text.length):
+            scores = self._forbid_end(scores, tree, text.length)
         if (noise := self.host.noise_at(text)) is not None:
             chosen = sample_rows(scores, noise_keys(noise, tree).to(scores.device, non_blocking=True), self._warpers)
         else:
@@ -197,6 +199,16 @@ class DeviceSampler:
         if isinstance(self.host, RandomSampler):  # divided by as on the host
             factor = _number(self._warpers.penalty, device)
         return torch.where(seen, torch.where(scores < 0, scores * factor, scores / factor), scores)
+
+    def _forbid_end(self, scores: torch.Tensor, tree: DraftTree, length: int) -> torch.Tensor:
+        """Forbid the tokens that end a text in the rows of nodes behind which it is too short; a copy."""
+        short = np.concatenate([[0], tree.depth]) + length < self._warpers.min_length
+        vocab, device = scores.shape[1], scores.device
+        ends = torch.tensor([token for token in self._warpers.end_ids if token < vocab], dtype=torch.long)
+        forbidden = torch.zeros(scores.shape, dtype=torch.bool, device=device)
+        forbidden.index_fill_(1, ends.to(device, non_blocking=True), True)
+        forbidden &= torch.from_numpy(short).to(device, non_blocking=True)[:, None]
+        return scores.masked_fill(forbidden, -math.inf)
 
 
 def noise_keys(noise: tuple[int, int, int], tree: DraftTree) -> torch.Tensor:

@@ -48,10 +48,10 @@ def make_sampler(
         chooser = make_sampler(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw, device=device)
         return LogProbSampler(chooser)
     warpers = None if keep_scores or keep_raw else _read_warpers(processors)
-    if warpers is None or (seed is None and warpers != Warpers(penalty=warpers.penalty)):
+    if warpers is None or (seed is None and (warpers.truncates or warpers.temperature != 1.0)):
         return ProcessorSampler(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw)
-    host = GreedySampler(warpers.penalty) if seed is None else RandomSampler(warpers, seed, row)
-    if isinstance(host, GreedySampler) and host.penalty == 1.0:
+    host = GreedySampler(warpers) if seed is None else RandomSampler(warpers, seed, row)
+    if isinstance(host, GreedySampler) and warpers.penalty == 1.0:
         return host  # the argmax of every row is read anyway
     return DeviceSampler(host) if device is not None and draws_exactly(device.type) else host
 
@@ -83,6 +83,8 @@ def _read_warpers(processors: Any) -> Warpers | None:
     """Read the rules off a list of plain warpers in their usual order; None when anything else is in it."""
     readers: list[tuple[type, Callable[[Any], dict[str, Any]]]] = [
         (hf.RepetitionPenaltyLogitsProcessor, lambda p: {"penalty": float(p.penalty)}),
+        (hf.MinLengthLogitsProcessor, lambda p: _least(p, p.min_length)),
+        (hf.MinNewTokensLengthLogitsProcessor, lambda p: _least(p, p.prompt_length_to_skip + p.min_new_tokens)),
         (hf.TemperatureLogitsWarper, lambda p: {"temperature": float(p.temperature)}),
         (hf.TopKLogitsWarper, lambda p: {"top_k": int(p.top_k)}),
         (hf.TopPLogitsWarper, lambda p: {"top_p": float(p.top_p)}),
@@ -100,6 +102,14 @@ def _read_warpers(processors: Any) -> Warpers | None:
         ignored = getattr(processor, "prompt_ignore_length", None)  # a tensor of zeros: the prompt has no padding
         if ignored is not None and not (isinstance(ignored, torch.Tensor) and not ignored.any()):
             return None
-        rules.update(readers[at][1](processor))
+        rule = readers[at][1](processor)
+        if "end_ids" in rule and rules.get("end_ids", rule["end_ids"]) != rule["end_ids"]:
+            return None  # one length for some tokens, another for others
+        rules |= rule | {"min_length": max(rule.get("min_length", 0), rules.get("min_length", 0))}
         at += 1
     return Warpers(**rules)
+
+
+def _least(processor: Any, length: int) -> dict[str, Any]:
+    """Rules of a processor that lets no text end before it is `length` tokens long."""
+    return {"min_length": length, "end_ids": tuple(int(token) for token in processor.eos_token_id.flatten())}

@@ -31,6 +31,8 @@ RULES = st.builds(
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.0]),
     min_p=st.sampled_from([0.0, 0.02, 0.3]),
     penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    min_length=st.sampled_from([0, 11, 40]),
+    end_ids=st.sampled_from([(), (0, 3), (2, 4, 100_000)]),
 )
 
 
@@ -54,7 +56,7 @@ def test_a_walk_goes_where_the_hosts_goes(
 ) -> None:
     """Random trees whose tokens often are what is chosen, float32 and bfloat16 (many equal logits), all rules."""
     rng = np.random.default_rng(seed)
-    host: Any = GreedySampler(rules.penalty) if greedy else RandomSampler(rules, seed)
+    host: Any = GreedySampler(rules) if greedy else RandomSampler(rules, seed)
     tree = random_tree(rng, int(rng.integers(0, 24)), vocab)
     prompt = rng.integers(0, vocab + 1, 9).tolist()  # an id without a logit, too
     rows = first_row + 1 + len(tree)
@@ -122,6 +124,7 @@ def penalty_behind(padding: int) -> Any:
 
 
 PENALTY, TEMPERATURE = hf.RepetitionPenaltyLogitsProcessor(1.2), hf.TemperatureLogitsWarper(0.7)
+LEAST = hf.MinLengthLogitsProcessor(5, 1)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,10 @@ PENALTY, TEMPERATURE = hf.RepetitionPenaltyLogitsProcessor(1.2), hf.TemperatureL
         ([PENALTY, TEMPERATURE], 1, "mps", RandomSampler),  # which has no float64
         ([TEMPERATURE, PENALTY], 1, "cuda", ProcessorSampler),  # not the usual order
         ([TEMPERATURE], None, "cuda", ProcessorSampler),
-        ([hf.MinLengthLogitsProcessor(5, 1), TEMPERATURE], 1, "cuda", ProcessorSampler),
+        ([PENALTY, LEAST, TEMPERATURE], 1, "cuda", DeviceSampler),
+        ([PENALTY, LEAST, TEMPERATURE], 1, "cpu", RandomSampler),
+        ([LEAST, hf.MinNewTokensLengthLogitsProcessor(4, 3, 1)], None, "cpu", GreedySampler),
+        ([LEAST, hf.MinNewTokensLengthLogitsProcessor(4, 3, 2)], None, "cpu", ProcessorSampler),  # of another token
         ([hf.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)], None, "cuda", ProcessorSampler),
         ([penalty_behind(0)], None, "cpu", GreedySampler),  # as `generate` makes it for a prompt without padding
         ([penalty_behind(3)], None, "cpu", ProcessorSampler),
@@ -145,6 +151,37 @@ def test_who_chooses(processors: list[Any], seed: int | None, device: str, kind:
     sampler = make_sampler(LogitsProcessorList(processors), seed, device=torch.device(device))
     assert type(sampler) is kind
     assert type(make_sampler(processors, seed, device=torch.device(device), keep_raw=True)) is ProcessorSampler
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    min_length=st.integers(0, 14), min_new_tokens=st.integers(0, 6), ends=st.sampled_from([[0], [0, 7, 3], [2, 99]]),
+    penalty=st.booleans(), top_k=st.booleans(), seed=st.none() | st.integers(0, 2**62),
+)  # fmt: skip
+def test_texts_end_no_earlier_than_by_the_processors(
+    min_length: int, min_new_tokens: int, ends: list[int], penalty: bool, top_k: bool, seed: int | None
+) -> None:
+    """Logits under which texts would end at once; choices, and their log-probabilities, are those of the processors."""
+    processors = LogitsProcessorList([PENALTY] if penalty else [])
+    processors.append(hf.MinLengthLogitsProcessor(min_length, ends))
+    processors.append(hf.MinNewTokensLengthLogitsProcessor(4, min_new_tokens, ends))
+    if seed is not None:
+        processors.append(TEMPERATURE)
+        processors.extend([hf.TopKLogitsWarper(5)] if top_k else [])
+    quick, plain = make_sampler(processors, seed), ProcessorSampler(processors, seed)
+    assert not isinstance(quick, ProcessorSampler)
+    texts = text_of([5, 6, 7, 8]), text_of([5, 6, 7, 8])
+    rng = np.random.default_rng(seed)
+    for _ in range(12):
+        row = torch.from_numpy(rng.standard_normal((1, 40)).astype(np.float32))
+        row[0, [token for token in ends if token < 40]] += 4
+        logits = read_logits(row, 2)
+        chosen, expected = quick.choose(logits, 0, texts[0]), plain.choose(logits, 0, texts[1])
+        assert chosen == expected
+        sure = quick.log_prob(logits, 0, texts[0], chosen)
+        torch.testing.assert_close(sure, plain.log_prob(logits, 0, texts[1], chosen), rtol=1e-5, atol=1e-5)
+        for text in texts:
+            text.append(chosen)
 
 
 @pytest.mark.parametrize("sample", [False, True])
