@@ -120,6 +120,7 @@ def accelerate(
     speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model))
     speculation.check_stores = check_stores
     speculation.ranks = Ranks.of(model)
+    speculation.engine.in_step = speculation.ranks is not None
     if input_device(model).type == "cpu":
         speculation.engine.threads = PassThreads.of_torch()
     text_config = model.config.get_text_config(decoder=True)

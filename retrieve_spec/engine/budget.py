@@ -1,13 +1,14 @@
 """The node budget of one pass: sequences that share it in, a draft tree for each out.
 
 Nodes go where they are most probably accepted, over all sequences, while the pass gives more tokens per second with
-them than without. As sequences become many their last tokens alone fill a pass, and drafting fades out.
+them than without. As sequences become many their last tokens alone fill a pass, and drafting fades out. The rows of one
+call are waited for together, so that a token of the one that will end last is worth most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,10 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.cost import CostModel
 
 Seconds = NDArray[np.float32]
+_DOUBT = 4.0
+"""Passes of one token each that a sequence is taken to have behind it, so that a few passes say little of its pace."""
+_IMPATIENCE = 4.0
+"""How much more a row counts that needs more passes to its end: this power of their number."""
 
 
 class Costs:
@@ -53,6 +58,45 @@ def _alike(sequences: int) -> int:
     return sequences >> digits << digits
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a sequence is.
+
+    Attributes
+    ----------
+    call
+        Names the call whose rows are waited for together, None where it is waited for alone.
+    left
+        Tokens it may still write.
+    written, passes
+        Tokens it wrote, in so many passes.
+    """
+
+    call: str | None
+    left: int
+    written: int
+    passes: int
+
+
+def worth(progress: Many[Progress], seconds: Seconds | None) -> NDArray[np.float64]:
+    """(sequences,) what one more token of each is worth, 1 on average; `seconds` are those of `share_out`.
+
+    A token saves its sequence a place in one pass. Where it brings the end of a whole call nearer it saves a part of
+    what passes cost anyway, too: of the rows of one call those count that will probably be the last.
+    """
+    count = len(progress)
+    share = np.full(count, 1.0 / max(count, 1))
+    if seconds is None or count < 2:
+        return share * count
+    for call in {p.call for p in progress if p.call is not None}:
+        rows = np.array([p.call == call for p in progress])
+        passes_left = [max(p.left, 1) * (p.passes + _DOUBT) / (p.written + _DOUBT) for p in progress if p.call == call]
+        lateness = (np.array(passes_left) / max(passes_left)) ** _IMPATIENCE
+        share[rows] = lateness * (share[rows].sum() / lateness.sum())
+    place = min(float(seconds[min(count, len(seconds) - 1)] - seconds[0]) / float(seconds[0]), 1.0) / count
+    return count * (place + (1.0 - count * place) * share)
+
+
 def row_cost(seconds: Seconds, sequences: int, padded: bool = False) -> Seconds:
     """(n + 1,) seconds that 0 … n nodes of one sequence cost, its share of what the pass costs anyway included.
 
@@ -68,7 +112,9 @@ def row_cost(seconds: Seconds, sequences: int, padded: bool = False) -> Seconds:
     return others
 
 
-def share_out(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> list[DraftTree]:
+def share_out(
+    trees: Many[DraftTree], seconds: Seconds | None, most: int, worths: NDArray[np.float64]
+) -> list[DraftTree]:
     """Keep the nodes that one pass has room for and that pay, the most probable ones of all trees first.
 
     Parameters
@@ -79,16 +125,18 @@ def share_out(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> lis
         (m,) seconds of a pass with 0 … m - 1 nodes; None keeps all there is room for.
     most
         Nodes at most.
+    worths
+        (sequences,) what a token of each is worth.
     """
     sizes = [len(tree) for tree in trees]
     total, sequences = sum(sizes), len(trees)
     if sequences == 1 or total == 0 or (seconds is None and total <= most):
         return list(trees)
-    p = np.exp(np.concatenate([tree.log_p for tree in trees]), dtype=np.float64)
+    p = np.exp(np.concatenate([tree.log_p for tree in trees]), dtype=np.float64) * np.repeat(worths, sizes)
     order = np.argsort(-p, kind="stable")[:most]
     count = len(order)
     if seconds is not None:
-        gained = sequences + np.concatenate([[0.0], np.cumsum(p[order])])
+        gained = worths.sum() + np.concatenate([[0.0], np.cumsum(p[order])])
         count = int(np.argmax(gained / seconds[: len(order) + 1]))
     if count == total:
         return list(trees)
@@ -97,7 +145,9 @@ def share_out(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> lis
     return [pruned(tree, part) for tree, part in zip(trees, np.split(kept, np.cumsum(sizes)[:-1]), strict=True)]
 
 
-def share_evenly(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> list[DraftTree]:
+def share_evenly(
+    trees: Many[DraftTree], seconds: Seconds | None, most: int, worths: NDArray[np.float64]
+) -> list[DraftTree]:
     """Keep as many nodes of every tree as pay in a pass that is padded to the largest, its most probable ones first.
 
     Arguments are those of `share_out`; `most` is for each tree.
@@ -107,9 +157,9 @@ def share_evenly(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> 
     orders = [np.argsort(-tree.log_p, kind="stable") for tree in trees]
     if seconds is not None and widest:
         widest = min(widest, (len(seconds) - 1) // sequences)
-        gained = np.full(widest + 1, float(sequences))
-        for tree, order in zip(trees, orders, strict=True):
-            gains = np.cumsum(np.exp(tree.log_p[order[:widest]], dtype=np.float64))
+        gained = np.full(widest + 1, worths.sum())
+        for tree, order, value in zip(trees, orders, worths, strict=True):
+            gains = value * np.cumsum(np.exp(tree.log_p[order[:widest]], dtype=np.float64))
             gained[1:] += np.pad(gains, (0, widest - len(gains)), "edge") if len(gains) else 0.0
         widest = int(np.argmax(gained / seconds[::sequences][: widest + 1]))
     kept = []
@@ -118,6 +168,43 @@ def share_evenly(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> 
         stays[order[:widest]] = True
         kept.append(pruned(tree, stays))
     return kept
+
+
+def gain(trees: Many[DraftTree], seconds: Seconds, worths: NDArray[np.float64], padded: bool) -> float:
+    """Seconds of plain passes that verifying these trees is expected to save, less what it costs."""
+    sizes = [len(tree) for tree in trees]
+    nodes = len(trees) * max(sizes) if padded else sum(sizes)
+    hoped = sum(value * float(np.exp(tree.log_p).sum()) for tree, value in zip(trees, worths, strict=True))
+    total: float = worths.sum()
+    saved: float = float(seconds[0]) * (total + hoped) / total
+    return saved - float(seconds[min(nodes, len(seconds) - 1)])
+
+
+class Rest:
+    """Passes over several sequences without drafts, the more the longer drafting has not paid.
+
+    Looking for drafts takes time, too: where many are sampled at a high temperature it is all that drafting would do.
+
+    Parameters
+    ----------
+    longest
+        Passes at most until drafts are looked for again.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._left = self._misses = 0
+
+    def takes(self) -> bool:
+        """Whether the next pass goes without drafts; to be asked once a pass."""
+        rests = self._left > 0
+        self._left -= rests
+        return rests
+
+    def looked(self, pays: bool) -> None:
+        """Be told whether the drafts that were looked for pay."""
+        self._misses = 0 if pays else self._misses + 1
+        self._left = min(self._misses // 2, self._longest)
 
 
 def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:

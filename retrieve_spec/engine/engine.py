@@ -27,16 +27,19 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.batches import each, kept_bytes, pads, passes_over, verify_all
-from retrieve_spec.engine.budget import Costs, room, row_cost, share_evenly, share_out
+from retrieve_spec.engine.budget import Costs, Rest, gain, room, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.reading import read_all
-from retrieve_spec.engine.sequence import Sequence, climate
+from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, climate
 from retrieve_spec.engine.threads import PassThreads
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 
 _PATIENCE = 1.0
 """Seconds after which a thread that waits looks for itself, should an interruption have kept it from being told."""
+
+_LONGEST_REST = 8
+"""Passes over several sequences at most until drafts are looked for again, where they did not pay."""
 
 
 class Engine:
@@ -53,6 +56,8 @@ class Engine:
         Captured passes over several sequences.
     steps
         Taken so far.
+    in_step
+        Whether other processes must run the same passes, so that what they hold is not decided by a clock here.
     threads
         How many threads passes use; None where no CPU runs them.
     """
@@ -61,8 +66,10 @@ class Engine:
         self.costs = costs or Costs()
         self.threads = threads
         self.steps = 0
+        self.in_step = False
         self.pool: PassPool | None = None
         self._sequences: list[Sequence] = []
+        self._rest = Rest(_LONGEST_REST)
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         self._driver = 0  # the thread that steps
@@ -98,16 +105,23 @@ class Engine:
 
     def _draft(self, batch: list[Sequence]) -> tuple[list[Sequence], list[DraftTree]]:
         """A tree for every sequence within one budget for all, and the sequences whose drafters did not fail."""
-        seconds = None
-        if any(sequence.drafter for sequence in batch) and all(sequence.limits.nodes is None for sequence in batch):
+        if not any(sequence.drafter for sequence in batch):
+            return batch, [NO_DRAFT] * len(batch)
+        seconds, padded = None, pads(batch)
+        if not (self.in_step and len(batch) > 1) and all(sequence.limits.nodes is None for sequence in batch):
             context = sum(sequence.text.length for sequence in batch)
             seconds = self.costs.of(len(batch)).seconds(context, MAX_NODES)
-        padded = pads(batch)
+            if len(batch) > 1 and self._rest.takes():
+                return batch, [NO_DRAFT] * len(batch)
         cost = None if seconds is None else row_cost(seconds, len(batch), padded)
         most = room(len(batch), PASS.max_rows) // (len(batch) if padded else 1)
-        trees: list[DraftTree] = []
+        began, trees = perf_counter(), list[DraftTree]()
         drafted = each(batch, lambda sequence: trees.append(sequence.draft(most, cost)))
-        return drafted, (share_evenly if padded else share_out)(trees, seconds, most)
+        worths = worth([sequence.progress for sequence in drafted], seconds)
+        trees = (share_evenly if padded else share_out)(trees, seconds, most, worths)
+        if len(drafted) > 1 and seconds is not None:
+            self._rest.looked(gain(trees, seconds, worths, padded) > perf_counter() - began)
+        return drafted, trees
 
     def _note(self, batch: list[Sequence], usual: bool, at: tuple[float, float, float, float, float]) -> None:
         """Enter a pass, begun, drafted, verified, committed and learned `at` these times, in logs and costs."""

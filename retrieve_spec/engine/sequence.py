@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.budget import Progress
 from retrieve_spec.engine.limits import Limits
 from retrieve_spec.engine.pass_log import PassLog
 from retrieve_spec.engine.report import GenerationReport
@@ -74,6 +75,8 @@ class Sequence:
         Its prompt, where other sequences may have the same.
     siblings
         Other samples of its prompt, which hear what it writes.
+    call
+        Names the call that it is a row of, where that has several.
 
     Attributes
     ----------
@@ -107,6 +110,7 @@ class Sequence:
         bytes_per_token: int = 0,
         prompt: SharedPrompt | None = None,
         siblings: Siblings | None = None,
+        call: str | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
@@ -135,6 +139,7 @@ class Sequence:
         self._read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
         self._borrowed = False  # whether the pass under way is that one
         self._siblings = siblings
+        self._call = call
         self._stage = _BETWEEN
         self._path: list[int] = []
         self._started = self._ready = False  # whether the verifier's start has begun, and all of it is done
@@ -165,6 +170,12 @@ class Sequence:
             return False
         waiting = len(self._pieces) - self._taken
         return self.asked > 0 and not waiting if self._waits_for_reader else waiting < RUN_AHEAD
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is."""
+        length, begun = self.text.length, self.text.prompt_length
+        return Progress(self._call, self.limits.max_length - length, length - begun, len(self.steps))
 
     @property
     def was_cut_short(self) -> bool:

@@ -285,6 +285,7 @@ class Speculation:
                 bytes_per_token=self.bytes_per_token,
                 prompt=None if together is None else together.of(row.inputs),
                 siblings=family.siblings if family is not None and family.heard else None,
+                call=call,
             )
             made.append(sequence)
         return made

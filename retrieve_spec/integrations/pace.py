@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.engine.budget import Costs
+from retrieve_spec.engine.budget import Costs, Rest
 
 _LONGEST_REST = 8
 """Steps without a look at most, after drafting has not paid again and again."""
@@ -26,7 +26,7 @@ class Pace:
         self._plain: dict[int, int] = {}
         self._since: dict[int, int] = {}
         self._step: tuple[int, int, int] | None = None
-        self._rest = self._misses = 0
+        self._rest = Rest(_LONGEST_REST)
 
     def measured(self, seconds: float) -> None:
         """Learn what the step over the last drafts took; a second report of the same step counts no more."""
@@ -45,8 +45,7 @@ class Pace:
 
     def goes_without(self, rows: int) -> bool:
         """Whether the next step is better taken without a look: drafting did not pay lately, or to measure that."""
-        if self._rest > 0:
-            self._rest -= 1
+        if self._rest.takes():
             return True
         bucket = _bucket(rows)
         every = _FIRST_EVERY if self._plain.get(bucket, 0) < _FIRST_PLAIN else _PLAIN_EVERY
@@ -55,8 +54,7 @@ class Pace:
     def looked(self, nodes: int, measured: bool) -> None:
         """Be told how many nodes a look has found worth drafting; measured or not, costs being known."""
         if measured:
-            self._misses = 0 if nodes else self._misses + 1
-            self._rest = min(self._misses // 2, _LONGEST_REST)
+            self._rest.looked(nodes > 0)
 
     def stepped(self, rows: int, nodes: int, context: int) -> None:
         """Be told of the drafts that the next step verifies."""

@@ -173,7 +173,7 @@ class ServingDrafter(Requests):
             )
             for i, tree in zip(asked, found, strict=True):
                 trees[i] = self._known(tree)
-        trees = share_out(trees, seconds, MAX_NODES)
+        trees = share_out(trees, seconds, MAX_NODES, np.ones(len(rows)))
         self._pace.looked(sum(map(len, trees)), seconds is not None)
         return trees
 

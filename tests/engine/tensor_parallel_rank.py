@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.drafter import Budget
+from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.errors import RankError
 from retrieve_spec.kernels import sampling  # noqa: F401  (compiled before ranks wait for each other)
 
@@ -36,13 +37,13 @@ def main(folder: Path, rank: int) -> dict[str, Any]:
     said: dict[str, Any] = {"plain": model.generate(prompt, max_new_tokens=40, do_sample=False).tolist()}
 
     rs.accelerate(model)
-    costs = model.speculation.cost.seconds
+    costs = CostModel.seconds
 
-    def slower_on_one_rank(context: int, nodes: int) -> Any:  # as by its own clock
+    def slower_on_one_rank(self: CostModel, context: int, nodes: int) -> Any:  # as by its own clock
         time.sleep(0.002 * rank)
-        return costs(context, nodes) * (1.0 + 0.2 * rank * torch.arange(nodes + 1).numpy())
+        return costs(self, context, nodes) * (1.0 + 0.2 * rank * torch.arange(nodes + 1).numpy())
 
-    model.speculation.cost.seconds = slower_on_one_rank
+    CostModel.seconds = slower_on_one_rank
     said["greedy"] = [model.generate(prompt, max_new_tokens=40, do_sample=False).tolist() for _ in range(3)]
     last = model.speculation.last
     said["mode"], said["fewer passes"] = last.mode, last.passes < last.new_tokens
@@ -55,7 +56,8 @@ def main(folder: Path, rank: int) -> dict[str, Any]:
     said["streamed"] = [
         token for piece in rs.generate_stream(model, prompt, max_new_tokens=20) for token in piece.token_ids.tolist()
     ]
-    said["batch"] = model.generate(prompt.repeat(2, 1), max_new_tokens=8, do_sample=False).tolist()
+    two = torch.cat([prompt, prompt.roll(5, dims=1)])
+    said["batch"] = model.generate(two, max_new_tokens=30, do_sample=False).tolist()
 
     propose = type(model.speculation.drafter()).propose
 

@@ -15,10 +15,12 @@ from transformers import LogitsProcessor
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
+from retrieve_spec.drafting.drafter import Budget
+from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import batches, speculation
 from retrieve_spec.engine import engine as engine_module
-from retrieve_spec.engine.budget import Costs, pruned, room, row_cost, share_out
+from retrieve_spec.engine.budget import Costs, Progress, Rest, gain, pruned, room, row_cost, share_out, worth
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
@@ -257,14 +259,17 @@ def test_passes_in_which_none_drafts_say_nothing_of_others() -> None:
     assert seconds[8] == pytest.approx(1.5, rel=0.05)
 
 
+EQUAL = np.ones(2)
+
+
 def test_nodes_go_where_they_are_most_probably_accepted() -> None:
     sure, vague = tree_of([0.9, 0.8, 0.1], [-1, 0, -1]), tree_of([0.3, 0.2, 0.05], [-1, 0, 1])
-    kept = share_out([sure, vague], None, 4)
+    kept = share_out([sure, vague], None, 4, EQUAL)
     assert [tree.token_ids.tolist() for tree in kept] == [[0, 1], [0, 1]]
     cheap = np.linspace(1.0, 1.5, 9, dtype=np.float32)
-    assert [len(tree) for tree in share_out([sure, vague], cheap, 250)] == [2, 1]
+    assert [len(tree) for tree in share_out([sure, vague], cheap, 250, EQUAL)] == [2, 1]
     dear = np.linspace(1.0, 30.0, 9, dtype=np.float32)
-    assert [len(tree) for tree in share_out([sure, vague], dear, 250)] == [0, 0]
+    assert [len(tree) for tree in share_out([sure, vague], dear, 250, EQUAL)] == [0, 0]
 
 
 @settings(max_examples=200, deadline=None)
@@ -276,13 +281,67 @@ def test_shares_are_the_best_there_are(data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.floats(0.0, 1.0), min_size=total + 1, max_size=total + 1))
     seconds = (1.0 + np.cumsum(steps)).astype(np.float32)
     most = data.draw(st.integers(0, total))
-    kept = share_out(trees, seconds, most)
+    kept = share_out(trees, seconds, most, np.ones(len(trees)))
     flat = sorted((float(np.exp(p)) for tree in trees for p in tree.log_p), reverse=True)
     rates = [(rows + sum(flat[:n])) / seconds[n] for n in range(min(most, total) + 1)]
     got = (rows + sum(tree.expected_accepted for tree in kept)) / seconds[sum(map(len, kept))]
     assert got == pytest.approx(max(rates), rel=1e-4)
     for tree in kept:
         assert (tree.parent < np.arange(len(tree))).all()
+
+
+def test_the_row_that_will_be_last_counts_most() -> None:
+    """Among rows of one call; a token of any other sequence saves its place in a pass, and its share of the rest."""
+    seconds = (10.0 + np.arange(9)).astype(np.float32)
+    quick, slow, alone = Progress("a", 20, 60, 20), Progress("a", 60, 20, 20), Progress(None, 60, 20, 20)
+    of_quick, of_slow, of_alone = worth([quick, slow, alone], seconds)
+    assert of_quick < of_alone < of_slow
+    assert of_quick + of_slow + of_alone == pytest.approx(3.0)
+    np.testing.assert_allclose(worth([slow, slow, alone], seconds), 1.0)
+    np.testing.assert_allclose(worth([quick, alone], None), 1.0)
+    fixed = (10.0 + np.zeros(9)).astype(np.float32)  # rows cost nothing: what counts is when the last one ends
+    assert worth([quick, slow], fixed)[0] < 0.02
+    ended = Progress("a", 0, 80, 20)
+    assert np.isfinite(worth([ended, ended], seconds)).all()
+
+
+def test_what_drafts_are_expected_to_save() -> None:
+    tree = tree_of([0.5, 0.25], [-1, 0])
+    seconds = np.array([8.0, 8.5, 9.0, 9.5, 10.0], np.float32)
+    assert gain([tree, DraftTree()], seconds, EQUAL, padded=False) == pytest.approx(8.0 * 2.75 / 2 - 9.0)
+    assert gain([tree, DraftTree()], seconds, EQUAL, padded=True) == pytest.approx(8.0 * 2.75 / 2 - 10.0)
+    assert gain([DraftTree(), DraftTree()], seconds, EQUAL, padded=False) == 0.0
+
+
+def test_rests_grow_while_drafts_do_not_pay_and_end_when_they_do() -> None:
+    rest, taken = Rest(4), []
+    for _ in range(12):
+        rest.looked(False)
+        passes = 0
+        while rest.takes():
+            passes += 1
+        taken.append(passes)
+    assert taken == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4]
+    rest.looked(True)
+    assert not rest.takes()
+
+
+def test_passes_rest_where_drafts_do_not_pay(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not drafted is not looked for; the text stays what it is."""
+    looks: list[int] = []
+    propose = MixtureDrafter.propose
+
+    def noted(self: MixtureDrafter, budget: Budget) -> DraftTree:
+        looks.append(1)
+        return propose(self, budget)
+
+    plain = tiny.generate(**left_padded(), max_new_tokens=40, do_sample=False)
+    rs.accelerate(tiny, recorded_pass="always")
+    monkeypatch.setattr(CostModel, "seconds", lambda self, context, most: 1.0 + 9.0 * np.arange(most + 1, dtype="f4"))
+    monkeypatch.setattr(MixtureDrafter, "propose", noted)
+    assert torch.equal(tiny.generate(**left_padded(), max_new_tokens=40, do_sample=False), plain)
+    assert tiny.speculation.last.nodes == 0
+    assert 0 < len(looks) < 40 * len(plain) / 2
 
 
 def test_pruned_trees_keep_their_paths() -> None:
