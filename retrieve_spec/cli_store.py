@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from retrieve_spec.cli_common import loading_bars
-from retrieve_spec.cli_store_read import JSON, LICENCES, QUIET, STATED, STORE, print_report
+from retrieve_spec.cli_store_read import ADMIT, JSON, LEFT_OUT, LICENCES, QUIET, STATED, STORE, print_report
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.sources import Source
@@ -39,6 +39,8 @@ def _source_options(command: _F) -> _F:
             click.option("--exclude", multiple=True, metavar="GLOB", help="Not these files; can be repeated."),
             LICENCES,
             STATED,
+            ADMIT,
+            LEFT_OUT,
             click.option(
                 "--field", default="text", show_default=True, metavar="NAME", help="Text field of JSON Lines, Parquet."
             ),
@@ -77,7 +79,7 @@ def _only(given: tuple[str, ...], group: tuple[str, ...]) -> str | None:
 def _sources(options: dict[str, Any]) -> list[Source | str]:
     from retrieve_spec.datastore.sources import Source
 
-    names = ("licence", "include", "exclude", "field", "licences")
+    names = ("licence", "include", "exclude", "field", "licences", "admit")
     return [Source(path, **{name: options[name] for name in names}) for path in options["sources"]]
 
 
@@ -138,8 +140,8 @@ def build(
 ) -> None:
     """Build a datastore in the folder STORE.
 
-    A SOURCE is a file, a folder, a git checkout (its tracked files), JSON Lines, Parquet, text compressed with gzip or
-    zstd, or - for standard input.
+    A SOURCE is a file, a folder, JSON Lines, Parquet, text compressed with gzip or zstd, or - for standard input. Of a
+    folder, what git ignores and generated files stay out, of every SOURCE secrets do (--admit).
     """
     from dataclasses import replace
 
@@ -150,8 +152,10 @@ def build(
     config, sources, name = StoreConfig(), _sources(options), ""
     if recipe is not None and not resume:
         loaded = load_recipe(recipe, options["sources"], include=options["include"], exclude=options["exclude"])
-        allowed = options["licences"]
-        config, sources, name = loaded.config, [replace(s, licences=allowed) for s in loaded.sources], loaded.name
+        wished: dict[str, Any] = {"licences": options["licences"]}
+        if options["admit"]:
+            wished["admit"] = options["admit"]
+        config, sources, name = loaded.config, [replace(s, **wished) for s in loaded.sources], loaded.name
     index: Any = _only(indexes, _TEXT_INDEXES)
     config = replace(config, index=index) if index else config
     config = config if automaton_tokens is None else replace(config, automaton_tokens=automaton_tokens)
@@ -179,7 +183,7 @@ def build(
             progress=not quiet,
             recipe=name,
         )
-    print_report(report, store, as_json)
+    print_report(report, store, as_json, options["left_out"])
 
 
 @click.command(short_help="Add documents to a datastore.")
@@ -216,7 +220,7 @@ def add(
             resume=resume,
             progress=not quiet,
         )
-    print_report(report, store, as_json)
+    print_report(report, store, as_json, options["left_out"])
 
 
 @click.command(short_help="Remove documents from a datastore.")

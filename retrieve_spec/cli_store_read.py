@@ -37,6 +37,13 @@ STATED = click.option(
     metavar="NAME",
     help="Licence to record with documents; with --licence, with those that state none.",
 )
+ADMIT = click.option(
+    "--admit",
+    multiple=True,
+    metavar="ignored|generated|secrets[,…]",
+    help="Let in what git ignores, generated files, or files with secrets, which otherwise stay out.",
+)
+LEFT_OUT = click.option("--left-out", is_flag=True, help="List everything that was left out, not the first of a kind.")
 
 
 @click.command(short_help="Show what a datastore holds.")
@@ -169,8 +176,8 @@ def _dense_rows(manifest: Manifest) -> list[tuple[str, str]]:
     return [("dense", f"{model}, layer {record.layer}, {record.dims} dims, {size / 1e6:,.1f} MB")]
 
 
-def print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
-    """Print what a change did."""
+def print_report(report: ChangeReport, store: Path, as_json: bool, left_out: bool = False) -> None:
+    """Print what a change did; `left_out`: with the name of everything that did not enter."""
     if as_json:
         rate = report.tokens / max(sum(report.seconds.values()), 1e-9)
         extra = {"store": str(store), "skipped_by_reason": report.skipped_by_reason, "tokens_per_second": rate}
@@ -190,7 +197,14 @@ def print_report(report: ChangeReport, store: Path, as_json: bool) -> None:
             f"recall@10 {d['recall_at_10']:.3f}, {d['bytes_per_vector']:.1f} bytes per vector"
         )
     from retrieve_spec.datastore.change import by_reason
+    from retrieve_spec.datastore.entry_filter import Reason
 
+    known = set(Reason)
     for reason, paths in by_reason(report.skipped).items():
-        named = ", ".join(paths[:_NAMED]) + ", …" * (len(paths) > _NAMED)
-        click.echo(f"  skipped {len(paths):,} ({reason}): {named}")
+        part = Reason(reason).part if reason in known else ""
+        why = f"{reason}; --admit {part}" if part else reason
+        if left_out:
+            click.echo("\n    ".join([f"  skipped {len(paths):,} ({why}):", *paths]))
+        else:
+            named = ", ".join(paths[:_NAMED]) + ", …" * (len(paths) > _NAMED)
+            click.echo(f"  skipped {len(paths):,} ({why}): {named}")

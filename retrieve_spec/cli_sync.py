@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from retrieve_spec.cli_store_read import JSON, LICENCES, QUIET, STATED, STORE, print_report
+from retrieve_spec.cli_store_read import ADMIT, JSON, LEFT_OUT, LICENCES, QUIET, STATED, STORE, print_report
 
 
 @click.command(short_help="Make a datastore say what folders say.")
@@ -15,6 +15,8 @@ from retrieve_spec.cli_store_read import JSON, LICENCES, QUIET, STATED, STORE, p
 @click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'; once.")
 @LICENCES
 @STATED
+@ADMIT
+@LEFT_OUT
 @click.option("--watch", is_flag=True, help="Go on whenever something changes, until interrupted.")
 @QUIET
 @JSON
@@ -24,23 +26,28 @@ def sync(
     tokenizer: str | None,
     licence: str,
     licences: tuple[str, ...],
+    admit: tuple[str, ...],
+    left_out: bool,
     watch: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
     """Make STORE say what FOLDERs say: new, changed, moved and deleted files. What git ignores, secrets and generated
-    files stay out."""
+    files stay out (--admit)."""
     from retrieve_spec.datastore.sync import sync_datastore, watch_folders
 
     if watch:
         watch_folders(
             store,
             folders,
-            tell=lambda report: print_report(report, store, as_json),
+            tell=lambda report: print_report(report, store, as_json, left_out),
             tokenizer=tokenizer,
             licence=licence,
             licences=licences,
+            admit=admit,
         )
         return
-    report = sync_datastore(store, folders, tokenizer, licence=licence, licences=licences, progress=not quiet)
-    print_report(report, store, as_json)
+    report = sync_datastore(
+        store, folders, tokenizer, licence=licence, licences=licences, admit=admit, progress=not quiet
+    )
+    print_report(report, store, as_json, left_out)

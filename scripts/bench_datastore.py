@@ -36,8 +36,9 @@ from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.fresh import first_manifest, write_tokenizer
-from retrieve_spec.datastore.ingest import texts_of, tokenise
+from retrieve_spec.datastore.ingest import tokenise
 from retrieve_spec.datastore.manifest import SegmentEntry, content_name, read_manifest, write_manifest
+from retrieve_spec.datastore.records import texts_of
 from retrieve_spec.datastore.segment import Segment, write_segment
 from retrieve_spec.datastore.sort import suffix_array
 from retrieve_spec.datastore.sources import Source, list_files

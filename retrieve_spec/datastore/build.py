@@ -19,6 +19,7 @@ from retrieve_spec.datastore.change import (
     publish,
     writer,
 )
+from retrieve_spec.datastore.entry_filter import admitted_parts
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.fresh import check_folder, check_not_begun, config_of, first_manifest, write_tokenizer
 from retrieve_spec.datastore.licences import allow_list
@@ -149,13 +150,13 @@ def as_sources(sources: Source | str | list[Source | str] | None, licence: str) 
     Raises
     ------
     BuildError
-        When nothing was given, or an allowed licence is no SPDX identifier.
+        When nothing was given, an allowed licence is no SPDX identifier, or there is no such part of the filter.
     """
     given = [sources] if isinstance(sources, Source | str | os.PathLike) else list(sources or ())
     if not given:
         raise BuildError("at least one file or folder to build from", "none", "Give a source.")
     listed = (s if isinstance(s, Source) else Source(str(s), licence) for s in given)
-    return tuple(replace(source, licences=allow_list(source.licences)) for source in listed)
+    return tuple(replace(s, licences=allow_list(s.licences), admit=admitted_parts(s.admit)) for s in listed)
 
 
 def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:

@@ -84,7 +84,7 @@ def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, An
         got = "the sources and filters name no file"
     else:
         got = "the files are empty" + (", or the first document exceeds max_tokens" if plan["max_tokens"] else "")
-    return BuildError("text to index", f"none: {got}", "Check the sources and filters.")
+    return BuildError("text to index", f"none: {got}", "Check the sources and filters, or --admit what stays out.")
 
 
 def utc_now() -> str:

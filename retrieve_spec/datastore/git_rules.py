@@ -8,75 +8,172 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from enum import Enum
 from pathlib import Path
 
-from pathspec import GitIgnoreSpec
+from retrieve_spec.datastore.ignore_files import IgnoreFiles
+from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 
 NEVER = frozenset(
-    [".git", ".hg", ".svn", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".ruff_cache",
-     ".pytest_cache", ".tox", ".nox", "site-packages", ".eggs", ".gradle", ".terraform", ".cache", ".ssh", ".gnupg",
-     ".aws", ".azure", ".kube", ".docker", ".password-store"]
+    [".git", ".hg", ".svn", ".venv", "node_modules", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache",
+     ".tox", ".nox", "site-packages", ".eggs", ".gradle", ".terraform", ".cache", ".ssh", ".gnupg", ".aws", ".azure",
+     ".kube", ".docker", ".password-store"]
 )  # fmt: skip
-"""Folders that are never looked into."""
+"""Folders that are never looked into; so are virtual environments and datastores, whatever they are called."""
+_MACHINERY = frozenset([".git", ".hg", ".svn", "__pycache__"])
+"""Folders that are no part of what a user sees, and not counted where they are left out."""
 _BUILT = frozenset(["dist", "build", "target", ".idea", ".vscode"])
 """Folders that are looked into only as far as git tracks what they hold."""
+_ENVIRONMENT = "pyvenv.cfg"
 _KEPT = frozenset(["GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"])
 _AT_ONCE = 400
 _SECONDS = 120
 
 
+class Left(Enum):
+    """Why something in a folder is passed over."""
+
+    IGNORED = 1
+    TOOLS = 2
+    STORE = 3
+    UNREADABLE = 4
+
+
 def list_folder(root: Path) -> Iterator[Path]:
-    """Files below a folder that no ignore rule leaves out, symbolic links to files among them.
+    """Files below a folder that no rule leaves out, symbolic links to files among them."""
+    return (Path(place) for place, left in look_through(root) if left is None)
+
+
+def look_through(root: Path, *, everything: bool = False) -> Iterator[tuple[str, Left | None]]:
+    """(path, None or why it is passed over) of what lies below a folder; a folder, told by a slash at its end, stands
+    for all that is in it.
 
     A folder that lies in a checkout is listed by git, every other one file by file; checkouts inside of it are listed
-    by git on their own.
+    by git on their own. A folder that git ignores itself is looked into: whoever names it wants it.
+
+    Parameters
+    ----------
+    root
+        The folder.
+    everything
+        Whether ignore files and the names of folders count for nothing.
     """
-    found = None if checkout_of(root) is None else _git_lists(root)
+    checkout = None if everything else _governing(root)
+    found = None if checkout is None else _git_lists(root)
     if found is None:
-        yield from _walk(root, IgnoreFiles(root, (".gitignore", ".ignore"), above=True))
+        rules = None if everything else IgnoreFiles(checkout or root, (".gitignore", ".ignore"), general=True)
+        yield from _walk(root, rules, top=True)
         return
     own = IgnoreFiles(root, (".ignore",))
+    base = os.path.join(root, "")
+    closed = _closed(base, found)
+    shut = tuple(closed)
+    told = set()
+    for place, left in closed.items():
+        yield place, left
     for name, tracked in found:
         folder, _, _ = name.rpartition("/")
-        path = root / name
-        if name.endswith("/") or os.path.isdir(path):  # a checkout inside of this one
-            if os.path.islink(path):
+        place = base + name
+        if shut and place.startswith(shut):
+            continue
+        if tracked is None:
+            if _MACHINERY.isdisjoint(name.split("/")):
+                yield place, Left.IGNORED
+        elif name.endswith("/") or os.path.isdir(place):  # a checkout inside of this one
+            if os.path.islink(place.rstrip("/")):
                 continue
-            if (path / ".git").exists() and not _passed_over(name.rstrip("/"), tracked=False):
-                yield from list_folder(path)
-        elif not _passed_over(folder, tracked=tracked) and not own.ignores(path):
-            yield path
+            if os.path.exists(os.path.join(place, ".git")) and not _passed_over(name.rstrip("/"), tracked=False):
+                yield from look_through(Path(place))
+        elif passed := _passed_over(folder, tracked=tracked):
+            if passed not in told:
+                told.add(passed)
+                yield f"{base}{passed}/", Left.TOOLS
+        else:
+            yield place, Left.IGNORED if own.ignores_name(place) else None
 
 
 def listed(roots: Sequence[Path], paths: Iterable[Path]) -> set[Path]:
     """Those of some paths below the roots that `list_folder` would list."""
-    by_checkout: dict[Path | None, list[Path]] = {}
+    by_checkout: dict[tuple[Path, Path | None], list[Path]] = {}
     known: dict[Path, Path | None] = {}
+    governing: dict[Path, Path | None] = {}
     for path in paths:
-        by_checkout.setdefault(checkout_of(path.parent, known), []).append(path)
+        root = max((root for root in roots if path.is_relative_to(root)), key=lambda r: len(r.parts), default=None)
+        if root is not None:
+            checkout = checkout_of(path.parent, known)
+            if checkout is not None and not checkout.is_relative_to(root):
+                if root not in governing:
+                    governing[root] = _governing(root)
+                checkout = governing[root]
+            by_checkout.setdefault((root, checkout), []).append(path)
     allowed: set[Path] = set()
-    rules: dict[Path, IgnoreFiles] = {}
-    for checkout, group in by_checkout.items():
+    for (root, checkout), group in by_checkout.items():
         found = None if checkout is None else _git_allows(checkout, group)
+        top = checkout if checkout is not None and checkout.is_relative_to(root) else root
+        if found is None:
+            rules = IgnoreFiles(checkout or root, (".gitignore", ".ignore"), general=True)
+        else:
+            rules = IgnoreFiles(top, (".ignore",))
+        shut: dict[Path, bool] = {root: False}
         for path in group:
-            root = max((root for root in roots if path.is_relative_to(root)), key=lambda r: len(r.parts), default=None)
-            if root is None or (found is not None and path not in found):
+            if found is not None and path not in found:
                 continue
-            top = checkout if checkout is not None and checkout.is_relative_to(root) else root
-            if top not in rules:
-                names = (".gitignore", ".ignore") if found is None else (".ignore",)
-                rules[top] = IgnoreFiles(top, names, above=found is None)
             tracked = found is not None and found[path]
             below = path.relative_to(root).parent.as_posix()
-            if not _passed_over(below, tracked=tracked) and not rules[top].ignores(path):
+            passed = _passed_over(below, tracked=tracked) != "" or _is_shut(path.parent, shut)
+            if not passed and not rules.ignores(path):
                 allowed.add(path)
     return allowed
 
 
-def _passed_over(folder: str, *, tracked: bool) -> bool:
+def _governing(root: Path) -> Path | None:
+    """The checkout whose rules a folder is under; None where it lies in none, or is left out of it itself."""
+    checkout = checkout_of(root)
+    if checkout is None or checkout == root:
+        return checkout
+    if _git(checkout, "rev-parse", "--git-dir") is None:
+        ignored = IgnoreFiles(checkout, (".gitignore", ".ignore"), general=True).ignores(root, folder=True)
+    else:
+        ignored = _git(checkout, "check-ignore", "-q", "--", str(root)) is not None
+    return None if ignored else checkout
+
+
+def _closes(folder: str, names: Collection[str]) -> Left | None:
+    """Whether what lies in a folder, by name, makes it one that is not looked into."""
+    if _ENVIRONMENT in names:
+        return Left.TOOLS
+    if MANIFEST in names and os.path.isdir(os.path.join(folder, SEGMENTS)):
+        return Left.STORE
+    return None
+
+
+def _closed(base: str, found: Iterable[tuple[str, bool | None]]) -> dict[str, Left]:
+    """Folders of a listing, with a slash at their ends, that are not looked into for what lies in them."""
+    closed = {}
+    for name, _ in found:
+        folder, _, last = name.rpartition("/")
+        if folder and last in (_ENVIRONMENT, MANIFEST) and (left := _closes(base + folder, (last,))):
+            closed[f"{base}{folder}/"] = left
+    return closed
+
+
+def _is_shut(folder: Path, known: dict[Path, bool]) -> bool:
+    """Whether a folder, or one above it up to those that are known, is not looked into for what lies in it."""
+    if folder not in known:
+        names = [name for name in (_ENVIRONMENT, MANIFEST) if (folder / name).exists()]
+        above = folder.parent != folder and _is_shut(folder.parent, known)
+        known[folder] = above or _closes(str(folder), names) is not None
+    return known[folder]
+
+
+def _passed_over(folder: str, *, tracked: bool) -> str:
+    """The outermost folder of a path that is never looked into by its name, "" for none."""
     parts = folder.split("/")
-    return not NEVER.isdisjoint(parts) or (not tracked and not _BUILT.isdisjoint(parts))
+    if NEVER.isdisjoint(parts) and (tracked or _BUILT.isdisjoint(parts)):
+        return ""
+    first = next(i for i, part in enumerate(parts) if part in NEVER or (part in _BUILT and not tracked))
+    return "/".join(parts[: first + 1])
 
 
 def checkout_of(folder: Path, known: dict[Path, Path | None] | None = None) -> Path | None:
@@ -90,10 +187,17 @@ def checkout_of(folder: Path, known: dict[Path, Path | None] | None = None) -> P
     return known[folder]
 
 
-def _git_lists(folder: Path) -> list[tuple[str, bool]] | None:
-    """(path below the folder, whether git tracks it) of all that is tracked or not ignored; None where git fails."""
+def _git_lists(folder: Path) -> list[tuple[str, bool | None]] | None:
+    """(path below the folder, whether git tracks it) of all that is in it; None where git fails.
+
+    What is ignored says None, and folders of which everything is stand for it.
+    """
     out = _git(folder, "ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard")
-    return None if out is None else list(dict(_parsed(out)).items())
+    ignored = _git(folder, "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
+    if out is None or ignored is None:
+        return None
+    left = dict.fromkeys(os.fsdecode(name) for name in ignored.split(b"\0") if name)
+    return list({**left, **dict(_parsed(out))}.items())
 
 
 def _git_allows(checkout: Path, paths: Sequence[Path]) -> dict[Path, bool] | None:
@@ -130,89 +234,30 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     return done.stdout
 
 
-def _walk(folder: Path, rules: IgnoreFiles) -> Iterator[Path]:
+def _walk(folder: Path, rules: IgnoreFiles | None, *, top: bool = False) -> Iterator[tuple[str, Left | None]]:
+    """`look_through` of a folder that git does not list; no rules: all of it."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
+        yield os.path.join(folder, ""), Left.UNREADABLE
+        return
+    left = None if top else _closes(str(folder), {entry.name for entry in entries})
+    if left is Left.STORE or (left and rules is not None):
+        yield os.path.join(folder, ""), left
         return
     for entry in entries:
-        path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False):
-            if entry.name in NEVER or entry.name in _BUILT or rules.ignores_entry(path, folder=True):
-                continue
-            if (path / ".git").exists():
-                yield from list_folder(path)
-            else:
-                yield from _walk(path, rules)
-        elif not (entry.is_symlink() and entry.is_dir()) and not rules.ignores_entry(path):
-            yield path
-
-
-class IgnoreFiles:
-    """Ignore files of a folder tree, each read once.
-
-    Parameters
-    ----------
-    root
-        Top of the tree.
-    names
-        How the files are called.
-    above
-        Folders above the top count too, up to the top of the checkout, with its ``.git/info/exclude`` and the user's
-        global file: all that git reads, where git itself cannot be asked.
-    """
-
-    def __init__(self, root: Path, names: Sequence[str], *, above: bool = False) -> None:
-        self._names = names
-        self._top = (checkout_of(root) or root) if above else root
-        self._rules: dict[str, list[tuple[str, GitIgnoreSpec]]] = {}
-        self._left_out: dict[str, bool] = {}
-        self._general = _general_rules(self._top) if above else None
-
-    def ignores(self, path: Path, *, folder: bool = False) -> bool:
-        """Whether a rule leaves out a path, or a folder it lies in."""
-        return self._ignores_folder(str(path.parent)) or self.ignores_entry(path, folder=folder)
-
-    def ignores_entry(self, path: Path, *, folder: bool = False) -> bool:
-        """`ignores` for what lies in a folder that is known not to be left out."""
-        name, verdict = str(path), False
-        for base, spec in self._rules_above(name.rpartition(os.sep)[0]):
-            inside = name[len(base) :].lstrip("/") + ("/" if folder else "")
-            if (result := spec.check_file(inside)).include is not None:
-                verdict = bool(result.include)
-        return verdict
-
-    def _ignores_folder(self, folder: str) -> bool:
-        if folder == str(self._top):
-            return False
-        if folder not in self._left_out:
-            above = self._ignores_folder(os.path.dirname(folder))
-            self._left_out[folder] = above or self.ignores_entry(Path(folder), folder=True)
-        return self._left_out[folder]
-
-    def _rules_above(self, folder: str) -> list[tuple[str, GitIgnoreSpec]]:
-        """(folder of the rules, rules) from the weakest to the strongest, for what lies in a folder."""
-        if folder not in self._rules:
-            if folder == str(self._top):
-                above = [] if self._general is None else [(folder, self._general)]
-            else:
-                above = self._rules_above(os.path.dirname(folder))
-            own = _read_rules([Path(folder, name) for name in self._names])
-            self._rules[folder] = above if own is None else [*above, (folder, own)]
-        return self._rules[folder]
-
-
-def _general_rules(top: Path) -> GitIgnoreSpec | None:
-    """Rules of the user's global file, and of a checkout's own that is not committed."""
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return _read_rules([config / "git" / "ignore", top / ".git" / "info" / "exclude"])
-
-
-def _read_rules(files: Iterable[Path]) -> GitIgnoreSpec | None:
-    lines: list[str] = []
-    for file in files:
-        try:
-            lines += file.read_text("utf-8", "replace").splitlines()
-        except OSError:
+        if not entry.is_dir(follow_symlinks=False):
+            if not (entry.is_symlink() and entry.is_dir()):
+                yield entry.path, Left.IGNORED if rules is not None and rules.ignores_entry(entry.path) else None
+        elif entry.name in _MACHINERY:
             continue
-    return GitIgnoreSpec.from_lines(lines) if lines else None
+        elif rules is None:
+            yield from _walk(Path(entry.path), rules)
+        elif entry.name in NEVER or entry.name in _BUILT:
+            yield os.path.join(entry.path, ""), Left.TOOLS
+        elif rules.ignores_entry(entry.path, folder=True):
+            yield os.path.join(entry.path, ""), Left.IGNORED
+        elif os.path.exists(os.path.join(entry.path, ".git")):
+            yield from look_through(Path(entry.path))
+        else:
+            yield from _walk(Path(entry.path), rules)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
-import json
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, refused
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
-from retrieve_spec.datastore.sources import FILTERED_BYTES, STDIN, Source, SourceFile
-from retrieve_spec.errors import BuildError
+from retrieve_spec.datastore.records import Text, content_of
+from retrieve_spec.datastore.sources import STDIN, Source
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -30,16 +27,6 @@ GROUP = 32
 """Texts handed to a worker at once."""
 PIECE_CHARS = 1 << 20
 """Longer texts are encoded in pieces, cut at line ends, so that memory stays bounded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A text still to be read and encoded: `content` for a record, otherwise the file itself."""
-
-    file: SourceFile
-    path: str
-    content: bytes | str | None = None
-    skip: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,134 +54,39 @@ class Tokenised:
     skip: str = ""
 
 
-def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: int) -> Iterator[Text]:
-    """Go through files in order: one text per plain file, one per record of JSON Lines and Parquet files.
+class _Gate:
+    """What decides about the texts of one source: its filter, and the licences that it may be under."""
 
-    Raises
-    ------
-    BuildError
-        When a Parquet file is met and pyarrow is not installed.
-    """
-    for file in files:
-        if file.skip or file.kind == "text":
-            yield Text(file, file.path, skip=file.skip)
-        elif file.kind == "jsonl":
-            yield from _json_lines(file, limit)
-        else:
-            yield from _parquet(file, sources[file.source].field)
+    def __init__(self, source: Source, limit: int) -> None:
+        self.source, self.limit = source, limit
+        self._filters: dict[str, EntryFilter] = {}
+        self.rule: LicenceRule | None = None
+        if source.licences:
+            root = Path(source.path).resolve()
+            top = root if root.is_dir() else root.parent
+            self.rule = LicenceRule([top], allow_list(source.licences), source.licence)
 
+    def filter(self, location: str) -> EntryFilter:
+        """The filter of a file of the source."""
+        folder = os.path.isdir(self.source.path) and self.source.path != STDIN
+        root = os.path.realpath(self.source.path) if folder else os.path.dirname(location)
+        if root not in self._filters:
+            self._filters[root] = self.source.entry_filter(Path(root), self.limit)
+        return self._filters[root]
 
-@contextmanager
-def _opened(file: SourceFile) -> Iterator[IO[bytes]]:
-    with open(file.location, "rb") as raw:
-        if file.compression == "gz":
-            yield gzip.GzipFile(fileobj=raw)  # type: ignore[misc]
-        elif file.compression == "zst":
-            yield io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw))
-        else:
-            yield raw
-
-
-_READ_ERRORS = (OSError, EOFError, zstandard.ZstdError)
-
-
-def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
-    try:
-        with _opened(file) as stream:
-            number = file.line
-            if file.start:
-                stream.seek(file.start)
-            while (not file.end or stream.tell() < file.end) and (line := stream.readline(limit + 1)):
-                number += 1
-                name = f"{file.path}#{number}"
-                if len(line) > limit:
-                    while line and not line.endswith(b"\n"):
-                        line = stream.readline(limit)
-                    yield Text(file, name, skip="huge")
-                elif line.strip():
-                    yield Text(file, name, line)
-    except _READ_ERRORS:
-        yield Text(file, file.path, skip="unreadable")
-
-
-def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise BuildError(
-            "pyarrow to read Parquet", f"{file.location} without it", "pip install 'retrieve-spec[parquet]'."
-        ) from error
-    column = field.partition(".")[0]
-    try:
-        with pyarrow.parquet.ParquetFile(file.location) as table:
-            if column not in table.schema_arrow.names:
-                yield Text(file, file.path, skip=f"no column {column!r}")
-                return
-            number = 0
-            for batch in table.iter_batches(batch_size=256, columns=[column]):
-                for row in batch.to_pylist():
-                    number += 1
-                    value = _field(row, field)
-                    name = f"{file.path}#{number}"
-                    yield Text(file, name, value) if isinstance(value, str) else Text(file, name, skip="no text")
-    except (OSError, pyarrow.ArrowException):
-        yield Text(file, file.path, skip="unreadable")
-
-
-def _field(record: Any, field: str) -> Any:
-    for name in field.split("."):
-        record = record.get(name) if isinstance(record, dict) else None
-    return record
-
-
-def _read(text: Text, source: Source, limit: int) -> tuple[str, int, str]:
-    """Text, bytes read and reason to skip (one of the first and the last is empty)."""
-    if text.skip:
-        return "", 0, text.skip
-    content = text.content
-    if content is None and source.filtered:
-        return _admitted(Path(text.file.location), Path(source.path))
-    if content is None:
-        try:
-            with _opened(text.file) as stream:
-                content = stream.read(limit + 1)
-        except _READ_ERRORS:
-            return "", 0, "unreadable"
-    elif isinstance(content, bytes):
-        try:
-            value = _field(json.loads(content), source.field)
-        except (ValueError, RecursionError):
-            return "", len(content), "no JSON"
-        if not isinstance(value, str):
-            return "", len(content), f"no field {source.field!r}"
-        content = value
-    return _decode(content, limit)
-
-
-def _admitted(path: Path, root: Path) -> tuple[str, int, str]:
-    """Text of a file of a filtered folder, as `_read`."""
-    found = EntryFilter([root], max_bytes=FILTERED_BYTES).read(path)
-    if isinstance(found, Reason):
-        return "", 0, str(found)
-    return (found, len(found), "") if found.strip() else ("", 0, "empty")
-
-
-def _decode(content: bytes | str, limit: int) -> tuple[str, int, str]:
-    size = len(content)
-    if size > limit:
-        return "", size, "huge"
-    if isinstance(content, bytes):
-        if b"\0" in content:
-            return "", size, "binary"
-        try:
-            content = content.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            return "", size, "undecodable"
-    try:
-        content.encode()
-    except UnicodeEncodeError:  # lone surrogates from JSON escapes
-        return "", size, "undecodable"
-    return (content, size, "") if content.strip() else ("", size, "empty")
+    def read(self, text: Text) -> tuple[str, int, str]:
+        """Text, bytes read and reason to skip (one of the first and the last is empty)."""
+        file = text.file
+        if text.skip:
+            return "", 0, text.skip
+        entries = self.filter(file.location)
+        if text.content is None and not file.compression:
+            found = entries.read(Path(file.location))
+            return ("", 0, str(found)) if isinstance(found, Reason) else (found, file.size, "")
+        content, size, skip = content_of(text, self.source.field, self.limit)
+        if not skip:
+            skip = entries.content("" if text.content is not None else Path(file.location).stem, content) or ""
+        return content, size, str(skip)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
@@ -212,27 +104,19 @@ def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
-def _tokenise(text: Text, source: Source, rule: LicenceRule | None, tokenizer: Tokenizer, limit: int) -> Tokenised:
-    content, size, skip = _read(text, source, limit)
-    licence = text.file.licence
-    if rule is not None and not skip:
-        is_file = source.path != STDIN and text.path == text.file.path  # rows are not under the licence of a collection
+def _tokenise(text: Text, gate: _Gate, tokenizer: Tokenizer) -> Tokenised:
+    content, size, skip = gate.read(text)
+    licence, source = text.file.licence, gate.source.path
+    if gate.rule is not None and not skip:
+        is_file = source != STDIN and text.path == text.file.path  # rows are not under the licence of a collection
         path = Path(text.file.location).resolve() if is_file else None
-        licence = rule.licence(path, own_licence(content))
-        skip = refused(rule, licence) or ""
+        licence = gate.rule.licence(path, own_licence(content))
+        skip = refused(gate.rule, licence) or ""
     if skip:
-        return Tokenised(text.path, licence, source.path, "", np.empty(0, np.uint32), size, skip)
+        return Tokenised(text.path, licence, source, "", np.empty(0, np.uint32), size, skip)
     ids = encode(tokenizer, content)
     digest = hashlib.sha256(content.encode()).hexdigest()
-    return Tokenised(text.path, licence, source.path, digest, ids, size, "" if len(ids) else "empty")
-
-
-def _rule(source: Source) -> LicenceRule | None:
-    """Which licences of a source are allowed, None for every one."""
-    if not source.licences:
-        return None
-    root = Path(source.path).resolve()
-    return LicenceRule([root if root.is_dir() else root.parent], allow_list(source.licences), source.licence)
+    return Tokenised(text.path, licence, source, digest, ids, size, "" if len(ids) else Reason.EMPTY)
 
 
 def tokenise(
@@ -257,11 +141,12 @@ def tokenise(
         One per text.
     """
 
-    rules = [_rule(source) for source in sources]
+    @cache
+    def gate(number: int) -> _Gate:
+        return _Gate(sources[number], limit)
 
     def work(group: list[Text]) -> list[Tokenised]:
-        places = ((text, text.file.source) for text in group)
-        return [_tokenise(text, sources[at], rules[at], tokenizer, limit) for text, at in places]
+        return [_tokenise(text, gate(text.file.source), tokenizer) for text in group]
 
     yield from (result for group in ordered_map(work, _groups(texts), workers) for result in group)
 

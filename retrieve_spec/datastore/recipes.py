@@ -18,7 +18,7 @@ from retrieve_spec.datastore.sources import Source
 from retrieve_spec.errors import BuildError
 
 _KEYS = {"name", "description", "expected", "source", "index"}
-_SOURCE_KEYS = {"path", "distributions", "licence", "include", "exclude", "field"}
+_SOURCE_KEYS = {"path", "distributions", "licence", "include", "exclude", "field", "admit"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,7 @@ def _sources_of(file: Path, source: dict[str, Any], given: Sequence[str]) -> lis
         tuple(source.get("include", ())),
         tuple(source.get("exclude", ())),
         source.get("field", "text"),
+        admit=tuple(source.get("admit", ())),
     )
     if source.get("distributions"):
         return _distributions(template)

@@ -40,27 +40,48 @@ _CODE = frozenset([".py", ".pyi", ".go", ".rs", ".java", ".kt", ".ts", ".tsx", "
 _NAME = re.compile("|".join(fnmatch.translate(pattern) for pattern in _FILES))
 _SAMPLE = re.compile("|".join(fnmatch.translate(pattern) for pattern in _SAMPLES))
 
-_MORE = re.compile(
-    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY"
-    r"|\bgithub_pat_[A-Za-z0-9_]{22,}"
-    r"|\bgh[pousr]_[A-Za-z0-9]{30,}"
-    r"|\bgl(?:pat|dt|rt|ptt|soat|oas)-[A-Za-z0-9_-]{20,}"
-    r"|\bhf_[A-Za-z0-9]{30,}"
-    r"|\bnpm_[A-Za-z0-9]{36}"
-    r"|\bpypi-[A-Za-z0-9_-]{50,}"
-    r"|\b[sr]k_(?:live|test)_[A-Za-z0-9]{20,}|\bwhsec_[A-Za-z0-9]{24,}"
-    r"|\bxox[abeoprs]-[A-Za-z0-9-]{10,}|\bxapp-\d-[A-Za-z0-9-]{20,}"
-    r"|\bsk-[A-Za-z0-9_-]{32,}"
-    r"|\bAIza[0-9A-Za-z_-]{35}|\bya29\.[0-9A-Za-z_-]{20,}|\bGOCSPX-[0-9A-Za-z_-]{20,}"
-    r"|\b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b"
-    r"|\b[A-Za-z0-9_~.-]{3}8Q~[A-Za-z0-9_~.-]{31,34}"  # Azure application secrets
-    r"|\b(?:AccountKey|SharedAccessKey)=[A-Za-z0-9+/]{40,}={0,2}|[?&]sig=[A-Za-z0-9%]{43,}"
-    r"|\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"  # JSON Web Tokens
-    r"|\bdop_v1_[a-f0-9]{64}|\bdckr_(?:pat|oat)_[A-Za-z0-9_-]{20,}|\bATATT3[A-Za-z0-9_=-]{50,}"
-    r"|\bhvs\.[A-Za-z0-9_-]{24,}|\bshp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}|\bsntrys_[A-Za-z0-9_=+/-]{40,}"
-    r"|\blin_api_[A-Za-z0-9]{32,}|\bntn_[A-Za-z0-9]{40,}|\bdapi[a-f0-9]{32}\b|\bPMAK-[A-Fa-f0-9]{24}-[A-Fa-f0-9]{34}"
-    r"|\bAGE-SECRET-KEY-1[A-Z0-9]{50,}|\bSG\.[A-Za-z0-9_-]{20,}\.[A-Za-z0-9_-]{40,}"
+_MORE = (
+    ("-----BEGIN ", r"[A-Z0-9 ]*PRIVATE KEY"),
+    ("github_pat_", r"[A-Za-z0-9_]{22,}"),
+    ("ghp_ gho_ ghu_ ghs_ ghr_", r"[A-Za-z0-9]{30,}"),
+    ("glpat- gldt- glrt- glptt- glsoat- gloas-", r"[A-Za-z0-9_-]{20,}"),
+    ("hf_", r"[A-Za-z0-9]{30,}"),
+    ("npm_", r"[A-Za-z0-9]{36}"),
+    ("pypi-", r"[A-Za-z0-9_-]{50,}"),
+    ("sk_live_ sk_test_ rk_live_ rk_test_", r"[A-Za-z0-9]{20,}"),
+    ("whsec_", r"[A-Za-z0-9]{24,}"),
+    ("xox", r"[abeoprs]-[A-Za-z0-9-]{10,}"),
+    ("xapp-", r"\d-[A-Za-z0-9-]{20,}"),
+    ("sk-", r"[A-Za-z0-9_-]{32,}"),
+    ("AIza", r"[0-9A-Za-z_-]{35}"),
+    ("ya29. GOCSPX-", r"[0-9A-Za-z_-]{20,}"),
+    ("AKIA ASIA ABIA ACCA", r"[0-9A-Z]{16}\b"),
+    ("8Q~", r"(?<=\b[A-Za-z0-9_~.-]{3}8Q~)[A-Za-z0-9_~.-]{31,34}"),  # Azure application secrets
+    ("AccountKey= SharedAccessKey=", r"[A-Za-z0-9+/]{40,}={0,2}"),
+    ("?sig= &sig=", r"[A-Za-z0-9%]{43,}"),
+    ("eyJ", r"[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"),  # JSON Web Tokens
+    ("dop_v1_", r"[a-f0-9]{64}"),
+    ("dckr_pat_ dckr_oat_", r"[A-Za-z0-9_-]{20,}"),
+    ("ATATT3", r"[A-Za-z0-9_=-]{50,}"),
+    ("hvs.", r"[A-Za-z0-9_-]{24,}"),
+    ("shpat_ shpca_ shppa_ shpss_", r"[a-fA-F0-9]{32}"),
+    ("sntrys_", r"[A-Za-z0-9_=+/-]{40,}"),
+    ("lin_api_", r"[A-Za-z0-9]{32,}"),
+    ("ntn_", r"[A-Za-z0-9]{40,}"),
+    ("dapi", r"[a-f0-9]{32}\b"),
+    ("PMAK-", r"[A-Fa-f0-9]{24}-[A-Fa-f0-9]{34}"),
+    ("AGE-SECRET-KEY-1", r"[A-Z0-9]{50,}"),
+    ("SG.", r"[A-Za-z0-9_-]{20,}\.[A-Za-z0-9_-]{40,}"),
 )
+"""(how tokens begin, what follows). Expressions that begin with a text are found some hundred times faster than those
+that begin with a boundary or with a choice."""
+_URL_PASSWORD = re.compile(
+    r"://[^\s:/?#\[\]@'\"`<>(){}$*|\\]{1,64}:"
+    r"(?!(?i:pass(?:word|wd|phrase)?\d*|pw|pwd|secret|token|user(?:name)?|key|x+|\.+|-+|(?:my|your|some|any|the)[-_\w]*|\w*"
+    r"(?:example|placeholder|redacted|changeme)\w*|\w)@)"
+    r"[^\s:/?#\[\]@'\"`<>(){}$*|\\]{2,128}@[A-Za-z0-9]"
+)
+"""A URL with a password that is no placeholder."""
 _AWS_SECRET = re.compile(
     r"aws.{0,20}?(?:secret|key).{0,20}?[=:]\s*[\"']?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=])", re.IGNORECASE
 )
@@ -78,42 +99,46 @@ def secret_name(path: str | os.PathLike[str]) -> bool:
 
 def secret_text(text: str) -> bool:
     """Whether a text holds a key or token."""
-    if _MORE.search(text) or _AWS_SECRET.search(text):
-        return True
-    lowered: str | None = None
-    for needle, expression in _detectors():
-        if needle:
-            lowered = text.lower() if lowered is None else lowered
-            if needle not in lowered:
-                continue
-        if expression.search(text):
-            return True
-    return False
+    lowered = text.lower()
+    return any(expression.search(text) for needles, expression in _expressions() if _any_in(needles, lowered))
+
+
+def _any_in(needles: tuple[str, ...], text: str) -> bool:
+    return not needles or any(needle in text for needle in needles)
 
 
 _KINDS = {
+    "aws akia asia abia acca a3t": ("aws.AWSKeyDetector",),
     "": (
-        "aws.AWSKeyDetector", "azure_storage_key.AzureStorageKeyDetector", "discord.DiscordBotTokenDetector",
+        "azure_storage_key.AzureStorageKeyDetector", "discord.DiscordBotTokenDetector",
         "github_token.GitHubTokenDetector", "gitlab_token.GitLabTokenDetector", "npm.NpmDetector",
-        "openai.OpenAIDetector", "pypi_token.PypiTokenDetector", "sendgrid.SendGridDetector", "slack.SlackDetector",
-        "square_oauth.SquareOAuthDetector", "stripe.StripeDetector", "telegram_token.TelegramBotTokenDetector",
-        "twilio.TwilioKeyDetector",
+        "openai.OpenAIDetector", "pypi_token.PypiTokenDetector", "sendgrid.SendGridDetector",
+        "square_oauth.SquareOAuthDetector", "telegram_token.TelegramBotTokenDetector", "twilio.TwilioKeyDetector",
     ),
+    "xox hooks.slack.com": ("slack.SlackDetector",),
+    "k_live_": ("stripe.StripeDetector",),
     "cloudant": ("cloudant.CloudantDetector",),
     "softlayer": ("softlayer.SoftlayerDetector",),
     "ibm": ("ibm_cloud_iam.IbmCloudIamDetector",),
     "hmac": ("ibm_cos_hmac.IbmCosHmacDetector",),
     "-us": ("mailchimp.MailchimpDetector",),
 }  # fmt: skip
-"""Kinds of detect-secrets, slow ones below a word that must occur. Its guesses by entropy and keyword are left out."""
+"""Kinds of detect-secrets, slow ones below words of which one must occur. Its guesses by entropy and keyword are left
+out."""
 
 
 @lru_cache(maxsize=1)
-def _detectors() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """(word that must occur, expression for whole texts) of every kind."""
-    found = []
-    for needle, names in _KINDS.items():
+def _expressions() -> tuple[tuple[tuple[str, ...], re.Pattern[str]], ...]:
+    """(words of which one must occur in lower case, expression for whole texts) of every kind."""
+    found: list[tuple[tuple[str, ...], re.Pattern[str]]] = []
+    for beginnings, rest in _MORE:
+        for begin in beginnings.split(" ") if beginnings[-1] != " " else [beginnings]:
+            bound = rf"(?<!\w{re.escape(begin)})" if begin[0].isalpha() else ""
+            found.append(((), re.compile(re.escape(begin) + bound + rest)))
+    found += [((), _URL_PASSWORD), (("aws",), _AWS_SECRET)]
+    for needles, names in _KINDS.items():
         for module, _, name in (kind.partition(".") for kind in names):
             detector: Any = getattr(import_module(f"detect_secrets.plugins.{module}"), name)
-            found += [(needle, re.compile(e.pattern, e.flags | re.MULTILINE)) for e in detector.denylist]
+            expressions = (re.compile(e.pattern, e.flags | re.MULTILINE) for e in detector.denylist)
+            found += [(tuple(needles.split()), expression) for expression in expressions]
     return tuple(found)

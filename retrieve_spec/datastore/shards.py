@@ -60,7 +60,7 @@ def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
         shutil.copyfileobj(sys.stdin.buffer, out)
         out.flush()
         os.fsync(out.fileno())
-    return replace(file, location=os.path.abspath(copy), size=copy.stat().st_size)
+    return replace(file, location=os.path.realpath(copy), size=copy.stat().st_size)
 
 
 def _parts(file: SourceFile) -> Iterator[SourceFile]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import re
 import stat
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
+from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
+from retrieve_spec.datastore.secret_rules import secret_name
 from retrieve_spec.errors import BuildError
 
 STDIN = "-"
-FILTERED_BYTES = 1 << 20
-"""Largest file that enters from a filtered folder."""
-_IGNORED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__"})
+_ANY = 1 << 62
+"""Bytes of the largest file that is listed: records are read one by one, and texts that are too large say so."""
 _RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _COMPRESSED = {".gz": "gz", ".zst": "zst"}
 
@@ -28,7 +27,7 @@ class Source:
     Attributes
     ----------
     path
-        File, folder, git checkout (its tracked files) or ``-`` for standard input.
+        File, folder or ``-`` for standard input.
     licence
         Licence of its documents, recorded with each; with `licences`, of those that state none themselves.
     licences
@@ -41,8 +40,11 @@ class Source:
         Field or column that holds the text of JSON Lines and Parquet records, dotted for nested ones.
     prefix
         Put before the path of every document, as ``networkx/``; globs see it.
-    filtered
-        Whether the folder's files enter only as `EntryFilter` lets them.
+    admit
+        Parts of the filter that do not count (`retrieve_spec.datastore.entry_filter.PARTS`). Of a file that is named
+        itself, and of standard input, only secrets are looked for.
+    max_bytes
+        Larger files of a folder stay out; 0 for all up to ``StoreConfig.document_bytes``.
     """
 
     path: str
@@ -51,8 +53,15 @@ class Source:
     exclude: tuple[str, ...] = ()
     field: str = "text"
     prefix: str = ""
-    filtered: bool = False
     licences: tuple[str, ...] = ()
+    admit: tuple[str, ...] = ()
+    max_bytes: int = 0
+
+    def entry_filter(self, root: Path, limit: int, store: Path | None = None) -> EntryFilter:
+        """What decides about the files of this source, which lie below `root`."""
+        named = Path(self.path).is_dir() and self.path != STDIN
+        admit = self.admit if named else {*self.admit, "ignored", "generated"}
+        return EntryFilter([root], max_bytes=self.max_bytes or limit, admit=admit, any_name=True, store=store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +88,8 @@ class SourceFile:
 def list_files(sources: tuple[Source, ...], store: Path | None = None) -> list[SourceFile]:
     """List the files of all sources, each source's in the order of their paths.
 
-    Symbolic links to folders are not followed; a link that leads out of its source is listed as skipped. Datastores in
-    a folder are not part of it.
+    What may enter of a folder is decided by `EntryFilter`; what may not is listed with the reason, a folder that is
+    passed over by itself.
 
     Parameters
     ----------
@@ -92,7 +101,7 @@ def list_files(sources: tuple[Source, ...], store: Path | None = None) -> list[S
     Raises
     ------
     BuildError
-        When a source does not exist, or git cannot list a checkout.
+        When a source does not exist.
     """
     own = None if store is None else store.resolve()
     return [file for index, source in enumerate(sources) for file in _list_source(index, source, own)]
@@ -106,99 +115,65 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
     root = Path(source.path)
     if not root.exists():
         raise BuildError(f"a file or folder at {root}", "nothing there", "Check the path.")
-    if source.filtered:
-        yield from _admitted(index, source, root.resolve(), store)
-        return
     included, excluded = _matcher(source.include), _matcher(source.exclude)
 
     def wanted(relative: str) -> bool:
         path = source.prefix + relative
         return (not source.include or included(path)) and not excluded(path)
 
-    if root.is_file() or not root.is_dir():
-        file = _describe(index, source, root.name, root, root.resolve().parent)
+    if not root.is_dir():
+        file = _describe(index, source, root.name, root)
         yield file if wanted(root.name) else replace(file, skip="left out by a glob")
         return
-    for relative in _tracked(root) if (root / ".git").exists() else _walk(root, store):
-        if wanted(relative):
-            yield _describe(index, source, relative, root / relative, root.resolve())
-
-
-def _admitted(index: int, source: Source, root: Path, store: Path | None) -> Iterator[SourceFile]:
-    """Files of a folder that may enter, in the order of their paths, and those that may not with the reason."""
-    from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter
-
-    for path, verdict in sorted(EntryFilter([root], max_bytes=FILTERED_BYTES).list()):
-        if store is not None and path.is_relative_to(store):
-            continue
-        name = readable(source.prefix + os.path.relpath(path, root))
-        if isinstance(verdict, Candidate):
-            yield SourceFile(index, name, str(path), verdict.size, "text", licence=source.licence)
+    top = root.resolve()
+    start = len(os.path.join(top, ""))
+    found = [(name[start:], said) for name, said in source.entry_filter(top, _ANY, store).entries()]
+    for relative, said in sorted(found, key=lambda entry: entry[0].split("/")):
+        if isinstance(said, Reason) and relative.endswith("/"):
+            path = source.prefix + relative
+            left = not (excluded(path) or excluded(path.rstrip("/")))
         else:
-            yield SourceFile(index, name, str(path), 0, "text", skip=str(verdict), licence=source.licence)
+            left = wanted(relative)
+        if left:
+            yield _entry(index, source, relative, os.path.join(top, relative), said)
 
 
-def _describe(index: int, source: Source, relative: str, location: Path, root: Path) -> SourceFile:
+def _entry(index: int, source: Source, relative: str, location: str, said: os.stat_result | Reason) -> SourceFile:
+    """A file of a folder, or what stays out of it."""
+    path = readable(source.prefix + relative)
+    if isinstance(said, Reason):
+        return SourceFile(index, path, location, 0, "text", skip=str(said), licence=source.licence)
+    kind, compression = ("text", "") if source.max_bytes else _kind(Path(relative))
+    return SourceFile(index, path, location, said.st_size, kind, compression, "", source.licence)
+
+
+def _kind(location: Path) -> tuple[str, str]:
+    """Kind and compression of a file, by its name."""
     suffix = location.suffix.lower()
     compression = _COMPRESSED.get(suffix, "")
-    kind = _RECORDS.get(Path(location.stem).suffix.lower() if compression else suffix, "text")
+    return _RECORDS.get(Path(location.stem).suffix.lower() if compression else suffix, "text"), compression
+
+
+def _describe(index: int, source: Source, name: str, location: Path) -> SourceFile:
+    """A file that was named itself."""
+    kind, compression = _kind(location)
     size, skip = 0, ""
     try:
         real = location.resolve(strict=True)
         status = real.stat()
         size = status.st_size
         if not stat.S_ISREG(status.st_mode):
-            skip = "not a regular file"
-        elif not real.is_relative_to(root) and location.is_symlink():
-            skip = "outside the source"
+            skip = str(Reason.NOT_A_FILE)
+        elif "secrets" not in source.admit and secret_name(name):
+            skip = str(Reason.SECRET_NAME)
     except (OSError, RuntimeError):
-        skip = "unreadable"
-    path = readable(source.prefix + relative)
-    return SourceFile(index, path, os.path.abspath(location), size, kind, compression, skip, source.licence)
+        real, skip = location, str(Reason.UNREADABLE)
+    return SourceFile(index, readable(source.prefix + name), str(real), size, kind, compression, skip, source.licence)
 
 
 def readable(path: str) -> str:
     r"""A path as text that can be written down: bytes that are not UTF-8 as ``\xff``."""
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-def _walk(root: Path, store: Path | None, prefix: str = "") -> Iterator[str]:
-    try:
-        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
-    except OSError:
-        yield prefix.rstrip("/")
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            folder = Path(entry.path)
-            if entry.name not in _IGNORED_FOLDERS and not _is_store(folder, store):
-                yield from _walk(folder, store, f"{prefix}{entry.name}/")
-        elif not (entry.is_symlink() and entry.is_dir()):
-            yield prefix + entry.name
-
-
-def _is_store(folder: Path, store: Path | None) -> bool:
-    """Whether a folder is the store that is being built, or another one."""
-    if store is not None and folder.name == store.name and folder.resolve() == store:
-        return True
-    return all((folder / name).exists() for name in (MANIFEST, SEGMENTS))
-
-
-def _tracked(root: Path) -> list[str]:
-    """Paths of the files git tracks in a checkout, sorted."""
-    try:
-        listed = subprocess.run(
-            ["git", "-C", str(root), "ls-files", "-z", "--cached"], capture_output=True, check=True
-        ).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        detail = getattr(error, "stderr", b"") or str(error).encode()
-        raise BuildError(
-            f"git to list the files of {root}",
-            detail.decode(errors="replace").strip(),
-            "Install git, or copy the files.",
-        ) from error
-    paths = (os.fsdecode(name) for name in listed.split(b"\0") if name)
-    return sorted({path for path in paths if not (root / path).is_dir()})
 
 
 def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:

@@ -28,8 +28,9 @@ from retrieve_spec.datastore.cut import Choice, Cut
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder
 from retrieve_spec.datastore.fingerprint import load_tokenizer
-from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map, texts_of, tokenise
+from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map, tokenise
 from retrieve_spec.datastore.manifest import SegmentEntry
+from retrieve_spec.datastore.records import texts_of
 from retrieve_spec.datastore.segment import write_segment
 from retrieve_spec.datastore.shards import SegmentShard, Shard, WrittenShard
 from retrieve_spec.datastore.sources import Source, SourceFile
@@ -75,7 +76,7 @@ class Stages:
     @cached_property
     def _sources(self) -> tuple[Source, ...]:
         listed = self.plan.get("sources", ())
-        lists = ("include", "exclude", "licences")
+        lists = ("include", "exclude", "licences", "admit")
         return tuple(Source(**s | {name: tuple(s[name]) for name in lists}) for s in listed)
 
     def needs_tokens(self, rank: int) -> bool:

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from retrieve_spec._version import __version__
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore, checked, grow
 from retrieve_spec.datastore.change import ChangeReport, Inputs, begin_change, existing_manifest, publish, writer
-from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason, refused
+from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, admitted_parts, refused
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.fresh import config_of
@@ -27,12 +28,14 @@ from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licenc
 from retrieve_spec.datastore.manifest import SegmentEntry, read_manifest
 from retrieve_spec.datastore.removal import Chosen, without
 from retrieve_spec.datastore.shards import file_shards, segment_shards
-from retrieve_spec.datastore.sources import FILTERED_BYTES, Source, SourceFile, readable
+from retrieve_spec.datastore.sources import Source, SourceFile, readable
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
 STATE = "sync.json"
+FOLLOWED_BYTES = 1 << 20
+"""Largest file that enters from a folder that is followed."""
 RACY_NS = 2_000_000_000
 """A file that changed this shortly before it was looked at may change again without another time."""
 MOST_SMALL = 8
@@ -43,9 +46,10 @@ _REWRITTEN = 900_000
 @dataclass(slots=True)
 class FolderState:
     """What files said: bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is left out or "",
-    licence by its own lines or None without any."""
+    licence by its own lines or None without any; and the parts of the filter that did not count."""
 
     files: dict[str, tuple[int, int, str, str, str | None]] = field(default_factory=dict)
+    admit: tuple[str, ...] = ()
 
 
 def sync_datastore(
@@ -55,6 +59,7 @@ def sync_datastore(
     *,
     licence: str = "",
     licences: Sequence[str] = (),
+    admit: Sequence[str] = (),
     config: StoreConfig | None = None,
     workers: int | None = None,
     progress: bool = False,
@@ -75,6 +80,8 @@ def sync_datastore(
         Licence to record with new documents; with `licences`, with those that state none.
     licences
         SPDX identifiers of the licences under which files may enter; any where there are none.
+    admit
+        Parts of the filter that do not count (`retrieve_spec.datastore.entry_filter.PARTS`).
     config
         Settings of a new store.
     workers, progress
@@ -88,7 +95,8 @@ def sync_datastore(
     Raises
     ------
     BuildError
-        When a folder is not there, a licence is no SPDX identifier, or nothing of the folders may enter a new store.
+        When a folder is not there, a licence is no SPDX identifier, there is no such part of the filter, or nothing of
+        the folders may enter a new store.
     TokenizerMismatchError
         When the store has another tokenizer.
     StoreLockedError
@@ -98,8 +106,10 @@ def sync_datastore(
     roots = [_root(folder) for folder in folders]
     if not roots:
         raise BuildError("at least one folder to follow", "none", "Give folders.")
-    allowed = allow_list(licences)
-    sources = tuple(Source(str(root), licence, filtered=True, licences=allowed) for root in roots)
+    allowed, parts = allow_list(licences), admitted_parts(admit)
+    sources = tuple(
+        Source(str(root), licence, licences=allowed, admit=parts, max_bytes=FOLLOWED_BYTES) for root in roots
+    )
     if existing_manifest(store) is None:
         return build_datastore(store, list(sources), tokenizer, config=config, workers=workers, progress=progress)
     if tokenizer is not None:
@@ -128,9 +138,10 @@ def _synchronised(
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
     for number, root in enumerate(roots):
-        state = look(root, states.get(str(root), FolderState()), work.store)
-        found[str(root)] = state
         source = sources[number]
+        before = states.get(str(root), FolderState())
+        state = look(source.entry_filter(root, FOLLOWED_BYTES, work.store), before, source.admit)
+        found[str(root)] = state
         rule = LicenceRule([root], source.licences, source.licence) if source.licences else None
         for name, (_, _, digest, reason, own) in sorted(state.files.items()):
             if rule is not None and digest and (refusal := refused(rule, rule.licence(root / name, own))):
@@ -208,33 +219,28 @@ def _change(
     return grow(work, manifest, plan, workers=workers, progress=progress, known=held, kept=tuple(kept), made=made)
 
 
-def look(root: Path, before: FolderState, store: Path) -> FolderState:
+def look(entries: EntryFilter, before: FolderState, admit: tuple[str, ...] = ()) -> FolderState:
     """What the files of a folder say now; those that did not change since are not read."""
-    entries = EntryFilter([root], max_bytes=FILTERED_BYTES)
     racy = time.time_ns() - RACY_NS
-    now = FolderState()
-    inside, top = os.path.join(store.resolve(), ""), os.path.join(entries.roots[0], "")
-    for path, verdict in entries.list():
-        place = str(path)
-        if place.startswith(inside):  # the store itself
+    now = FolderState(admit=admit)
+    start = len(os.path.join(entries.roots[0], ""))
+    same = before.files if before.admit == admit else {}
+    for place, said in entries.entries():
+        name = place[start:]
+        if isinstance(said, Reason):
+            now.files[name] = (0, 0, "", str(said), None)
             continue
-        name = place.removeprefix(top)
-        if not isinstance(verdict, Candidate):
-            now.files[name] = (0, 0, "", str(verdict), None)
-            continue
-        known = before.files.get(name)
-        if known is not None and known[:2] == (verdict.size, verdict.modified_ns):
+        known = same.get(name)
+        if known is not None and known[:2] == (said.st_size, said.st_mtime_ns):
             now.files[name] = known
             continue
-        text = entries.read(path)
-        changed = verdict.modified_ns if verdict.modified_ns < racy else 0  # looked at again next time
+        text = entries.read(Path(place))
+        changed = said.st_mtime_ns if said.st_mtime_ns < racy else 0  # looked at again next time
         if isinstance(text, Reason):
-            now.files[name] = (verdict.size, changed, "", str(text), None)
-        elif not text.strip():
-            now.files[name] = (verdict.size, changed, "", "empty", None)
+            now.files[name] = (said.st_size, changed, "", str(text), None)
         else:
             digest = hashlib.sha256(text.encode()).hexdigest()
-            now.files[name] = (verdict.size, changed, digest, "", own_licence(text))
+            now.files[name] = (said.st_size, changed, digest, "", own_licence(text))
     return now
 
 
@@ -242,9 +248,11 @@ def read_state(store: Path) -> dict[str, FolderState]:
     """What folders said when a store was last synchronised, by folder."""
     try:
         raw = json.loads((store / STATE).read_bytes())
+        if raw["version"] != __version__:  # which may have let in other files
+            return {}
         return {
-            root: FolderState({name: (a, b, c, d, e) for name, (a, b, c, d, e) in files.items()})
-            for root, files in raw.items()
+            root: FolderState({name: (a, b, c, d, e) for name, (a, b, c, d, e) in files.items()}, tuple(admit))
+            for root, (files, admit) in raw["folders"].items()
         }
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
@@ -252,7 +260,8 @@ def read_state(store: Path) -> dict[str, FolderState]:
 
 def write_state(store: Path, states: dict[str, FolderState]) -> None:
     """Remember what folders said."""
-    content = json.dumps({root: state.files for root, state in states.items()})
+    folders = {root: (state.files, state.admit) for root, state in states.items()}
+    content = json.dumps({"version": __version__, "folders": folders})
     replace_file(store / STATE, content.encode("utf-8", "surrogateescape"))
 
 

@@ -61,7 +61,7 @@ class Workspace:
     texts
         What is remembered, by path.
     left_out
-        How many files the last scan left out, by reason; what git ignores is not counted.
+        How many files the last scan left out, by reason; a folder that is passed over counts as one.
     trouble
         What ended the indexing, "" while all is well.
     """

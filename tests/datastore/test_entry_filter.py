@@ -226,6 +226,7 @@ TOKENS = {
     "mailchimp": H[:32] + "-us12",
     "vault": "hvs." + A,
     "docker": "dckr_pat_" + A,
+    "url": "postgres://" + "app:s3cr3tHunter@" + "db.internal:5432/x",
     "age": "AGE-SECRET-KEY-1" + "QPZRY9X8GF2TVDW0S3JN54KHCE6MUA7L" * 2,
 }
 
@@ -239,6 +240,18 @@ def test_tokens_in_a_text(kind, tmp_path):
     filter = EntryFilter([tmp_path])
     assert filter.read(filter.roots[0] / "settings.py") is Reason.SECRET_TEXT
     assert filter.admit(filter.roots[0] / "settings.py", text) is Reason.SECRET_TEXT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://user:password@example.com/x", "see http://host:8080/a@b", "redis://:@localhost", "ssh://git@host:22/x",
+        "url = f'postgres://{user}:{password}@{host}/db'", "amqp://user:your-password@host", "https://u:***@host",
+        "mysql://root:$PASSWORD@db", "https://a.b/c:d@2x.png", "task-management-of-the-whole-department-of-works",
+    ],
+)  # fmt: skip
+def test_texts_that_are_no_secrets(text):
+    assert not secret_text(text)
 
 
 def test_ordinary_sources_hold_no_secrets():

@@ -178,9 +178,9 @@ def code(names):
     return {name for name in names if name == "LICENSE" or name.endswith((".py", ".rs"))}
 
 
-@pytest.mark.parametrize("filtered", [False, True])
-def test_build_takes_what_is_allowed(checkout, tokenizer, tmp_path, filtered):
-    source = Source(str(checkout), filtered=filtered, licences=("mit",))
+@pytest.mark.parametrize("admit", [(), ("ignored",)])
+def test_build_takes_what_is_allowed(checkout, tokenizer, tmp_path, admit):
+    source = Source(str(checkout), admit=admit, licences=("mit",))
     report = build_datastore(tmp_path / "s", source, tokenizer)
     assert code(contents(tmp_path / "s")) == ENTER
     left_out = report.skipped_by_reason
@@ -223,7 +223,7 @@ def test_a_link_out_of_the_checkout_says_nothing(checkout, tokenizer, tmp_path):
     (checkout / "odd" / "LICENSE").symlink_to(tmp_path / "elsewhere")
     (checkout / "vendored" / "COPYING").unlink()
     (checkout / "vendored" / "COPYING").symlink_to("../LICENSE")
-    build_datastore(tmp_path / "s", Source(str(checkout), filtered=True, licences=("MIT",)), tokenizer)
+    build_datastore(tmp_path / "s", Source(str(checkout), licences=("MIT",)), tokenizer)
     assert code(contents(tmp_path / "s")) == ENTER | {"vendored/lib.py"}
 
 

@@ -12,7 +12,9 @@ import zstandard
 
 from retrieve_spec.datastore import ingest, shards, stages
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.ingest import encode, texts_of, tokenise
+from retrieve_spec.datastore.entry_filter import Reason
+from retrieve_spec.datastore.ingest import encode, tokenise
+from retrieve_spec.datastore.records import texts_of
 from retrieve_spec.datastore.sources import Source, glob, list_files
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import BuildError
@@ -76,33 +78,40 @@ def test_bad_files_are_skipped_with_a_reason(tokenizer, tmp_path):
     (folder / "inside.txt").symlink_to(folder / "good.txt")
     (folder / "loop").symlink_to(folder)
     assert outcome(read(tokenizer, folder)) == {
-        "binary.bin": "binary",
-        "broken.gz": "unreadable",
-        "broken.txt.zst": "unreadable",
-        "dangling": "unreadable",
-        "empty.txt": "empty",
+        "binary.bin": Reason.BINARY,
+        "broken.gz": Reason.UNREADABLE,
+        "broken.txt.zst": Reason.UNREADABLE,
+        "dangling": Reason.LINK,
+        "empty.txt": Reason.EMPTY,
         "good.txt": "",
-        "huge.txt": "huge",
-        "inside.txt": "",
-        "latin.txt": "undecodable",
-        "leak.txt": "outside the source",
-        "pipe": "not a regular file",
+        "huge.txt": Reason.LARGE,
+        "inside.txt": Reason.LINK,
+        "latin.txt": Reason.ENCODING,
+        "leak.txt": Reason.LINK,
+        "pipe": Reason.NOT_A_FILE,
     }
 
 
 def test_bomb_is_huge_before_it_is_unpacked(tokenizer, tmp_path):
     path = tmp_path / "bomb.txt.gz"
     path.write_bytes(gzip.compress(b"a" * 50_000_000))
-    assert outcome(read(tokenizer, path)) == {"bomb.txt.gz": "huge"}
+    assert outcome(read(tokenizer, path)) == {"bomb.txt.gz": Reason.LARGE}
 
 
-def test_checkout_gives_tracked_files_only(tokenizer, texts):
+def test_checkout_gives_what_git_does_not_ignore(tokenizer, texts):
     git = ["git", "-C", str(texts), "-c", "user.name=t", "-c", "user.email=t@t"]
     subprocess.run([*git, "init", "-q"], check=True)
     (texts / ".gitignore").write_text("b.txt\n")
     subprocess.run([*git, "add", "."], check=True)
     (texts / "untracked.txt").write_text("new")
-    assert list(outcome(read(tokenizer, texts))) == [".gitignore", "a.txt", "c.py", "sub/d.txt"]
+    assert outcome(read(tokenizer, texts)) == {
+        ".gitignore": "",
+        "a.txt": "",
+        "b.txt": Reason.IGNORED,
+        "c.py": "",
+        "sub/d.txt": "",
+        "untracked.txt": "",
+    }
 
 
 def test_records(tokenizer, records, tmp_path):
@@ -123,9 +132,9 @@ def test_bad_records(tokenizer, tmp_path):
         ("r.jsonl#3", "no JSON"),
         ("r.jsonl#4", "no field 'text'"),
         ("r.jsonl#5", "no field 'text'"),
-        ("r.jsonl#6", "huge"),
+        ("r.jsonl#6", Reason.LARGE),
         ("r.jsonl#7", "no field 'text'"),
-        ("r.jsonl#8", "undecodable"),
+        ("r.jsonl#8", Reason.ENCODING),
         ("r.jsonl#9", ""),
     ]
 

@@ -1,0 +1,145 @@
+"""Records: from listed files to their texts, one per plain file, one per row of JSON Lines and Parquet files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import zstandard
+
+from retrieve_spec.datastore.entry_filter import Reason
+from retrieve_spec.datastore.sources import Source, SourceFile
+from retrieve_spec.errors import BuildError
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text still to be read and encoded: `content` for a record, otherwise the file itself."""
+
+    file: SourceFile
+    path: str
+    content: bytes | str | None = None
+    skip: str = ""
+
+
+def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: int) -> Iterator[Text]:
+    """Go through files in order: one text per plain file, one per record of JSON Lines and Parquet files.
+
+    Raises
+    ------
+    BuildError
+        When a Parquet file is met and pyarrow is not installed.
+    """
+    for file in files:
+        if file.skip or file.kind == "text":
+            yield Text(file, file.path, skip=file.skip)
+        elif file.kind == "jsonl":
+            yield from _json_lines(file, limit)
+        else:
+            yield from _parquet(file, sources[file.source].field)
+
+
+@contextmanager
+def _opened(file: SourceFile) -> Iterator[IO[bytes]]:
+    with open(file.location, "rb") as raw:
+        if file.compression == "gz":
+            yield gzip.GzipFile(fileobj=raw)  # type: ignore[misc]
+        elif file.compression == "zst":
+            yield io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw))
+        else:
+            yield raw
+
+
+_READ_ERRORS = (OSError, EOFError, zstandard.ZstdError)
+
+
+def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
+    try:
+        with _opened(file) as stream:
+            number = file.line
+            if file.start:
+                stream.seek(file.start)
+            while (not file.end or stream.tell() < file.end) and (line := stream.readline(limit + 1)):
+                number += 1
+                name = f"{file.path}#{number}"
+                if len(line) > limit:
+                    while line and not line.endswith(b"\n"):
+                        line = stream.readline(limit)
+                    yield Text(file, name, skip=Reason.LARGE)
+                elif line.strip():
+                    yield Text(file, name, line)
+    except _READ_ERRORS:
+        yield Text(file, file.path, skip=Reason.UNREADABLE)
+
+
+def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise BuildError(
+            "pyarrow to read Parquet", f"{file.location} without it", "pip install 'retrieve-spec[parquet]'."
+        ) from error
+    column = field.partition(".")[0]
+    try:
+        with pyarrow.parquet.ParquetFile(file.location) as table:
+            if column not in table.schema_arrow.names:
+                yield Text(file, file.path, skip=f"no column {column!r}")
+                return
+            number = 0
+            for batch in table.iter_batches(batch_size=256, columns=[column]):
+                for row in batch.to_pylist():
+                    number += 1
+                    value = _field(row, field)
+                    name = f"{file.path}#{number}"
+                    yield Text(file, name, value) if isinstance(value, str) else Text(file, name, skip="no text")
+    except (OSError, pyarrow.ArrowException):
+        yield Text(file, file.path, skip=Reason.UNREADABLE)
+
+
+def _field(record: Any, field: str) -> Any:
+    for name in field.split("."):
+        record = record.get(name) if isinstance(record, dict) else None
+    return record
+
+
+def content_of(text: Text, field: str, limit: int) -> tuple[str, int, str]:
+    """Content of a record or of a compressed file, bytes read and reason to skip."""
+    content = text.content
+    if content is None:
+        try:
+            with _opened(text.file) as stream:
+                content = stream.read(limit + 1)
+        except _READ_ERRORS:
+            return "", 0, Reason.UNREADABLE
+    elif isinstance(content, bytes):
+        try:
+            value = _field(json.loads(content), field)
+        except (ValueError, RecursionError):
+            return "", len(content), "no JSON"
+        if not isinstance(value, str):
+            return "", len(content), f"no field {field!r}"
+        content = value
+    return _decode(content, limit)
+
+
+def _decode(content: bytes | str, limit: int) -> tuple[str, int, str]:
+    size = len(content)
+    if size > limit:
+        return "", size, Reason.LARGE
+    if isinstance(content, bytes):
+        if b"\0" in content:
+            return "", size, Reason.BINARY
+        try:
+            content = content.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            return "", size, Reason.ENCODING
+    try:
+        content.encode()
+    except UnicodeEncodeError:  # lone surrogates from JSON escapes
+        return "", size, Reason.ENCODING
+    return content, size, ""
