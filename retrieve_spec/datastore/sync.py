@@ -1,30 +1,24 @@
 """Synchronising: from folders as they are now to a store that says what they say.
 
-What a folder said last time (size, time and SHA-256 of every file) lies in ``sync.json`` beside the manifest: only
-files whose size or time differ are read again. It is a cache, and what counts is the document tables: where it is lost,
-all files are read once.
+What counts is the document tables; what a folder said last time (`folder_state`) only spares reading it again.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec._version import __version__
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore, checked, grow
 from retrieve_spec.datastore.change import ChangeReport, Inputs, begin_change, existing_manifest, publish, writer
-from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, admitted_parts, refused
-from retrieve_spec.datastore.files import replace_file
+from retrieve_spec.datastore.entry_filter import admitted_parts, refused
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
+from retrieve_spec.datastore.folder_state import FOLLOWED_BYTES, FolderState, look, read_state, write_state
 from retrieve_spec.datastore.fresh import config_of
-from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
+from retrieve_spec.datastore.licences import LicenceRule, allow_list
 from retrieve_spec.datastore.manifest import SegmentEntry, read_manifest
 from retrieve_spec.datastore.removal import Chosen, without
 from retrieve_spec.datastore.shards import file_shards, segment_shards
@@ -33,23 +27,9 @@ from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datas
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
-STATE = "sync.json"
-FOLLOWED_BYTES = 1 << 20
-"""Largest file that enters from a folder that is followed."""
-RACY_NS = 2_000_000_000
-"""A file that changed this shortly before it was looked at may change again without another time."""
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
 _REWRITTEN = 900_000
-
-
-@dataclass(slots=True)
-class FolderState:
-    """What files said: bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is left out or "",
-    licence by its own lines or None without any; and the parts of the filter that did not count."""
-
-    files: dict[str, tuple[int, int, str, str, str | None]] = field(default_factory=dict)
-    admit: tuple[str, ...] = ()
 
 
 def sync_datastore(
@@ -217,52 +197,6 @@ def _change(
         report = ChangeReport("sync", 0, 0, len(kept) + len(made), (), {})
         return publish(work, manifest, kept, made, plan, report)
     return grow(work, manifest, plan, workers=workers, progress=progress, known=held, kept=tuple(kept), made=made)
-
-
-def look(entries: EntryFilter, before: FolderState, admit: tuple[str, ...] = ()) -> FolderState:
-    """What the files of a folder say now; those that did not change since are not read."""
-    racy = time.time_ns() - RACY_NS
-    now = FolderState(admit=admit)
-    start = len(os.path.join(entries.roots[0], ""))
-    same = before.files if before.admit == admit else {}
-    for place, said in entries.entries():
-        name = place[start:]
-        if isinstance(said, Reason):
-            now.files[name] = (0, 0, "", str(said), None)
-            continue
-        known = same.get(name)
-        if known is not None and known[:2] == (said.st_size, said.st_mtime_ns):
-            now.files[name] = known
-            continue
-        text = entries.read(Path(place))
-        changed = said.st_mtime_ns if said.st_mtime_ns < racy else 0  # looked at again next time
-        if isinstance(text, Reason):
-            now.files[name] = (said.st_size, changed, "", str(text), None)
-        else:
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            now.files[name] = (said.st_size, changed, digest, "", own_licence(text))
-    return now
-
-
-def read_state(store: Path) -> dict[str, FolderState]:
-    """What folders said when a store was last synchronised, by folder."""
-    try:
-        raw = json.loads((store / STATE).read_bytes())
-        if raw["version"] != __version__:  # which may have let in other files
-            return {}
-        return {
-            root: FolderState({name: (a, b, c, d, e) for name, (a, b, c, d, e) in files.items()}, tuple(admit))
-            for root, (files, admit) in raw["folders"].items()
-        }
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
-
-
-def write_state(store: Path, states: dict[str, FolderState]) -> None:
-    """Remember what folders said."""
-    folders = {root: (state.files, state.admit) for root, state in states.items()}
-    content = json.dumps({"version": __version__, "folders": folders})
-    replace_file(store / STATE, content.encode("utf-8", "surrogateescape"))
 
 
 def _small(segments: Sequence[SegmentEntry]) -> list[SegmentEntry] | None:

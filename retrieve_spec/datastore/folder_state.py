@@ -1,0 +1,80 @@
+"""Folder state: what a folder that a store follows said last time, so that only what changed is read again.
+
+Size, time and SHA-256 of every file lie in ``sync.json`` beside the manifest. It is a cache: where it is lost, or of
+another version, all files are read once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from retrieve_spec._version import __version__
+from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
+from retrieve_spec.datastore.files import replace_file
+from retrieve_spec.datastore.licences import own_licence
+
+STATE = "sync.json"
+FOLLOWED_BYTES = 1 << 20
+"""Largest file that enters from a folder that is followed."""
+RACY_NS = 2_000_000_000
+"""A file that changed this shortly before it was looked at may change again without another time."""
+
+
+@dataclass(slots=True)
+class FolderState:
+    """What files said: bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is left out or "",
+    licence by its own lines or None without any; and the parts of the filter that did not count."""
+
+    files: dict[str, tuple[int, int, str, str, str | None]] = field(default_factory=dict)
+    admit: tuple[str, ...] = ()
+
+
+def look(entries: EntryFilter, before: FolderState, admit: tuple[str, ...] = ()) -> FolderState:
+    """What the files of a folder say now; those that did not change since are not read."""
+    racy = time.time_ns() - RACY_NS
+    now = FolderState(admit=admit)
+    start = len(os.path.join(entries.roots[0], ""))
+    same = before.files if before.admit == admit else {}
+    for place, said in entries.entries():
+        name = place[start:]
+        if isinstance(said, Reason):
+            now.files[name] = (0, 0, "", str(said), None)
+            continue
+        known = same.get(name)
+        if known is not None and known[:2] == (said.st_size, said.st_mtime_ns):
+            now.files[name] = known
+            continue
+        text = entries.read(Path(place))
+        changed = said.st_mtime_ns if said.st_mtime_ns < racy else 0  # looked at again next time
+        if isinstance(text, Reason):
+            now.files[name] = (said.st_size, changed, "", str(text), None)
+        else:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            now.files[name] = (said.st_size, changed, digest, "", own_licence(text))
+    return now
+
+
+def read_state(store: Path) -> dict[str, FolderState]:
+    """What folders said when a store was last synchronised, by folder."""
+    try:
+        raw = json.loads((store / STATE).read_bytes())
+        if raw["version"] != __version__:  # which may have let in other files
+            return {}
+        return {
+            root: FolderState({name: (a, b, c, d, e) for name, (a, b, c, d, e) in files.items()}, tuple(admit))
+            for root, (files, admit) in raw["folders"].items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def write_state(store: Path, states: dict[str, FolderState]) -> None:
+    """Remember what folders said."""
+    folders = {root: (state.files, state.admit) for root, state in states.items()}
+    content = json.dumps({"version": __version__, "folders": folders})
+    replace_file(store / STATE, content.encode("utf-8", "surrogateescape"))
