@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,10 +11,17 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.kernels import grams, ngram
+from retrieve_spec.kernels.contexts import mark_contexts
 
 LOAD = 0.7
 """Share of slots in use; searches read about two slots on a hit and six on a miss."""
 _HISTOGRAM = 4096
+_FEW_TABLES = 4
+"""Tables that are asked one by one."""
+_SMALL_SLOTS = 1 << 18
+_BUCKETS_EACH = 16
+"""Buckets per context of the largest small table: so often a table is searched in vain, at most, for each order."""
+_FILTER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +160,39 @@ def build_ngrams(
     succ_counts = np.zeros(stored, np.uint32)
     ngram.fill_continuations(tokens, sa, shared, ahead, to_global, owner, slots, succ_tokens, succ_counts)
     return NgramTable(slots, succ_tokens, succ_counts)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextFilter:
+    """Which of the small n-gram tables of a store may hold a context (`retrieve_spec.kernels.contexts`).
+
+    Attributes
+    ----------
+    marks
+        (buckets, words) uint64; (0, 0) where the tables are too few to be worth it.
+    columns
+        Column of each table, -1 for one that is not small.
+    """
+
+    marks: NDArray[np.uint64]
+    columns: tuple[int, ...]
+
+
+def filter_contexts(tables: Sequence[NgramTable | None]) -> ContextFilter:
+    """Filter of the contexts of a store's tables, None for a segment without; some milliseconds per million."""
+    small = [i for i, table in enumerate(tables) if table is not None and len(table.slots) <= _SMALL_SLOTS]
+    if len(small) < _FEW_TABLES:
+        return ContextFilter(np.zeros((0, 0), np.uint64), (-1,) * len(tables))
+    columns = [-1] * len(tables)
+    largest = max(table.contexts for i in small if (table := tables[i]) is not None)
+    words = -(-len(small) // 64)
+    buckets = 1 << (_BUCKETS_EACH * largest - 1).bit_length()
+    while buckets * words * 8 > _FILTER_BYTES:
+        buckets //= 2
+    marks = np.zeros((buckets, words), np.uint64)
+    for column, i in enumerate(small):
+        table = tables[i]
+        assert table is not None
+        columns[i] = column
+        mark_contexts(table.slots, column, marks)
+    return ContextFilter(marks, tuple(columns))

@@ -19,7 +19,7 @@ from retrieve_spec.datastore.documents import TABLE, Document
 from retrieve_spec.datastore.files import check_content, map_array
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, read_manifest
-from retrieve_spec.datastore.ngrams import NgramTable
+from retrieve_spec.datastore.ngrams import ContextFilter, NgramTable, filter_contexts
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.tombstones import tombstones_of
 from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
@@ -64,6 +64,11 @@ class Datastore:
     def ngrams(self) -> tuple[NgramTable, ...]:
         """N-gram tables of the segments that have one; counts of different tables add up."""
         return tuple(segment.ngram for segment in self.segments if segment.ngram is not None)
+
+    @cached_property
+    def contexts(self) -> ContextFilter:
+        """Which of the small n-gram tables may hold a context, a column per segment; made when first asked for."""
+        return filter_contexts([segment.ngram for segment in self.segments])
 
     @property
     def dense(self) -> list[tuple[int, DenseIndex]]:

@@ -51,8 +51,8 @@ class Scratch(NamedTuple):
         (MAX_CANDIDATES,) int32 candidates, float32 their probabilities, int64 the row that gave the largest share.
     slots
         (HASH,) int64 token → candidate; entries carry the node's stamp, so that nothing is cleared between nodes.
-    open_levels, hashes, read_tokens, read_counts, read_p, share
-        (s, 2) int64, (2, TAIL) uint64, (_READ,) int32, int32, float32, (MAX_CANDIDATES,) float32.
+    open_levels, open_rows, hashes, read_tokens, read_counts, read_p, share
+        (s, 2) int64, (s,) int64, (2, TAIL) uint64, (_READ,) int32, int32, float32, (MAX_CANDIDATES,) float32.
     """
 
     levels: NDArray[np.int64]
@@ -62,6 +62,7 @@ class Scratch(NamedTuple):
     credit: NDArray[np.int64]
     slots: NDArray[np.int64]
     open_levels: NDArray[np.int64]
+    open_rows: NDArray[np.int64]
     hashes: NDArray[np.uint64]
     read_tokens: NDArray[np.int32]
     read_counts: NDArray[np.int32]
@@ -71,7 +72,7 @@ class Scratch(NamedTuple):
 
 def scratch_memory(rows: int) -> NDArray[np.int64]:
     """Memory for the scratch of a table of so many sources."""
-    return np.zeros(_LEVELS + _CANDIDATES + HASH + 2 * rows + 2 * TAIL + 2 * _READ, np.int64)
+    return np.zeros(_LEVELS + _CANDIDATES + HASH + 3 * rows + 2 * TAIL + 2 * _READ, np.int64)
 
 
 @njit(cache=True, nogil=True)
@@ -81,7 +82,7 @@ def open_scratch(memory: NDArray[np.int64], rows: int) -> Scratch:
     candidates = levels + 8 * _LEVELS
     slots = candidates + 8 * _CANDIDATES
     open_levels = slots + 8 * HASH
-    hashes = open_levels + 16 * rows
+    hashes = open_levels + 24 * rows
     read = hashes + 16 * TAIL
     stamps = view_i64(slots, HASH)
     stamps[:] = 0
@@ -93,6 +94,7 @@ def open_scratch(memory: NDArray[np.int64], rows: int) -> Scratch:
         view_i64(candidates + 8 * MAX_CANDIDATES, MAX_CANDIDATES),
         stamps,
         view_i64_rows(open_levels, rows, 2),
+        view_i64(open_levels + 16 * rows, rows),
         view_u64_rows(hashes, 2, TAIL),
         view_i32(read, _READ),
         view_i32(read + 4 * _READ, _READ),
@@ -150,23 +152,29 @@ def collect_levels(
     """
     rows = len(table)
     open_levels, hashes, levels, weights = scratch.open_levels, scratch.hashes, scratch.levels, scratch.weights
+    open_rows = scratch.open_rows
     context_hashes(tails, at, tail_len, hashes)
+    live = 0
     for s in range(rows):
-        open_levels[s, 0], open_levels[s, 1] = open_row(table, s, cursors, base + s, hashes, tail_len)
+        handle, length = open_row(table, s, cursors, base + s, hashes, tail_len)
+        if length >= 0:
+            open_levels[live, 0], open_levels[live, 1], open_rows[live] = handle, length, s
+            live += 1
     n = 0
     mass = 1.0
     while n < MAX_LEVELS and mass > mass_floor:
-        best = -1
+        i = -1
         length = np.int64(-1)
-        for s in range(rows):
-            if open_levels[s, 1] > length:
-                best = s
-                length = open_levels[s, 1]
-        if best < 0:
+        for j in range(live):
+            if open_levels[j, 1] > length:
+                i = j
+                length = open_levels[j, 1]
+        if i < 0:
             break
-        handle = open_levels[best, 0]
+        best = open_rows[i]
+        handle = open_levels[i, 0]
         if handle == CLOSED:
-            open_levels[best, 0], open_levels[best, 1] = look_up(table, best, hashes, length)
+            open_levels[i, 0], open_levels[i, 1] = look_up(table, best, hashes, length)
             continue
         total, distinct = evidence(table, best, cursors, base + best, handle)
         source = table[best, NUMBER]
@@ -180,7 +188,7 @@ def collect_levels(
         weights[n] = weight
         mass *= 1.0 - weight
         n += 1
-        open_levels[best, 0], open_levels[best, 1] = next_level(table, best, handle, length, hashes)
+        open_levels[i, 0], open_levels[i, 1] = next_level(table, best, handle, length, hashes)
     return n
 
 

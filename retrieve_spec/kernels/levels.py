@@ -11,6 +11,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, ngram, phrases, recycling, trie, unigram
+from retrieve_spec.kernels.contexts import longest_marked
 from retrieve_spec.kernels.ngram import ngram_find
 from retrieve_spec.kernels.source_table import (
     ALIGNMENT,
@@ -21,13 +22,17 @@ from retrieve_spec.kernels.source_table import (
     EXACT_MIN_DEPTH,
     KIND,
     NGRAM,
+    NGRAM_BUCKETS,
+    NGRAM_COLUMN,
     NGRAM_COUNTS,
     NGRAM_ITEMSIZE,
+    NGRAM_MARKS,
     NGRAM_NUM_SLOTS,
     NGRAM_ORDERS,
     NGRAM_SLOTS,
     NGRAM_TOKENS,
     NGRAM_VOCABULARY,
+    NGRAM_WORDS,
     PHRASES,
     PREDICTION,
     PREDICTION_LENGTH,
@@ -82,7 +87,7 @@ def open_row(
     """(handle, match length) of a source's longest level; length -1 when it has none.
 
     An n-gram table is not looked into yet (each look misses every cache): the handle is `CLOSED`, the length the
-    longest it can be.
+    longest it can be, as far as a filter over small tables says.
     """
     if table[s, RESTING] == 1:
         return np.int64(0), np.int64(-1)
@@ -97,6 +102,17 @@ def open_row(
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
     if table[s, KIND] == NGRAM:
         longest = np.int64(min(tail_len, table[s, NGRAM_ORDERS]))
+        if table[s, NGRAM_BUCKETS] > 0:
+            longest = np.int64(
+                longest_marked(
+                    table[s, NGRAM_MARKS],
+                    table[s, NGRAM_BUCKETS],
+                    table[s, NGRAM_WORDS],
+                    table[s, NGRAM_COLUMN],
+                    hashes,
+                    longest,
+                )
+            )
         return CLOSED, longest if longest > 0 else np.int64(-1)
     if table[s, KIND] == EXACT:
         found = cursors[c, 2] >= table[s, EXACT_MIN_DEPTH] and cursors[c, 0] < cursors[c, 1]

@@ -10,7 +10,6 @@ from retrieve_spec.kernels.ngram import MAX_ORDER
 from retrieve_spec.sources.rows import Row, source_row
 
 if TYPE_CHECKING:
-    from retrieve_spec.datastore.ngrams import NgramTable
     from retrieve_spec.datastore.segment import Segment
     from retrieve_spec.datastore.store import Datastore
 
@@ -35,17 +34,21 @@ class StoreRows:
     def of(cls, stores: list[Datastore], ngram_number: int, exact_number: int) -> StoreRows:
         """Rows of every segment, numbered over all stores; orders that an n-gram table has are left to the table."""
         made = cls(stores)
-        segments = [segment for store in stores for segment in store.segments]
-        for place, segment in enumerate(segments):
+        segments = [(store, number) for store in stores for number in range(len(store.segments))]
+        for place, (store, number) in enumerate(segments):
+            segment = store.segments[number]
             if segment.ngram is not None:
-                made.ngram.append(_ngram_row(segment.ngram, ngram_number, len(segment.to_local)))
+                made.ngram.append(_ngram_row(store, number, ngram_number))
             if len(segment.suffix_array):
                 min_depth = 1 if segment.ngram is None else MAX_ORDER + 1
                 made.exact.append(_exact_row(segment, exact_number, min_depth, place))
         return made
 
 
-def _ngram_row(table: NgramTable, number: int, vocabulary: int) -> Row:
+def _ngram_row(store: Datastore, place: int, number: int) -> Row:
+    table, contexts = store.segments[place].ngram, store.contexts
+    assert table is not None
+    filtered = contexts.columns[place] >= 0
     return source_row(
         source_table.NGRAM,
         number,
@@ -53,13 +56,17 @@ def _ngram_row(table: NgramTable, number: int, vocabulary: int) -> Row:
             source_table.NGRAM_SLOTS: table.slots,
             source_table.NGRAM_TOKENS: table.succ_tokens,
             source_table.NGRAM_COUNTS: table.succ_counts,
+            source_table.NGRAM_MARKS: contexts.marks,
         },
         {
             source_table.NGRAM_NUM_SLOTS: len(table.slots),
             source_table.NGRAM_SIZE: len(table.succ_tokens),
             source_table.NGRAM_ITEMSIZE: table.succ_tokens.dtype.itemsize,
             source_table.NGRAM_ORDERS: MAX_ORDER,
-            source_table.NGRAM_VOCABULARY: vocabulary,
+            source_table.NGRAM_VOCABULARY: len(store.segments[place].to_local),
+            source_table.NGRAM_BUCKETS: len(contexts.marks) if filtered else 0,
+            source_table.NGRAM_WORDS: contexts.marks.shape[1],
+            source_table.NGRAM_COLUMN: max(contexts.columns[place], 0),
         },
     )
 
