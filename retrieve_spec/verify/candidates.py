@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.errors import in_a_line
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.positions import Place, noting_places, outermost
-from retrieve_spec.verify.steps import prepare_call, sample_tokens
+from retrieve_spec.verify.steps import prepare_call, sample_tokens, vocabulary
 from retrieve_spec.verify.verifier import Verifier, VerifierInputs
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface
         if interface.takes_position_ids and (places := _find_places(model, unplaced(interface))):
             yield from (replace(unplaced(variant), places=places) for variant in variants)
         return
-    mixers = find_mixers(model, interface.cache_name, sample_tokens(model, 4))
+    try:
+        mixers = find_mixers(model, interface.cache_name, sample_tokens(model, 4))
+    except Exception as error:  # whatever a model's own code raises
+        mixers = f"its forward fails ({in_a_line(error)})"
     if isinstance(mixers, str):
         yield mixers
         return
@@ -65,6 +69,7 @@ def unplaced(interface: ModelInterface) -> ModelInterface:
 def _find_places(model: Any, interface: ModelInterface) -> tuple[Place, ...]:
     """Where a model hands on positions that it derives itself; nothing where it cannot be told."""
     ids = sample_tokens(model, PROMPT)
+    root, *chain = (token % vocabulary(model) for token in range(5, 10))
     verifier = HFVerifier(model, interface, "chain")
     try:
         with torch.no_grad():
@@ -72,7 +77,7 @@ def _find_places(model: Any, interface: ModelInterface) -> tuple[Place, ...]:
             verifier.forward(prompt)
             verifier.commit(np.empty(0, np.int32))
             with noting_places(model, len(prompt), 5) as places:
-                verifier.forward(np.array([5], np.int32), DraftTree.from_paths([[6, 7, 8, 9]]))
+                verifier.forward(np.array([root], np.int32), DraftTree.from_paths([chain]))
     except Exception:  # whatever a model's own code raises: chains will tell
         logger.debug("no chain passes", exc_info=True)
         return ()

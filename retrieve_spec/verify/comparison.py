@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.verify.steps import PreparedCall, SingleSteps, prepare_call, vocabulary
+from retrieve_spec.verify.steps import PreparedCall, SingleSteps, ordinary_tokens, prepare_call
 from retrieve_spec.verify.verifier import Mode, Verifier
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}
@@ -33,7 +33,7 @@ class Draft:
 
 def drafts_for(mode: Mode, rounds: int, model: Any) -> list[Draft]:
     """Passes one after another: the second branch partly right, none, all wrong, the first branch right."""
-    return list(_drafts(mode, rounds, min(vocabulary(model), 30_000), special_tokens(model.config)))
+    return list(_drafts(mode, rounds, ordinary_tokens(model), special_tokens(model.config)))
 
 
 def special_tokens(config: Any) -> set[int]:
@@ -45,13 +45,9 @@ def special_tokens(config: Any) -> set[int]:
     return {value for value in named if isinstance(value, int)}
 
 
-def _drafts(mode: Mode, rounds: int, vocab: int, special: set[int]) -> Iterator[Draft]:
-    def token(n: int) -> int:
-        drawn = 3 + (n * 7919 + 131) % (vocab - 3)
-        return next((other for other in range(drawn, drawn + vocab) if other % vocab not in special), drawn) % vocab
-
+def _drafts(mode: Mode, rounds: int, tokens: range, special: set[int]) -> Iterator[Draft]:
     for i in range(rounds):
-        a, b, c, d, e, f = (token(100 * i + j) for j in range(6))
+        a, b, c, d, e, f = _six(tokens, special, 100 * i)
         second, first = ([[a, b], [c, d, a]], [2, 3]) if mode == "tree" else ([[c, d, a, b]], [0, 1])
         yield Draft(f, second, first)
         yield Draft(e, [], [])
@@ -59,7 +55,20 @@ def _drafts(mode: Mode, rounds: int, vocab: int, special: set[int]) -> Iterator[
             return
         yield Draft(a, [[b, c], [d], [e, f]] if mode == "tree" else [[b, c, d]], [])
         yield Draft(d, [[e, f, c], [a]] if mode == "tree" else [[e, f, c]], [0, 1, 2])
-    yield Draft(token(7), [], [])
+    yield Draft(_six(tokens, special, 7)[0], [], [])
+
+
+def _six(tokens: range, special: set[int], first: int) -> list[int]:
+    """Six different tokens that are not special; of fewer than six, some again, but not twice below one node."""
+    found: list[int] = []
+    for avoided in (special, set[int]()):
+        for n in range(first, first + len(tokens)):
+            drawn = tokens[(n * 7919 + 131) % len(tokens)]
+            if drawn not in avoided and drawn not in found:
+                found.append(drawn)
+            if len(found) == 6:
+                return found
+    return [found[min(n, len(found) - 1)] for n in ((0, 0, 1, 2, 1, 2) if len(found) > 2 else (0, 0, 1, 1, 1, 0))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,14 @@ def vocabulary(model: Any) -> int:
     return min(int(getattr(config, "vocab_size", embedded)), embedded)
 
 
+def ordinary_tokens(model: Any) -> range:
+    """Tokens to try a model with: the first few, which are often special, are left out where there are enough."""
+    known = min(vocabulary(model), 30_000)
+    return range(3 if known > 8 else 0, known)
+
+
 def sample_tokens(model: Any, length: int, which: int = 0) -> torch.Tensor:
-    """(1, length) long, tokens that every vocabulary has; `which` of several texts of them."""
-    numbers: NDArray[np.int64] = 3 + (np.arange(length) * 7919 + 13 + which) % (min(vocabulary(model), 30_000) - 3)
+    """(1, length) long, tokens that the model has; `which` of several texts of them."""
+    ordinary = ordinary_tokens(model)
+    numbers: NDArray[np.int64] = ordinary.start + (np.arange(length) * 7919 + 13 + which) % len(ordinary)
     return torch.from_numpy(numbers)[None].to(input_device(model))
