@@ -31,8 +31,9 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import PassThreads
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
-from retrieve_spec.generation.calls import BEFORE, generate, own_generate, why_delegated
+from retrieve_spec.generation.calls import BEFORE, generate, why_delegated
 from retrieve_spec.generation.many import generate_many
+from retrieve_spec.generation.own_generate import why_not_inside
 from retrieve_spec.generation.streams import generate_stream
 from retrieve_spec.model_layers import base_model, embedded_tokens, evaluating
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
@@ -227,7 +228,7 @@ def accelerated(model: Any, tokenizer: Any = None, **options: Any) -> Iterator[A
 def _find_mode(model: Any) -> Finding:
     """What a probe says of a model that need not be in evaluation mode."""
     interface = read_interface(model)
-    if reason := own_generate(model):
+    if reason := why_not_inside(model):
         return Finding("plain", reason, interface)
     with evaluating(model):
         return probe(model, interface)

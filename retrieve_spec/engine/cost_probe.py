@@ -23,7 +23,7 @@ _SECONDS = 0.6
 
 def measure_passes(model: Any, speculation: Speculation) -> None:
     """Time passes over chains of a few widths until a time limit; wider ones are skipped when time runs out."""
-    if speculation.mode == "plain":
+    if speculation.mode in ("plain", "delegated"):
         return
     vocab = model.config.get_text_config(decoder=True).vocab_size
     seconds = _SECONDS if speculation.ranks is None else math.inf  # ranks must run the same passes

@@ -184,7 +184,9 @@ def left_padding(inputs: VerifierInputs) -> list[int] | None:
 
 
 @dataclass(slots=True)
-class _Captured:
+class Captured:
+    """What `generate` hands a decoding method."""
+
     input_ids: torch.Tensor
     logits_processor: Any
     stopping_criteria: Any
@@ -193,16 +195,16 @@ class _Captured:
     added: int = 0  # places of the prompt that its text does not have
 
 
-def _capture(
+def capture(
     model: Any,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
     **model_kwargs: Any,
-) -> _Captured:
+) -> Captured:
     """Stand in for a decoding method: take down what `generate` prepared."""
-    return _Captured(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    return Captured(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
 
 def prepare(
@@ -225,7 +227,7 @@ def prepare(
         The prompt has no tokens.
     """
     arguments = {name: value for name, value in arguments.items() if not _says_nothing(name, value)}
-    reason = _reason_from_arguments(model, arguments, alone)
+    reason = reason_from_arguments(model, arguments, alone)
     if reason:
         return reason
     tokenizer = arguments.pop("tokenizer", None)
@@ -236,7 +238,14 @@ def prepare(
         arguments["stopping_criteria"] = StoppingCriteriaList(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
-    captured = generate(**{**arguments, "custom_generate": _capture})
+    captured = generate(**{**arguments, "custom_generate": capture})
+    return from_captured(model, captured, interface, arguments | {"streamer": streamer}, alone)
+
+
+def from_captured(
+    model: Any, captured: Captured, interface: ModelInterface, arguments: dict[str, Any], alone: str
+) -> Prepared | str:
+    """What sequences of a call start from, given what `generate` prepared of it; else why it should decode it."""
     given_ids = _stand_in_for_embeddings(captured)
     reason = _reason_from_captured(captured, interface, alone)
     if reason:
@@ -248,7 +257,7 @@ def prepare(
     if interface.has_encoder:
         prepared.context_ids = _encoded_ids(model, arguments, captured.input_ids)
     if len(prepared.inputs.input_ids) > 1:
-        return why_not_together(prepared, arguments | {"streamer": streamer}, interface.cache_name) or prepared
+        return why_not_together(prepared, arguments, interface.cache_name) or prepared
     return prepared
 
 
@@ -268,7 +277,7 @@ def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
     return None
 
 
-def _reason_from_arguments(model: Any, arguments: dict[str, Any], alone: str) -> str:
+def reason_from_arguments(model: Any, arguments: dict[str, Any], alone: str) -> str:
     """Why a call must be delegated, as far as its arguments tell."""
     if why := why_in_step(model):
         return why
@@ -296,7 +305,7 @@ def _reason_from_arguments(model: Any, arguments: dict[str, Any], alone: str) ->
     return ""
 
 
-def _stand_in_for_embeddings(captured: _Captured) -> torch.Tensor | None:
+def _stand_in_for_embeddings(captured: Captured) -> torch.Tensor | None:
     """Give a prompt of embeddings as many tokens as it has places, 0 everywhere; the ids there were, if it changed."""
     embeds = captured.model_kwargs.get("inputs_embeds")
     ids = captured.input_ids
@@ -322,7 +331,7 @@ def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> ND
     return both
 
 
-def _reason_from_captured(captured: _Captured, interface: ModelInterface, alone: str) -> str:
+def _reason_from_captured(captured: Captured, interface: ModelInterface, alone: str) -> str:
     """Why a prepared call must be delegated."""
     kwargs = captured.model_kwargs
     if captured.input_ids.ndim != 2 or (captured.input_ids.shape[0] > 1 and alone):
@@ -348,14 +357,14 @@ def _past_length(kwargs: dict[str, Any]) -> int:
     return 0 if cache is None else seq_length(cache)
 
 
-def _holds_past(captured: _Captured, interface: ModelInterface) -> bool:
+def _holds_past(captured: Captured, interface: ModelInterface) -> bool:
     """Whether `input_ids` includes the cached tokens, by the rule of plain `generate`: it is as long as the mask."""
     mask = captured.model_kwargs.get(interface.mask_name)
     covered = mask.shape[1] if mask is not None else getattr(captured.generation_config, "_mask_length", -1)
     return bool(covered == captured.input_ids.shape[1])
 
 
-def _as_prepared(captured: _Captured, interface: ModelInterface, callers_cache: bool) -> Prepared:
+def _as_prepared(captured: Captured, interface: ModelInterface, callers_cache: bool) -> Prepared:
     """What sequences start from; the cache is seen by who gave it, or in what is returned."""
     past = _past_length(captured.model_kwargs)
     holds = _holds_past(captured, interface)

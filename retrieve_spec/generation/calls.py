@@ -20,6 +20,8 @@ from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.generation.arguments import row_predictions
 from retrieve_spec.generation.logprobs import check_call, of_original
 from retrieve_spec.generation.outputs import result_of
+from retrieve_spec.generation.own_generate import decode_inside, own_generate, why_not_inside
+from retrieve_spec.verify.steps import sample_tokens
 
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
@@ -37,6 +39,12 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     if reason := own_generate(self):  # its arguments are its own, too
         if own["return_logprobs"]:
             raise ConfigError("the generate of transformers with return_logprobs=True", reason, "Leave it out.")
+        with seeded(own["seed"], self):
+            output, reason = decode_inside(
+                self, original(self), args, kwargs, lambda prepared: _decoded(self, prepared, own, {})
+            )
+        if not reason:
+            return output
         speculation.delegated(reason)
         with seeded(own["seed"], self):
             return original(self)(*args, **kwargs)
@@ -53,18 +61,18 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             if own["return_logprobs"]:
                 return of_original(self, original(self), arguments)
             return original(self)(*args, **kwargs)
+    return _decoded(self, prepared, own, arguments)
+
+
+def _decoded(model: Any, prepared: Prepared, own: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """What a prepared call returns, given the options that are ours (`own`) and the others."""
+    speculation = model.speculation
     tokenizer = arguments.get("tokenizer") or speculation.tokenizer
-    predictions = row_predictions(own.pop("prediction"), tokenizer, len(prepared.inputs.input_ids), self)
-    sequences = speculation.sequences(prepared, predictions, **own)
+    options = {name: value for name, value in own.items() if name != "prediction"}
+    predictions = row_predictions(own["prediction"], tokenizer, len(prepared.inputs.input_ids), model)
+    sequences = speculation.sequences(prepared, predictions, **options)
     _run(speculation, sequences, prepared, StreamerFeed(arguments.get("streamer")))
     return result_of(sequences, prepared)
-
-
-def own_generate(model: Any) -> str:
-    """Why every call of a model is left to it: its class has a `generate` of its own; empty when it has not."""
-    if type(model).generate is GenerationMixin.generate:
-        return ""
-    return f"{type(model).__name__} has a generate of its own"
 
 
 @contextlib.contextmanager
@@ -113,12 +121,14 @@ def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared
 
 def why_delegated(model: Any) -> str:
     """Why a plain call with text alone is left to the original `generate`; empty when it is not."""
-    if reason := own_generate(model):
+    if reason := why_not_inside(model):
         return reason
-    ids = torch.full((1, 4), 3, dtype=torch.long, device=model.device)
+    ids = sample_tokens(model, 4)
     try:
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 1}
-        of_class = types.MethodType(type(model).generate, model)  # one that was set on the model is not ours to call
+        of_class = types.MethodType(
+            GenerationMixin.generate, model
+        )  # one that was set on the model is not ours to call
         prepared = prepare(model, of_class, model.speculation.interface, arguments)
     except Exception as error:  # whatever a model says to a prompt without what it is made for
         return f"a prompt of text alone fails ({in_a_line(error)})"

@@ -168,7 +168,11 @@ def _keeps_state(model: Any, config: Any) -> bool:
     """Whether layers of a model's cache keep recurrent or convolution state."""
     if config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         return False
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception:  # a config that does not say what its layers keep
+        return False
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def attention_of(model: Any) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrieve_spec.errors import in_a_line
 from retrieve_spec.verify.cache import cache_mode
 from retrieve_spec.verify.call_kinds import CallKinds
 from retrieve_spec.verify.candidates import PROMPT, candidates, layout_of, unplaced
@@ -184,7 +185,10 @@ def _ways(model: Any, interface: ModelInterface, mode: Mode) -> Iterable[ModelIn
 def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:
     if not model._supports_default_dynamic_cache():
         return "plain", "the model keeps its own kind of cache"
-    return cache_mode(new_cache(model))
+    try:
+        return cache_mode(new_cache(model))
+    except Exception as error:  # a config that does not say what its layers keep
+        return "plain", f"no cache can be made for it ({in_a_line(error)})"
 
 
 def _problem(

@@ -368,6 +368,12 @@ def test_prompts_of_embeddings(name: str) -> None:
 
 def test_a_model_with_several_tables_of_tokens_is_left_to_itself() -> None:
     model = build("musicgen", "causal")
-    rs.accelerate(model, nodes=4)
+    rs.accelerate(model)
     assert model.speculation.mode == "delegated"
     assert model.speculation.reason == "MusicgenForCausalLM has a generate of its own"
+
+
+def test_a_config_that_does_not_say_what_layers_keep() -> None:
+    model = build("blt", "causal")
+    rs.accelerate(model)
+    assert (model.speculation.mode, "num_hidden_layers" in model.speculation.reason) == ("delegated", True)

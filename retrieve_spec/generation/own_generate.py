@@ -1,0 +1,104 @@
+"""Own `generate`: a class that has one runs it as it is; where it hands decoding on to transformers, that part is ours.
+
+Speech models prepare their prompts, or switch adapters, around a call of the inherited `generate`. It takes a decoding
+method (`custom_generate`) along, which is called where the model's own would be: inside everything the class does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+from retrieve_spec.engine.request import Prepared, capture, from_captured, reason_from_arguments, setting
+from retrieve_spec.verify.steps import sample_tokens
+
+Decode = Callable[[Prepared], Any]
+
+
+class _LeftError(Exception):
+    """A call must be decoded by the model itself; says why."""
+
+
+def own_generate(model: Any) -> str:
+    """Why calls of a model are no ordinary ones: its class decodes in its own manner; empty when it does not."""
+    kind = type(model)
+    if kind._sample is not GenerationMixin._sample:
+        return f"{kind.__name__} has a way of decoding of its own"
+    return "" if kind.generate is GenerationMixin.generate else f"{kind.__name__} has a generate of its own"
+
+
+def why_not_inside(model: Any) -> str:
+    """Why the decoding inside a `generate` of its own is not ours either; empty where it is, or there is none."""
+    why = own_generate(model)
+    if not why or type(model)._sample is not GenerationMixin._sample:
+        return why
+    taken: list[Any] = []
+
+    def take(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        taken.extend((model, answer := capture(model, input_ids, **kwargs)))
+        return answer
+
+    try:
+        given = type(model).generate(model, sample_tokens(model, 4), max_new_tokens=1, custom_generate=take)
+    except Exception:  # whatever a model says to a prompt without what it is made for
+        return why
+    return "" if len(taken) == 2 and taken[0] is model and given is taken[1] else why
+
+
+def decode_inside(
+    model: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], decode: Decode
+) -> tuple[Any, str]:
+    """Let a class's own `generate` run with another way of decoding inside: what it returns, or why it cannot be.
+
+    Parameters
+    ----------
+    own
+        The class's `generate`, as it was before.
+    decode
+        Decodes a prepared call and returns what `generate` would.
+    """
+    speculation = model.speculation
+    arguments = _by_name(own, args, kwargs)
+    if why := _why_left(model, arguments):
+        return None, why
+    decoded: list[bool] = []
+
+    def inside(model_inside: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
+        if model_inside is not model:
+            raise _LeftError(f"{type(model).__name__} lets a {type(model_inside).__name__} decode")
+        captured = capture(model, input_ids, **prepared)
+        alone = "" if len(input_ids) == 1 else speculation.why_alone()
+        found = from_captured(model, captured, speculation.interface, arguments, alone)
+        if isinstance(found, str):
+            raise _LeftError(found)
+        decoded.append(True)
+        return decode(found)
+
+    try:
+        output = own(*args, **kwargs, custom_generate=inside)
+    except _LeftError as left:
+        return None, str(left)
+    return output, "" if decoded else own_generate(model)
+
+
+def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, as far as they have names."""
+    arguments = dict(inspect.signature(own).bind(*args, **kwargs).arguments)
+    arguments.pop("args", None)
+    more: dict[str, Any] = arguments.pop("kwargs", {})
+    return arguments | more
+
+
+def _why_left(model: Any, arguments: dict[str, Any]) -> str:
+    """Why a call is left to the model, as far as its arguments tell."""
+    if model.speculation.mode == "delegated":
+        return str(model.speculation.reason)
+    if model.speculation.engine.is_stepping:
+        return "it is asked for in the middle of another generation"
+    if arguments.get("streamer") is not None or setting(model, arguments, "stop_strings") is not None:
+        return own_generate(model)
+    return reason_from_arguments(model, arguments, "")

@@ -1,0 +1,113 @@
+"""Classes that decode in their own manner: what they do around decoding is done, what they do themselves is theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from census import Planted, build, prompt
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import retrieve_spec as rs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+GREEDY: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
+SAMPLED: dict[str, Any] = {"max_new_tokens": 14, "do_sample": True, "top_k": 0, "seed": 3}
+
+
+class Around(LlamaForCausalLM):  # type: ignore[misc]
+    """Adds to the weights of its head while it decodes, and to what was decoded."""
+
+    def generate(self, ids: torch.Tensor, *args: Any, added: int = 0, alone: bool = False, **kwargs: Any) -> Any:
+        if alone:
+            return ids
+        with torch.no_grad():
+            self.lm_head.weight[7] += 5.0 * added
+        try:
+            told = super().generate(ids, *args, **kwargs)
+        finally:
+            with torch.no_grad():
+                self.lm_head.weight[7] -= 5.0 * added
+        return told + added if added else told
+
+
+class Inside(LlamaForCausalLM):  # type: ignore[misc]
+    """Lets another model decode."""
+
+    def generate(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return self.other[0].generate(input_ids, **kwargs)
+
+
+class Draws(LlamaForCausalLM):  # type: ignore[misc]
+    """Decodes by itself behind transformers' own `generate`."""
+
+    def _sample(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.cat([input_ids, input_ids.flip(-1)], dim=-1)
+
+
+def made(kind: type) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=211, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                         num_attention_heads=2, eos_token_id=None, pad_token_id=0)  # fmt: skip
+    model = kind(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 4.0
+    return model
+
+
+def test_what_a_class_does_around_decoding_is_done() -> None:
+    model, ids, planted = made(Around), torch.arange(5, 25)[None], Planted()
+    calls: list[dict[str, Any]] = [
+        {},
+        {"added": 1},
+        {"alone": True},
+        {"num_beams": 2},
+        {"return_dict_in_generate": True},
+    ]
+    wanted = [Around.generate(model, ids, **GREEDY, **call) for call in calls]
+    assert not torch.equal(wanted[0], wanted[1])
+    rs.accelerate(model, drafter=planted, nodes=12)
+    assert model.speculation.mode == "tree"
+    for call, answer, mode in zip(calls, wanted, ("tree", "tree", "delegated", "delegated", "tree"), strict=True):
+        text = answer.sequences if "return_dict_in_generate" in call else answer
+        planted.plant(text[0] - call.get("added", 0), 20, "branchy")
+        output = model.generate(ids, **GREEDY, **call)
+        assert type(output) is type(answer)
+        assert torch.equal(output.sequences if text is not answer else output, text)
+        assert model.speculation.last.mode == mode
+    assert model.generate(ids, **GREEDY).shape == wanted[0].shape
+
+
+def test_rows_of_a_batch_and_samples() -> None:
+    model = made(Around)
+    ids = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(1))
+    wanted = Around.generate(model, ids, **GREEDY)
+    rs.accelerate(model, nodes=8)
+    assert torch.equal(model.generate(ids, **GREEDY), wanted)
+    assert (model.speculation.last.mode, model.speculation.last.rows) == ("tree", 3)
+    assert torch.equal(model.generate(ids, **SAMPLED), model.generate(ids, **SAMPLED, draft="off"))
+
+
+@pytest.mark.parametrize("kind", [Draws, Inside])
+def test_what_a_class_decodes_itself_is_left_to_it(kind: type) -> None:
+    model, ids = made(kind), torch.arange(5, 25)[None]
+    model.other = [made(LlamaForCausalLM)]
+    wanted = kind.generate(model, ids, **GREEDY)  # type: ignore[attr-defined]
+    rs.accelerate(model, nodes=8)
+    assert (model.speculation.mode, model.speculation.reason[:5]) == ("delegated", kind.__name__[:5])
+    assert torch.equal(model.generate(ids, **GREEDY), wanted)
+    assert model.speculation.last.mode == "delegated"
+    stream = list(rs.generate_stream(model, ids, **GREEDY))
+    assert [token for piece in stream for token in piece.token_ids.tolist()] == wanted[0, 20:].tolist()
+
+
+def test_a_translator_with_a_generate_of_its_own_is_drafted_for() -> None:
+    model, planted = build("seamless_m4t", "seq2seq"), Planted()
+    ids = prompt(model, 20)
+    wanted = type(model).generate(model, ids, **GREEDY)
+    rs.accelerate(model, drafter=planted, nodes=12)
+    planted.plant(wanted[0], wanted.shape[1] - 14, "right")
+    assert torch.equal(model.generate(ids, **GREEDY), wanted)
+    assert model.speculation.last.tokens_per_pass > 3
