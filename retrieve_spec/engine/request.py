@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import (
 from retrieve_spec.errors import PromptError
 from retrieve_spec.sampling.samplers import processors_of_row
 from retrieve_spec.verify.cache import seq_length
+from retrieve_spec.verify.extras import says_nothing
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.tensor_parallel import why_in_step
 from retrieve_spec.verify.verifier import VerifierInputs
@@ -123,7 +124,7 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     for index, padding in enumerate(left_padding(whole) or []):
         kwargs = {**whole.model_kwargs, "attention_mask": None, cache_name: new_cache()}
         if (positions := kwargs.get("position_ids")) is not None:
-            kwargs["position_ids"] = positions[index : index + 1, padding:]
+            kwargs["position_ids"] = positions[..., index : index + 1, padding:]
         ids = whole.input_ids[index : index + 1]
         inputs = VerifierInputs(
             ids[:, padding:], kwargs, max_length=whole.max_length - padding, returns_cache=whole.returns_cache
@@ -148,14 +149,15 @@ def why_not_together(prepared: Prepared, arguments: dict[str, Any], cache_name: 
     """Why a prepared batch is left to the original `generate`; empty when its rows can be decoded together."""
     kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
     known = (cache_name, "attention_mask", "position_ids", "logits_to_keep")
-    extras = [name for name, value in kwargs.items() if name not in known and isinstance(value, (torch.Tensor, dict))]
+    parts = {name: value for name, value in kwargs.items() if isinstance(value, (torch.Tensor, dict))}
+    extras = [name for name, value in parts.items() if name not in known and not says_nothing(value)]
     if extras:  # pictures, types, encoder states: what is whose only the model knows
         return f"a batch is given {', '.join(extras)}"
     if prepared.callers_cache:
         return "a batch goes on from a cache that was given"
     if arguments.get("streamer") is not None:
         return "a batch is streamed"
-    if (positions := kwargs.get("position_ids")) is not None and len(positions) != len(prepared.inputs.input_ids):
+    if (positions := kwargs.get("position_ids")) is not None and positions.shape[-2] != len(prepared.inputs.input_ids):
         return "a batch has positions of its own"
     if type(kwargs.get(cache_name)) is not DynamicCache or kwargs[cache_name].offloading:
         return f"a batch is kept in a {type(kwargs.get(cache_name)).__name__}"
@@ -338,7 +340,8 @@ def _reason_from_captured(captured: Captured, interface: ModelInterface, alone: 
         return alone or _TOO_MANY
     positions = kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2 and len(captured.input_ids) > 1:
-        return "positions of a batch have more than one axis"
+        if not bool((positions[..., -1] == positions[:1, ..., -1]).all()):
+            return "positions of a batch differ from axis to axis"
     if kwargs.get("use_cache") is False:
         return "the cache is switched off"
     length, past = captured.input_ids.shape[1], _past_length(kwargs)

@@ -21,6 +21,7 @@ from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.pass_buffer import LaidOut
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
 from retrieve_spec.verify.cache import same_rows
+from retrieve_spec.verify.extras import says_nothing
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import input_device
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
@@ -115,7 +116,7 @@ class RecordedVerifier:
     def _why_not(self, kwargs: dict[str, Any]) -> str:
         """Why a generation is left to the ordinary verifier."""
         known = {self._ordinary.interface.cache_name, "attention_mask", "position_ids", "logits_to_keep", "use_cache"}
-        extras = [name for name, value in kwargs.items() if name not in known and value is not None]
+        extras = [name for name, value in kwargs.items() if name not in known and not says_nothing(value)]
         mask = kwargs.get("attention_mask")
         if self.mode != "tree":
             return self.reason

@@ -22,6 +22,7 @@ from retrieve_spec.recorded.recording import Recording, try_recording, why_not_r
 from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import input_device
+from retrieve_spec.verify.kept_texts import reads_what_it_keeps
 from retrieve_spec.verify.plain import StepVerifier
 from retrieve_spec.verify.probe import Finding
 from retrieve_spec.verify.verifier import PassKind, Verifier
@@ -153,14 +154,19 @@ class VerifierFactory:
     def _only_texts_differ(self) -> bool:
         """Whether the model, as last seen, has changed in nothing but what it keeps of texts; no longer followed then.
 
-        Such a model is not recorded: a recording might have read what an earlier text left.
+        It stays recorded where its passes do not read that: else the recording might have read what a text had left.
         """
         known = self._known[0]
         kept = known.state.let_go(self._model)
-        if kept:
+        if kept and (known.recording is None or self._reads(known, kept)):
             known.release()
             known.recording, known.why = None, known.why or _CHANGING.format(kept[0])
         return bool(kept)
+
+    def _reads(self, known: _Known, kept: list[str]) -> bool:
+        """Whether passes of the model read what it keeps of texts."""
+        names = frozenset(name.rpartition(".")[2] for name in kept)
+        return reads_what_it_keeps(self._model, known.finding.interface, names)
 
     def _examine(self, finding: Finding | None = None) -> _Known:
         """Probe the model, record it if it may be, and remember both for its state."""
@@ -194,7 +200,7 @@ class VerifierFactory:
         for _ in range(2):
             state = ModelState(self._model)
             finding = self._find_mode(self._model)
-            if state.holds(self._model):
+            if state.holds(self._model) or state.let_go(self._model):
                 return _Known(state, finding)
         return _Known(state, finding, None, _CHANGING.format(state.settle(self._model)[0]))
 
@@ -207,5 +213,7 @@ class VerifierFactory:
             pass
         known.state = ModelState(self._model)
         known.recording, known.why = try_recording(self._model, known.finding, self._config, self._layer, self._layouts)
-        if changing := known.state.settle(self._model):
+        kept = known.state.let_go(self._model)
+        changing = kept if kept and self._reads(known, kept) else known.state.settle(self._model)
+        if changing:
             known.recording, known.why = None, _CHANGING.format(changing[0])

@@ -18,7 +18,7 @@ import torch
 
 from retrieve_spec.verify.comparison import by_passes, by_single_steps, disagreement, drafts_for, spread_of
 from retrieve_spec.verify.pass_inputs import PassInputs
-from retrieve_spec.verify.plain import held_by
+from retrieve_spec.verify.plain import keeping_texts
 from retrieve_spec.verify.shrink import lengths_of
 from retrieve_spec.verify.steps import SingleSteps
 from retrieve_spec.verify.verifier import Mode, Verifier
@@ -97,13 +97,8 @@ class CallKinds:
         if room is not None and room < _AHEAD:
             return "plain", f"too few positions are left to see what {names} changes"
         began = perf_counter()
-        held = held_by(model)
-        try:
-            with torch.no_grad():
-                found, final = self._strongest(names, at_most, model, steps, verifier)
-        finally:
-            for module, name, value in held:
-                setattr(module, name, value)
+        with torch.no_grad(), keeping_texts(model):
+            found, final = self._strongest(names, at_most, model, steps, verifier)
         if final:
             self.known[kind] = found
         seconds = perf_counter() - began

@@ -18,6 +18,11 @@ SET_EACH_PASS = {
 """Arguments that a pass gets from elsewhere."""
 
 
+def says_nothing(value: Any) -> bool:
+    """Whether an argument is not there, or is what texts without pictures are given: no parts at all."""
+    return value is None or (isinstance(value, Mapping) and not value)
+
+
 def kwargs_behind(model: Any, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What becomes of the arguments of a pass behind it, as `generate` does it."""
     after: dict[str, Any] = model._update_model_kwargs_for_generation(

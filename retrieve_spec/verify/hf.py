@@ -235,7 +235,7 @@ class HFVerifier:
 
     @property
     def shift(self) -> int:
-        """Position of a token minus its slot, where positions have one axis."""
+        """Position of a token minus its slot, where that is the same on every axis."""
         return self._inputs.shift
 
     def lend(self) -> tuple[Any, int]:

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
+from retrieve_spec.verify.extras import says_nothing
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device
 from retrieve_spec.verify.padded_cache import PaddedCache
@@ -90,7 +91,7 @@ class PaddedRow:
         kwargs, name = inputs.model_kwargs, self.own.interface.cache_name
         self.whole_prompts = self.own.whole_prompts
         self.alone = self.own.reason if self.own.mode != "tree" else ""
-        extras = [key for key, value in kwargs.items() if key not in _KNOWN | {name} and value is not None]
+        extras = [key for key, value in kwargs.items() if key not in _KNOWN | {name} and not says_nothing(value)]
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if extras:
             self.alone = f"the model is given {', '.join(extras)}"
@@ -98,8 +99,8 @@ class PaddedRow:
             self.alone = f"the cache is a {type(self.own.cache).__name__}"
         elif mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             self.alone = "the prompt is padded"
-        elif positions is not None and positions.ndim != 2:
-            self.alone = "positions have more than one axis"
+        elif positions is not None and len(positions[..., -1].unique()) > 1:
+            self.alone = "positions differ from axis to axis"
         self._in_a_row = inputs.in_a_row
 
     @property

@@ -83,8 +83,8 @@ class PassInputs:
 
     @property
     def shift(self) -> int:
-        """Position of a token minus its slot, where positions have one axis."""
-        return 0 if self._position_ids is None else int(self._position_ids[0, -1]) + 1 - self._length
+        """Position of a token minus its slot, where that is the same on every axis."""
+        return 0 if self._position_ids is None else int(self._position_ids.flatten()[-1]) + 1 - self._length
 
     @property
     def is_padded(self) -> bool:

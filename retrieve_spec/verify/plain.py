@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,28 @@ class StepVerifier:
             if cache is not None:
                 return cache
         return None
+
+
+@contextlib.contextmanager
+def keeping_texts(model: nn.Module) -> Iterator[None]:
+    """Put back what modules keep of a text, tensors or nothing, when the block ends."""
+    before = [
+        (module, {name: value for name, value in vars(module).items() if value is None or _is_tensor(value)})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, values in before:
+            for name in [name for name, value in vars(module).items() if _is_tensor(value) and name not in values]:
+                delattr(module, name)
+            for name, value in values.items():
+                if vars(module).get(name, before) is not value:
+                    setattr(module, name, value)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def held_by(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:

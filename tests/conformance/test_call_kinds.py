@@ -13,6 +13,7 @@ from census_models import picture_prompt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
+from retrieve_spec.verify.plain import keeping_texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -171,3 +172,66 @@ def test_requests_of_many_are_looked_at_like_any_call() -> None:
     (answer,) = rs.generate_many(model, [{"inputs": ids, "bonus": bonus}], max_new_tokens=60, do_sample=False)
     assert answer.token_ids.tolist() == wanted.tolist()
     assert "behind bonus" in model.speculation.last.reason
+
+
+@pytest.mark.parametrize("recorded", ["off", "always"])
+def test_texts_beside_pictures_keep_the_fastest_pass_and_share_it(recorded: str) -> None:
+    """What the model keeps of a picture's prompt is not read by passes that are given positions."""
+    model = build("qwen2_vl", "image")
+    picture, rows = picture_prompt(model), prompt(model, 60).reshape(3, 20)
+    assert picture is not None
+    mask = (torch.arange(20) >= torch.tensor([[0], [7], [3]])).long()
+    calls = [picture, {"input_ids": rows[:1]}, {"input_ids": rows}, {"input_ids": rows * mask, "attention_mask": mask}]
+    wanted = [type(model).generate(model, **given, **GREEDY) for given in calls]
+    rs.accelerate(model, nodes=8, recorded_pass=recorded)
+    kind = "recorded" if recorded == "always" else "model's own"
+    for _ in range(2):
+        for given, answer in zip(calls, wanted, strict=True):
+            assert torch.equal(model.generate(**given, **GREEDY), answer)
+            last = model.speculation.last
+            assert (last.mode, last.rows) == ("tree", len(given["input_ids"]))
+            assert last.pass_kind == ("model's own" if given is picture else kind)
+
+
+class ReadsWhatItKeeps(LlamaForCausalLM):  # type: ignore[misc]
+    """What it says turns on how long the prompt was that it read last."""
+
+    kept: Any
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, is_first_iteration: bool = False, **kwargs: Any
+    ) -> Any:
+        if is_first_iteration:
+            self.kept = torch.tensor(float(input_ids.shape[1]))
+        return super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        if self.reads and self.kept is not None:
+            out.logits = out.logits + self.kept * torch.arange(64) * self.reads
+        return out
+
+
+@pytest.mark.parametrize("reads", [0.0, 0.5])
+def test_models_that_read_what_they_keep_of_texts_are_not_recorded(reads: float) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+    ReadsWhatItKeeps.forward.__signature__ = inspect.signature(LlamaForCausalLM.forward)  # type: ignore[attr-defined]
+    model = ReadsWhatItKeeps(config).eval()
+    model.kept, model.reads = None, reads
+    texts = [torch.arange(3, 3 + length)[None] for length in (8, 20, 8)]
+    wanted = [LlamaForCausalLM.generate(model, ids, **GREEDY) for ids in texts]
+    rs.accelerate(model, nodes=4, recorded_pass="always")
+    for ids, answer in zip(texts, wanted, strict=True):
+        assert torch.equal(model.generate(ids, **GREEDY), answer)
+    assert (model.speculation.last.pass_kind == "recorded") == (not reads), model.speculation.last.pass_reason
+
+
+def test_looking_at_a_kind_of_call_leaves_what_the_model_keeps() -> None:
+    """Also where it kept nothing before, or had no such attribute."""
+    model = torch.nn.Linear(1, 1)
+    model.nothing, model.something = None, (tensor := torch.zeros(2))
+    with keeping_texts(model):
+        model.nothing, model.something, model.new = torch.ones(1), None, torch.ones(1)
+    assert (model.nothing, model.something is tensor, hasattr(model, "new")) == (None, True, False)
