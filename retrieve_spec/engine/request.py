@@ -339,9 +339,8 @@ def _reason_from_captured(captured: Captured, interface: ModelInterface, alone: 
     if captured.input_ids.ndim != 2 or (captured.input_ids.shape[0] > 1 and alone):
         return alone or _TOO_MANY
     positions = kwargs.get("position_ids")
-    if positions is not None and positions.ndim != 2 and len(captured.input_ids) > 1:
-        if not bool((positions[..., -1] == positions[:1, ..., -1]).all()):
-            return "positions of a batch differ from axis to axis"
+    if len(captured.input_ids) > 1 and positions is not None and _axes_differ(positions):
+        return "positions of a batch differ from axis to axis"
     if kwargs.get("use_cache") is False:
         return "the cache is switched off"
     length, past = captured.input_ids.shape[1], _past_length(kwargs)
@@ -353,6 +352,11 @@ def _reason_from_captured(captured: Captured, interface: ModelInterface, alone: 
     if interface.rope_rescans and reached <= interface.rope_switch < captured.generation_config.max_length:
         return f"the model recomputes its cache at {interface.rope_switch} tokens"
     return ""
+
+
+def _axes_differ(positions: torch.Tensor) -> bool:
+    """Whether rows go on at other positions on one axis than on another."""
+    return positions.ndim != 2 and not bool((positions[..., -1] == positions[:1, ..., -1]).all())
 
 
 def _past_length(kwargs: dict[str, Any]) -> int:
