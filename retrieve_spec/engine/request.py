@@ -58,6 +58,9 @@ _TOO_MANY = "batches of more than one row are decoded by generate"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"cache_implementation": ("dynamic", "hybrid"), "guidance_scale": (1, 1.0)}
 
 
+_FIXED = ("static", "sliding_window", "hybrid_chunked")
+
+
 @dataclass(slots=True)
 class Prepared:
     """What `generate` prepared for decoding.
@@ -229,6 +232,8 @@ def prepare(
         The prompt has no tokens.
     """
     arguments = {name: value for name, value in arguments.items() if not _says_nothing(name, value)}
+    if _is_fixed_and_unseen(model, arguments):
+        arguments["cache_implementation"] = "dynamic"
     reason = reason_from_arguments(model, arguments, alone)
     if reason:
         return reason
@@ -266,6 +271,14 @@ def from_captured(
 def _says_nothing(name: str, value: Any) -> bool:
     """Whether an argument says that all tokens are text, as processors of vision models always say."""
     return name == "mm_token_type_ids" and isinstance(value, torch.Tensor) and not bool(value.any())
+
+
+def _is_fixed_and_unseen(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a call asks for a cache of a fixed size that it does not hand back, where nothing is compiled for one."""
+    if setting(model, arguments, "cache_implementation") not in _FIXED or model.device.type != "cpu":
+        return False
+    others = ("return_dict_in_generate", "max_cache_len", "compile_config")
+    return not any(setting(model, arguments, name) for name in others)
 
 
 def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:

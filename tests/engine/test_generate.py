@@ -332,7 +332,7 @@ DELEGATED: list[tuple[dict[str, Any], str]] = [
     ({"num_return_sequences": 2, "do_sample": True}, "several sequences"),
     ({"prompt_lookup_num_tokens": 3}, "prompt lookup"),
     ({"use_cache": False}, "cache is switched off"),
-    ({"cache_implementation": "static"}, "cache implementation"),
+    ({"cache_implementation": "static", "max_cache_len": 64}, "cache implementation"),
     ({"output_attentions": True, "return_dict_in_generate": True}, "attentions"),
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states"),
     ({"prefill_chunk_size": 4}, "in chunks"),
