@@ -21,7 +21,7 @@ from __future__ import annotations
 import codecs
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -154,15 +154,19 @@ class EntryFilter:
             path = Path(name)
             yield path, said if isinstance(said, Reason) else Candidate(path, said.st_size, said.st_mtime_ns)
 
-    def entries(self) -> Iterator[tuple[str, os.stat_result | Reason]]:
-        """`list` with paths as text, of folders with a slash at the end, and the status of what may enter."""
+    def entries(self, named: Container[str] = ()) -> Iterator[tuple[str, os.stat_result | Reason]]:
+        """`list` with paths as text, of folders with a slash at the end; names in `named` are known to be good."""
         if self.rule is not None:
             self.rule.look_again()
         real: dict[str, bool] = {}
         for root in self.roots:
-            for name, left in look_through(root, everything="ignored" in self._admit):
-                if left is not Left.STORE and not (self._store and os.path.join(name, "").startswith(self._store)):
-                    yield name, self._look(name, real) if left is None else _LEFT[left]
+            for name, left, status in look_through(root, everything="ignored" in self._admit):
+                if self._store and name.startswith(self._store):
+                    continue
+                if left is None:
+                    yield name, self._look(name, real, status, named)
+                elif left is not Left.STORE:
+                    yield name, _LEFT[left]
 
     def verdicts(self, paths: Iterable[Path]) -> dict[Path, Candidate | Reason]:
         """What names, kind, size and ignore rules say of some paths; many cost little more than one."""
@@ -174,9 +178,7 @@ class EntryFilter:
             said = self._look(str(path), real)
             found[path] = said if isinstance(said, Reason) else Candidate(path, said.st_size, said.st_mtime_ns)
         left = [path for path, verdict in found.items() if isinstance(verdict, Candidate)]
-        if "ignored" in self._admit:
-            return found
-        allowed = listed(self.roots, left)
+        allowed = left if "ignored" in self._admit else listed(self.roots, left)
         return {**found, **{path: Reason.IGNORED for path in left if path not in allowed}}
 
     def read(self, path: Path) -> str | Reason:
@@ -234,18 +236,20 @@ class EntryFilter:
         generated = "generated" not in self._admit and generated_name(name.rpartition(os.sep)[2])
         return Reason.GENERATED if generated else None
 
-    def _look(self, name: str, real: dict[str, bool]) -> os.stat_result | Reason:
+    def _look(
+        self, name: str, real: dict[str, bool], status: os.stat_result | None = None, named: Container[str] = ()
+    ) -> os.stat_result | Reason:
         if outside := self._outside(name, real):
             return outside
         try:
-            status = os.lstat(name)
+            status = status or os.lstat(name)
         except FileNotFoundError:
             return Reason.GONE
         except OSError:
             return Reason.UNREADABLE
         if stat.S_ISLNK(status.st_mode):
             return Reason.LINK
-        if said := self._name(name):
+        if name not in named and (said := self._name(name)):
             return said
         if not stat.S_ISREG(status.st_mode):
             return Reason.NOT_A_FILE

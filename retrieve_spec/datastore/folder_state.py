@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from retrieve_spec._version import __version__
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
@@ -27,10 +29,10 @@ RACY_NS = 2_000_000_000
 
 @dataclass(slots=True)
 class FolderState:
-    """What files said: bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is left out or "",
-    licence by its own lines or None without any; and the parts of the filter that did not count."""
+    """What files said, five things each: bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is left
+    out or "", licence by its own lines or None without any; and the parts of the filter that did not count."""
 
-    files: dict[str, tuple[int, int, str, str, str | None]] = field(default_factory=dict)
+    files: dict[str, Sequence[Any]] = field(default_factory=dict)
     admit: tuple[str, ...] = ()
 
 
@@ -38,24 +40,25 @@ def look(entries: EntryFilter, before: FolderState, admit: tuple[str, ...] = ())
     """What the files of a folder say now; those that did not change since are not read."""
     racy = time.time_ns() - RACY_NS
     now = FolderState(admit=admit)
-    start = len(os.path.join(entries.roots[0], ""))
+    top = os.path.join(entries.roots[0], "")
     same = before.files if before.admit == admit else {}
-    for place, said in entries.entries():
-        name = place[start:]
-        if isinstance(said, Reason):
-            now.files[name] = (0, 0, "", str(said), None)
+    named = {top + name for name, said in same.items() if said[2]}
+    for place, found in entries.entries(named):
+        name = place[len(top) :]
+        if isinstance(found, Reason):
+            now.files[name] = (0, 0, "", str(found), None)
             continue
         known = same.get(name)
-        if known is not None and known[:2] == (said.st_size, said.st_mtime_ns):
+        if known is not None and known[0] == found.st_size and known[1] == found.st_mtime_ns:
             now.files[name] = known
             continue
         text = entries.read(Path(place))
-        changed = said.st_mtime_ns if said.st_mtime_ns < racy else 0  # looked at again next time
+        changed = found.st_mtime_ns if found.st_mtime_ns < racy else 0  # looked at again next time
         if isinstance(text, Reason):
-            now.files[name] = (said.st_size, changed, "", str(text), None)
+            now.files[name] = (found.st_size, changed, "", str(text), None)
         else:
             digest = hashlib.sha256(text.encode()).hexdigest()
-            now.files[name] = (said.st_size, changed, digest, "", own_licence(text))
+            now.files[name] = (found.st_size, changed, digest, "", own_licence(text))
     return now
 
 
@@ -66,8 +69,9 @@ def read_state(store: Path) -> dict[str, FolderState]:
         if raw["version"] != __version__:  # which may have let in other files
             return {}
         return {
-            root: FolderState({name: (a, b, c, d, e) for name, (a, b, c, d, e) in files.items()}, tuple(admit))
+            root: FolderState(files, tuple(admit))
             for root, (files, admit) in raw["folders"].items()
+            if all(len(said) == 5 for said in files.values())
         }
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

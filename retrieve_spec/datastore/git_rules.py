@@ -7,6 +7,7 @@ configuration that would run a program.
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
@@ -42,12 +43,15 @@ class Left(Enum):
 
 def list_folder(root: Path) -> Iterator[Path]:
     """Files below a folder that no rule leaves out, symbolic links to files among them."""
-    return (Path(place) for place, left in look_through(root) if left is None)
+    return (Path(place) for place, left, _ in look_through(root) if left is None)
 
 
-def look_through(root: Path, *, everything: bool = False) -> Iterator[tuple[str, Left | None]]:
-    """(path, None or why it is passed over) of what lies below a folder; a folder, told by a slash at its end, stands
-    for all that is in it.
+Entry = tuple[str, Left | None, os.stat_result | None]
+
+
+def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
+    """(path, None or why it is passed over, its status where it was looked up) of what lies below a folder; a folder,
+    told by a slash at its end, stands for all that is in it.
 
     A folder that lies in a checkout is listed by git, every other one file by file; checkouts inside of it are listed
     by git on their own. A folder that git ignores itself is looked into: whoever names it wants it.
@@ -65,32 +69,48 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[tuple[str,
         rules = None if everything else IgnoreFiles(checkout or root, (".gitignore", ".ignore"), general=True)
         yield from _walk(root, rules, top=True)
         return
-    own = IgnoreFiles(root, (".ignore",))
+    special = [name for name, _ in found if name.endswith((_ENVIRONMENT, MANIFEST, ".ignore"))]
+    own = IgnoreFiles(root, (".ignore",)) if any(name.endswith(".ignore") for name in special) else None
     base = os.path.join(root, "")
-    closed = _closed(base, found)
+    closed = _closed(base, special)
     shut = tuple(closed)
     told = set()
+    by_folder: dict[tuple[str, bool], str] = {}
     for place, left in closed.items():
-        yield place, left
+        yield place, left, None
     for name, tracked in found:
-        folder, _, _ = name.rpartition("/")
         place = base + name
         if shut and place.startswith(shut):
             continue
         if tracked is None:
             if _MACHINERY.isdisjoint(name.split("/")):
-                yield place, Left.IGNORED
-        elif name.endswith("/") or os.path.isdir(place):  # a checkout inside of this one
+                yield place, Left.IGNORED, None
+            continue
+        status = _status(place)
+        if name.endswith("/") or (status is not None and stat.S_ISDIR(status.st_mode)):  # a checkout inside of this one
             if os.path.islink(place.rstrip("/")):
                 continue
             if os.path.exists(os.path.join(place, ".git")) and not _passed_over(name.rstrip("/"), tracked=False):
                 yield from look_through(Path(place))
-        elif passed := _passed_over(folder, tracked=tracked):
+            continue
+        key = (name.rpartition("/")[0], tracked)
+        if key not in by_folder:
+            by_folder[key] = _passed_over(key[0], tracked=tracked)
+        if passed := by_folder[key]:
             if passed not in told:
                 told.add(passed)
-                yield f"{base}{passed}/", Left.TOOLS
+                yield f"{base}{passed}/", Left.TOOLS, None
+        elif own is not None and own.ignores_name(place):
+            yield place, Left.IGNORED, status
         else:
-            yield place, Left.IGNORED if own.ignores_name(place) else None
+            yield place, None, status
+
+
+def _status(place: str) -> os.stat_result | None:
+    try:
+        return os.lstat(place)
+    except OSError:
+        return None
 
 
 def listed(roots: Sequence[Path], paths: Iterable[Path]) -> set[Path]:
@@ -148,10 +168,10 @@ def _closes(folder: str, names: Collection[str]) -> Left | None:
     return None
 
 
-def _closed(base: str, found: Iterable[tuple[str, bool | None]]) -> dict[str, Left]:
-    """Folders of a listing, with a slash at their ends, that are not looked into for what lies in them."""
+def _closed(base: str, names: Iterable[str]) -> dict[str, Left]:
+    """Folders, with a slash at their ends, that are not looked into for what lies in them, by names of a listing."""
     closed = {}
-    for name, _ in found:
+    for name in names:
         folder, _, last = name.rpartition("/")
         if folder and last in (_ENVIRONMENT, MANIFEST) and (left := _closes(base + folder, (last,))):
             closed[f"{base}{folder}/"] = left
@@ -234,29 +254,30 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     return done.stdout
 
 
-def _walk(folder: Path, rules: IgnoreFiles | None, *, top: bool = False) -> Iterator[tuple[str, Left | None]]:
+def _walk(folder: Path, rules: IgnoreFiles | None, *, top: bool = False) -> Iterator[Entry]:
     """`look_through` of a folder that git does not list; no rules: all of it."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
-        yield os.path.join(folder, ""), Left.UNREADABLE
+        yield os.path.join(folder, ""), Left.UNREADABLE, None
         return
     left = None if top else _closes(str(folder), {entry.name for entry in entries})
     if left is Left.STORE or (left and rules is not None):
-        yield os.path.join(folder, ""), left
+        yield os.path.join(folder, ""), left, None
         return
     for entry in entries:
         if not entry.is_dir(follow_symlinks=False):
             if not (entry.is_symlink() and entry.is_dir()):
-                yield entry.path, Left.IGNORED if rules is not None and rules.ignores_entry(entry.path) else None
+                ignored = rules is not None and rules.ignores_entry(entry.path)
+                yield entry.path, Left.IGNORED if ignored else None, None
         elif entry.name in _MACHINERY:
             continue
         elif rules is None:
             yield from _walk(Path(entry.path), rules)
         elif entry.name in NEVER or entry.name in _BUILT:
-            yield os.path.join(entry.path, ""), Left.TOOLS
+            yield os.path.join(entry.path, ""), Left.TOOLS, None
         elif rules.ignores_entry(entry.path, folder=True):
-            yield os.path.join(entry.path, ""), Left.IGNORED
+            yield os.path.join(entry.path, ""), Left.IGNORED, None
         elif os.path.exists(os.path.join(entry.path, ".git")):
             yield from look_through(Path(entry.path))
         else:

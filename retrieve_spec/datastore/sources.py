@@ -173,7 +173,7 @@ def _describe(index: int, source: Source, name: str, location: Path) -> SourceFi
 
 def readable(path: str) -> str:
     r"""A path as text that can be written down: bytes that are not UTF-8 as ``\xff``."""
-    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return path if path.isascii() else path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:

@@ -150,18 +150,19 @@ def _compare(
     numbers = {root: number for number, root in enumerate(roots)}
     places = {(number, readable(name)): digest for digest, found in wanted.items() for number, name in found}
     first: dict[tuple[int, str], bool] = {}
-    for document in store.documents():
-        name, _, part = document.path.partition("#part")
-        number = numbers.get(document.source)
-        stays = number is None  # of another source
-        if number is not None:  # later parts of a long text go with the first: their hashes say nothing
-            key = (number, name)
-            stays = first.get(key, False) if part not in ("", "1") else document.sha256 == places.get(key)
-            first[key] = stays
-        if stays:
-            held.add(document.sha256)
-        else:
-            gone.setdefault(document.segment, set()).add(document.number)
+    for segment in store.segments:
+        for number, path, source, digest in segment.documents.texts():
+            root = numbers.get(source)
+            stays = root is None  # of another source
+            if root is not None:  # later parts of a long text go with the first: their hashes say nothing
+                name, _, part = path.partition("#part")
+                key = (root, name)
+                stays = first.get(key, False) if part not in ("", "1") else digest == places.get(key)
+                first[key] = stays
+            if stays:
+                held.add(digest)
+            else:
+                gone.setdefault(segment.name, set()).add(number)
     return gone, held
 
 

@@ -11,12 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_build import contents
 
+from retrieve_spec._version import __version__
 from retrieve_spec.cli import run
 from retrieve_spec.datastore import sync
 from retrieve_spec.datastore.build import add_documents
 from retrieve_spec.datastore.entry_filter import EntryFilter
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError
@@ -54,6 +56,9 @@ def test_a_store_says_what_its_folder_says(tokenizer, tmp_path_factory, states):
         assert set(found.values()) == said(place / "f") and len(found) == len(said(place / "f"))
         assert all((place / "f" / path).read_text() == text for path, text in found.items())
         assert len(read_manifest(place / "s").segments) <= sync.MOST_SMALL
+        tables = [segment.documents for segment in open_datastore(place / "s").segments]
+        listed = [(d.number, d.path, d.source, d.sha256) for table in tables for d in table.live()]
+        assert [row for table in tables for row in table.texts()] == listed
     verify_datastore(place / "s")
 
 
@@ -112,6 +117,20 @@ def test_what_may_not_enter_stays_out(folder, tokenizer, tmp_path):
     assert {"ignored.txt", ".env", "x.min.js", "link.txt"}.isdisjoint(found)
     assert report.skipped_by_reason.get("a secret by its name") == 1
     assert report.skipped_by_reason.get("generated or minified") == 1
+
+
+@pytest.mark.parametrize(
+    "written", ["", "[]", '{"version": 1}', '{"version": VERSION, "folders": {"ROOT": [{"a.txt": [1]}, []]}}']
+)
+def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, written):
+    store = tmp_path / "s"
+    sync_datastore(store, [folder], tokenizer)
+    before = contents(store)
+    place = written.replace("VERSION", f'"{__version__}"').replace("ROOT", str(folder.resolve()))
+    (store / "sync.json").write_text(place)
+    (folder / "new.txt").write_text("a new text")
+    assert sync_datastore(store, [folder]).documents == 1
+    assert contents(store) == before | {"new.txt": "a new text"}
 
 
 def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
