@@ -29,8 +29,8 @@ RACY_NS = 2_000_000_000
 
 @dataclass(slots=True)
 class FolderState:
-    """What files said, five things each: bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is left
-    out or "", licence by its own lines or None without any; and the parts of the filter that did not count."""
+    """What files said, five things each: bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is
+    left out or "", licence by its own lines or None without any; and the parts of the filter that did not count."""
 
     files: dict[str, Sequence[Any]] = field(default_factory=dict)
     admit: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ def read_state(store: Path) -> dict[str, FolderState]:
             for root, (files, admit) in raw["folders"].items()
             if all(len(said) == 5 for said in files.values())
         }
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return {}
 
 

@@ -120,13 +120,21 @@ def test_what_may_not_enter_stays_out(folder, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "written", ["", "[]", '{"version": 1}', '{"version": VERSION, "folders": {"ROOT": [{"a.txt": [1]}, []]}}']
+    "written",
+    [
+        "",
+        "[]",
+        '{"version": 1}',
+        '{"version": "VERSION"}',
+        '{"version": "VERSION", "folders": {"ROOT": [{"a.txt": [1]}, []]}}',
+        '{"ROOT": {"a.txt": [1, 2, "", "", null]}}',  # of a release before
+    ],
 )
 def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, written):
     store = tmp_path / "s"
     sync_datastore(store, [folder], tokenizer)
     before = contents(store)
-    place = written.replace("VERSION", f'"{__version__}"').replace("ROOT", str(folder.resolve()))
+    place = written.replace("VERSION", __version__).replace("ROOT", str(folder.resolve()))
     (store / "sync.json").write_text(place)
     (folder / "new.txt").write_text("a new text")
     assert sync_datastore(store, [folder]).documents == 1
