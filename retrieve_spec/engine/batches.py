@@ -15,6 +15,7 @@ from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 from retrieve_spec.recorded.packed_pass import forward_together
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.sampling.pass_logits import PassLogits, read_side_by_side
 from retrieve_spec.verify.padded_batch import PaddedRow
 from retrieve_spec.verify.verifier import VerifierOutput
 
@@ -69,6 +70,23 @@ def verify_all(batch: list[Sequence], trees: Many[DraftTree], pool: PassPool | N
     for sequence, tree, output in zip(batch, trees, outputs, strict=True):
         sequence.saw(tree, output)
     return batch, usual
+
+
+def look_all(batch: list[Sequence]) -> list[Sequence]:
+    """Let sequences look at the logits of their pass: once for all that look for the same."""
+    alike: dict[int, list[Sequence]] = {}
+    for sequence in batch:
+        if sequence.sampler.reads_plainly:
+            alike.setdefault(sequence.top_k, []).append(sequence)
+    read: dict[int, PassLogits] = {}
+    for top_k, together in alike.items():
+        try:
+            found = read_side_by_side([sequence.seen_logits for sequence in together], top_k)
+        except Exception:
+            logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
+            continue
+        read.update(zip(map(id, together), found, strict=True))
+    return each(batch, lambda sequence: sequence.look(read.get(id(sequence))))
 
 
 def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.batches import each, kept_bytes, pads, passes_over, verify_all
+from retrieve_spec.engine.batches import each, kept_bytes, look_all, pads, passes_over, verify_all
 from retrieve_spec.engine.budget import Costs, Rest, gain, room, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.reading import read_all
@@ -96,7 +96,7 @@ class Engine:
         drafted = perf_counter()
         with contextlib.nullcontext() if self.threads is None else self.threads.used():
             batch, usual = verify_all(batch, trees, self.pool)
-            batch = each(batch, Sequence.look)  # waits for the device: its time is the pass's
+            batch = look_all(batch)  # waits for the device: its time is the pass's
         checked = perf_counter()
         batch = each(batch, Sequence.accept)
         committed = perf_counter()

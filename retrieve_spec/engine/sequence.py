@@ -319,11 +319,25 @@ class Sequence:
         self._path, self._piece, self._borrowed = [], len(self._pieces), borrowed
         self._stage = _WALKING
 
-    def look(self) -> None:
-        """Bring over what the walk and the drafter need of the pass's logits; waits for the device."""
-        top_k = self.drafter.top_k if self.drafter is not None else 1
+    @property
+    def top_k(self) -> int:
+        """How many of the most probable tokens of every row it looks at."""
+        return self.drafter.top_k if self.drafter is not None else 1
+
+    @property
+    def seen_logits(self) -> torch.Tensor:
+        """(rows, vocab) of the pass under way."""
         assert self._output is not None
-        self._logits = self.sampler.read(self._output.logits, self._first_row, self.tree, self.text, top_k)
+        return self._output.logits
+
+    def look(self, read: PassLogits | None = None) -> None:
+        """Bring over what the walk and the drafter need of the pass's logits, unless they are `read` already.
+
+        Waits for the device.
+        """
+        if read is None:
+            read = self.sampler.read(self.seen_logits, self._first_row, self.tree, self.text, self.top_k)
+        self._logits = read
 
     def accept(self) -> None:
         """Follow the target's choices down the tree, keep what was walked and show it."""

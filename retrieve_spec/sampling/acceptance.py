@@ -44,6 +44,10 @@ class Sampler(Protocol):
     """Chooses the target's next token after one row of a pass."""
 
     @property
+    def reads_plainly(self) -> bool:
+        """Whether `read` is `read_logits`, so that rows of other texts can be read along."""
+
+    @property
     def scores(self) -> list[torch.Tensor] | None:
         """Processed scores (1, vocab) of every chosen token, where they are asked for."""
 
@@ -69,6 +73,8 @@ class Sampler(Protocol):
 
 class HostReading:
     """Reading for samplers that work on the host."""
+
+    reads_plainly = True
 
     def read(self, logits: torch.Tensor, first_row: int, tree: DraftTree, text: RowText, top_k: int) -> PassLogits:
         """Read the most probable tokens of every row (`Sampler.read`)."""

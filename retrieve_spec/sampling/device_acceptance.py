@@ -147,6 +147,7 @@ class DeviceSampler:
         The rules, and who decides rows that the device is not sure of.
     """
 
+    reads_plainly = False
     scores = None
     raw = None
 

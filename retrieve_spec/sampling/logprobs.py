@@ -23,6 +23,11 @@ class LogProbSampler:
         self._noted: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the logits' device: nothing waits for them
 
     @property
+    def reads_plainly(self) -> bool:
+        """Whether the other sampler does."""
+        return self.chooser.reads_plainly
+
+    @property
     def scores(self) -> list[torch.Tensor] | None:
         """Processed scores that the other sampler keeps."""
         return self.chooser.scores
