@@ -71,6 +71,8 @@ def decode_inside(
         if model_inside is not model:
             raise _LeftError(f"{type(model).__name__} lets a {type(model_inside).__name__} decode")
         captured = capture(model, input_ids, **prepared)
+        if why := reason_from_arguments(model, {"generation_config": captured.generation_config}, ""):
+            raise _LeftError(why)
         alone = "" if len(input_ids) == 1 else speculation.why_alone()
         found = from_captured(model, captured, speculation.interface, arguments, alone)
         if isinstance(found, str):
@@ -88,9 +90,10 @@ def decode_inside(
 def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call, as far as they have names."""
     arguments = dict(inspect.signature(own).bind(*args, **kwargs).arguments)
-    arguments.pop("args", None)
+    inherited = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+    unnamed = zip(inherited, arguments.pop("args", ()), strict=False)
     more: dict[str, Any] = arguments.pop("kwargs", {})
-    return arguments | more
+    return arguments | dict(unnamed) | more
 
 
 def _why_left(model: Any, arguments: dict[str, Any]) -> str:

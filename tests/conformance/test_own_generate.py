@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from census import Planted, build, prompt
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
 
@@ -19,13 +19,16 @@ SAMPLED: dict[str, Any] = {"max_new_tokens": 14, "do_sample": True, "top_k": 0, 
 class Around(LlamaForCausalLM):  # type: ignore[misc]
     """Adds to the weights of its head while it decodes, and to what was decoded."""
 
-    def generate(self, ids: torch.Tensor, *args: Any, added: int = 0, alone: bool = False, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, added: int = 0, alone: bool = False, wide: bool = False, **kwargs: Any) -> Any:
         if alone:
-            return ids
+            return args[0]
+        if wide:
+            config = GenerationConfig(num_beams=3, max_new_tokens=14, pad_token_id=0)
+            return super().generate(args[0], generation_config=config, **kwargs)
         with torch.no_grad():
             self.lm_head.weight[7] += 5.0 * added
         try:
-            told = super().generate(ids, *args, **kwargs)
+            told = super().generate(*args, **kwargs)
         finally:
             with torch.no_grad():
                 self.lm_head.weight[7] -= 5.0 * added
@@ -83,11 +86,13 @@ def test_what_a_class_does_around_decoding_is_done() -> None:
 def test_rows_of_a_batch_and_samples() -> None:
     model = made(Around)
     ids = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(1))
-    wanted = Around.generate(model, ids, **GREEDY)
+    wanted, wide = Around.generate(model, ids, **GREEDY), Around.generate(model, ids[:1], wide=True)
     rs.accelerate(model, nodes=8)
     assert torch.equal(model.generate(ids, **GREEDY), wanted)
     assert (model.speculation.last.mode, model.speculation.last.rows) == ("tree", 3)
     assert torch.equal(model.generate(ids, **SAMPLED), model.generate(ids, **SAMPLED, draft="off"))
+    assert torch.equal(model.generate(ids[:1], wide=True), wide)
+    assert "beams" in model.speculation.last.reason
 
 
 @pytest.mark.parametrize("kind", [Draws, Inside])
