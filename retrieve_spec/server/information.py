@@ -86,6 +86,7 @@ class InformationHandlers:
             body["workspace"] = {
                 "indexed": workspace.indexed.is_set() and not (workspace.forgotten or workspace.trouble),
                 "files": len(workspace.texts),
+                **({} if workspace.indexed.is_set() else {"read": workspace.read[0], "of": workspace.read[1]}),
                 "left_out": dict(workspace.left_out),
                 **({"forgotten": True} if workspace.forgotten else {}),
                 **({"trouble": workspace.trouble} if workspace.trouble else {}),

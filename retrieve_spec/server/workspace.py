@@ -7,10 +7,10 @@ nothing leaves the machine.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
@@ -19,23 +19,18 @@ from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
 from retrieve_spec.datastore.git_rules import list_folder
 from retrieve_spec.datastore.licences import is_licence_file
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.continuations import Continuation, TextIndex, key_starts
+from retrieve_spec.server.continuations import Continuation
+from retrieve_spec.server.file_index import SEGMENT_CHARS, FileIndex
 
 log = logging.getLogger("retrieve_spec.server")
 
-_SEGMENT_CHARS = 500_000
 _RULES = (".gitignore", ".ignore", "exclude")
 """Files that say what counts."""
 _REST = 4.0
 """How much longer than looking at everything the pause after it is, while a file that cannot be named changes."""
+_FULL = 0.99
+"""Share of the bound of text from which on no smaller file is looked for that would fit."""
 _TOO_MANY, _TOO_MUCH = "beyond the bound of files", "beyond the bound of text"
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    order: tuple[Path, ...]
-    paths: frozenset[Path]
-    index: TextIndex
 
 
 class Workspace:
@@ -62,6 +57,8 @@ class Workspace:
         What is remembered, by path.
     left_out
         How many files the last scan left out, by reason; a folder that is passed over counts as one.
+    read
+        How many files the scan under way, or the last one, has looked at, and of how many.
     trouble
         What ended the indexing, "" while all is well.
     """
@@ -77,13 +74,14 @@ class Workspace:
         self.texts: dict[Path, str] = {}
         self.chars = 0
         self.left_out: Counter[str] = Counter()
+        self.read = 0, 0
         self.trouble = ""
         self.forgotten = False
         self.indexed = threading.Event()
         self.progress: Callable[[int, int], None] | None = None
         self.on_change = on_change
         self._dirty = self._missed = False
-        self._segments: list[_Segment] = []
+        self._index = FileIndex()
         self._filter = EntryFilter(
             self.roots, max_bytes=config.workspace_file_bytes, licences=config.workspace_licences
         )
@@ -103,36 +101,52 @@ class Workspace:
             self._thread.join(timeout=5)
 
     def scan(self) -> None:
-        """Read every file that counts, those that changed last first, and index them; what is left out is said."""
+        """Read every file that counts, those that changed last first, and index them; what is left out is said.
+
+        The first time, what has been read is drafted from while the rest is read.
+        """
         candidates, left_out = self._candidates()
         texts: dict[Path, str] = {}
-        total = 0
+        index, group = FileIndex(), dict[Path, str]()
+        total = size = 0
         for done, candidate in enumerate(candidates):
             if self._stop.is_set() or self.forgotten:
                 return
-            if done >= self.config.workspace_files:
-                left_out[_TOO_MANY] += 1
-                continue
+            if len(texts) >= self.config.workspace_files:
+                left_out[_TOO_MANY] += len(candidates) - done
+                break
             text = self._filter.read(candidate.path)
             if isinstance(text, Reason):
                 left_out[text.value] += 1
             elif total + len(text) > self.config.workspace_chars:
                 left_out[_TOO_MUCH] += 1
+                if total > _FULL * self.config.workspace_chars:
+                    left_out[_TOO_MUCH] += len(candidates) - done - 1
+                    break
             else:
-                texts[candidate.path] = text
-                total += len(text)
+                texts[candidate.path] = group[candidate.path] = text
+                total, size = total + len(text), size + len(text)
+            if size >= SEGMENT_CHARS:
+                index, group, size = index.with_files(group), {}, 0
+                if not self.indexed.is_set():
+                    self._publish(dict(texts), total, left_out, index)
+            self.read = done + 1, len(candidates)
             if self.progress is not None and done % 100 == 0:
                 self.progress(done, len(texts))
-        segments = self._index(texts)
-        with self._lock:
-            if self.forgotten:
-                return
-            self.texts, self.chars, self.left_out, self._segments = texts, total, left_out, segments
+        if not self._publish(texts, total, left_out, index.with_files(group)):
+            return
         self.indexed.set()
         if left_out:
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
             log.info("workspace: %d files are drafted from; left out: %s", len(texts), reasons)
         self._changed()
+
+    def _publish(self, texts: dict[Path, str], chars: int, left_out: Counter[str], index: FileIndex) -> bool:
+        """Draft from other texts than until now; False once everything was forgotten."""
+        with self._lock:
+            if not self.forgotten:
+                self.texts, self.chars, self.left_out, self._index = texts, chars, Counter(left_out), index
+            return not self.forgotten
 
     def _candidates(self) -> tuple[list[Candidate], Counter[str]]:
         """All files that may count, those that changed last first, and how many do not, by reason."""
@@ -157,9 +171,8 @@ class Workspace:
         if any(path.name in _RULES or (self._filter.rule and is_licence_file(path.name)) for path in given):
             self.scan()
             return True
-        looked_at: set[Path] = set()
+        looked_at = given | self._below(given)
         for path in given:
-            looked_at |= {path, *(known for known in self.texts if path in known.parents)}
             if path.is_dir() and not path.is_symlink():
                 looked_at |= set(list_folder(path))
         changed: set[Path] = set()
@@ -172,16 +185,26 @@ class Workspace:
                 changed.add(path)
                 self._keep(path, text)
         if changed:
-            touched = {path for segment in self._segments if segment.paths & changed for path in segment.paths}
-            kept = [segment for segment in self._segments if not segment.paths & changed]
-            again = {path: self.texts[path] for path in touched | changed if path in self.texts}
-            segments = kept + self._index(again)
+            index = self._index.updated(changed, self.texts)
             with self._lock:
                 if self.forgotten:
                     return False
-                self._segments = segments
+                self._index = index
             self._changed()
         return bool(changed)
+
+    def _below(self, folders: set[Path]) -> set[Path]:
+        """Remembered files that lie in some folders, or did."""
+        names = set(map(str, folders))
+        inside: dict[str, bool] = {}
+
+        def leads(folder: str) -> bool:
+            if folder not in inside:
+                above = os.path.dirname(folder)
+                inside[folder] = folder in names or (above != folder and leads(above))
+            return inside[folder]
+
+        return {known for known in self.texts if leads(os.path.dirname(str(known)))}
 
     def _keep(self, path: Path, text: str) -> None:
         """Remember a text in place of an older one; "" forgets that."""
@@ -195,53 +218,25 @@ class Workspace:
         """Drop everything remembered, a scan under way included; nothing is remembered again until the next start."""
         with self._lock:
             self.forgotten = True
-            self.texts, self.chars, self._segments = {}, 0, []
+            self.texts, self.chars, self._index = {}, 0, FileIndex()
             self.left_out = Counter()
         self.indexed.set()
         self._changed()
 
     def find(self, left: str, limit: int) -> list[Continuation]:
         """What followed the text left of the cursor elsewhere in the workspace, longest match first."""
-        starts = key_starts(left)
-        found: dict[str, Continuation] = {}
-        best: list[Continuation] = []
-        for segment in self._segments:
-            if len(best) == limit:  # of the other segments only longer matches count
-                starts = [start for start in starts if len(left) - start > best[-1].matched]
-            for hit in segment.index.find(left, starts, limit):
-                if hit.text not in found or found[hit.text].matched < hit.matched:
-                    found[hit.text] = hit
-            best = sorted(found.values(), key=lambda hit: -hit.matched)[:limit]
-        return best
+        return self._index.find(left, limit)
 
     def lines(self, piece: str, limit: int) -> list[tuple[Path, int, str]]:
         """Files and lines where a piece of a line stands: path, line number from 1, the whole line."""
         found: list[tuple[Path, int, str]] = []
-        for segment in self._segments:
-            for number, at in segment.index.occurrences(piece, limit - len(found)):
-                path = segment.order[number]
-                text = self.texts.get(path, "")
-                if text.startswith(piece, at):  # an edit may not be indexed yet
-                    end = text.find("\n", at)
-                    line = text[text.rfind("\n", 0, at) + 1 : end if end >= 0 else len(text)]
-                    found.append((path, text.count("\n", 0, at) + 1, line))
-            if len(found) >= limit:
-                break
+        for path, at in self._index.occurrences(piece, limit):
+            text = self.texts.get(path, "")
+            if text.startswith(piece, at):  # an edit may not be indexed yet
+                end = text.find("\n", at)
+                line = text[text.rfind("\n", 0, at) + 1 : end if end >= 0 else len(text)]
+                found.append((path, text.count("\n", 0, at) + 1, line))
         return found
-
-    def _index(self, texts: dict[Path, str]) -> list[_Segment]:
-        segments: list[_Segment] = []
-        group: dict[Path, str] = {}
-        size = 0
-        for path, text in texts.items():
-            group[path] = text
-            size += len(text)
-            if size >= _SEGMENT_CHARS:
-                segments.append(_Segment(tuple(group), frozenset(group), TextIndex(list(group.values()))))
-                group, size = {}, 0
-        if group:
-            segments.append(_Segment(tuple(group), frozenset(group), TextIndex(list(group.values()))))
-        return segments
 
     def _changed(self) -> None:
         if self.on_change is not None and not self._stop.is_set():
@@ -249,7 +244,8 @@ class Workspace:
 
     def _run(self, watch: bool) -> None:
         try:
-            self.scan()
+            if not watch:
+                self.scan()
             while watch and not (self._stop.is_set() or self.forgotten):
                 self._watch()
         except Exception as error:
@@ -270,7 +266,7 @@ class Workspace:
         """Follow changes until the end, or until a name that is not Unicode changes: what else did is not told then.
 
         Everything is then looked at at once, since such a file may go on changing, and again with the next notice:
-        between two watchers nobody looks.
+        between two watchers nobody looks. For the same reason the first look at everything waits for the watcher.
         """
         from watchfiles import watch
 
@@ -287,6 +283,9 @@ class Workspace:
                 return
             if self._stop.is_set() or self.forgotten:
                 return
+            if not self.indexed.is_set():
+                self.scan()
+                continue
             try:
                 if self._missed:
                     self._missed = False

@@ -138,6 +138,63 @@ def test_what_changed_last_counts_first_and_the_rest_is_said(tmp_path, caplog):
     assert "10 files are drafted from; left out: 30 beyond the bound of files" in caplog.text
 
 
+def group_chars(monkeypatch, chars):
+    for module in ("workspace", "file_index"):
+        monkeypatch.setattr(f"retrieve_spec.server.{module}.SEGMENT_CHARS", chars)
+
+
+def test_what_changed_last_is_drafted_from_while_the_rest_is_read(tmp_path, monkeypatch):
+    group_chars(monkeypatch, 500)
+    for number in range(250):
+        path = tmp_path / f"m{number}.py"
+        path.write_text(f"def helper_{number}(item):\n    return item\n")
+        os.utime(path, (1_000_000, 1_000_000 + number))
+    workspace = Workspace([tmp_path], ServeConfig())
+    seen = []
+
+    def look(done, kept):
+        found = [bool(workspace.find(f"def helper_{number}(", 1)) for number in (249, 0)]
+        seen.append((done, workspace.indexed.is_set(), workspace.read, found))
+
+    workspace.progress = look
+    workspace.scan()
+    assert seen[0] == (0, False, (1, 250), [False, False])
+    assert seen[1:] == [(at, False, (at + 1, 250), [True, False]) for at in (100, 200)]
+    assert workspace.indexed.is_set() and workspace.find("def helper_0(", 1)
+
+
+def test_what_changes_while_everything_is_read_is_followed(tmp_path):
+    (tmp_path / "a.py").write_text("def before(item):\n    return item\n")
+    workspace = Workspace([tmp_path], ServeConfig())
+    read = workspace._filter.read
+
+    def edited(path):
+        text = read(path)
+        if not workspace.indexed.is_set():
+            path.write_text("def behind(item):\n    return item\n")
+            (tmp_path / "b.py").write_text("def another(item):\n    return item\n")
+        return text
+
+    workspace._filter.read = edited
+    workspace.start()
+    try:
+        wait_for(lambda: workspace.find("def behind(", 1) and workspace.find("def another(", 1))
+        assert not workspace.find("def before(", 1)
+    finally:
+        workspace.close()
+
+
+def test_many_new_files_leave_few_groups(tmp_path):
+    workspace = Workspace([tmp_path], ServeConfig())
+    workspace.scan()
+    for number in range(20):
+        path = tmp_path / f"n{number}.py"
+        path.write_text(f"def helper_{number}(item):\n    return item\n")
+        workspace.update([path])
+    assert len(workspace._index._segments) == 1
+    assert all(workspace.find(f"def helper_{number}(", 1) for number in range(20))
+
+
 def test_forgetting_ends_a_scan_under_way(folder):
     workspace = Workspace([folder], ServeConfig())
     workspace.progress = lambda done, kept: workspace.forget()
@@ -342,7 +399,7 @@ def test_what_is_found_does_not_depend_on_how_the_files_are_grouped(tmp_path, mo
     lefts = ["".join(rng.choices(words, k=5)) for _ in range(200)]
     found = []
     for chars in (100, 1_000, 10_000_000):
-        monkeypatch.setattr("retrieve_spec.server.workspace._SEGMENT_CHARS", chars)
+        group_chars(monkeypatch, chars)
         workspace = Workspace([tmp_path], ServeConfig())
         workspace.scan()
         found.append([[max((h.matched for h in workspace.find(left, k)), default=0) for k in (1, 4)] for left in lefts])
