@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+import os
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,3 +83,17 @@ def _segments(texts: Mapping[Path, str]) -> list[_Segment]:
     if group:
         segments.append(_Segment(tuple(group), frozenset(group), TextIndex(list(group.values()))))
     return segments
+
+
+def files_below(folders: Set[Path], files: Iterable[Path]) -> set[Path]:
+    """Those of some files that lie in some folders, or would."""
+    names = set(map(str, folders))
+    inside: dict[str, bool] = {}
+
+    def leads(folder: str) -> bool:
+        if folder not in inside:
+            above = os.path.dirname(folder)
+            inside[folder] = folder in names or (above != folder and leads(above))
+        return inside[folder]
+
+    return {file for file in files if leads(os.path.dirname(str(file)))}

@@ -7,10 +7,9 @@ nothing leaves the machine.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import monotonic
 
@@ -20,7 +19,7 @@ from retrieve_spec.datastore.git_rules import list_folder
 from retrieve_spec.datastore.licences import is_licence_file
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.continuations import Continuation
-from retrieve_spec.server.file_index import SEGMENT_CHARS, FileIndex
+from retrieve_spec.server.file_index import SEGMENT_CHARS, FileIndex, files_below
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -54,7 +53,7 @@ class Workspace:
     Attributes
     ----------
     texts
-        What is remembered, by path.
+        What is remembered, by path, what changed last at the end.
     left_out
         How many files the last scan left out, by reason; a folder that is passed over counts as one.
     read
@@ -86,7 +85,7 @@ class Workspace:
             self.roots, max_bytes=config.workspace_file_bytes, licences=config.workspace_licences
         )
         self._stop = threading.Event()
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), threading.RLock()
         self._thread: threading.Thread | None = None
 
     def start(self, *, watch: bool = True) -> None:
@@ -105,6 +104,10 @@ class Workspace:
 
         The first time, what has been read is drafted from while the rest is read.
         """
+        with self._turn:
+            self._scan()
+
+    def _scan(self) -> None:
         candidates, left_out = self._candidates()
         texts: dict[Path, str] = {}
         index, group = FileIndex(), dict[Path, str]()
@@ -129,7 +132,7 @@ class Workspace:
             if size >= SEGMENT_CHARS:
                 index, group, size = index.with_files(group), {}, 0
                 if not self.indexed.is_set():
-                    self._publish(dict(texts), total, left_out, index)
+                    self._publish(texts, total, left_out, index)
             self.read = done + 1, len(candidates)
             if self.progress is not None and done % 100 == 0:
                 self.progress(done, len(texts))
@@ -142,10 +145,11 @@ class Workspace:
         self._changed()
 
     def _publish(self, texts: dict[Path, str], chars: int, left_out: Counter[str], index: FileIndex) -> bool:
-        """Draft from other texts than until now; False once everything was forgotten."""
+        """Draft from other texts than until now, given the latest first; False once everything was forgotten."""
+        oldest_first = dict(reversed(texts.items()))
         with self._lock:
             if not self.forgotten:
-                self.texts, self.chars, self.left_out, self._index = texts, chars, Counter(left_out), index
+                self.texts, self.chars, self.left_out, self._index = oldest_first, chars, Counter(left_out), index
             return not self.forgotten
 
     def _candidates(self) -> tuple[list[Candidate], Counter[str]]:
@@ -165,27 +169,27 @@ class Workspace:
 
         A folder stands for all that is in it, or was.
         """
-        given = set(map(Path, paths))
-        if self.forgotten:
-            return False
+        with self._turn:
+            return not self.forgotten and self._update(set(map(Path, paths)))
+
+    def _update(self, given: set[Path]) -> bool:
         if any(path.name in _RULES or (self._filter.rule and is_licence_file(path.name)) for path in given):
-            self.scan()
+            self._scan()
             return True
-        looked_at = given | self._below(given)
+        looked_at = given | files_below(given, list(self.texts))
         for path in given:
             if path.is_dir() and not path.is_symlink():
                 looked_at |= set(list_folder(path))
-        changed: set[Path] = set()
+        changed: dict[Path, str] = {}
         for path, verdict in self._filter.verdicts(looked_at).items():
             read = self._filter.read(path) if isinstance(verdict, Candidate) else verdict
             if read is Reason.CHANGING:
                 continue  # the next notice of it comes
             text = "" if isinstance(read, Reason) else read
             if text != self.texts.get(path, ""):
-                changed.add(path)
-                self._keep(path, text)
+                changed[path] = text
         if changed:
-            index = self._index.updated(changed, self.texts)
+            index = self._index.updated(changed.keys() | self._keep(changed), self.texts)
             with self._lock:
                 if self.forgotten:
                     return False
@@ -193,26 +197,22 @@ class Workspace:
             self._changed()
         return bool(changed)
 
-    def _below(self, folders: set[Path]) -> set[Path]:
-        """Remembered files that lie in some folders, or did."""
-        names = set(map(str, folders))
-        inside: dict[str, bool] = {}
-
-        def leads(folder: str) -> bool:
-            if folder not in inside:
-                above = os.path.dirname(folder)
-                inside[folder] = folder in names or (above != folder and leads(above))
-            return inside[folder]
-
-        return {known for known in self.texts if leads(os.path.dirname(str(known)))}
-
-    def _keep(self, path: Path, text: str) -> None:
-        """Remember a text in place of an older one; "" forgets that."""
+    def _keep(self, changed: Mapping[Path, str]) -> set[Path]:
+        """Remember texts in place of older ones, "" forgets those; which other files went to make room."""
+        config, gone = self.config, set()
         with self._lock:
-            self.chars -= len(self.texts.pop(path, ""))
-            if text and not self.forgotten and self.chars + len(text) <= self.config.workspace_chars:
-                self.texts[path] = text
-                self.chars += len(text)
+            for path in changed:
+                self.chars -= len(self.texts.pop(path, ""))
+            for path, text in changed.items():
+                if text and not self.forgotten and len(text) <= config.workspace_chars:
+                    self.texts[path] = text
+                    self.chars += len(text)
+            while self.chars > config.workspace_chars or len(self.texts) > config.workspace_files:
+                oldest = next(iter(self.texts))
+                self.chars -= len(self.texts.pop(oldest))
+                self.left_out[_TOO_MUCH] += 1
+                gone.add(oldest)
+        return gone
 
     def forget(self) -> None:
         """Drop everything remembered, a scan under way included; nothing is remembered again until the next start."""

@@ -184,6 +184,28 @@ def test_what_changes_while_everything_is_read_is_followed(tmp_path):
         workspace.close()
 
 
+def test_what_changes_comes_before_what_is_old_where_there_is_no_room_for_both(tmp_path):
+    for number in range(10):
+        path = tmp_path / "old" / f"m{number}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"def helper_{number}(item):\n    return item\n")
+        os.utime(path, (1_000_000, 1_000_000 + number))
+    room = sum(path.stat().st_size for path in tmp_path.rglob("*.py"))
+    workspace = Workspace([tmp_path], ServeConfig(workspace_chars=room))
+    workspace.scan()
+    assert not workspace.left_out
+    (tmp_path / "old").rename(tmp_path / "new")
+    workspace.update([tmp_path / "new", tmp_path / "old"])
+    assert names(workspace) == {f"new/m{number}.py" for number in range(10)} and not workspace.left_out
+    (tmp_path / "new" / "m0.py").write_text("def grown(item):\n    return item, 1\n" * 2)
+    workspace.update([tmp_path / "new" / "m0.py"])
+    assert workspace.chars <= room and workspace.left_out["beyond the bound of text"] >= 1
+    assert workspace.find("def grown(", 1)
+    assert workspace.chars == sum(map(len, workspace.texts.values()))
+    gone = {f"new/m{number}.py" for number in range(10)} - names(workspace)
+    assert gone and not any(workspace.find(f"def helper_{name[5]}(", 1) for name in gone)
+
+
 def test_many_new_files_leave_few_groups(tmp_path):
     workspace = Workspace([tmp_path], ServeConfig())
     workspace.scan()
