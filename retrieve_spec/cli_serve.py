@@ -103,6 +103,13 @@ def _need_extra() -> None:
 @click.option(
     "--slots", default=_DEFAULTS.slots, show_default=True, type=click.IntRange(min=1), help="Prompts kept warm."
 )
+@click.option(
+    "--linger",
+    default=0.0,
+    type=click.FloatRange(min=0),
+    metavar="S",
+    help="End when no editor has been connected (lsp --connect) for so many seconds; 0 is never.",
+)
 @_dtype
 @_device
 @click.option("--quiet", is_flag=True, help="Only errors.")
@@ -120,6 +127,7 @@ def serve(
     prefix_share: float,
     cache_mib: int,
     slots: int,
+    linger: float,
     dtype: str,
     device: str,
     quiet: bool,
@@ -150,7 +158,16 @@ def serve(
         if model == "reference":
             click.echo(_BUNDLED, err=True)
     with loading_bars(not quiet):
-        run(model, config, workspaces=workspaces, stores=stores, key_file=key_file, dtype=dtype, device=device)
+        run(
+            model,
+            config,
+            workspaces=workspaces,
+            stores=stores,
+            key_file=key_file,
+            dtype=dtype,
+            device=device,
+            linger_s=linger,
+        )
 
 
 @click.command(short_help="Serve inline completions as a language server.")
@@ -158,6 +175,13 @@ def serve(
 @_workspace
 @_licences
 @_store
+@click.option(
+    "--connect",
+    metavar="URL",
+    help="Ask the server there instead of loading a model; on this machine one is started if none answers, with these"
+    " options, and ends after the last editor.",
+)
+@click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Key for --connect, on its first line.")
 @_dtype
 @_device
 def lsp(
@@ -165,6 +189,8 @@ def lsp(
     workspaces: tuple[Path, ...],
     licences: tuple[str, ...],
     stores: tuple[Path, ...],
+    connect: str | None,
+    key_file: Path | None,
     dtype: str,
     device: str,
 ) -> None:
@@ -173,9 +199,18 @@ def lsp(
     Answers textDocument/inlineCompletion (LSP 3.18) and drafts from the client's workspace folders.
     """
     _need_extra()
-    from retrieve_spec.server.lsp import serve_stdio
+    from retrieve_spec.server.guard import read_keys
+    from retrieve_spec.server.lsp import connect_stdio, serve_stdio
+    from retrieve_spec.server.remote import Remote
 
     logging.basicConfig(level=logging.WARNING)  # standard error; standard output belongs to the protocol
+    if connect is not None:
+        key = read_keys(key_file)[0].decode() if key_file is not None else ""
+        options = {"--model": [model], "--licence": licences, "--store": stores, "--dtype": [dtype]}
+        options |= {"--device": [device], "--api-key-file": [key_file] if key_file is not None else []}
+        arguments = [str(part) for name, values in options.items() for value in values for part in (name, value)]
+        connect_stdio(Remote(connect, key), arguments, workspaces)
+        return
     with loading_bars():
         config = replace(_DEFAULTS, workspace_licences=licences)
         serve_stdio(model, config, workspaces=workspaces, stores=stores, dtype=dtype, device=device)

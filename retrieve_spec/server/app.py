@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from retrieve_spec.server.attached import Attached
 from retrieve_spec.server.completions import CompletionHandlers
 from retrieve_spec.server.guard import Guard, Refusal
 from retrieve_spec.server.information import InformationHandlers
@@ -26,7 +27,12 @@ from retrieve_spec.server.service import Service
 
 
 def create_app(
-    service: Service, metrics: Metrics, *, keys: Sequence[bytes] = (), provenance: Provenance | None = None
+    service: Service,
+    metrics: Metrics,
+    *,
+    keys: Sequence[bytes] = (),
+    provenance: Provenance | None = None,
+    attached: Attached | None = None,
 ) -> Starlette:
     """The ASGI application of a service.
 
@@ -40,7 +46,10 @@ def create_app(
         Accepted API keys; none: no key is asked for.
     provenance
         Tells where lines of an answer stand.
+    attached
+        Counts the editors that share the server.
     """
+    attached = attached or Attached()
     reader = Reader(service.config)
     h = CompletionHandlers(service, provenance or Provenance(), reader)
     about = InformationHandlers(service, metrics, reader)
@@ -53,6 +62,7 @@ def create_app(
         service.engine.start()
         if service.workspace is not None:
             service.workspace.start()
+        attached.wait()
         yield
         if service.workspace is not None:
             service.workspace.close()
@@ -67,6 +77,7 @@ def create_app(
         route("/v1/chat/completions", h.chat, "POST"),
         route("/chat/completions", h.chat, "POST"),
         route("/v1/events", h.events, "POST"),
+        route("/v1/attach", attached.attach, "GET"),
         route("/v1/models", about.models, "GET"),
         route("/models", about.models, "GET"),
         route("/health", about.health, "GET"),

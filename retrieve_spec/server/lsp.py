@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from pygls.lsp.server import LanguageServer
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.fim import FimParts
-from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.schemas import Common
-from retrieve_spec.server.service import Caller, Service
-from retrieve_spec.server.stream import Stream
+from retrieve_spec.errors import ServeError
+from retrieve_spec.server.completer import Completer, Cursor, LocalCompleter
+from retrieve_spec.server.fim import Chunk
+from retrieve_spec.server.remote import Remote, RemoteCompleter, starter
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
@@ -35,7 +33,12 @@ _TOKENS = {lsp.InlineCompletionTriggerKind.Automatic: 64, lsp.InlineCompletionTr
 _LINE_MS = {lsp.InlineCompletionTriggerKind.Automatic: 250.0, lsp.InlineCompletionTriggerKind.Invoked: 1000.0}
 _LOADING, _INDEXING = "retrieve-spec/loading", "retrieve-spec/indexing"
 
-MakeService = Callable[[Sequence[Path]], Service]
+_SHOWN = 4
+"""Other open documents of which the model is shown a piece."""
+_LINES, _STEP = 64, 32
+"""Lines of such a piece, and how far the place has to move before another one is shown."""
+
+MakeCompleter = Callable[[Sequence[Path]], Completer]
 
 
 class CompletionServer(LanguageServer):
@@ -43,18 +46,19 @@ class CompletionServer(LanguageServer):
 
     Parameters
     ----------
-    make_service
-        Loads the model, given the client's workspace folders; runs in a thread while the editor starts up.
+    make_completer
+        Loads the model or finds the server, given the client's workspace folders; runs in a thread while the editor
+        starts up.
     workspaces
         Folders to draft from besides the client's.
     """
 
-    def __init__(self, make_service: MakeService, workspaces: Sequence[Path] = ()) -> None:
+    def __init__(self, make_completer: MakeCompleter, workspaces: Sequence[Path] = ()) -> None:
         super().__init__("retrieve-spec", __version__)
-        self._make_service = make_service
+        self._make_completer = make_completer
         self._workspaces = list(workspaces)
-        self.service: Service | None = None
-        self.shown: dict[str, tuple[str, str]] = {}
+        self.completer: Completer | None = None
+        self._places: dict[str, int] = {}
         self._loaded = asyncio.Event()
 
     async def load(self, folders: Sequence[Path]) -> None:
@@ -62,20 +66,19 @@ class CompletionServer(LanguageServer):
         roots = [*self._workspaces, *folders]
         try:
             async with self._bar(_LOADING, "Loading the model"):
-                service = await asyncio.to_thread(self._make_service, roots)
-            service.engine.start()
-            self.service = service
+                completer = await asyncio.to_thread(self._make_completer, roots)
+            self.completer = completer
             for document in list(self.workspace.text_documents.values()):
                 self.remember(document.uri, document.source)
         finally:
             self._loaded.set()
-        if service.workspace is not None:
-            await self._index(service.workspace)
+        if completer.workspace is not None:
+            await self._index(completer.workspace)
 
-    async def ready(self) -> Service | None:
-        """The service once the model is loaded, None when that failed."""
+    async def ready(self) -> Completer | None:
+        """The completer once the model is loaded, None when that failed."""
         await self._loaded.wait()
-        return self.service
+        return self.completer
 
     async def _index(self, workspace: Workspace) -> None:
         loop = asyncio.get_running_loop()
@@ -113,20 +116,36 @@ class CompletionServer(LanguageServer):
 
     def remember(self, uri: str, text: str) -> None:
         """Draft from the text of an open file."""
-        if self.service is not None:
-            self.service.memory("").note_buffer(uri, text)
+        if self.completer is not None:
+            self.completer.open(uri, text)
+
+    def look(self, uri: str, line: int) -> None:
+        """Note where somebody looks."""
+        self._places.pop(uri, None)
+        self._places[uri] = line
+
+    def pieces(self, uri: str) -> tuple[Chunk, ...]:
+        """What stands around the places looked at last in other open documents, the last one at the end."""
+        documents = self.workspace.text_documents
+        others = [other for other in self._places if other != uri and other in documents][-_SHOWN:]
+        found = []
+        for other in others:
+            lines = documents[other].source.splitlines(keepends=True)
+            first = max(0, min(self._places[other] // _STEP * _STEP - _STEP // 2, len(lines) - _LINES))
+            text = "".join(lines[first : first + _LINES])
+            if text.strip():
+                found.append(Chunk(text, other.rpartition("/")[2]))
+        return tuple(found)
 
     def close(self) -> None:
-        """End the engine and the index."""
-        if self.service is not None:
-            if self.service.workspace is not None:
-                self.service.workspace.close()
-            self.service.engine.close()
+        """End the engine and the index, or let go of the server."""
+        if self.completer is not None:
+            self.completer.close()
 
 
-def create_server(make_service: MakeService, workspaces: Sequence[Path] = ()) -> CompletionServer:
+def create_server(make_completer: MakeCompleter, workspaces: Sequence[Path] = ()) -> CompletionServer:
     """A language server with all handlers; arguments as of `CompletionServer`."""
-    server = CompletionServer(make_service, workspaces)
+    server = CompletionServer(make_completer, workspaces)
     _add_documents(server)
     _add_completion(server)
     _add_feedback(server)
@@ -146,19 +165,22 @@ def _add_documents(server: CompletionServer) -> None:
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)
     def did_open(params: lsp.DidOpenTextDocumentParams) -> None:
+        server.look(params.text_document.uri, 0)
         server.remember(params.text_document.uri, params.text_document.text)
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
     def did_change(params: lsp.DidChangeTextDocumentParams) -> None:
         uri = params.text_document.uri
         if (document := server.workspace.text_documents.get(uri)) is not None:
+            changed = [getattr(change, "range", None) for change in params.content_changes]
+            server.look(uri, next((where.start.line for where in changed if where is not None), 0))
             server.remember(uri, document.source)
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_SAVE)
     def did_save(params: lsp.DidSaveTextDocumentParams) -> None:
         path = uri_to_path(params.text_document.uri)
-        if server.service is not None and server.service.workspace is not None and path is not None:
-            threading.Thread(target=server.service.workspace.update, args=([path],), daemon=True).start()
+        if server.completer is not None and path is not None:
+            server.completer.saved(path)
 
     @server.feature(lsp.SHUTDOWN)
     def shutdown(_: None) -> None:
@@ -168,8 +190,8 @@ def _add_documents(server: CompletionServer) -> None:
 def _add_completion(server: CompletionServer) -> None:
     @server.feature(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, lsp.InlineCompletionOptions())
     async def inline_completion(params: lsp.InlineCompletionParams) -> lsp.InlineCompletionList | None:
-        service = await server.ready()
-        if service is None or service.fim is None:
+        completer = await server.ready()
+        if completer is None:
             return None
         document = server.workspace.text_documents.get(params.text_document.uri)
         if document is None:  # nothing is read from disk that the client has not opened
@@ -182,25 +204,12 @@ def _add_completion(server: CompletionServer) -> None:
             left = source[: document.offset_at_position(chosen.range.start)] + chosen.text
             given = chosen.text
         kind = params.context.trigger_kind
-        request = Common.model_validate({"t_max_predict_ms": _LINE_MS[kind]})
         others = 2 if kind == lsp.InlineCompletionTriggerKind.Invoked else 0
-        caller = Caller("", f"lsp\0{document.uri}", explicit=True)
-        try:
-            prepared = await asyncio.to_thread(
-                service.fill, FimParts(left, right), request, caller, _TOKENS[kind], others
-            )
-            stream = Stream(service, prepared)
-        except Refusal as refusal:
-            log.warning("%s", refusal.message)
+        server.look(document.uri, params.position.line)
+        cursor = Cursor(document.uri, left, right, server.pieces(document.uri), _TOKENS[kind], _LINE_MS[kind], others)
+        texts = await completer.complete(cursor)
+        if not texts:
             return None
-        try:
-            done = await stream.result()
-        finally:
-            stream.close()
-        if done.outcome != "done":
-            return None
-        texts = [text for text in (done.text, *done.alternatives) if text.strip()]
-        prepared.remember(done)
         where = chosen.range if chosen is not None else None
         return lsp.InlineCompletionList([_item(document.uri, left, given + text, where) for text in texts])
 
@@ -214,13 +223,13 @@ def _item(uri: str, left: str, text: str, where: lsp.Range | None) -> lsp.Inline
 def _add_feedback(server: CompletionServer) -> None:
     @server.command(ACCEPT)
     def accept(uri: str = "", line: str = "", text: str = "") -> None:
-        if server.service is not None:
-            server.service.memory("").note_accepted(line + text)
+        if server.completer is not None:
+            server.completer.accepted(line + text)
 
     @server.command(FORGET)
     def forget() -> None:
-        if server.service is not None:
-            server.service.forget()
+        if server.completer is not None:
+            server.completer.forget()
 
     @server.feature("textDocument/didPartiallyAcceptCompletion")
     def partially_accepted(params: Any) -> None:
@@ -258,9 +267,33 @@ def serve_stdio(
 ) -> None:
     """Serve on standard input and output until the client ends it; arguments as of `run.build_service`."""
 
-    def make(roots: Sequence[Path]) -> Service:
+    def make(roots: Sequence[Path]) -> Completer:
         from retrieve_spec.server.run import build_service
 
-        return build_service(model_name, config, workspaces=roots, stores=stores, dtype=dtype, device=device).service
+        served = build_service(model_name, config, workspaces=roots, stores=stores, dtype=dtype, device=device)
+        return LocalCompleter(served.service)
+
+    create_server(make, workspaces).start_io()
+
+
+def connect_stdio(remote: Remote, arguments: Sequence[str], workspaces: Sequence[Path] = ()) -> None:
+    """Serve on standard input and output by asking a server elsewhere, which is started if it is not there.
+
+    Parameters
+    ----------
+    remote
+        Where it is.
+    arguments
+        Of ``retrieve-spec serve``, for one that is started; the editor's folders come with them.
+    workspaces
+        Folders to draft from besides those.
+    """
+
+    def make(roots: Sequence[Path]) -> Completer:
+        folders = [part for root in roots for part in ("--workspace", str(root))]
+        completer = RemoteCompleter(remote, starter(remote, [*arguments, *folders]))
+        if not completer.wait():
+            raise ServeError(f"a server at {remote.url}", completer.trouble or "none", "Check --connect and its key.")
+        return completer
 
     create_server(make, workspaces).start_io()

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.app import create_app
+from retrieve_spec.server.attached import Attached
 from retrieve_spec.server.backend import HuggingFaceBackend
 from retrieve_spec.server.connections import BoundedConnection
 from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
@@ -163,9 +164,9 @@ def display_name(model_name: str) -> str:
     return "retrieve-spec-qwen2.5-coder-reference" if model_name == "reference" else Path(model_name).name
 
 
-def make_app(served: Served, keys: Sequence[bytes] = ()) -> Starlette:
+def make_app(served: Served, keys: Sequence[bytes] = (), attached: Attached | None = None) -> Starlette:
     """The ASGI application of a service."""
-    return create_app(served.service, served.metrics, keys=keys, provenance=served.provenance)
+    return create_app(served.service, served.metrics, keys=keys, provenance=served.provenance, attached=attached)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -202,8 +203,9 @@ def serve(
     key_file: Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    linger_s: float = 0.0,
 ) -> None:
-    """Serve until interrupted.
+    """Serve until interrupted, or, where ``linger_s`` is given, until no editor has been there for so many seconds.
 
     Raises
     ------
@@ -236,7 +238,7 @@ def serve(
         )
         fim = served.service.fim
         log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())
-        return make_app(served, keys)
+        return make_app(served, keys, Attached(linger_s, lambda: setattr(server, "should_exit", True)))
 
     starting = Starting(make, lambda: setattr(server, "should_exit", True))
     server = uvicorn.Server(server_settings(starting))

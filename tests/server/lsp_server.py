@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.reference_model import reference_path
 from retrieve_spec.server.branches import Branch
+from retrieve_spec.server.completer import LocalCompleter
 from retrieve_spec.server.lsp import create_server
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.text import TextCodec
@@ -35,7 +36,7 @@ def make(roots):
     backend = Slow(lambda prompt: [*said, 0])
     backend.beside = [Branch(0, tuple(codec.encode("n None\n")), 0.5)]
     workspace = Workspace(roots, ServeConfig()) if roots else None
-    return Service(backend, tokenizer, "tiny", ServeConfig(), workspace)
+    return LocalCompleter(Service(backend, tokenizer, "tiny", ServeConfig(), workspace))
 
 
 server = create_server(make)
@@ -43,7 +44,7 @@ server = create_server(make)
 
 @server.command("tests.accepted")
 def accepted():
-    return server.service.memory("").accepted.latest_first()
+    return server.completer.service.memory("").accepted.latest_first()
 
 
 server.start_io()

@@ -1,0 +1,55 @@
+"""Attached editors: connections that say that an editor is there; a server of theirs ends some time after the last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import Response
+
+_PING_S = 30
+
+
+class Attached:
+    """Counts the editors that are there.
+
+    Parameters
+    ----------
+    linger_s
+        Seconds after which a server without an editor ends; 0 for never.
+    end
+        Ends it.
+    """
+
+    def __init__(self, linger_s: float = 0.0, end: Callable[[], None] = lambda: None) -> None:
+        self._linger_s, self._end = linger_s, end
+        self._timer: asyncio.TimerHandle | None = None
+        self.count = 0
+
+    def wait(self) -> None:
+        """Begin to count the time without an editor; for the event loop."""
+        self._stop()
+        if self._linger_s and not self.count:
+            self._timer = asyncio.get_running_loop().call_later(self._linger_s, self._end)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def attach(self, request: Request) -> Response:
+        """`GET /v1/attach`: a stream without events, open for as long as the editor is there."""
+
+        async def nothing() -> AsyncIterator[bytes]:
+            self.count += 1
+            self._stop()
+            try:
+                await asyncio.Event().wait()
+                yield b""
+            finally:
+                self.count -= 1
+                self.wait()
+
+        return EventSourceResponse(nothing(), sep="\n", ping=_PING_S)

@@ -1,0 +1,131 @@
+"""Completer: what a language server asks for suggestions, be it a model in its own process or a server elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from retrieve_spec.server.fim import Chunk, FimParts
+from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.schemas import Common
+from retrieve_spec.server.service import Caller, Service
+from retrieve_spec.server.stream import Stream
+from retrieve_spec.server.workspace import Workspace
+
+log = logging.getLogger("retrieve_spec.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place in an open document, and what is wanted there.
+
+    Attributes
+    ----------
+    uri
+        The document.
+    left, right
+        Its text before and after the cursor.
+    extra
+        Pieces of other open documents, what was looked at last at the end.
+    tokens, line_ms
+        Most tokens of a suggestion; milliseconds after which it ends with its line.
+    others
+        Further suggestions wanted.
+    """
+
+    uri: str
+    left: str
+    right: str
+    extra: tuple[Chunk, ...]
+    tokens: int
+    line_ms: float
+    others: int = 0
+
+
+class Completer(Protocol):
+    """What a language server needs of a model."""
+
+    workspace: Workspace | None
+    """Folders that are indexed in this process, if any."""
+
+    async def complete(self, cursor: Cursor) -> list[str]:
+        """Suggestions for a place, the best first; nothing where there are none, or a newer request came."""
+
+    def open(self, uri: str, text: str) -> None:
+        """A document is open, or changed."""
+
+    def accepted(self, text: str) -> None:
+        """A suggestion was taken; the text is the line up to its end."""
+
+    def saved(self, path: Path) -> None:
+        """A file was saved."""
+
+    def forget(self) -> None:
+        """Drop what is kept of this user."""
+
+    def close(self) -> None:
+        """End."""
+
+
+class LocalCompleter:
+    """Completions by a model in this process.
+
+    Parameters
+    ----------
+    service
+        The model and what stands around it; its engine is started.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.workspace = service, service.workspace
+        service.engine.start()
+
+    async def complete(self, cursor: Cursor) -> list[str]:
+        """Suggestions for a place, the best first."""
+        service = self.service
+        if service.fim is None:
+            return []
+        request = Common.model_validate({"t_max_predict_ms": cursor.line_ms})
+        caller = Caller("", f"lsp\0{cursor.uri}", explicit=True)
+        parts = FimParts(cursor.left, cursor.right, cursor.extra)
+        try:
+            prepared = await asyncio.to_thread(service.fill, parts, request, caller, cursor.tokens, cursor.others)
+            stream = Stream(service, prepared)
+        except Refusal as refusal:
+            log.warning("%s", refusal.message)
+            return []
+        try:
+            done = await stream.result()
+        finally:
+            stream.close()
+        if done.outcome != "done":
+            return []
+        prepared.remember(done)
+        return [text for text in (done.text, *done.alternatives) if text.strip()]
+
+    def open(self, uri: str, text: str) -> None:
+        """Draft from the text of an open document."""
+        self.service.memory("").note_buffer(uri, text)
+
+    def accepted(self, text: str) -> None:
+        """Remember a suggestion that was taken."""
+        self.service.memory("").note_accepted(text)
+
+    def saved(self, path: Path) -> None:
+        """Read a file again."""
+        if self.workspace is not None:
+            threading.Thread(target=self.workspace.update, args=([path],), daemon=True).start()
+
+    def forget(self) -> None:
+        """Drop what is kept."""
+        self.service.forget()
+
+    def close(self) -> None:
+        """End the engine and the index."""
+        if self.workspace is not None:
+            self.workspace.close()
+        self.service.engine.close()

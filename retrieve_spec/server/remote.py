@@ -1,0 +1,266 @@
+"""Remote completer: suggestions of a server that editors share, which is started where none answers.
+
+While an editor is there it holds one connection (`GET /v1/attach`) open. A server that was started for editors ends
+some time after the last of these connections, however that one ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import http.client
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from retrieve_spec.errors import ServeError
+from retrieve_spec.paths import cache_dir
+from retrieve_spec.server.completer import Cursor
+from retrieve_spec.server.guard import is_loopback
+from retrieve_spec.server.workspace import Workspace
+
+log = logging.getLogger("retrieve_spec.server")
+
+LINGER_S = 30
+"""Seconds that a server which was started for editors goes on without one."""
+_ANSWER_S = 60.0
+_AGAIN_S = 1.0
+
+
+class Remote:
+    """The address of a server, and how to ask it.
+
+    Parameters
+    ----------
+    url
+        As ``http://127.0.0.1:8012``.
+    key
+        API key, "" for none.
+
+    Raises
+    ------
+    ServeError
+        The address is none.
+    """
+
+    def __init__(self, url: str, key: str = "") -> None:
+        parts = urlsplit(url)
+        try:
+            self.host, port = parts.hostname or "", parts.port
+        except ValueError:
+            self.host, port = "", None
+        if parts.scheme not in ("http", "https") or not self.host or parts.query:
+            raise ServeError("the address of a server, as http://127.0.0.1:8012", repr(url), "Check --connect.")
+        self.url, self._path, self._key = url.rstrip("/"), parts.path.rstrip("/"), key
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self.port = port or (443 if parts.scheme == "https" else 80)
+        self.here = parts.scheme == "http" and is_loopback(self.host) and not self._path
+
+    def connection(self, timeout: float | None = _ANSWER_S) -> http.client.HTTPConnection:
+        """A connection that is not open yet."""
+        return self._kind(self.host, self.port, timeout=timeout)
+
+    def send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None, client: str = ""
+    ) -> http.client.HTTPResponse:
+        """Send a request; the answer's head."""
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        if client:
+            headers["X-Client-Id"] = client
+        data = None if body is None else json.dumps(body).encode()
+        connection.request(method, self._path + path, data, headers)
+        return connection.getresponse()
+
+    def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 5.0) -> tuple[int, Any]:
+        """Status and body of an answer; status 0 where nobody answers."""
+        connection = self.connection(timeout)
+        try:
+            answer = self.send(connection, method, path, body)
+            return answer.status, _parsed(answer.read())
+        except (OSError, http.client.HTTPException):
+            return 0, None
+        finally:
+            connection.close()
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+class RemoteCompleter:
+    """Completions by a server elsewhere.
+
+    Parameters
+    ----------
+    remote
+        Where it is.
+    start
+        Starts one there, if that can be done; None: nobody does.
+    """
+
+    workspace: Workspace | None = None
+
+    def __init__(self, remote: Remote, start: Callable[[], None] | None = None) -> None:
+        self.remote, self._start = remote, start
+        self._me = f"lsp-{os.getpid()}"
+        self._attached = threading.Event()
+        self._closed = threading.Event()
+        self._held: socket.socket | None = None
+        self.trouble = ""
+        threading.Thread(target=self._hold, name="retrieve-spec-attached", daemon=True).start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the server is there; False if it is not in time, or never will be."""
+        return self._attached.wait(seconds) and not self.trouble
+
+    async def complete(self, cursor: Cursor) -> list[str]:
+        """Suggestions for a place, the best first."""
+        line = cursor.left.rfind("\n") + 1
+        body = {
+            "input_prefix": cursor.left[:line],
+            "prompt": cursor.left[line:],
+            "input_suffix": cursor.right,
+            "input_extra": [{"filename": chunk.filename, "text": chunk.text} for chunk in cursor.extra],
+            "n_predict": cursor.tokens,
+            "t_max_predict_ms": cursor.line_ms,
+            "n_cmpl": cursor.others + 1,
+            "response_fields": ["content", "superseded"],
+        }
+        client = f"{self._me}-{hashlib.sha256(cursor.uri.encode('utf-8', 'replace')).hexdigest()[:16]}"
+        connection = self.remote.connection()
+
+        def exchange() -> tuple[int, Any]:
+            try:
+                answer = self.remote.send(connection, "POST", "/infill", body, client)
+                return answer.status, _parsed(answer.read())
+            except (OSError, http.client.HTTPException):
+                return 0, None
+            finally:
+                connection.close()
+
+        try:
+            status, found = await asyncio.to_thread(exchange)
+        except asyncio.CancelledError:
+            _hang_up(connection.sock)  # the server stops after the pass under way
+            raise
+        if status != 200:
+            log.warning("%s answered %s: %s", self.remote.url, status or "nothing", _reason(found))
+            return []
+        answers = found if isinstance(found, list) else [found]
+        return [str(one["content"]) for one in answers if isinstance(one, dict) and str(one.get("content", "")).strip()]
+
+    def open(self, uri: str, text: str) -> None:
+        """Nothing: what is shown of other documents goes with each request."""
+
+    def accepted(self, text: str) -> None:
+        """Nothing: the server sees that a suggestion stands before the next cursor."""
+
+    def saved(self, path: Path) -> None:
+        """Nothing: the server follows its folders itself."""
+
+    def forget(self) -> None:
+        """Have the server drop what it keeps of this user."""
+        self.remote.ask("DELETE", "/v1/workspace", timeout=_ANSWER_S)
+
+    def close(self) -> None:
+        """Let go of the server."""
+        self._closed.set()
+        _hang_up(self._held)
+
+    def _hold(self) -> None:
+        """Hold a connection open while the editor lives; where it ends, look for the server again."""
+        start = self._start
+        while not self._closed.is_set():
+            status, found = self.remote.ask("GET", "/health")
+            if status == 0 and start is not None:
+                try:
+                    start()
+                except OSError as error:
+                    self.trouble = f"none could be started: {error}"
+                    self._attached.set()
+                    return
+                start = None  # once: a server that does not come up says why in its log
+            elif status == 200:
+                self._attach()
+                start = self._start
+            elif status not in (0, 503):
+                self.trouble = f"{self.remote.url} answered {status}: {_reason(found)}"
+                self._attached.set()
+                return
+            self._closed.wait(_AGAIN_S / 4 if status == 503 else _AGAIN_S)
+
+    def _attach(self) -> None:
+        connection = self.remote.connection(None)
+        try:
+            connection.connect()
+            self._held = connection.sock
+            answer = self.remote.send(connection, "GET", "/v1/attach")
+            if answer.status == 404:  # another program that speaks the dialect
+                self._attached.set()
+                self._closed.wait()
+            elif answer.status != 200:
+                self.trouble = f"{self.remote.url} answered {answer.status}: {_reason(_parsed(answer.read()))}"
+                self._attached.set()
+                self._closed.set()
+            else:
+                self._attached.set()
+                while answer.read(1):
+                    pass
+        except (OSError, http.client.HTTPException):
+            pass  # the server ended, or this end was closed
+        finally:
+            self._held = None
+            connection.close()
+
+
+def _reason(body: Any) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message", "")) if isinstance(error, dict) else ""
+
+
+def _hang_up(held: socket.socket | None) -> None:
+    """Close a connection that another thread reads from."""
+    if held is not None:
+        with contextlib.suppress(OSError):
+            held.shutdown(socket.SHUT_RDWR)
+
+
+def starter(remote: Remote, arguments: Sequence[str]) -> Callable[[], None] | None:
+    """What starts a server at an address of this machine, None for one elsewhere.
+
+    Parameters
+    ----------
+    remote
+        The address.
+    arguments
+        Of ``retrieve-spec serve``, besides the address.
+    """
+    if not remote.here:
+        return None
+
+    def start() -> None:
+        folder = cache_dir() / "servers"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        command = [sys.executable, "-m", "retrieve_spec.cli", "serve", "--host", remote.host]
+        command += ["--port", str(remote.port), "--linger", str(LINGER_S), *arguments]
+        with open(folder / f"{remote.port}.log", "ab", opener=lambda p, f: os.open(p, f, 0o600)) as said:
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True, close_fds=True
+            )
+        log.warning("no server at %s: one is being started, its log is %s", remote.url, said.name)
+
+    return start
