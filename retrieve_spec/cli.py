@@ -39,6 +39,7 @@ COMMANDS = {
     "retokenize": ("retrieve_spec.cli_store", "Rewrite a datastore for another tokenizer."),
     "serve": ("retrieve_spec.cli_serve", "Serve completions to editors over HTTP."),
     "lsp": ("retrieve_spec.cli_serve", "Serve inline completions as a language server."),
+    "editor": ("retrieve_spec.cli_editor", "Print or write an editor's settings, and try the server."),
     "doctor": ("retrieve_spec.cli_doctor", "Say what this machine and a model allow, and what would be faster."),
     "forget": ("retrieve_spec.cli_serve", "Delete what is kept about workspaces."),
 }

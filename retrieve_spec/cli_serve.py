@@ -57,7 +57,8 @@ line, and in the middle of one it mostly repeats what stands there. To write cod
 on fill-in-the-middle:  retrieve-spec serve --model Qwen/Qwen2.5-Coder-1.5B"""
 
 
-def _need_extra() -> None:
+def need_extra() -> None:
+    """Say which extra is missing, if one is."""
     for package in EXTRAS["serve"]:
         if find_spec(package) is None:
             raise ServeError(
@@ -137,7 +138,7 @@ def serve(
     Speaks llama.cpp's /infill and /completion, OpenAI's /v1/completions and /v1/chat/completions, and Tabby's
     completions, so that llama.vim, llama.vscode, Continue, Zed, minuet and Tabby clients work unchanged.
     """
-    _need_extra()
+    need_extra()
     from retrieve_spec.server.run import serve as run
 
     logging.basicConfig(level=logging.ERROR if quiet else logging.INFO, format="%(levelname)s: %(message)s")
@@ -198,7 +199,7 @@ def lsp(
 
     Answers textDocument/inlineCompletion (LSP 3.18) and drafts from the client's workspace folders.
     """
-    _need_extra()
+    need_extra()
     from retrieve_spec.server.guard import read_keys
     from retrieve_spec.server.lsp import connect_stdio, serve_stdio
     from retrieve_spec.server.remote import Remote
@@ -224,7 +225,7 @@ def forget(workspaces: tuple[Path, ...]) -> None:
     A server that runs with one of them keeps what it has in memory until it ends, or until it is told
     (DELETE /v1/workspace).
     """
-    _need_extra()
+    need_extra()
     from retrieve_spec.server.workspace_store import forget_workspace, kept_workspaces
 
     if not workspaces:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
 import pytest
+from click.testing import CliRunner
 from scripted import ScriptedBackend
 
+from retrieve_spec.cli_editor import editor as COMMAND
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.errors import ServeError
+from retrieve_spec.server.editors import EDITORS, settings_file
 from retrieve_spec.server.openapi import describe
 from retrieve_spec.server.run import display_name
 
-FOLDER = Path(__file__).parents[2] / "tools" / "editors"
-FILES = sorted(path for path in FOLDER.iterdir() if path.name != "README.md")
+FOLDER = Path(__file__).parents[2] / "retrieve_spec" / "server" / "editor_settings"
+FILES = sorted(FOLDER.iterdir())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_addresses_exist(path):
     text = path.read_text("utf-8")
     urls = re.findall(r"http://[^'\"\s]+", text)
-    assert urls or "retrieve-spec', 'lsp'" in text
+    assert urls
     config = ServeConfig()
     for url in map(urlparse, urls):
         assert (url.hostname, url.port) == (config.host, config.port)
@@ -42,10 +48,79 @@ def test_llama_vscode_does_not_ask_to_install_another_server():
     assert json.loads((FOLDER / "llama-vscode.json").read_text("utf-8"))["llama-vscode.ask_install_llamacpp"] is False
 
 
-def test_readme_lists_every_file():
-    text = (FOLDER / "README.md").read_text("utf-8")
-    for path in FILES:
-        assert f"]({path.name})" in text
+def test_every_file_belongs_to_an_editor_that_the_command_and_the_docs_name():
+    assert sorted(editor.settings for editor in EDITORS.values()) == [path.name for path in FILES]
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
+    command = COMMAND.params[0].type.choices
+    assert list(command) == list(EDITORS)
+    assert all(f"| `{name}` |" in text for name in EDITORS)
+
+
+@pytest.fixture
+def server(live, codec):
+    said = codec.encode("return n\n")
+    return live(ScriptedBackend(lambda prompt: [*said, 0]))
+
+
+@pytest.fixture
+def at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    return tmp_path
+
+
+def run(*arguments, **how):
+    return CliRunner().invoke(COMMAND, [*map(str, arguments)], **how)
+
+
+@pytest.mark.parametrize("name", EDITORS)
+def test_settings_name_the_server_and_its_model_and_a_completion_is_shown(name, server, at_home):
+    shown = run(name, "--url", server.url)
+    assert shown.exit_code == 0, shown.output
+    assert server.url in shown.stdout and "8012" not in shown.stdout
+    assert display_name("reference") not in shown.stdout
+    assert "return n" in shown.stderr and "fill-in-the-middle: qwen" in shown.stderr
+    assert not list(at_home.iterdir())
+    done = run(name, "--url", server.url, "--write", input="n\n")
+    assert done.exit_code == 0 and not list(at_home.iterdir())
+    done = run(name, "--url", server.url, "--write", input="y\n")
+    assert done.exit_code == 0, done.output
+    assert settings_file(name).is_relative_to(at_home)
+    assert server.url in settings_file(name).read_text("utf-8")
+
+
+def test_what_stood_in_the_settings_stays(server, at_home):
+    path = settings_file("zed")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"theme": "Über", "edit_predictions": {"mode": "subtle", "provider": "none"}}', "utf-8")
+    path.chmod(0o600)
+    before = path.read_text("utf-8")
+    assert run("zed", "--url", server.url, "--write", "--yes").exit_code == 0
+    now = json.loads(path.read_text("utf-8"))
+    assert now["theme"] == "Über" and now["edit_predictions"]["mode"] == "subtle"
+    assert now["edit_predictions"]["provider"] == "open_ai_compatible_api"
+    assert path.stat().st_mode & 0o777 == 0o600
+    (kept,) = path.parent.glob("settings.json.*")
+    assert kept.read_text("utf-8") == before
+    path.write_text("{ // mine\n}")
+    refused = run("zed", "--url", server.url, "--write", "--yes")
+    assert isinstance(refused.exception, ServeError) and "comments" in str(refused.exception)
+    assert path.read_text() == "{ // mine\n}"
+    other = settings_file("continue")
+    other.parent.mkdir()
+    other.write_text("models: []\n")
+    assert isinstance(run("continue", "--url", server.url, "--write", "--yes").exception, ServeError)
+    assert other.read_text() == "models: []\n"
+
+
+def test_a_server_that_does_not_answer_is_said(at_home):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    shown = run("vim", "--url", f"http://127.0.0.1:{port}")
+    assert shown.exit_code == 0
+    assert f"http://127.0.0.1:{port}/infill" in shown.stdout
+    assert "does not answer" in shown.stderr and "retrieve-spec serve" in shown.stderr
 
 
 def test_prompt_format_of_zed_is_that_of_the_bundled_model(live):

@@ -15,7 +15,7 @@ from retrieve_spec.server.branches import Branch
 
 PLUGIN = Path(os.environ.get("RETRIEVE_SPEC_LLAMA_VSCODE", "/nowhere"))
 DRIVER = Path(__file__).with_name("vscode_driver.cjs")
-SETTINGS = Path(__file__).parents[2] / "tools" / "editors" / "llama-vscode.json"
+SETTINGS = Path(__file__).parents[2] / "retrieve_spec" / "server" / "editor_settings" / "llama-vscode.json"
 
 pytestmark = [
     pytest.mark.skipif(

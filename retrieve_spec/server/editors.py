@@ -1,0 +1,152 @@
+"""Editor settings: what each editor's plug-in is told so that it asks a server, and where it looks for that."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.errors import ServeError
+from retrieve_spec.server.remote import Remote
+from retrieve_spec.server.run import display_name
+
+_FOLDER = Path(__file__).parent / "editor_settings"
+_URL = f"http://{ServeConfig().host}:{ServeConfig().port}"
+_KEPT = ".before-retrieve-spec"
+PROBE = ("def fibonacci(n):\n", "    if n < 2:\n        ", "\n")
+"""What the first completion is asked for: text above the cursor, its line, text below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Editor:
+    """One editor.
+
+    Attributes
+    ----------
+    settings
+        Name of the file with its settings.
+    needs
+        What has to be installed in it, and what is then seen.
+    own
+        The settings are a file of their own; otherwise they are merged into a file of JSON.
+    """
+
+    settings: str
+    needs: str
+    own: bool = True
+
+    def text(self, remote: Remote, health: dict[str, Any] | None) -> str:
+        """The settings for a server, which ``health`` describes, None where it does not answer."""
+        text = (_FOLDER / self.settings).read_text("utf-8").replace(_URL, remote.url)
+        if health is not None:
+            text = text.replace(display_name("reference"), str(health.get("model", "")))
+            if health.get("fim") != "qwen":
+                text = text.replace('"prompt_format": "qwen"', '"prompt_format": "infer"')
+        return text
+
+
+EDITORS = {
+    "vscode": Editor(
+        "llama-vscode.json",
+        "the extension llama-vscode (ggml-org.llama-vscode); grey text at the cursor, Tab takes it",
+        own=False,
+    ),
+    "vim": Editor("llama.vim", "the plug-in ggml-org/llama.vim; grey text behind the cursor, Tab takes it"),
+    "neovim": Editor("neovim.lua", "Neovim 0.12, no plug-in; Tab takes the completion"),
+    "minuet": Editor("minuet.lua", "Neovim with the plug-in milanglacier/minuet-ai.nvim; Alt-A takes the completion"),
+    "zed": Editor("zed.json", "Zed, nothing else; Tab takes the prediction", own=False),
+    "continue": Editor("continue.yaml", "the extension Continue (VS Code, JetBrains)"),
+}
+
+
+def settings_file(name: str) -> Path:
+    """Where an editor looks for its settings."""
+    home = Path.home()
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+    code = home / "Library" / "Application Support" if sys.platform == "darwin" else config
+    return {
+        "vscode": code / "Code" / "User" / "settings.json",
+        "vim": home / ".vim" / "plugin" / "retrieve_spec.vim",
+        "neovim": config / "nvim" / "plugin" / "retrieve_spec.lua",
+        "minuet": config / "nvim" / "plugin" / "retrieve_spec_minuet.lua",
+        "zed": config / "zed" / "settings.json",
+        "continue": home / ".continue" / "config.yaml",
+    }[name]
+
+
+def merged(name: str, text: str, path: Path) -> str:
+    """What a settings file will hold, with what stood in it.
+
+    Raises
+    ------
+    ServeError
+        What stands there cannot be kept: it is no plain JSON, or another file than the one this would write.
+    """
+    try:
+        old = path.read_text("utf-8")
+    except FileNotFoundError:
+        return text
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServeError("a settings file that can be read", f"{path} ({error})", "Paste the settings.") from error
+    if not EDITORS[name].own:
+        try:
+            held = json.loads(old or "{}")
+        except ValueError:
+            held = None
+        if not isinstance(held, dict):
+            raise ServeError(
+                "settings in plain JSON", f"{path}, which has comments or is damaged", "Paste the settings into it."
+            )
+        return (
+            json.dumps(_joined(held, json.loads(text)), indent=4 if name == "vscode" else 2, ensure_ascii=False) + "\n"
+        )
+    if name == "continue" and old != text:
+        raise ServeError("no settings of Continue yet", f"{path}", "Paste the models into it.")
+    return text
+
+
+def _joined(held: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    out = dict(held)
+    for key, value in new.items():
+        inner = out.get(key)
+        out[key] = _joined(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return out
+
+
+def write(path: Path, text: str) -> Path | None:
+    """Write a settings file; where what stood in it before is kept, None if nothing did."""
+    kept = None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = path.resolve()  # a link into a folder of dotfiles stays one
+    if target.exists():
+        kept = target.with_name(target.name + _KEPT)
+        shutil.copy2(target, kept)
+    fresh = target.with_name(target.name + ".retrieve-spec-new")
+    fresh.write_text(text, "utf-8")
+    if kept is not None:
+        shutil.copymode(kept, fresh)
+    fresh.replace(target)
+    return kept
+
+
+def first_completion(remote: Remote) -> tuple[str, float]:
+    """Text at the place of `PROBE`, and the model's milliseconds.
+
+    Raises
+    ------
+    ServeError
+        The server refuses.
+    """
+    above, line, below = PROBE
+    body = {"input_prefix": above, "prompt": line, "input_suffix": below, "n_predict": 24}
+    status, found = remote.ask("POST", "/infill", body, timeout=120.0)
+    if status != 200 or not isinstance(found, dict) or "content" not in found:
+        error = found.get("error", {}).get("message", "") if isinstance(found, dict) else ""
+        raise ServeError("a completion", f"status {status} of {remote.url}: {error}", "Is the model one that infills?")
+    timings = found.get("timings", {})
+    return str(found["content"]), float(timings.get("prompt_ms", 0.0)) + float(timings.get("predicted_ms", 0.0))
