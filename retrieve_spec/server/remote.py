@@ -73,9 +73,9 @@ class Remote:
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None, client: str = ""
     ) -> http.client.HTTPResponse:
         """Send a request; the answer's head."""
-        headers = {"Content-Type": "application/json", "Connection": "close"}
+        headers: dict[str, str | bytes] = {"Content-Type": "application/json", "Connection": "close"}
         if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+            headers["Authorization"] = f"Bearer {self._key}".encode()  # keys are not always Latin-1
         if client:
             headers["X-Client-Id"] = client
         data = None if body is None else json.dumps(body).encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -35,6 +35,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": (),
+    "penalty_alpha": (0,),
     # llama.cpp
     "repeat_penalty": (1,),
     "grammar": (),
@@ -56,9 +67,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values with which a field asks for nothing; None, "", [] and {} always do."""
 
 
-def unserved(fields: Mapping[str, Any]) -> list[str]:
-    """Names of the fields of a request that ask for what is not served; parts of messages that are no text too."""
-    names = [name for name, neutral in _NEUTRAL.items() if name in fields and not _asks_nothing(fields[name], neutral)]
+_SEVERAL = ("n", "n_cmpl")
+"""Fields that ask for several answers, which some dialects serve under one of these names."""
+
+
+def unserved(fields: Mapping[str, Any], served: Collection[str] = ()) -> list[str]:
+    """Names of the fields of a request that ask for what is not served; parts of messages that are no text too.
+
+    ``served`` are the fields of the dialect.
+    """
+    asked = {**_NEUTRAL, **{name: (1,) for name in _SEVERAL if name not in served}}
+    names = [name for name, neutral in asked.items() if name in fields and not _asks_nothing(fields[name], neutral)]
     messages = fields.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else []):
         content = message.get("content") if isinstance(message, dict) else None

@@ -84,6 +84,9 @@ def test_without_a_seed_every_answer_is_another_sample(reference_live):
         ("/v1/chat/completions", CHAT, {"logprobs": True, "logit_bias": {"5": -100}}),
         ("/v1/completions", {"prompt": SOURCE}, {"echo": True, "best_of": 2, "presence_penalty": 1}),
         ("/completion", COMPLETION, {"grammar": "root ::= 'x'", "repeat_penalty": 1.1, "n_probs": 5}),
+        ("/completion", COMPLETION, {"n": 2, "n_cmpl": 3}),
+        ("/v1/chat/completions", CHAT, {"n_cmpl": 2, "chat_template_kwargs": {"enable_thinking": False}}),
+        ("/v1/completions", {"prompt": SOURCE}, {"include_stop_str_in_output": True, "skip_special_tokens": False}),
         ("/infill", INFILL, {"mirostat": 2, "ignore_eos": True, "lora": [{"id": 0, "scale": 1}]}),
     ],
 )
@@ -100,6 +103,7 @@ def test_fields_that_ask_for_nothing_are_taken(reference_live):
     nothing = {
         "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "frequency_penalty": 0.0, "top_p": 1,
         "presence_penalty": 0, "logit_bias": {}, "logprobs": None, "n": 1, "parallel_tool_calls": True, "best_of": 1,
+        "n_cmpl": 1, "skip_special_tokens": True, "include_stop_str_in_output": False, "chat_template_kwargs": {},
     }  # fmt: skip
     assert reference_live.post("/v1/chat/completions", {**CHAT, **nothing}).status_code == 200
 

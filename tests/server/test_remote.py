@@ -95,15 +95,15 @@ def test_a_request_that_an_editor_gives_up_is_given_up(live, codec, editors):
 
 
 def test_a_wrong_key_is_said(live, codec, editors):
-    server = live(saying(codec, "urn 1"), keys=(b"right",))
-    wrong, right = editors(server.url, "wrong"), editors(server.url, "right")
+    server = live(saying(codec, "urn 1"), keys=("schlüssel-ключ".encode(),))
+    wrong, right = editors(server.url, "wrong"), editors(server.url, "schlüssel-ключ")
     assert not wrong.wait(60)
     assert "401" in wrong.trouble and "API key" in wrong.trouble
     assert right.wait(60)
     assert asyncio.run(right.complete(CURSOR)) == ["urn 1"]
-    assert server.service.kept("right")["chunks"] == 1
+    assert server.service.kept("schlüssel-ключ")["chunks"] == 1
     right.forget()
-    assert server.service.kept("right")["chunks"] == 0
+    assert server.service.kept("schlüssel-ключ")["chunks"] == 0
 
 
 def test_servers_are_started_on_this_machine_only(monkeypatch, tmp_path):
