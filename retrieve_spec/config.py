@@ -182,7 +182,7 @@ class ServeConfig:
     cache_bytes
         Bytes of key-value caches that are kept for reuse; no single prompt may need more.
     slots
-        Key-value caches kept for reuse.
+        Key-value caches kept for reuse; each document that is typed in needs one.
     chats
         Answers that are decoded beside one another, in turns; completions at a cursor come before all of them.
     max_queue
@@ -219,7 +219,7 @@ class ServeConfig:
     fim_window: int = 0
     prefix_share: float = 0.75
     cache_bytes: int = 2 << 30
-    slots: int = 4
+    slots: int = 32
     chats: int = 4
     max_queue: int = 32
     prefill_chunk: int = 512

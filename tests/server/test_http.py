@@ -341,6 +341,19 @@ def test_a_host_others_can_reach_needs_a_key(tmp_path):
 # ── giving up ──
 
 
+def test_as_many_as_share_a_server_keep_their_prompts_warm(live, say):
+    server = live(say("x"))
+    texts = [f"value_{number} = {number}\n" * 20 for number in range(12)]
+    for begin in ("", "a"):
+        reused = [
+            server.post("/infill", {"input_prefix": text, "input_suffix": "", "prompt": begin, "n_predict": 1}).json()[
+                "timings"
+            ]["cache_n"]
+            for text in texts
+        ]
+    assert min(reused) > 100
+
+
 def test_closed_connection_costs_at_most_one_pass(live, say):
     backend = say("word " * 200, run=1)
     backend.gate = threading.Semaphore(0)
