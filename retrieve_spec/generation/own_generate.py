@@ -17,6 +17,8 @@ from retrieve_spec.engine.request import Prepared, capture, from_captured, reaso
 from retrieve_spec.verify.steps import sample_tokens
 
 Decode = Callable[[Prepared], Any]
+_UNHEARD = ("streamer", "assistant_model", "custom_generate")
+"""Arguments of which what decodes inside does not hear."""
 
 
 class _LeftError(Exception):
@@ -80,20 +82,37 @@ def decode_inside(
         decoded.append(True)
         return decode(found)
 
+    drawn = _noise(model)
     try:
         output = own(*args, **kwargs, custom_generate=inside)
     except _LeftError as left:
+        for device, state in drawn.items():  # the class begins again
+            torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state, device)
         return None, str(left)
     return output, "" if decoded else own_generate(model)
 
 
+def _noise(model: Any) -> dict[str, torch.Tensor]:
+    """States of the generators that a call may draw from, by device."""
+    states = {"cpu": torch.get_rng_state()}
+    if model.device.type == "cuda":
+        states[str(model.device)] = torch.cuda.get_rng_state(model.device)
+    return states
+
+
 def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call, as far as they have names."""
-    arguments = dict(inspect.signature(own).bind(*args, **kwargs).arguments)
+    bound = inspect.signature(own).bind(*args, **kwargs)
     inherited = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
-    unnamed = zip(inherited, arguments.pop("args", ()), strict=False)
-    more: dict[str, Any] = arguments.pop("kwargs", {})
-    return arguments | dict(unnamed) | more
+    found: dict[str, Any] = {}
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            found |= dict(zip(inherited, bound.arguments.get(name, ()), strict=False))
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            found |= bound.arguments.get(name, {})
+        elif name in bound.arguments:
+            found[name] = bound.arguments[name]
+    return found
 
 
 def _why_left(model: Any, arguments: dict[str, Any]) -> str:
@@ -102,6 +121,8 @@ def _why_left(model: Any, arguments: dict[str, Any]) -> str:
         return str(model.speculation.reason)
     if model.speculation.engine.is_stepping:
         return "it is asked for in the middle of another generation"
-    if arguments.get("streamer") is not None or setting(model, arguments, "stop_strings") is not None:
+    if any(arguments.get(name) is not None for name in _UNHEARD):
+        return own_generate(model)
+    if setting(model, arguments, "stop_strings") is not None:
         return own_generate(model)
     return reason_from_arguments(model, arguments, "")

@@ -111,5 +111,6 @@ def _read_warpers(processors: Any) -> Warpers | None:
 
 
 def _least(processor: Any, length: int) -> dict[str, Any]:
-    """Rules of a processor that lets no text end before it is `length` tokens long."""
-    return {"min_length": length, "end_ids": tuple(int(token) for token in processor.eos_token_id.flatten())}
+    """Rules of a processor that lets no text end before it is `length` tokens long; negative ids are no token's."""
+    ends = (int(token) for token in processor.eos_token_id.flatten())
+    return {"min_length": length, "end_ids": tuple(token for token in ends if token >= 0)}

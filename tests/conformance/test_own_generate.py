@@ -35,6 +35,27 @@ class Around(LlamaForCausalLM):  # type: ignore[misc]
         return told + added if added else told
 
 
+class Other(LlamaForCausalLM):  # type: ignore[misc]
+    """Calls its arguments by other names, and draws before it decodes."""
+
+    def generate(self, *inputs: Any, **options: Any) -> Any:
+        first = torch.randint(3, 60, (1, 1))
+        return super().generate(torch.cat([inputs[0], first], dim=-1), **options)
+
+
+class Streamer:
+    """Counts what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.heard.append(value.numel())
+
+    def end(self) -> None:
+        self.heard.append(-1)
+
+
 class Inside(LlamaForCausalLM):  # type: ignore[misc]
     """Lets another model decode."""
 
@@ -93,6 +114,24 @@ def test_rows_of_a_batch_and_samples() -> None:
     assert torch.equal(model.generate(ids, **SAMPLED), model.generate(ids, **SAMPLED, draft="off"))
     assert torch.equal(model.generate(ids[:1], wide=True), wide)
     assert "beams" in model.speculation.last.reason
+
+
+@pytest.mark.parametrize(
+    "call", [{}, {"streamer": Streamer}, {"num_beams": 2}, {"custom_generate": lambda model, input_ids, **_: input_ids}]
+)
+def test_arguments_by_any_name_are_heard(call: dict[str, Any]) -> None:
+    model, ids = made(Other), torch.arange(5, 25)[None]
+
+    def said() -> tuple[list[int], list[int]]:
+        given = {name: value() if value is Streamer else value for name, value in call.items()}
+        torch.manual_seed(2)
+        text = model.generate(ids, **GREEDY, **given)[0].tolist()
+        return text, given["streamer"].heard if "streamer" in given else []
+
+    wanted = said()
+    rs.accelerate(model, nodes=8)
+    assert said() == wanted
+    assert model.speculation.last.mode == ("delegated" if call else "tree")
 
 
 @pytest.mark.parametrize("kind", [Draws, Inside])
