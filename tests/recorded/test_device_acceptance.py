@@ -156,7 +156,8 @@ def test_who_chooses(processors: list[Any], seed: int | None, device: str, kind:
 @settings(max_examples=60, deadline=None)
 @given(
     min_length=st.integers(0, 14), min_new_tokens=st.integers(0, 6),
-    ends=st.sampled_from([[0], [0, 7, 3], [2, 99], [-1], [-100, 5]]), penalty=st.booleans(), top_k=st.booleans(), seed=st.none() | st.integers(0, 2**62),
+    ends=st.sampled_from([[0], [0, 7, 3], [2, 99], [-1], [-100, 5]]),
+    penalty=st.booleans(), top_k=st.booleans(), seed=st.none() | st.integers(0, 2**62),
 )  # fmt: skip
 def test_texts_end_no_earlier_than_by_the_processors(
     min_length: int, min_new_tokens: int, ends: list[int], penalty: bool, top_k: bool, seed: int | None
