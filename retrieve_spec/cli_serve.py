@@ -200,8 +200,9 @@ def lsp(
     Answers textDocument/inlineCompletion (LSP 3.18) and drafts from the client's workspace folders.
     """
     need_extra()
+    from retrieve_spec.server.connecting import connect_stdio
     from retrieve_spec.server.guard import read_keys
-    from retrieve_spec.server.lsp import connect_stdio, serve_stdio
+    from retrieve_spec.server.lsp import serve_stdio
     from retrieve_spec.server.remote import Remote
 
     logging.basicConfig(level=logging.WARNING)  # standard error; standard output belongs to the protocol

@@ -19,10 +19,8 @@ from pygls.lsp.server import LanguageServer
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.errors import ServeError
 from retrieve_spec.server.completer import Completer, Cursor, LocalCompleter
 from retrieve_spec.server.fim import Chunk
-from retrieve_spec.server.remote import Remote, RemoteCompleter, starter
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
@@ -51,7 +49,14 @@ class CompletionServer(LanguageServer):
         starts up.
     workspaces
         Folders to draft from besides the client's.
+
+    Attributes
+    ----------
+    give_up
+        Ends the making of a completer that is waited for no longer.
     """
+
+    give_up: Callable[[], None] | None = None
 
     def __init__(self, make_completer: MakeCompleter, workspaces: Sequence[Path] = ()) -> None:
         super().__init__("retrieve-spec", __version__)
@@ -66,7 +71,11 @@ class CompletionServer(LanguageServer):
         roots = [*self._workspaces, *folders]
         try:
             async with self._bar(_LOADING, "Loading the model"):
-                completer = await asyncio.to_thread(self._make_completer, roots)
+                try:
+                    completer = await asyncio.to_thread(self._make_completer, roots)
+                except asyncio.CancelledError:
+                    self.close()  # the interpreter waits for this thread before it ends
+                    raise
             self.completer = completer
             for document in list(self.workspace.text_documents.values()):
                 self.remember(document.uri, document.source)
@@ -141,6 +150,8 @@ class CompletionServer(LanguageServer):
         """End the engine and the index, or let go of the server."""
         if self.completer is not None:
             self.completer.close()
+        elif self.give_up is not None:
+            self.give_up()
 
 
 def create_server(make_completer: MakeCompleter, workspaces: Sequence[Path] = ()) -> CompletionServer:
@@ -272,28 +283,5 @@ def serve_stdio(
 
         served = build_service(model_name, config, workspaces=roots, stores=stores, dtype=dtype, device=device)
         return LocalCompleter(served.service)
-
-    create_server(make, workspaces).start_io()
-
-
-def connect_stdio(remote: Remote, arguments: Sequence[str], workspaces: Sequence[Path] = ()) -> None:
-    """Serve on standard input and output by asking a server elsewhere, which is started if it is not there.
-
-    Parameters
-    ----------
-    remote
-        Where it is.
-    arguments
-        Of ``retrieve-spec serve``, for one that is started; the editor's folders come with them.
-    workspaces
-        Folders to draft from besides those.
-    """
-
-    def make(roots: Sequence[Path]) -> Completer:
-        folders = [part for root in roots for part in ("--workspace", str(root))]
-        completer = RemoteCompleter(remote, starter(remote, [*arguments, *folders]))
-        if not completer.wait():
-            raise ServeError(f"a server at {remote.url}", completer.trouble or "none", "Check --connect and its key.")
-        return completer
 
     create_server(make, workspaces).start_io()

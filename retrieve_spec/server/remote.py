@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from retrieve_spec.errors import ServeError
+from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.paths import cache_dir
 from retrieve_spec.server.completer import Cursor
 from retrieve_spec.server.guard import is_loopback
@@ -93,12 +93,23 @@ class Remote:
         finally:
             connection.close()
 
+    def listens(self) -> bool:
+        """Whether anybody is there, be it too busy to answer."""
+        try:
+            socket.create_connection((self.host, self.port), timeout=5.0).close()
+        except OSError:
+            return False
+        return True
+
 
 def _parsed(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:
         return None
+
+
+Start = Callable[[], "subprocess.Popen[bytes] | None"]
 
 
 class RemoteCompleter:
@@ -109,19 +120,19 @@ class RemoteCompleter:
     remote
         Where it is.
     start
-        Starts one there, if that can be done; None: nobody does.
+        Starts one there, if that can be done, and gives its process; None: nobody does.
     """
 
     workspace: Workspace | None = None
 
-    def __init__(self, remote: Remote, start: Callable[[], None] | None = None) -> None:
+    def __init__(self, remote: Remote, start: Start | None = None) -> None:
         self.remote, self._start = remote, start
         self._me = f"lsp-{os.getpid()}"
         self._attached = threading.Event()
         self._closed = threading.Event()
         self._held: socket.socket | None = None
         self.trouble = ""
-        threading.Thread(target=self._hold, name="retrieve-spec-attached", daemon=True).start()
+        threading.Thread(target=self._run, name="retrieve-spec-attached", daemon=True).start()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the server is there; False if it is not in time, or never will be."""
@@ -177,30 +188,43 @@ class RemoteCompleter:
         self.remote.ask("DELETE", "/v1/workspace", timeout=_ANSWER_S)
 
     def close(self) -> None:
-        """Let go of the server."""
+        """Let go of the server; who waits for it does so no longer."""
         self._closed.set()
         _hang_up(self._held)
+        self._fail("closed")
+
+    def _fail(self, trouble: str) -> None:
+        self.trouble = self.trouble or trouble
+        self._attached.set()
+
+    def _run(self) -> None:
+        try:
+            self._hold()
+        except Exception as error:
+            log.exception("the server at %s is not looked for any longer", self.remote.url)
+            self._fail(in_a_line(error))
 
     def _hold(self) -> None:
         """Hold a connection open while the editor lives; where it ends, look for the server again."""
-        start = self._start
+        start, process = self._start, None
         while not self._closed.is_set():
+            ended = process is not None and process.poll() is not None  # before: another's may listen since
             status, found = self.remote.ask("GET", "/health")
-            if status == 0 and start is not None:
+            if status == 0 and ended and not self.remote.listens():
+                if not self._attached.is_set():
+                    return self._fail(f"the server that was started ended; see {log_of(self.remote)}")
+                process = None  # an editor that had one goes on looking
+            elif status == 0 and start is not None and not self._closed.is_set():
                 try:
-                    start()
+                    process = start()
                 except OSError as error:
-                    self.trouble = f"none could be started: {error}"
-                    self._attached.set()
-                    return
+                    return self._fail(f"none could be started: {error}")
                 start = None  # once: a server that does not come up says why in its log
             elif status == 200:
                 self._attach()
                 start = self._start
             elif status not in (0, 503):
-                self.trouble = f"{self.remote.url} answered {status}: {_reason(found)}"
-                self._attached.set()
-                return
+                return self._fail(f"{self.remote.url} answered {status}: {_reason(found)}")
             self._closed.wait(_AGAIN_S / 4 if status == 503 else _AGAIN_S)
 
     def _attach(self) -> None:
@@ -213,8 +237,7 @@ class RemoteCompleter:
                 self._attached.set()
                 self._closed.wait()
             elif answer.status != 200:
-                self.trouble = f"{self.remote.url} answered {answer.status}: {_reason(_parsed(answer.read()))}"
-                self._attached.set()
+                self._fail(f"{self.remote.url} answered {answer.status}: {_reason(_parsed(answer.read()))}")
                 self._closed.set()
             else:
                 self._attached.set()
@@ -239,7 +262,12 @@ def _hang_up(held: socket.socket | None) -> None:
             held.shutdown(socket.SHUT_RDWR)
 
 
-def starter(remote: Remote, arguments: Sequence[str]) -> Callable[[], None] | None:
+def log_of(remote: Remote) -> Path:
+    """Where a server that is started for editors says what happens to it."""
+    return cache_dir() / "servers" / f"{remote.port}.log"
+
+
+def starter(remote: Remote, arguments: Sequence[str]) -> Start | None:
     """What starts a server at an address of this machine, None for one elsewhere.
 
     Parameters
@@ -252,15 +280,16 @@ def starter(remote: Remote, arguments: Sequence[str]) -> Callable[[], None] | No
     if not remote.here:
         return None
 
-    def start() -> None:
-        folder = cache_dir() / "servers"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def start() -> subprocess.Popen[bytes]:
+        said_in = log_of(remote)
+        said_in.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = [sys.executable, "-m", "retrieve_spec.cli", "serve", "--host", remote.host]
         command += ["--port", str(remote.port), "--linger", str(LINGER_S), *arguments]
-        with open(folder / f"{remote.port}.log", "ab", opener=lambda p, f: os.open(p, f, 0o600)) as said:
-            subprocess.Popen(
+        with open(said_in, "ab", opener=lambda p, f: os.open(p, f, 0o600)) as said:
+            process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True, close_fds=True
             )
-        log.warning("no server at %s: one is being started, its log is %s", remote.url, said.name)
+        log.warning("no server at %s: one is being started, its log is %s", remote.url, said_in)
+        return process
 
     return start

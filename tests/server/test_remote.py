@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import socket
 import subprocess
+import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from lsprotocol import types as lsp
@@ -16,6 +20,7 @@ from waiting import wait_for
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.attached import Attached
 from retrieve_spec.server.completer import Cursor
+from retrieve_spec.server.connecting import Connecting
 from retrieve_spec.server.fim import Chunk
 from retrieve_spec.server.lsp import CompletionServer
 from retrieve_spec.server.remote import Remote, RemoteCompleter, starter
@@ -104,6 +109,96 @@ def test_a_wrong_key_is_said(live, codec, editors):
     assert server.service.kept("schlüssel-ключ")["chunks"] == 1
     right.forget()
     assert server.service.kept("schlüssel-ключ")["chunks"] == 0
+
+
+def nobody():
+    """An address where none listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_a_started_server_that_ends_at_once_is_said(editors):
+    started = []
+
+    def start():
+        started.append(subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(1)"]))
+        return started[-1]
+
+    editor = editors(nobody(), start=start)
+    assert not editor.wait(60)
+    assert "ended" in editor.trouble and ".log" in editor.trouble
+    assert len(started) == 1
+
+
+def test_an_error_of_any_kind_ends_the_waiting(editors):
+    def start():
+        raise RuntimeError("no more processes")
+
+    editor = editors(nobody(), start=start)
+    assert not editor.wait(60)
+    assert "no more processes" in editor.trouble
+
+
+def test_a_completer_that_is_closed_is_waited_for_no_longer(editors):
+    editor = editors(nobody())
+    waiting = threading.Thread(target=editor.wait, daemon=True)
+    waiting.start()
+    editor.close()
+    waiting.join(60)
+    assert not waiting.is_alive() and editor.trouble == "closed"
+    connecting = Connecting(Remote(nobody()), [])
+    connecting.close()
+    with pytest.raises(ServeError, match="closed"):
+        connecting.make([])
+
+
+@pytest.fixture
+def loading():
+    """The address of a server that never ends loading its model, and an event for its being asked."""
+    asked = threading.Event()
+
+    class Loading(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.set()
+            self.send_error(503)
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Loading) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_language_server_ends_while_it_waits_for_the_model(loading, told, tmp_path):
+    url, asked = loading
+    process = subprocess.Popen(
+        [sys.executable, "-m", "retrieve_spec.cli", "lsp", "--connect", url],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "RETRIEVE_SPEC_CACHE": str(tmp_path)},
+    )  # fmt: skip
+
+    def send(method, **rest):
+        body = json.dumps({"jsonrpc": "2.0", "method": method, **rest}).encode()
+        process.stdin.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+        process.stdin.flush()
+
+    try:
+        send("initialize", id=1, params={"processId": None, "rootUri": None, "capabilities": {}})
+        send("initialized", params={})
+        assert asked.wait(60)
+        if told:
+            send("shutdown", id=2)
+            send("exit")
+        else:
+            process.stdin.close()
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
 
 
 def test_servers_are_started_on_this_machine_only(monkeypatch, tmp_path):
