@@ -6,6 +6,7 @@ nothing leaves the machine.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
@@ -251,6 +252,9 @@ class Workspace:
         except Exception as error:
             log.exception("the workspace is not followed any longer")
             self.trouble = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):  # a watcher that cannot start keeps nobody from reading once
+                if watch and not (self.indexed.is_set() or self._stop.is_set()):
+                    self.scan()
             self.indexed.set()
 
     def _look_again(self) -> None:

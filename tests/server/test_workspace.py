@@ -270,6 +270,21 @@ def test_watching(folder):
         workspace.close()
 
 
+def test_what_cannot_be_followed_is_read_once(folder, monkeypatch):
+    def watch(*roots, **how):
+        raise OSError("OS file watch limit reached")
+        yield
+
+    monkeypatch.setattr("watchfiles.watch", watch)
+    workspace = Workspace([folder], ServeConfig())
+    workspace.start()
+    try:
+        assert workspace.indexed.wait(60)
+        assert names(workspace) and "watch limit" in workspace.trouble
+    finally:
+        workspace.close()
+
+
 def test_a_workspace_must_be_a_folder(tmp_path):
     with pytest.raises(ServeError, match="folder"):
         Workspace([tmp_path / "nowhere"], ServeConfig())
