@@ -47,7 +47,7 @@ def editor(name: str, url: str, key_file: Path | None, write: bool, yes: bool) -
         say(text)
         if yes or click.confirm(f"Write this into {path}?", err=True):
             kept = editors.write(path, content)
-            say(f"Written to {path}." + (f" What stood there before is in {kept}." if kept else ""))
+            say(f"Written to {path}." + (f" What stood there before the first time is in {kept}." if kept else ""))
     else:
         click.echo(text, nl=not text.endswith("\n"))
         say(f"The editor looks for this in {path} (--write puts it there).")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from retrieve_spec.server.run import display_name
 _FOLDER = Path(__file__).parent / "editor_settings"
 _URL = f"http://{ServeConfig().host}:{ServeConfig().port}"
 _KEPT = ".before-retrieve-spec"
+_PLAIN_URL = re.compile(r"[\w.:/@%~+\[\]-]{1,500}")
+_PLAIN_MODEL = re.compile(r"[\w.:/@+ -]{1,200}")
+"""What can stand between quotes in every editor's language without ending them."""
 PROBE = ("def fibonacci(n):\n", "    if n < 2:\n        ", "\n")
 """What the first completion is asked for: text above the cursor, its line, text below."""
 
@@ -41,10 +45,27 @@ class Editor:
     own: bool = True
 
     def text(self, remote: Remote, health: dict[str, Any] | None) -> str:
-        """The settings for a server, which ``health`` describes, None where it does not answer."""
+        """The settings for a server, which ``health`` describes, None where it does not answer.
+
+        Raises
+        ------
+        ServeError
+            The address, or the model's name in an editor that is told it, has signs that could end a string: settings
+            are run as a program by some editors, and a server is not to write into it.
+        """
+        if not _PLAIN_URL.fullmatch(remote.url):
+            raise ServeError("an address of letters, digits and . : / - only", repr(remote.url), "Check --url.")
         text = (_FOLDER / self.settings).read_text("utf-8").replace(_URL, remote.url)
-        if health is not None:
-            text = text.replace(display_name("reference"), str(health.get("model", "")))
+        named = display_name("reference")
+        if health is not None and named in text:
+            model = health.get("model")
+            if not isinstance(model, str) or not _PLAIN_MODEL.fullmatch(model):
+                raise ServeError(
+                    "a model's name of letters, digits, spaces and . : / @ + - from the server",
+                    repr(model)[:200],
+                    "Check that you trust the server at this address, or paste the settings and name the model there.",
+                )
+            text = text.replace(named, model)
             if health.get("fim") != "qwen":
                 text = text.replace('"prompt_format": "qwen"', '"prompt_format": "infer"')
         return text
@@ -119,17 +140,18 @@ def _joined(held: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, text: str) -> Path | None:
-    """Write a settings file; where what stood in it before is kept, None if nothing did."""
+    """Write a settings file; where what stood in it the first time is kept, None if nothing did."""
     kept = None
     path.parent.mkdir(parents=True, exist_ok=True)
     target = path.resolve()  # a link into a folder of dotfiles stays one
     if target.exists():
         kept = target.with_name(target.name + _KEPT)
-        shutil.copy2(target, kept)
+        if not kept.exists():  # the user's own, which a second run must not replace by what the first one wrote
+            shutil.copy2(target, kept)
     fresh = target.with_name(target.name + ".retrieve-spec-new")
     fresh.write_text(text, "utf-8")
     if kept is not None:
-        shutil.copymode(kept, fresh)
+        shutil.copymode(target, fresh)
     fresh.replace(target)
     return kept
 

@@ -16,8 +16,9 @@ from scripted import ScriptedBackend
 from retrieve_spec.cli_editor import editor as COMMAND
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.editors import EDITORS, settings_file
+from retrieve_spec.server.editors import EDITORS, settings_file, write
 from retrieve_spec.server.openapi import describe
+from retrieve_spec.server.remote import Remote
 from retrieve_spec.server.run import display_name
 
 FOLDER = Path(__file__).parents[2] / "retrieve_spec" / "server" / "editor_settings"
@@ -112,6 +113,33 @@ def test_what_stood_in_the_settings_stays(server, at_home):
     other.write_text("models: []\n")
     assert isinstance(run("continue", "--url", server.url, "--write", "--yes").exception, ServeError)
     assert other.read_text() == "models: []\n"
+
+
+@pytest.mark.parametrize("name", ["minuet", "zed", "continue"])
+@pytest.mark.parametrize("model", ["x' .. os.execute('id') .. '", 'x"\nq: 1', "x\\", "x\n", "", None, "x" * 201, 7])
+def test_a_server_writes_no_program_into_the_settings(name, model):
+    with pytest.raises(ServeError, match="name of letters"):
+        EDITORS[name].text(Remote("http://127.0.0.1:8099"), {"model": model, "fim": "qwen"})
+    assert "Ü 1.5B+x@q4" in EDITORS[name].text(Remote("http://127.0.0.1:8099"), {"model": "Ü 1.5B+x@q4"})
+    assert "127.0.0.1:8099" in EDITORS["vim"].text(Remote("http://127.0.0.1:8099"), {"status": "ok"})
+
+
+@pytest.mark.parametrize("end", ["/'..os.exit()..'", '/"x', "/\\x", "/\nx", "/ #x", "/|x"])
+def test_an_address_ends_no_string_in_the_settings(end):
+    for one in EDITORS.values():
+        with pytest.raises(ServeError, match="address of letters"):
+            one.text(Remote("http://127.0.0.1:8012" + end), None)
+        assert "http://[::1]:8099" in one.text(Remote("http://[::1]:8099"), None)
+
+
+def test_what_stood_in_the_settings_first_is_kept_however_often_they_are_written(tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text("mine")
+    path.chmod(0o600)
+    for text in ("first", "second"):
+        kept = write(path, text)
+        assert kept.read_text() == "mine" and path.read_text() == text
+        assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_server_that_does_not_answer_is_said(at_home):
