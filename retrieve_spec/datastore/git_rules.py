@@ -87,23 +87,39 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
                 yield place, Left.IGNORED, None
             continue
         status = _status(place)
-        if name.endswith("/") or (status is not None and stat.S_ISDIR(status.st_mode)):  # a checkout inside of this one
-            if os.path.islink(place.rstrip("/")):
+        nested = name.endswith("/") or (
+            status is not None and stat.S_ISDIR(status.st_mode)
+        )  # a checkout inside of this
+        if nested:
+            name = name.rstrip("/")
+            place = f"{base}{name}/"
+            if os.path.islink(base + name) or not os.path.exists(place + ".git"):
                 continue
-            if os.path.exists(os.path.join(place, ".git")) and not _passed_over(name.rstrip("/"), tracked=False):
-                yield from look_through(Path(place))
-            continue
-        key = (name.rpartition("/")[0], tracked)
+        key = (name if nested else name.rpartition("/")[0], tracked and not nested)
         if key not in by_folder:
-            by_folder[key] = _passed_over(key[0], tracked=tracked)
+            by_folder[key] = _passed_over(key[0], tracked=key[1])
         if passed := by_folder[key]:
             if passed not in told:
                 told.add(passed)
                 yield f"{base}{passed}/", Left.TOOLS, None
-        elif own is not None and own.ignores_name(place):
+        elif own is not None and own.ignores_name(base + name, folder=nested):
             yield place, Left.IGNORED, status
+        elif nested:
+            yield from _look_into(place)
         else:
             yield place, None, status
+
+
+def _look_into(folder: str) -> Iterator[Entry]:
+    """`look_through` of a checkout that was found inside of a folder, unless what lies in it closes it."""
+    try:
+        left = _closes(folder, os.listdir(folder))
+    except OSError:
+        left = Left.UNREADABLE
+    if left is None:
+        yield from look_through(Path(folder))
+    else:
+        yield os.path.join(folder, ""), left, None
 
 
 def _status(place: str) -> os.stat_result | None:
@@ -115,36 +131,47 @@ def _status(place: str) -> os.stat_result | None:
 
 def listed(roots: Sequence[Path], paths: Iterable[Path]) -> set[Path]:
     """Those of some paths below the roots that `list_folder` would list."""
-    by_checkout: dict[tuple[Path, Path | None], list[Path]] = {}
-    known: dict[Path, Path | None] = {}
-    governing: dict[Path, Path | None] = {}
+    below: dict[Path, list[Path]] = {}
     for path in paths:
         root = max((root for root in roots if path.is_relative_to(root)), key=lambda r: len(r.parts), default=None)
         if root is not None:
-            checkout = checkout_of(path.parent, known)
-            if checkout is not None and not checkout.is_relative_to(root):
-                if root not in governing:
-                    governing[root] = _governing(root)
-                checkout = governing[root]
-            by_checkout.setdefault((root, checkout), []).append(path)
-    allowed: set[Path] = set()
-    for (root, checkout), group in by_checkout.items():
-        found = None if checkout is None else _git_allows(checkout, group)
-        top = checkout if checkout is not None and checkout.is_relative_to(root) else root
-        if found is None:
-            rules = IgnoreFiles(checkout or root, (".gitignore", ".ignore"), general=True)
-        else:
-            rules = IgnoreFiles(top, (".ignore",))
-        shut: dict[Path, bool] = {root: False}
-        for path in group:
-            if found is not None and path not in found:
-                continue
-            tracked = found is not None and found[path]
-            below = path.relative_to(root).parent.as_posix()
-            passed = _passed_over(below, tracked=tracked) != "" or _is_shut(path.parent, shut)
-            if not passed and not rules.ignores(path):
-                allowed.add(path)
-    return allowed
+            below.setdefault(root, []).append(path)
+    known: dict[Path, Path | None] = {}
+    return {path for root in below for path in _listed(root, _governing(root), below[root], known, {root: False})}
+
+
+def _listed(
+    top: Path, checkout: Path | None, paths: list[Path], known: dict[Path, Path | None], shut: dict[Path, bool]
+) -> Iterator[Path]:
+    """Those of some paths that `look_through` of a folder would list, under the rules of the checkout it lies in."""
+    inside: dict[Path, list[Path]] = {}
+    for path in paths:
+        inside.setdefault(_outermost(path.parent, top, known), []).append(path)
+    plain = inside.pop(top, [])
+    found = None if checkout is None else _git_allows(checkout, [*plain, *inside])
+    names = (".gitignore", ".ignore") if found is None else (".ignore",)
+    rules = IgnoreFiles(top if found is not None else checkout or top, names, general=found is None)
+
+    def enters(path: Path, folder: Path, *, tracked: bool) -> bool:
+        passed = _passed_over(folder.relative_to(top).as_posix(), tracked=tracked) or _is_shut(folder, shut)
+        return not passed and not rules.ignores(path, folder=path == folder)
+
+    for nested, group in inside.items():
+        if found is not None and nested not in found:  # no checkout to git, which has listed what is in it
+            plain += group
+        elif enters(nested, nested, tracked=False):
+            yield from _listed(nested, nested, group, known, shut)
+    for path in plain:
+        if (found is None or path in found) and enters(path, path.parent, tracked=found is not None and found[path]):
+            yield path
+
+
+def _outermost(folder: Path, top: Path, known: dict[Path, Path | None]) -> Path:
+    """The outermost checkout below a folder that another one lies in, or is; the upper folder itself where none is."""
+    found, inner = top, checkout_of(folder, known)
+    while inner is not None and inner != top and inner.is_relative_to(top):
+        found, inner = inner, checkout_of(inner.parent, known)
+    return found
 
 
 def _governing(root: Path) -> Path | None:
@@ -279,6 +306,6 @@ def _walk(folder: Path, rules: IgnoreFiles | None, *, top: bool = False) -> Iter
         elif rules.ignores_entry(entry.path, folder=True):
             yield os.path.join(entry.path, ""), Left.IGNORED, None
         elif os.path.exists(os.path.join(entry.path, ".git")):
-            yield from look_through(Path(entry.path))
+            yield from _look_into(entry.path)
         else:
             yield from _walk(Path(entry.path), rules)

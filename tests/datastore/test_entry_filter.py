@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -156,6 +157,63 @@ def test_nothing_behind_a_link_enters(tmp_path):
         assert filter.admit(root / name, "c = 1\n") is Reason.LINK
     assert filter.read(root / "../elsewhere/secret.py") is Reason.LINK
     assert filter.verdicts([root / "../elsewhere/secret.py"])[root / "../elsewhere/secret.py"] is Reason.LINK
+
+
+def agreed(filter):
+    """Files that a filter lists, and that it lets in when it is told of every path that there is."""
+    found = [path for path, verdict in filter.list() if isinstance(verdict, Candidate)]
+    paths = [Path(folder, name) for folder, _, names in os.walk(filter.roots[0]) for name in names]
+    told = {path for path, verdict in filter.verdicts(paths).items() if isinstance(verdict, Candidate)}
+    assert len(found) == len(set(found)) and set(found) == told
+    return {path.relative_to(filter.roots[0]).as_posix() for path in found}
+
+
+@pytest.mark.parametrize("outer", ["checkout", "folder"])
+def test_a_checkout_inside_of_a_folder_is_under_its_rules(tmp_path, outer):
+    root = tmp_path.resolve() / "root"
+    inner = ["fine/dep", "private/dep", "apart/dep", "build/dep", "environment", "other_store", "fine/dep/build/deep"]
+    write(root, {".gitignore": "private/\n", ".ignore": "apart/\n", "a.py": "a = 1\n"})
+    write(root, {f"{name}/own.py": "own = 1\n" for name in inner})
+    write(root, {"environment/pyvenv.cfg": "", "other_store/manifest.json": "{}", "other_store/segments/x": "y"})
+    for folder in [*inner, "."] if outer == "checkout" else inner:
+        git(root / folder, "init", "-q")
+    assert agreed(EntryFilter([root])) == {".gitignore", ".ignore", "a.py", "fine/dep/own.py"}
+
+
+def grow(folder, random, tracked, depth=0):
+    """Files, rules and checkouts by chance below a folder."""
+    rules = ["*.txt\n", "*\n!a.py\n", "in/\n", "/build/*\n"]
+    for name in random.sample(["in", "build", "x y", "[q]", "node_modules"], 3):
+        below = folder / name
+        write(below, dict.fromkeys(random.sample(["a.py", "b.txt", "*.py", "-c.md"], 2), "x = 1\n"))
+        if depth == 0 or (depth == 1 and random.random() < 0.5):
+            grow(below, random, tracked, depth + 1)
+        for name, chance in ((".gitignore", 0.2), (".ignore", 0.2), ("pyvenv.cfg", 0.1)):
+            if random.random() < chance:
+                write(below, {name: random.choice(rules)})
+        if random.random() < 0.3:
+            git(below, "init", "-q")
+            if tracked:
+                git(below, "add", "-A")
+                git(below, "commit", "-qm", "x", "--allow-empty")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_listed_is_what_changes_let_in(tmp_path, seed):
+    random = Random(seed)
+    root = tmp_path.resolve() / "root"
+    grow(root, random, seed % 2)
+    if seed % 3:
+        git(root, "init", "-q")
+        if seed % 2:
+            git(root, "add", "-A")
+        write(root, {".gitignore": random.choice(["build\n", "*.md\n"])})
+    agreed(EntryFilter([root]))
+    agreed(
+        EntryFilter(
+            [root / random.choice([path.name for path in root.iterdir() if path.is_dir() and path.name != ".git"])]
+        )
+    )
 
 
 def test_a_root_that_is_a_link_is_what_it_leads_to(tmp_path):
