@@ -14,6 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from retrieve_spec._version import __version__
+from retrieve_spec.datastore.entry_filter import RULES
 from retrieve_spec.datastore.manifest import (
     MANIFEST,
     Manifest,
@@ -180,13 +181,17 @@ def begin_or_resume(
     Raises
     ------
     BuildError
-        When there is none to resume, or it is of another verb.
+        When there is none to resume, it is of another verb, or was begun by another version or under other rules of
+        what enters.
     """
     if not resume:
         plan, inputs = make_plan()
         return begin_change(work, manifest, {"verb": verb, **plan}, inputs)
     plan = resumed_plan(work, verb)
-    return plan if plan["generation"] == (manifest.generation if manifest else 0) else None
+    if plan["generation"] != (manifest.generation if manifest else 0):
+        return None
+    _check_same_rules(plan, verb, work.store)
+    return plan
 
 
 def begin_change(
@@ -194,6 +199,7 @@ def begin_change(
 ) -> dict[str, Any]:
     """Record the plan of a new change, and clear away what interrupted ones left."""
     plan = {**plan, "generation": manifest.generation if manifest else 0, "at": utc_now(), "version": __version__}
+    plan["rules"] = RULES
     work.begin(plan, inputs)
     drop_stale_files(work.store, manifest)
     return plan
@@ -205,7 +211,7 @@ def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
     Raises
     ------
     BuildError
-        When there is none, or it is of another verb or was begun by another version.
+        When there is none, or it is of another verb.
     """
     plan = work.plan()
     if plan is None:
@@ -217,10 +223,18 @@ def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
         if other not in _SHORT:
             remedy = f"Continue that one with `retrieve-spec {other} {work.store} --resume`, or leave out --resume."
         raise BuildError(f"an interrupted {verb} in {work.store}", f"an interrupted {other}", remedy)
+    return plan
+
+
+def _check_same_rules(plan: dict[str, Any], verb: str, store: Path) -> None:
+    """Check that this version began an interrupted change, and that what enters a store is what entered then."""
+    again = f"Delete the folder {store}" if verb in ("build", "merge") else "Leave out --resume"
     if plan["version"] != __version__:
         expected, got = f"a {verb} that version {__version__} began", f"one of {plan['version']}"
-        raise BuildError(expected, got, "Run the command without --resume.")
-    return plan
+        raise BuildError(expected, got, f"{again}, and run the command again.")
+    if plan.get("rules") != RULES:  # its inputs were listed as those rules say; what is read would go by these
+        expected = f"a {verb} that was begun under the same rules of what enters a store"
+        raise BuildError(expected, "one under others", f"{again}, and run the command again.")
 
 
 def publish(
@@ -268,7 +282,7 @@ def publish(
 
 def _event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
     """Entry of a store's history."""
-    left_out = ("places", "generation", "vocabulary", "tokenizer_before")
+    left_out = ("places", "generation", "vocabulary", "tokenizer_before", "rules")
     return {
         **{key: value for key, value in plan.items() if key not in left_out and value not in (None, "")},
         "documents": report.documents,

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from retrieve_spec._version import __version__
 from retrieve_spec.datastore.generated import generated_name, generated_text
 from retrieve_spec.datastore.git_rules import Left, listed, look_through
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
@@ -34,6 +35,8 @@ from retrieve_spec.errors import BuildError
 
 PARTS = ("ignored", "generated", "secrets")
 """Parts of the filter that can be switched off."""
+RULES = f"{__version__} 2"
+"""Name of these rules; the number changes with what they let in: nothing said under others counts."""
 MAX_BYTES = 256 << 10
 _TRIES = 3
 

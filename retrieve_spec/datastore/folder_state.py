@@ -1,7 +1,7 @@
 """Folder state: what a folder that a store follows said last time, so that only what changed is read again.
 
-Size, time and SHA-256 of every file lie in ``sync.json`` beside the manifest. It is a cache: where it is lost, or of
-another version, all files are read once.
+Size, time and SHA-256 of every file lie in ``sync.json`` beside the manifest. It is a cache: where it is lost, or was
+made under other rules, all files are read once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec._version import __version__
-from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
+from retrieve_spec.datastore.entry_filter import RULES, EntryFilter, Reason
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.licences import own_licence
 
@@ -66,7 +65,7 @@ def read_state(store: Path) -> dict[str, FolderState]:
     """What folders said when a store was last synchronised, by folder."""
     try:
         raw = json.loads((store / STATE).read_bytes())
-        if raw["version"] != __version__:  # which may have let in other files
+        if raw["rules"] != RULES:  # which may have let in other files
             return {}
         return {
             root: FolderState(files, tuple(admit))
@@ -80,5 +79,5 @@ def read_state(store: Path) -> dict[str, FolderState]:
 def write_state(store: Path, states: dict[str, FolderState]) -> None:
     """Remember what folders said."""
     folders = {root: (state.files, state.admit) for root, state in states.items()}
-    content = json.dumps({"version": __version__, "folders": folders})
+    content = json.dumps({"rules": RULES, "folders": folders})
     replace_file(store / STATE, content.encode("utf-8", "surrogateescape"))

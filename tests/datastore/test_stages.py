@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -125,13 +126,24 @@ def test_workers_end_with_their_parent(tokenizer, many, tmp_path):
     assert not [name for name in os.listdir(work.path) if "shard" in name]
 
 
-def test_a_plan_of_another_version_is_not_resumed(tokenizer, many, tmp_path, monkeypatch):
+def test_a_plan_of_another_version_or_filter_is_not_resumed(tokenizer, many, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(stages, "write_segment", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build_datastore(tmp_path / "s", Source(str(many)), tokenizer, workers=1)
     path = tmp_path / "s" / "work" / "plan.json"
     plan = json.loads(path.read_bytes())
-    path.write_text(json.dumps(plan | {"version": "0.0"}))
-    with pytest.raises(BuildError, match=r"one of 0\.0"):
-        build_datastore(tmp_path / "s", resume=True)
+    kept = ("path", "licence", "include", "exclude", "field", "prefix", "licences")
+    older = [{name: source[name] for name in kept} | {"filtered": False} for source in plan["sources"]]
+    unnamed = {name: value for name, value in plan.items() if name != "rules"} | {"sources": older}
+    for written, got in (
+        (plan | {"version": "0.0"}, r"one of 0\.0"),
+        (plan | {"rules": "others"}, "one under others"),
+        (unnamed, "one under others"),
+    ):
+        path.write_text(json.dumps(written))
+        with pytest.raises(BuildError, match=rf"(?s){got}.*Delete the folder"):
+            build_datastore(tmp_path / "s", resume=True)
+    shutil.rmtree(tmp_path / "s")  # as the error says
+    build_datastore(tmp_path / "s", Source(str(many)), tokenizer, workers=1)
+    assert "rules" not in read_manifest(tmp_path / "s").history[-1]

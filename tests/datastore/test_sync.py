@@ -11,11 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_build import contents
 
-from retrieve_spec._version import __version__
 from retrieve_spec.cli import run
-from retrieve_spec.datastore import sync
+from retrieve_spec.datastore import entry_filter, folder_state, sync
 from retrieve_spec.datastore.build import add_documents
-from retrieve_spec.datastore.entry_filter import EntryFilter
+from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
@@ -124,9 +123,9 @@ def test_what_may_not_enter_stays_out(folder, tokenizer, tmp_path):
     [
         "",
         "[]",
-        '{"version": 1}',
-        '{"version": "VERSION"}',
-        '{"version": "VERSION", "folders": {"ROOT": [{"a.txt": [1]}, []]}}',
+        '{"rules": 1}',
+        '{"rules": "RULES"}',
+        '{"rules": "RULES", "folders": {"ROOT": [{"a.txt": [1]}, []]}}',
         '{"ROOT": {"a.txt": [1, 2, "", "", null]}}',  # of a release before
     ],
 )
@@ -134,11 +133,22 @@ def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, wri
     store = tmp_path / "s"
     sync_datastore(store, [folder], tokenizer)
     before = contents(store)
-    place = written.replace("VERSION", __version__).replace("ROOT", str(folder.resolve()))
+    place = written.replace("RULES", RULES).replace("ROOT", str(folder.resolve()))
     (store / "sync.json").write_text(place)
     (folder / "new.txt").write_text("a new text")
     assert sync_datastore(store, [folder]).documents == 1
     assert contents(store) == before | {"new.txt": "a new text"}
+
+
+def test_what_other_rules_said_of_a_name_is_said_again(folder, tokenizer, tmp_path, monkeypatch):
+    (folder / "a.txt").rename(folder / "prod.env.txt")
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_state, "RULES", "others")
+        sync_datastore(tmp_path / "s", [folder], tokenizer)
+    assert "prod.env.txt" in contents(tmp_path / "s")
+    monkeypatch.setattr(entry_filter, "secret_name", lambda name: ".env." in name)
+    sync_datastore(tmp_path / "s", [folder])
+    assert "prod.env.txt" not in contents(tmp_path / "s")
 
 
 def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
