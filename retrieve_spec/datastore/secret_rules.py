@@ -38,6 +38,8 @@ _CODE = frozenset([".py", ".pyi", ".go", ".rs", ".java", ".kt", ".ts", ".tsx", "
                    ".hpp", ".cs", ".rb", ".php", ".swift", ".scala", ".md", ".rst"])  # fmt: skip
 """Source about secrets is no secret: only other kinds of files count in a folder of secrets."""
 _NAME = re.compile("|".join(fnmatch.translate(pattern) for pattern in _FILES))
+_COPY = re.compile(r"(?:\.gz|\.zst|\.bak|\.orig|~)+\Z")
+"""Ends of names of compressed files and of copies: the name before it counts, too."""
 _SAMPLE = re.compile("|".join(fnmatch.translate(pattern) for pattern in _SAMPLES))
 
 _MORE = (
@@ -90,11 +92,12 @@ _AWS_SECRET = re.compile(
 def secret_name(path: str | os.PathLike[str]) -> bool:
     """Whether a file must not be read, by its name and the folders it lies in (a path relative to the top)."""
     *folders, name = os.fspath(path).lower().split(os.sep)
-    if _SAMPLE.match(name):
+    plain = _COPY.sub("", name)
+    if _SAMPLE.match(plain):
         return False
     if not _FOLDERS.isdisjoint(folders) and os.path.splitext(name)[1] not in _CODE:
         return True
-    return bool(_NAME.match(name))
+    return bool(_NAME.match(name) or _NAME.match(plain))
 
 
 def secret_text(text: str) -> bool:

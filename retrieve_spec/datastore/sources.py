@@ -164,7 +164,7 @@ def _describe(index: int, source: Source, name: str, location: Path) -> SourceFi
         size = status.st_size
         if not stat.S_ISREG(status.st_mode):
             skip = str(Reason.NOT_A_FILE)
-        elif "secrets" not in source.admit and secret_name(name):
+        elif "secrets" not in source.admit and (secret_name(name) or secret_name(real.name)):
             skip = str(Reason.SECRET_NAME)
     except (OSError, RuntimeError):
         real, skip = location, str(Reason.UNREADABLE)

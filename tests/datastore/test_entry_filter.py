@@ -233,6 +233,7 @@ def test_a_root_that_is_a_link_is_what_it_leads_to(tmp_path):
         "AuthKey_X.p8", "vpn.ovpn", "putty.ppk", "client_secret_123.json", "application_default_credentials.json",
         "kubeconfig", ".kube/config", ".aws/config", ".docker/config.json", "wp-config.php", ".vault-token",
         "prod.auto.tfvars", "SECRETS.YAML", "My.Key",
+        "prod.env.gz", "my-secret.yaml.gz", "kubeconfig.zst", "x.tfvars.bak.gz", ".netrc.gz", ".npmrc~", "secrets.orig",
     ],
 )  # fmt: skip
 def test_names_of_secrets(name):
@@ -244,6 +245,8 @@ def test_names_of_secrets(name):
     [
         "environment.py",
         ".env.example",
+        ".env.example.gz",
+        "environment.py.gz",
         "secrets/manager.py",
         "tokenizer.py",
         "keys.py",
@@ -342,7 +345,7 @@ def test_texts(tmp_path, name, data, expected):
 
 
 def test_generated_names(tmp_path):
-    names = ["a.min.js", "package-lock.json", "uv.lock", "x_pb2.py", "bundle.js.map"]
+    names = ["a.min.js", "package-lock.json", "uv.lock", "x_pb2.py", "bundle.js.map", "b.min.js.gz", "go.sum.zst"]
     write(tmp_path, dict.fromkeys(names, "x\n"))
     filter = EntryFilter([tmp_path])
     assert set(dict(filter.list()).values()) == {Reason.GENERATED}

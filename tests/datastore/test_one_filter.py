@@ -147,6 +147,15 @@ def test_named_files_enter_but_for_their_secrets(folder, tokenizer, tmp_path):
     assert {"settings.py", ".env"} <= set(contents(tmp_path / "s"))
 
 
+def test_compressed_secrets_and_links_to_secrets_stay_out(tokenizer, tmp_path):
+    packed = gzip.compress(b"password: hunter2hunter2\n")
+    write(tmp_path / "f", {".env": "a=1\n", "prod.env.gz": packed, "kubeconfig.gz": packed, "notes.txt.gz": packed})
+    (tmp_path / "notes").symlink_to(tmp_path / "f" / ".env")
+    report = build_datastore(tmp_path / "s", [str(tmp_path / "f"), str(tmp_path / "notes")], tokenizer)
+    assert set(contents(tmp_path / "s")) == {"notes.txt.gz"}
+    assert left_out(report) == dict.fromkeys([".env", "prod.env.gz", "kubeconfig.gz", "notes"], Reason.SECRET_NAME)
+
+
 def test_a_named_folder_that_git_ignores_is_looked_into(tokenizer, tmp_path):
     top = tmp_path.resolve() / "top"
     write(top, {".gitignore": "lib/\n*.tmp\n", "lib/pkg/a.py": "a = 1\n", "lib/pkg/b.tmp": "b\n", "c.py": "c = 1\n"})
