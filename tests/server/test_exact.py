@@ -125,11 +125,18 @@ def test_branches_are_what_the_model_says_after_another_token(reference):
 
 def test_the_first_of_several_alternatives_is_the_usual_answer(reference_live, monkeypatch):
     monkeypatch.setattr("retrieve_spec.server.alternatives._SECONDS", 60.0)
-    first, *others = (
-        answer["content"] for answer in reference_live.post("/infill", body(CUTS[3], n_cmpl=3, n_predict=16)).json()
-    )
-    assert first == reference_live.post("/infill", body(CUTS[3], n_predict=16, speculative=False)).json()["content"]
-    assert len({first, *others}) == 1 + len(others)
+    several = 0
+    for cut in range(1500, len(SOURCE), 600):  # where the model is sure there are none
+        found = reference_live.post("/infill", body(cut, n_cmpl=3, n_predict=16)).json()
+        if isinstance(found, list):
+            first, *others = (answer["content"] for answer in found)
+            usual = reference_live.post("/infill", body(cut, n_predict=16, speculative=False)).json()["content"]
+            assert first == usual
+            assert len({first, *others}) == 1 + len(others)
+            several += 1
+        if several == 2:
+            return
+    pytest.fail("nowhere are there several")
 
 
 def test_a_drafter_may_read_another_text_than_the_prompt(reference):
