@@ -29,14 +29,14 @@ def editor(name: str, url: str, key_file: Path | None, write: bool, yes: bool) -
     need_extra()
     from retrieve_spec.errors import ServeError
     from retrieve_spec.server import editors
-    from retrieve_spec.server.guard import read_keys
+    from retrieve_spec.server.guard import client_key
     from retrieve_spec.server.remote import Remote
     from retrieve_spec.server.run import display_name
 
     def say(text: str) -> None:
         click.echo(text, err=True)
 
-    remote = Remote(url, read_keys(key_file)[0].decode() if key_file is not None else "")
+    remote = Remote(url, client_key(key_file))
     status, found = remote.ask("GET", "/health")
     health = found if status == 200 and isinstance(found, dict) else None
     text = editors.EDITORS[name].text(remote, health)

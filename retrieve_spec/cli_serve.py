@@ -201,17 +201,16 @@ def lsp(
     """
     need_extra()
     from retrieve_spec.server.connecting import connect_stdio
-    from retrieve_spec.server.guard import read_keys
+    from retrieve_spec.server.guard import client_key
     from retrieve_spec.server.lsp import serve_stdio
     from retrieve_spec.server.remote import Remote
 
     logging.basicConfig(level=logging.WARNING)  # standard error; standard output belongs to the protocol
     if connect is not None:
-        key = read_keys(key_file)[0].decode() if key_file is not None else ""
         options = {"--model": [model], "--licence": licences, "--store": stores, "--dtype": [dtype]}
         options |= {"--device": [device], "--api-key-file": [key_file] if key_file is not None else []}
         arguments = [str(part) for name, values in options.items() for value in values for part in (name, value)]
-        connect_stdio(Remote(connect, key), arguments, workspaces)
+        connect_stdio(Remote(connect, client_key(key_file)), arguments, workspaces)
         return
     with loading_bars():
         config = replace(_DEFAULTS, workspace_licences=licences)

@@ -198,8 +198,8 @@ def begin_change(
     work: WorkFolder, manifest: Manifest | None, plan: dict[str, Any], inputs: Inputs = ()
 ) -> dict[str, Any]:
     """Record the plan of a new change, and clear away what interrupted ones left."""
-    plan = {**plan, "generation": manifest.generation if manifest else 0, "at": utc_now(), "version": __version__}
-    plan["rules"] = RULES
+    plan = {**plan, "generation": manifest.generation if manifest else 0, "at": utc_now()}
+    plan |= {"version": __version__, "rules": RULES}
     work.begin(plan, inputs)
     drop_stale_files(work.store, manifest)
     return plan

@@ -87,10 +87,8 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
                 yield place, Left.IGNORED, None
             continue
         status = _status(place)
-        nested = name.endswith("/") or (
-            status is not None and stat.S_ISDIR(status.st_mode)
-        )  # a checkout inside of this
-        if nested:
+        nested = name.endswith("/") or (status is not None and stat.S_ISDIR(status.st_mode))
+        if nested:  # a checkout inside of this one
             name = name.rstrip("/")
             place = f"{base}{name}/"
             if os.path.islink(base + name) or not os.path.exists(place + ".git"):

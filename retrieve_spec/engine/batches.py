@@ -80,6 +80,8 @@ def look_all(batch: list[Sequence]) -> list[Sequence]:
             alike.setdefault(sequence.top_k, []).append(sequence)
     read: dict[int, PassLogits] = {}
     for top_k, together in alike.items():
+        if len(together) == 1:
+            continue  # it reads alone
         try:
             found = read_side_by_side([sequence.seen_logits for sequence in together], top_k)
         except Exception:

@@ -88,11 +88,11 @@ def worth(progress: Many[Progress], seconds: Seconds | None) -> NDArray[np.float
     share = np.full(count, 1.0 / max(count, 1))
     if seconds is None or count < 2:
         return share * count
+    passes_left = np.array([max(p.left, 1) * (p.passes + _DOUBT) / (p.written + _DOUBT) for p in progress])
     for call in {p.call for p in progress if p.call is not None}:
         rows = np.array([p.call == call for p in progress])
-        passes_left = [max(p.left, 1) * (p.passes + _DOUBT) / (p.written + _DOUBT) for p in progress if p.call == call]
-        lateness = (np.array(passes_left) / max(passes_left)) ** _IMPATIENCE
-        share[rows] = lateness * (share[rows].sum() / lateness.sum())
+        late = (passes_left[rows] / passes_left[rows].max()) ** _IMPATIENCE
+        share[rows] = late * (share[rows].sum() / late.sum())
     place = min(float(seconds[min(count, len(seconds) - 1)] - seconds[0]) / float(seconds[0]), 1.0) / count
     return count * (place + (1.0 - count * place) * share)
 
@@ -174,7 +174,7 @@ def gain(trees: Many[DraftTree], seconds: Seconds, worths: NDArray[np.float64], 
     """Seconds of plain passes that verifying these trees is expected to save, less what it costs."""
     sizes = [len(tree) for tree in trees]
     nodes = len(trees) * max(sizes) if padded else sum(sizes)
-    hoped = sum(value * float(np.exp(tree.log_p).sum()) for tree, value in zip(trees, worths, strict=True))
+    hoped = sum(value * tree.expected_accepted for tree, value in zip(trees, worths, strict=True))
     total: float = worths.sum()
     saved: float = float(seconds[0]) * (total + hoped) / total
     return saved - float(seconds[min(nodes, len(seconds) - 1)])
@@ -191,7 +191,7 @@ class Rest:
         Passes at most until drafts are looked for again.
     """
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int = 8) -> None:
         self._longest = longest
         self._left = self._misses = 0
 

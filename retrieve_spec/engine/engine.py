@@ -38,9 +38,6 @@ from retrieve_spec.recorded.cuda.pass_pool import PassPool
 _PATIENCE = 1.0
 """Seconds after which a thread that waits looks for itself, should an interruption have kept it from being told."""
 
-_LONGEST_REST = 8
-"""Passes over several sequences at most until drafts are looked for again, where they did not pay."""
-
 
 class Engine:
     """Takes the sequences of one model from pass to pass.
@@ -69,7 +66,7 @@ class Engine:
         self.in_step = False
         self.pool: PassPool | None = None
         self._sequences: list[Sequence] = []
-        self._rest = Rest(_LONGEST_REST)
+        self._rest = Rest()
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         self._driver = 0  # the thread that steps

@@ -56,9 +56,8 @@ _OTHER_SETTINGS: dict[str, tuple[Any, str]] = {
 }
 _TOO_MANY = "batches of more than one row are decoded by generate"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"cache_implementation": ("dynamic", "hybrid"), "guidance_scale": (1, 1.0)}
-
-
 _FIXED = ("static", "sliding_window", "hybrid_chunked")
+"""Caches of a fixed size, by the names that calls give them."""
 
 
 @dataclass(slots=True)

@@ -126,9 +126,8 @@ def why_delegated(model: Any) -> str:
     ids = sample_tokens(model, 4)
     try:
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 1}
-        of_class = types.MethodType(
-            GenerationMixin.generate, model
-        )  # one that was set on the model is not ours to call
+        # One that was set on the model is not ours to call.
+        of_class = types.MethodType(GenerationMixin.generate, model)
         prepared = prepare(model, of_class, model.speculation.interface, arguments)
     except Exception as error:  # whatever a model says to a prompt without what it is made for
         return f"a prompt of text alone fails ({in_a_line(error)})"

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.engine.budget import Costs, Rest
 
-_LONGEST_REST = 8
-"""Steps without a look at most, after drafting has not paid again and again."""
 _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 """Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
 
@@ -26,7 +24,7 @@ class Pace:
         self._plain: dict[int, int] = {}
         self._since: dict[int, int] = {}
         self._step: tuple[int, int, int] | None = None
-        self._rest = Rest(_LONGEST_REST)
+        self._rest = Rest()
 
     def measured(self, seconds: float) -> None:
         """Learn what the step over the last drafts took; a second report of the same step counts no more."""

@@ -112,6 +112,10 @@ class Warpers:
         """Whether a text of so many tokens may not end."""
         return length < self.min_length and len(self.end_ids) > 0
 
+    def ends_below(self, vocabulary: int) -> list[int]:
+        """Those of `end_ids` that have a score."""
+        return [token for token in self.end_ids if token < vocabulary]
+
     def edits(self, length: int) -> bool:
         """Whether `edited` changes scores behind a text of so many tokens."""
         return self.penalty != 1.0 or self.must_go_on(length)
@@ -127,7 +131,7 @@ class Warpers:
             before, factor = scores[ids], np.float32(self.penalty)
             edited[ids] = np.where(before < 0, before * factor, before / factor)
         if self.must_go_on(text.length):
-            edited[[token for token in self.end_ids if token < len(scores)]] = -np.inf
+            edited[self.ends_below(len(scores))] = -np.inf
         return edited
 
 

@@ -204,8 +204,8 @@ class DeviceSampler:
     def _forbid_end(self, scores: torch.Tensor, tree: DraftTree, length: int) -> torch.Tensor:
         """Forbid the tokens that end a text in the rows of nodes behind which it is too short; a copy."""
         short = np.concatenate([[0], tree.depth]) + length < self._warpers.min_length
-        vocab, device = scores.shape[1], scores.device
-        ends = torch.tensor([token for token in self._warpers.end_ids if token < vocab], dtype=torch.long)
+        device = scores.device
+        ends = torch.tensor(self._warpers.ends_below(scores.shape[1]), dtype=torch.long)
         forbidden = torch.zeros(scores.shape, dtype=torch.bool, device=device)
         forbidden.index_fill_(1, ends.to(device, non_blocking=True), True)
         forbidden &= torch.from_numpy(short).to(device, non_blocking=True)[:, None]

@@ -58,14 +58,7 @@ class Connecting:
 def connect_stdio(remote: Remote, arguments: Sequence[str], workspaces: Sequence[Path] = ()) -> None:
     """Serve on standard input and output by asking a server elsewhere, which is started if it is not there.
 
-    Parameters
-    ----------
-    remote
-        Where it is.
-    arguments
-        Of ``retrieve-spec serve``, for one that is started; the editor's folders come with them.
-    workspaces
-        Folders to draft from besides those.
+    Arguments are those of `Connecting`; `workspaces`: folders to draft from besides the editor's.
     """
     connecting = Connecting(remote, arguments)
     server = create_server(connecting.make, workspaces)

@@ -13,7 +13,7 @@ from typing import Any
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.remote import Remote
+from retrieve_spec.server.remote import Remote, reason_of
 from retrieve_spec.server.run import display_name
 
 _FOLDER = Path(__file__).parent / "editor_settings"
@@ -168,7 +168,7 @@ def first_completion(remote: Remote) -> tuple[str, float]:
     body = {"input_prefix": above, "prompt": line, "input_suffix": below, "n_predict": 24}
     status, found = remote.ask("POST", "/infill", body, timeout=120.0)
     if status != 200 or not isinstance(found, dict) or "content" not in found:
-        error = found.get("error", {}).get("message", "") if isinstance(found, dict) else ""
-        raise ServeError("a completion", f"status {status} of {remote.url}: {error}", "Is the model one that infills?")
+        got = f"status {status} of {remote.url}: {reason_of(found)}"
+        raise ServeError("a completion", got, "Is the model one that infills?")
     timings = found.get("timings", {})
     return str(found["content"]), float(timings.get("prompt_ms", 0.0)) + float(timings.get("predicted_ms", 0.0))

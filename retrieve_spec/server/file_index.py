@@ -78,11 +78,15 @@ def _segments(texts: Mapping[Path, str]) -> list[_Segment]:
         group[path] = text
         size += len(text)
         if size >= SEGMENT_CHARS:
-            segments.append(_Segment(tuple(group), frozenset(group), TextIndex(list(group.values()))))
+            segments.append(_segment(group))
             group, size = {}, 0
     if group:
-        segments.append(_Segment(tuple(group), frozenset(group), TextIndex(list(group.values()))))
+        segments.append(_segment(group))
     return segments
+
+
+def _segment(group: Mapping[Path, str]) -> _Segment:
+    return _Segment(tuple(group), frozenset(group), TextIndex(list(group.values())))
 
 
 def files_below(folders: Set[Path], files: Iterable[Path]) -> set[Path]:

@@ -70,6 +70,11 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     return keys
 
 
+def client_key(path: Path | None) -> str:
+    """The key that a client sends: the first of a file, "" without one."""
+    return read_keys(path)[0].decode() if path is not None else ""
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host name or address is this machine's own."""
     if host.lower().rstrip(".") in ("localhost", "ip6-localhost"):

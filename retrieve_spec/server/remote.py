@@ -169,7 +169,7 @@ class RemoteCompleter:
             _hang_up(connection.sock)  # the server stops after the pass under way
             raise
         if status != 200:
-            log.warning("%s answered %s: %s", self.remote.url, status or "nothing", _reason(found))
+            log.warning("%s answered %s: %s", self.remote.url, status or "nothing", reason_of(found))
             return []
         answers = found if isinstance(found, list) else [found]
         return [str(one["content"]) for one in answers if isinstance(one, dict) and str(one.get("content", "")).strip()]
@@ -224,7 +224,7 @@ class RemoteCompleter:
                 self._attach()
                 start = self._start
             elif status not in (0, 503):
-                return self._fail(f"{self.remote.url} answered {status}: {_reason(found)}")
+                return self._fail(f"{self.remote.url} answered {status}: {reason_of(found)}")
             self._closed.wait(_AGAIN_S / 4 if status == 503 else _AGAIN_S)
 
     def _attach(self) -> None:
@@ -237,7 +237,7 @@ class RemoteCompleter:
                 self._attached.set()
                 self._closed.wait()
             elif answer.status != 200:
-                self._fail(f"{self.remote.url} answered {answer.status}: {_reason(_parsed(answer.read()))}")
+                self._fail(f"{self.remote.url} answered {answer.status}: {reason_of(_parsed(answer.read()))}")
                 self._closed.set()
             else:
                 self._attached.set()
@@ -250,7 +250,8 @@ class RemoteCompleter:
             connection.close()
 
 
-def _reason(body: Any) -> str:
+def reason_of(body: Any) -> str:
+    """What a server says of a request that it refuses, "" for nothing."""
     error = body.get("error") if isinstance(body, dict) else None
     return str(error.get("message", "")) if isinstance(error, dict) else ""
 

@@ -19,6 +19,7 @@ from retrieve_spec.model_layers import evaluating
 from retrieve_spec.verify.candidates import PROMPT, start
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
+from retrieve_spec.verify.plain import held_by
 from retrieve_spec.verify.steps import sample_tokens
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,7 @@ def reads_what_it_keeps(model: Any, interface: ModelInterface, names: frozenset[
 @contextlib.contextmanager
 def _changed(model: nn.Module, names: frozenset[str], change: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """Have other values in attributes that hold tensors, while the block lasts."""
-    held = [(module, name, vars(module)[name]) for module in model.modules() for name in names & vars(module).keys()]
-    held = [(module, name, value) for module, name, value in held if isinstance(value, torch.Tensor)]
+    held = [(module, name, value) for module, name, value in held_by(model) if name in names]
     try:
         for module, name, value in held:
             setattr(module, name, change(value))
