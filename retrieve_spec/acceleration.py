@@ -28,7 +28,7 @@ from retrieve_spec.drafting.drafter import Drafter, Layer
 from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
-from retrieve_spec.engine.threads import PassThreads
+from retrieve_spec.engine.threads import PassThreads, PromptThreads
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated
@@ -124,6 +124,7 @@ def accelerate(
     speculation.engine.in_step = speculation.ranks is not None
     if input_device(model).type == "cpu":
         speculation.engine.threads = PassThreads.of_torch()
+        speculation.engine.prompt_threads = PromptThreads.of_torch()
     text_config = model.config.get_text_config(decoder=True)
     speculation.new_cache = functools.partial(DynamicCache, config=text_config)
     speculation.bytes_per_token = _bytes_per_token(text_config, model.dtype)

@@ -31,7 +31,7 @@ from retrieve_spec.engine.budget import Costs, Rest, gain, room, row_cost, share
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.reading import read_all
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, climate
-from retrieve_spec.engine.threads import PassThreads
+from retrieve_spec.engine.threads import PassThreads, PromptThreads
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 
@@ -57,11 +57,14 @@ class Engine:
         Whether other processes must run the same passes, so that what they hold is not decided by a clock here.
     threads
         How many threads passes use; None where no CPU runs them.
+    prompt_threads
+        The same for passes that read prompts.
     """
 
-    def __init__(self, costs: Costs | None = None, threads: PassThreads | None = None) -> None:
+    def __init__(self, costs: Costs | None = None) -> None:
         self.costs = costs or Costs()
-        self.threads = threads
+        self.threads: PassThreads | None = None
+        self.prompt_threads: PromptThreads | None = None
         self.steps = 0
         self.in_step = False
         self.pool: PassPool | None = None
@@ -82,7 +85,7 @@ class Engine:
             going = [s for s in self._sequences if s.may_go_on and (s.climate == here or s in own)]
             decoding = [sequence for sequence in going if not sequence.is_reading]
             piece = PASS.prompt_piece if decoding else 0
-            read_all([sequence for sequence in going if sequence.is_reading], piece)
+            read_all([sequence for sequence in going if sequence.is_reading], piece, self.prompt_threads)
             for batch in passes_over(decoding):
                 self._pass(batch)
 

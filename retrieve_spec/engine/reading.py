@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from time import perf_counter
 
 import numpy as np
@@ -10,12 +11,13 @@ from numpy.typing import NDArray
 from retrieve_spec.config import PASS
 from retrieve_spec.engine.batches import each, pads, passes_over, read_together
 from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.threads import PromptThreads
 
 _FEW = 32
 """Tokens for which a longer prompt does not join a pass."""
 
 
-def read_all(sequences: list[Sequence], most: int = 0) -> None:
+def read_all(sequences: list[Sequence], most: int = 0, threads: PromptThreads | None = None) -> None:
     """Let sequences read their prompts.
 
     Parameters
@@ -25,6 +27,8 @@ def read_all(sequences: list[Sequence], most: int = 0) -> None:
     most
         Tokens of all of them at most, where others wait for the next pass; 0 reads all there is, but for sequences
         whose pieces are limited (`Limits.prefill_chunk`): each of these reads one.
+    threads
+        How many threads these passes use; None where no CPU runs them.
     """
     left = most
     while True:
@@ -34,19 +38,23 @@ def read_all(sequences: list[Sequence], most: int = 0) -> None:
             return
         for batch in passes_over(opened):
             if not most or left > 0:
-                left -= _read(batch, left if most else 0)
+                left -= _read(batch, left if most else 0, threads)
         sequences = [s for s in sequences if s.is_reading and not (s.is_open and s.limits.prefill_chunk)]
 
 
-def _read(batch: list[Sequence], most: int) -> int:
+def _read(batch: list[Sequence], most: int, threads: PromptThreads | None) -> int:
     """One pass over pieces of the prompts of some of a batch; how many tokens that were."""
     began = perf_counter()
     pieces = _pieces(batch, most)
-    batch = batch[: len(pieces)]
-    read_together(batch, pieces)
+    batch, tokens = batch[: len(pieces)], sum(map(len, pieces))
+    with contextlib.nullcontext() if threads is None else threads.used():
+        read_together(batch, pieces)
+    seconds = perf_counter() - began
     for sequence in batch:
-        sequence.report.prefill_ms += (perf_counter() - began) * 1e3 / len(batch)
-    return sum(map(len, pieces))
+        sequence.report.prefill_ms += seconds * 1e3 / len(batch)
+    if threads is not None:
+        threads.observe_reading(seconds, tokens)
+    return tokens
 
 
 def _pieces(batch: list[Sequence], most: int) -> list[NDArray[np.int32]]:

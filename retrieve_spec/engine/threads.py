@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Self
 
 import torch
 
@@ -28,6 +29,8 @@ _FIRST_TRIAL, _NEXT_TRIAL, _LAST_TRIAL = 4, 64, 1024
 _TOLERATED, _ALARM = 0.15, 1.0
 """How much slower than expected a pass may be (logarithm), and the sum of what exceeds it that calls for a comparison.
 """
+_SHORT = 32
+"""Tokens of a prompt's pass below which its time says nothing of longer ones."""
 
 
 class PassThreads:
@@ -72,7 +75,7 @@ class PassThreads:
         return self.chosen
 
     @classmethod
-    def of_torch(cls) -> PassThreads | None:
+    def of_torch(cls) -> Self | None:
         """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked."""
         torch_folder = os.path.dirname(torch.__file__)
         for path, library in loaded_libgomp().items():
@@ -142,3 +145,21 @@ class PassThreads:
             self.chosen = self._other
         self._other, self._scores = 0, {}
         self._interval = self._wait = _NEXT_TRIAL if changed else min(max(2 * self._interval, _NEXT_TRIAL), _LAST_TRIAL)
+
+
+class PromptThreads(PassThreads):
+    """The same choice for passes that read prompts, by what a token of theirs takes: no cost model covers them."""
+
+    def __init__(self, most: int, set_threads: Callable[[int], object] = bool) -> None:
+        super().__init__(most, set_threads)
+        self._token_seconds = 0.0
+
+    def observe_reading(self, seconds: float, tokens: int) -> None:
+        """Learn from a pass over so many tokens that ran with `next` threads."""
+        if tokens < _SHORT:
+            return
+        taken = seconds / (tokens + _SHORT)  # as if some more: a pass has a part that does not grow
+        usual = self._token_seconds or taken
+        if not self.comparing:
+            self._token_seconds = usual + (taken - usual) / 8
+        self.observe(taken, usual)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import retrieve_spec as rs
-from retrieve_spec.engine.threads import PassThreads
+from retrieve_spec.engine.threads import PassThreads, PromptThreads
 
 
 class Machine:
@@ -114,3 +114,23 @@ def test_a_report_says_how_many_threads_passes_used(tiny, prompt):
     tiny.generate(prompt, max_new_tokens=8, do_sample=False)
     chosen = tiny.speculation.engine.threads
     assert tiny.speculation.last.threads == (0 if chosen is None else chosen.chosen)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_prompts_are_read_with_the_threads_that_are_faster(seed):
+    machine, threads, used = Machine(2, seed), PromptThreads(2), []
+
+    def read(prompts: int) -> None:
+        for _ in range(prompts):
+            tokens = int(machine.random.integers(1, 600))
+            used.append(threads.next)
+            threads.observe_reading(machine.seconds(threads.next, tokens), tokens)
+
+    read(200)
+    assert threads.chosen == 2 and used.count(1) <= 8
+    machine.busy = 1
+    read(30)
+    assert threads.chosen == 1
+    machine.busy = 0
+    read(400)
+    assert threads.chosen == 2
