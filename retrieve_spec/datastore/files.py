@@ -36,8 +36,11 @@ def explain_read_errors(path: Path) -> Iterator[None]:
     except (StoreError, FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise StoreError(f"to read {path}", reason, "Check who may read it, and the disk.") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | Path, error: OSError) -> StoreError:
+    return StoreError(f"to read {path}", error.strerror or str(error), "Check who may read it, and the disk.")
 
 
 def sha256_of(path: Path) -> str:
@@ -136,7 +139,7 @@ def _compare_checksum(path: Path, entry: FileEntry, found: str) -> None:
         raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12], _REBUILD)
 
 
-def check_size(path: Path, entry: FileEntry) -> None:
+def check_size(path: str | Path, entry: FileEntry) -> None:
     """Check that a file is there with the recorded size.
 
     Raises
@@ -145,23 +148,24 @@ def check_size(path: Path, entry: FileEntry) -> None:
         When it is missing or its size differs.
     """
     try:
-        with explain_read_errors(path):
-            size = path.stat().st_size
-    except FileNotFoundError as error:
-        raise _missing(path, entry) from error
-    _compare_size(path, entry, size)
-
-
-def _missing(path: Path, entry: FileEntry) -> StoreCorruptError:
-    return StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file", _REBUILD)
-
-
-def _compare_size(path: Path, entry: FileEntry, size: int) -> None:
+        size = os.stat(path).st_size
+    except OSError as error:
+        raise _not_read(path, entry, error) from error
     if size != entry.bytes:
-        raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes", _REBUILD)
+        raise _wrong_size(path, entry, size)
 
 
-def map_array(path: Path, entry: FileEntry, *, scattered: bool = False, private: bool = False) -> NDArray[Any]:
+def _not_read(path: str | Path, entry: FileEntry, error: OSError) -> StoreError:
+    if isinstance(error, FileNotFoundError):
+        return StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file", _REBUILD)
+    return _unreadable(path, error)
+
+
+def _wrong_size(path: str | Path, entry: FileEntry, size: int) -> StoreCorruptError:
+    return StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes", _REBUILD)
+
+
+def map_array(path: str | Path, entry: FileEntry, *, scattered: bool = False, private: bool = False) -> NDArray[Any]:
     """Map a raw array into memory, read-only.
 
     Parameters
@@ -178,19 +182,26 @@ def map_array(path: Path, entry: FileEntry, *, scattered: bool = False, private:
     StoreCorruptError
         When the file is missing or its size differs.
     """
-    dtype = np.dtype(entry.dtype)
     try:
-        with explain_read_errors(path), path.open("rb") as file:
-            _compare_size(path, entry, os.fstat(file.fileno()).st_size)
-            if entry.bytes == 0:
-                return np.empty(0, dtype)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
-    except FileNotFoundError as error:
-        raise _missing(path, entry) from error
-    array = np.frombuffer(mapped, dtype)
-    if scattered:
-        _advise(array, "MADV_RANDOM")
-    return array
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise _not_read(path, entry, error) from error
+    try:  # stores have thousands of files: no call here that need not be
+        size = os.fstat(handle).st_size
+        if size != entry.bytes:
+            raise _wrong_size(path, entry, size)
+        if size == 0:
+            return np.empty(0, entry.dtype)
+        mapped = mmap.mmap(handle, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise _not_read(path, entry, error) from error
+    finally:
+        os.close(handle)
+    if scattered and hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, entry.dtype)
 
 
 _REBUILD = "Restore the file from a copy, or build the store again."

@@ -195,23 +195,28 @@ def read_manifest(store: Path) -> Manifest:
     StoreError
         When it may not be read.
     """
-    return _from_json(checked_body(store, FORMAT_VERSION))
+    return manifest_of(read_content(store), store)
+
+
+def read_content(store: Path) -> bytes:
+    """The bytes of a store's manifest, as they are; errors are those of `read_manifest`."""
+    path = store / MANIFEST
+    try:
+        with explain_read_errors(path):
+            return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _missing(store) from error
 
 
 def checked_body(store: Path, version: int) -> dict[str, Any]:
     """JSON object of a store's manifest, of one format; errors are those of `read_manifest`."""
-    path = store / MANIFEST
-    try:
-        with explain_read_errors(path):
-            content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise _missing(store) from error
-    return _checked(content, path, version, store)
+    return _checked(read_content(store), store / MANIFEST, version, store)
 
 
-def manifest_of(content: bytes, place: str) -> Manifest:
-    """The manifest that a file at some place holds; errors are those of `read_manifest`."""
-    return _from_json(_checked(content, place, FORMAT_VERSION, place))
+def manifest_of(content: bytes, place: str | Path) -> Manifest:
+    """The manifest that a store, or a file at some place, holds; errors are those of `read_manifest`."""
+    path = place / MANIFEST if isinstance(place, Path) else place
+    return _from_json(_checked(content, path, FORMAT_VERSION, place))
 
 
 def _checked(content: bytes, path: object, version: int, store: object) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ SUFFIX = ".bin"
 _REBUILD = "Restore the file from a copy, or build the store again."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segment:
     """One part of a store, opened. Arrays are read-only memory maps unless said otherwise.
 
@@ -50,8 +52,8 @@ class Segment:
         (segments of earlier releases).
     to_global
         (v + 1,) uint32, token id of each local id (entry 0 means nothing).
-    to_local
-        (vocabulary,) int32 in memory, local id of each token id, 0 when the segment does not use it.
+    vocabulary
+        Token ids are below this number.
     document_starts
         (d + 1,) uint32, where each document begins in `tokens`; document i ends before the separator at
         ``document_starts[i + 1] - 1``.
@@ -76,7 +78,7 @@ class Segment:
     bits: int
     grams: NDArray[np.uint64]
     to_global: NDArray[np.uint32]
-    to_local: NDArray[np.int32]
+    vocabulary: int
     document_starts: NDArray[np.uint32]
     documents: DocumentTable
     removed: tuple[int, ...]
@@ -84,6 +86,14 @@ class Segment:
     automaton: StaticAutomaton | None
     dense: DenseIndex | None = None
     hidden: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    @cached_property
+    def to_local(self) -> NDArray[np.int32]:
+        """(vocabulary,) int32 in memory, local id of each token id, 0 when the segment does not use it; made when first
+        asked for."""
+        made = np.zeros(self.vocabulary, np.int32)
+        made[self.to_global[1:]] = np.arange(1, len(self.to_global), dtype=np.int32)
+        return made
 
     def document_of(self, position: int) -> int:
         """Number of the document that covers a token position."""
@@ -230,21 +240,21 @@ def open_segment(
     StoreCorruptError
         When a file is missing or has the wrong size, or the vocabulary is damaged (its ids would reach the model).
     """
-    for name, file in entry.files.items():
-        check_size(folder / name, file)
+    place = os.path.join(folder, "")
+    others = set(entry.files)
     hiding = tombstones is not None and len(tombstones[DOCUMENTS]) > 0
 
     def load(name: str, dtype: type, scattered: bool = False, private: bool = False) -> NDArray[Any]:
-        file = entry.files.get(name + SUFFIX)
+        name += SUFFIX
+        file = entry.files.get(name)
         if file is None:
             return np.empty(0, dtype)
-        return map_array(folder / (name + SUFFIX), file, scattered=scattered, private=private)
+        others.discard(name)
+        return map_array(place + name, file, scattered=scattered, private=private)
 
     to_global = load("vocabulary", np.uint32)
-    to_local = np.zeros(vocabulary, np.int32)
     if not len(to_global) or int(to_global.max()) >= vocabulary:
         raise StoreCorruptError(f"token ids below {vocabulary:,} in {folder / 'vocabulary.bin'}", "others", _REBUILD)
-    to_local[to_global[1:]] = np.arange(1, len(to_global), dtype=np.int32)
     ngrams = None
     if "ngram_slots" + SUFFIX in entry.files:
         slots, *successors = (load(f"ngram_{f.name}", np.uint32, private=hiding) for f in fields(NgramTable))
@@ -268,7 +278,7 @@ def open_segment(
         bits_of(len(to_global) - 1),
         load("grams", np.uint64, scattered=True),
         to_global,
-        to_local,
+        vocabulary,
         starts,
         DocumentTable(entry.name, entry.added_at, entry.origins, starts, table, removed),
         removed,
@@ -277,6 +287,8 @@ def open_segment(
         dense,
         tombstones[RANKS] if tombstones is not None else np.empty(0, np.uint32),
     )
+    for name in others:
+        check_size(place + name, entry.files[name])
     if hiding and tombstones is not None:
         hide(entry.name, dict(tombstones), segment.tokens, segment.suffix_array, segment.top, segment.bits)
         if ngrams is not None:

@@ -18,7 +18,7 @@ from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.documents import TABLE, Document
 from retrieve_spec.datastore.files import check_content, map_array
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, read_manifest
+from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, manifest_of, read_content
 from retrieve_spec.datastore.ngrams import ContextFilter, NgramTable, filter_contexts
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.tombstones import tombstones_of
@@ -182,7 +182,8 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
 
         return open_remote(str(path), tokenizer=tokenizer)
     folder = Path(path)
-    manifest = read_manifest(folder)
+    content = read_content(folder)
+    manifest = manifest_of(content, folder)
     if tokenizer is not None:
         check_tokenizer(folder, manifest, tokenizer_fingerprint(tokenizer))
     for attempt in range(_ATTEMPTS):
@@ -192,12 +193,12 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
             store = _open(folder, manifest)
         except StoreCorruptError as caught:
             error = caught
-        newer = read_manifest(folder)
-        if newer.generation == manifest.generation or attempt == _ATTEMPTS - 1:
+        newer = read_content(folder)
+        if newer == content or attempt == _ATTEMPTS - 1:
             if error is not None:
                 raise error
             return store
-        manifest = newer
+        content, manifest = newer, manifest_of(newer, folder)
     raise AssertionError("unreachable")
 
 

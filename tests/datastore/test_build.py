@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -253,6 +254,21 @@ def test_history_records_what_was_done(tokenizer, texts, tmp_path):
     assert event["skipped"] == {"empty": 1}
     assert event["sources"][0]["licence"] == "MIT"
     assert event["config"]["index"] == "both"
+
+
+def test_opening_maps_every_file_once_and_makes_nothing_of_its_content(tokenizer, texts, tmp_path, monkeypatch):
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    opened = []
+    original = os.open
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            os, "open", lambda path, *rest, **named: opened.append(str(path)) or original(path, *rest, **named)
+        )
+        (segment,) = open_datastore(tmp_path / "s").segments
+    (entry,) = read_manifest(tmp_path / "s").segments
+    mapped = [Path(path).name for path in opened if Path(path).parent.name == entry.name]
+    assert sorted(mapped) == sorted(entry.files)
+    assert "to_local" not in vars(segment) and len(segment.to_local) == segment.vocabulary
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "work/thesis.tex", "segments/audio.wav"])
