@@ -164,7 +164,7 @@ class EntryFilter:
         real: dict[str, bool] = {}
         for root in self.roots:
             for name, left, status in look_through(root, everything="ignored" in self._admit):
-                if self._store and name.startswith(self._store):
+                if self._is_own(name):
                     continue
                 if left is None:
                     yield name, self._look(name, real, status, named)
@@ -181,8 +181,11 @@ class EntryFilter:
             said = self._look(str(path), real)
             found[path] = said if isinstance(said, Reason) else Candidate(path, said.st_size, said.st_mtime_ns)
         left = [path for path, verdict in found.items() if isinstance(verdict, Candidate)]
-        allowed = left if "ignored" in self._admit else listed(self.roots, left)
-        return {**found, **{path: Reason.IGNORED for path in left if path not in allowed}}
+        allowed = listed(self.roots, left, everything="ignored" in self._admit)
+        return {**found, **{path: Reason.IGNORED for path in left if path not in allowed or self._is_own(str(path))}}
+
+    def _is_own(self, name: str) -> bool:
+        return self._store is not None and name.startswith(self._store)
 
     def read(self, path: Path) -> str | Reason:
         """Text of a file that `list` or `verdicts` let pass, without a byte order mark; never empty."""

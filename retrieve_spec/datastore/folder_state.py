@@ -10,14 +10,17 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.datastore.entry_filter import RULES, EntryFilter, Reason
+from retrieve_spec.datastore.entry_filter import RULES, Reason
 from retrieve_spec.datastore.files import replace_file
+from retrieve_spec.datastore.ingest import Gate
 from retrieve_spec.datastore.licences import own_licence
+from retrieve_spec.datastore.records import texts_of
+from retrieve_spec.datastore.sources import Source, SourceFile, kind_of
 
 STATE = "sync.json"
 FOLLOWED_BYTES = 1 << 20
@@ -29,14 +32,30 @@ RACY_NS = 2_000_000_000
 @dataclass(slots=True)
 class FolderState:
     """What files said, five things each: bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is
-    left out or "", licence by its own lines or None without any; and the parts of the filter that did not count."""
+    left out or "", licence by its own lines or None without any. Files that hold several texts have a sixth, of each of
+    these its name behind that of the file, and the last three. And the parts of the filter that did not count."""
 
     files: dict[str, Sequence[Any]] = field(default_factory=dict)
     admit: tuple[str, ...] = ()
 
 
-def look(entries: EntryFilter, before: FolderState, admit: tuple[str, ...] = ()) -> FolderState:
-    """What the files of a folder say now; those that did not change since are not read."""
+def look(source: Source, before: FolderState, store: Path) -> FolderState:
+    """What the files of a folder say now; those that did not change since are not read.
+
+    Parameters
+    ----------
+    source
+        The folder.
+    before
+        What it said last time.
+    store
+        Where the store is, which is no part of the folder.
+    """
+    entries = source.entry_filter(Path(source.path), FOLLOWED_BYTES, store)
+    gate = Gate(
+        replace(source, licences=()), FOLLOWED_BYTES
+    )  # licences are looked at afterwards: files beside may change
+    admit = source.admit
     racy = time.time_ns() - RACY_NS
     now = FolderState(admit=admit)
     top = os.path.join(entries.roots[0], "")
@@ -51,14 +70,28 @@ def look(entries: EntryFilter, before: FolderState, admit: tuple[str, ...] = ())
         if known is not None and known[0] == found.st_size and known[1] == found.st_mtime_ns:
             now.files[name] = known
             continue
-        text = entries.read(Path(place))
         changed = found.st_mtime_ns if found.st_mtime_ns < racy else 0  # looked at again next time
-        if isinstance(text, Reason):
-            now.files[name] = (found.st_size, changed, "", str(text), None)
+        kind, compression = kind_of(name)
+        if kind in ("text", "ds") and not compression:
+            text = entries.read(Path(place))
+            said = ("", str(text), None) if isinstance(text, Reason) else (_hash(text), "", own_licence(text))
+            now.files[name] = (found.st_size, changed, *said)
         else:
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            now.files[name] = (found.st_size, changed, digest, "", own_licence(text))
+            file = SourceFile(0, name, place, found.st_size, kind, compression)
+            now.files[name] = (found.st_size, changed, "", "", None, list(_texts(gate, file)))
     return now
+
+
+def _texts(gate: Gate, file: SourceFile) -> Iterator[tuple[str, str, str, str | None]]:
+    """Name behind that of the file, SHA-256 or "", reason or "", own licence, of every text that a file holds."""
+    for text in texts_of([file], (gate.source,), gate.limit):
+        content, _, skip = gate.read(text)
+        behind = text.path[len(file.path) :]
+        yield (behind, "", skip, None) if skip else (behind, _hash(content), "", own_licence(content))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_state(store: Path) -> dict[str, FolderState]:
@@ -70,10 +103,14 @@ def read_state(store: Path) -> dict[str, FolderState]:
         return {
             root: FolderState(files, tuple(admit))
             for root, (files, admit) in raw["folders"].items()
-            if all(len(said) == 5 for said in files.values())
+            if all(len(said) == 5 or _has_texts(said) for said in files.values())
         }
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return {}
+
+
+def _has_texts(said: Sequence[Any]) -> bool:
+    return len(said) == 6 and all(len(text) == 4 for text in said[5])
 
 
 def write_state(store: Path, states: dict[str, FolderState]) -> None:

@@ -95,7 +95,7 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
                 continue
         key = (name if nested else name.rpartition("/")[0], tracked and not nested)
         if key not in by_folder:
-            by_folder[key] = _passed_over(key[0], tracked=key[1])
+            by_folder[key] = passed_over(key[0], tracked=key[1])
         if passed := by_folder[key]:
             if passed not in told:
                 told.add(passed)
@@ -127,13 +127,17 @@ def _status(place: str) -> os.stat_result | None:
         return None
 
 
-def listed(roots: Sequence[Path], paths: Iterable[Path]) -> set[Path]:
-    """Those of some paths below the roots that `list_folder` would list."""
+def listed(roots: Sequence[Path], paths: Iterable[Path], *, everything: bool = False) -> set[Path]:
+    """Those of some paths below the roots that `look_through` would let pass."""
     below: dict[Path, list[Path]] = {}
     for path in paths:
         root = max((root for root in roots if path.is_relative_to(root)), key=lambda r: len(r.parts), default=None)
         if root is not None:
             below.setdefault(root, []).append(path)
+    if everything:
+        stores = dict.fromkeys(below, False)
+        found = ((root, path) for root, group in below.items() for path in group)
+        return {path for root, path in found if _is_seen(path.parent, root) and not _in_store(path.parent, stores)}
     known: dict[Path, Path | None] = {}
     return {path for root in below for path in _listed(root, _governing(root), below[root], known, {root: False})}
 
@@ -151,7 +155,7 @@ def _listed(
     rules = IgnoreFiles(top if found is not None else checkout or top, names, general=found is None)
 
     def enters(path: Path, folder: Path, *, tracked: bool) -> bool:
-        passed = _passed_over(folder.relative_to(top).as_posix(), tracked=tracked) or _is_shut(folder, shut)
+        passed = passed_over(folder.relative_to(top).as_posix(), tracked=tracked) or _is_shut(folder, shut)
         return not passed and not rules.ignores(path, folder=path == folder)
 
     for nested, group in inside.items():
@@ -162,6 +166,18 @@ def _listed(
     for path in plain:
         if (found is None or path in found) and enters(path, path.parent, tracked=found is not None and found[path]):
             yield path
+
+
+def _is_seen(folder: Path, root: Path) -> bool:
+    return _MACHINERY.isdisjoint(folder.relative_to(root).parts)
+
+
+def _in_store(folder: Path, known: dict[Path, bool]) -> bool:
+    """Whether a folder, or one above it up to those that are known, is a datastore."""
+    if folder not in known:
+        is_store = _closes(str(folder), [MANIFEST] if (folder / MANIFEST).exists() else []) is Left.STORE
+        known[folder] = is_store or (folder.parent != folder and _in_store(folder.parent, known))
+    return known[folder]
 
 
 def _outermost(folder: Path, top: Path, known: dict[Path, Path | None]) -> Path:
@@ -212,7 +228,7 @@ def _is_shut(folder: Path, known: dict[Path, bool]) -> bool:
     return known[folder]
 
 
-def _passed_over(folder: str, *, tracked: bool) -> str:
+def passed_over(folder: str, *, tracked: bool) -> str:
     """The outermost folder of a path that is never looked into by its name, "" for none."""
     parts = folder.split("/")
     if NEVER.isdisjoint(parts) and (tracked or _BUILT.isdisjoint(parts)):

@@ -7,8 +7,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +19,9 @@ from tokenizers import Tokenizer
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, refused
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.datastore.records import Text, content_of
+from retrieve_spec.datastore.remote import is_address
 from retrieve_spec.datastore.sources import STDIN, Source
+from retrieve_spec.datastore.tokenised import Decoder
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -54,7 +56,7 @@ class Tokenised:
     skip: str = ""
 
 
-class _Gate:
+class Gate:
     """What decides about the texts of one source: its filter, and the licences that it may be under."""
 
     def __init__(self, source: Source, limit: int) -> None:
@@ -68,10 +70,13 @@ class _Gate:
 
     def filter(self, location: str) -> EntryFilter:
         """The filter of a file of the source."""
-        folder = os.path.isdir(self.source.path) and self.source.path != STDIN
-        root = os.path.realpath(self.source.path) if folder else os.path.dirname(location)
+        if is_address(location):
+            root, named = self.source.path, location.rstrip("/") == self.source.path
+        else:
+            named = self.source.path == STDIN or not os.path.isdir(self.source.path)
+            root = os.path.dirname(location) if named else os.path.realpath(self.source.path)
         if root not in self._filters:
-            self._filters[root] = self.source.entry_filter(Path(root), self.limit)
+            self._filters[root] = self.source.entry_filter(Path(root), self.limit, named=named)
         return self._filters[root]
 
     def read(self, text: Text) -> tuple[str, int, str]:
@@ -80,12 +85,13 @@ class _Gate:
         if text.skip:
             return "", 0, text.skip
         entries = self.filter(file.location)
-        if text.content is None and not file.compression:
+        if text.content is None and not file.compression and not is_address(file.location):
             found = entries.read(Path(file.location))
             return ("", 0, str(found)) if isinstance(found, Reason) else (found, file.size, "")
         content, size, skip = content_of(text, self.source.field, self.limit)
         if not skip:
-            skip = entries.content("" if text.content is not None else Path(file.location).stem, content) or ""
+            name = Path(file.location).stem if file.compression else os.path.basename(file.location)
+            skip = entries.content("" if text.content is not None else name, content) or ""
         return content, size, str(skip)
 
 
@@ -104,17 +110,24 @@ def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
-def _tokenise(text: Text, gate: _Gate, tokenizer: Tokenizer) -> Tokenised:
+def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer, decoder: Callable[[], Decoder]) -> Tokenised:
+    ids: NDArray[np.uint32] | None = None
+    if isinstance(text.content, np.ndarray):
+        read = text.content.nbytes
+        ids, content = decoder().decode(text.content, f"{text.file.location} (document {text.path})")
+        text = replace(text, content=content)
     content, size, skip = gate.read(text)
+    size = size if ids is None else read
     licence, source = text.file.licence, gate.source.path
     if gate.rule is not None and not skip:
-        is_file = source != STDIN and text.path == text.file.path  # rows are not under the licence of a collection
+        is_file = source != STDIN and text.path == text.file.path and not is_address(text.file.location)
+        # (rows are not under the licence of a collection)
         path = Path(text.file.location).resolve() if is_file else None
         licence = gate.rule.licence(path, own_licence(content))
         skip = refused(gate.rule, licence) or ""
     if skip:
         return Tokenised(text.path, licence, source, "", np.empty(0, np.uint32), size, skip)
-    ids = encode(tokenizer, content)
+    ids = encode(tokenizer, content) if ids is None else ids
     digest = hashlib.sha256(content.encode()).hexdigest()
     return Tokenised(text.path, licence, source, digest, ids, size, "" if len(ids) else Reason.EMPTY)
 
@@ -142,11 +155,13 @@ def tokenise(
     """
 
     @cache
-    def gate(number: int) -> _Gate:
-        return _Gate(sources[number], limit)
+    def gate(number: int) -> Gate:
+        return Gate(sources[number], limit)
+
+    decoder = lru_cache(1)(lambda: Decoder(tokenizer))
 
     def work(group: list[Text]) -> list[Tokenised]:
-        return [_tokenise(text, gate(text.file.source), tokenizer) for text in group]
+        return [_tokenise(text, gate(text.file.source), tokenizer, decoder) for text in group]
 
     yield from (result for group in ordered_map(work, _groups(texts), workers) for result in group)
 

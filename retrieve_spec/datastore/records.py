@@ -10,20 +10,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
+import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
+from retrieve_spec.datastore import tokenised
 from retrieve_spec.datastore.entry_filter import Reason
+from retrieve_spec.datastore.remote import open_file
 from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text still to be read and encoded: `content` for a record, otherwise the file itself."""
+    """A text still to be read and encoded: `content` for a record (token ids where it is tokenised), otherwise the file
+    itself."""
 
     file: SourceFile
     path: str
-    content: bytes | str | None = None
+    content: bytes | str | NDArray[np.uint32] | None = None
     skip: str = ""
 
 
@@ -40,13 +45,16 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
             yield Text(file, file.path, skip=file.skip)
         elif file.kind == "jsonl":
             yield from _json_lines(file, limit)
+        elif file.kind == "ds":
+            found = tokenised.documents(file.location, file.start, file.end)
+            yield from (Text(file, f"{file.path}#{number}", ids) for number, ids in enumerate(found, file.start + 1))
         else:
             yield from _parquet(file, sources[file.source].field)
 
 
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[IO[bytes]]:
-    with open(file.location, "rb") as raw:
+    with open_file(file.location) as raw:
         if file.compression == "gz":
             yield gzip.GzipFile(fileobj=raw)  # type: ignore[misc]
         elif file.compression == "zst":
@@ -86,7 +94,7 @@ def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
         ) from error
     column = field.partition(".")[0]
     try:
-        with pyarrow.parquet.ParquetFile(file.location) as table:
+        with open_file(file.location) as raw, pyarrow.parquet.ParquetFile(raw) as table:
             if column not in table.schema_arrow.names:
                 yield Text(file, file.path, skip=f"no column {column!r}")
                 return
@@ -108,8 +116,9 @@ def _field(record: Any, field: str) -> Any:
 
 
 def content_of(text: Text, field: str, limit: int) -> tuple[str, int, str]:
-    """Content of a record or of a compressed file, bytes read and reason to skip."""
+    """Content of a record, of a compressed or a remote file, bytes read and reason to skip."""
     content = text.content
+    assert not isinstance(content, np.ndarray), "decoded before"
     if content is None:
         try:
             with _opened(text.file) as stream:

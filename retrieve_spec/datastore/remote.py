@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import IO, Any
 
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import MANIFEST, Manifest, manifest_of
@@ -40,6 +41,62 @@ def explain_remote_errors(url: str) -> Iterator[None]:
         ) from error
 
 
+def is_address(path: object) -> bool:
+    """Whether something is the address of a remote (``s3://…``) rather than a path of this machine."""
+    return isinstance(path, str) and "://" in path
+
+
+def reach(url: str) -> tuple[Any, str]:
+    """The file system of an address, and the place there.
+
+    Raises
+    ------
+    BuildError
+        When no installed library reaches it.
+    """
+    try:
+        import fsspec
+    except ImportError as error:
+        raise BuildError("fsspec to reach other machines", "none", "pip install 'retrieve-spec[share]'.") from error
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        remedy = "Install the library that it names, as `pip install s3fs`."
+        raise BuildError(f"a library that reaches {url}", str(error), remedy) from error
+    return fs, root.rstrip("/")
+
+
+@contextmanager
+def open_file(location: str) -> Iterator[IO[bytes]]:
+    """Open a file for reading, by its path or its address; errors are those of `open`, of remotes `BuildError`."""
+    if not is_address(location):
+        with open(location, "rb") as file:
+            yield file
+        return
+    with explain_remote_errors(location):
+        fs, place = reach(location)
+        with fs.open(place, "rb") as file:
+            yield file
+
+
+def size_of(location: str) -> int:
+    """Bytes of a file, by its path or its address."""
+    if not is_address(location):
+        return os.stat(location).st_size
+    with explain_remote_errors(location):
+        fs, place = reach(location)
+        return int(fs.info(place)["size"])
+
+
+def exists(location: str) -> bool:
+    """Whether there is a file, by its path or its address."""
+    if not is_address(location):
+        return os.path.exists(location)
+    with explain_remote_errors(location):
+        fs, place = reach(location)
+        return bool(fs.exists(place))
+
+
 class Remote:
     """One remote.
 
@@ -55,16 +112,8 @@ class Remote:
     """
 
     def __init__(self, url: str) -> None:
-        try:
-            import fsspec
-        except ImportError as error:
-            raise BuildError("fsspec to reach other machines", "none", "pip install 'retrieve-spec[share]'.") from error
-        try:
-            self.fs, root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            remedy = "Install the library that it names, as `pip install s3fs`."
-            raise BuildError(f"a library that reaches {url}", str(error), remedy) from error
-        self.url, self.root = url, root.rstrip("/")
+        self.fs, self.root = reach(url)
+        self.url = url
         protocols = (self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol
         self._local = "file" in protocols or "local" in protocols
         self._atomic = not self._local and "memory" not in protocols
@@ -113,13 +162,13 @@ class Remote:
         content = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False).encode()
         place = self.path(VERSIONS, f"{version:012d}.json")
         try:
-            self._create(place, content)
+            self.create_file(place, content)
         except FileExistsError as error:
             raise changed(self.url, f"version {version} to be this one", "one that another process pushed") from error
         self.write(self.path(MANIFEST), content)
 
-    def _create(self, place: str, content: bytes) -> None:
-        """Write a file that must not be there yet, whole."""
+    def create_file(self, place: str, content: bytes) -> None:
+        """Write a small file, whole; `FileExistsError` where it is there."""
         if self._local:
             part = f"{place}.{secrets.token_hex(4)}.part"
             Path(place).parent.mkdir(parents=True, exist_ok=True)
@@ -152,11 +201,11 @@ class Remote:
         else:
             self.fs.mv(part, place)
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of every file that is there, by its path below the root."""
+    def sizes(self, *below: str) -> dict[str, int]:
+        """Bytes of every file that is there, or in a folder there, by its path below the root."""
         self.fs.invalidate_cache()
         try:
-            found = self.fs.find(self.root, detail=True)
+            found = self.fs.find(self.path(*below), detail=True)
         except FileNotFoundError:
             return {}
         start = len(self.root) + 1

@@ -20,9 +20,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.datastore import tokenised
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry
+from retrieve_spec.datastore.remote import is_address
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.sources import STDIN, SourceFile
 from retrieve_spec.datastore.store import check_files
@@ -64,8 +66,14 @@ def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
 
 
 def _parts(file: SourceFile) -> Iterator[SourceFile]:
-    """A file, or the parts of a large file of JSON Lines."""
-    if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES:
+    """A file, or the parts of a large file of JSON Lines and of a tokenised one."""
+    if file.kind == "ds" and not file.skip:
+        layout = tokenised.layout_of(file.location)
+        for first, end, size in tokenised.cuts(file.location, layout, SHARD_BYTES):
+            yield replace(file, start=first, end=end, size=size)
+        return
+    remote = is_address(file.location)  # read where it is needed, not here
+    if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES or remote:
         yield file
         return
     try:

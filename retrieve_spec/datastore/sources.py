@@ -9,14 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from retrieve_spec.datastore import tokenised
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
+from retrieve_spec.datastore.generated import generated_name
+from retrieve_spec.datastore.git_rules import passed_over
+from retrieve_spec.datastore.remote import explain_remote_errors, is_address, reach
 from retrieve_spec.datastore.secret_rules import secret_name
 from retrieve_spec.errors import BuildError
 
 STDIN = "-"
 _ANY = 1 << 62
 """Bytes of the largest file that is listed: records are read one by one, and texts that are too large say so."""
-_RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", tokenised.SUFFIX: "ds"}
 _COMPRESSED = {".gz": "gz", ".zst": "zst"}
 
 
@@ -27,7 +31,7 @@ class Source:
     Attributes
     ----------
     path
-        File, folder or ``-`` for standard input.
+        File, folder, either of them by an address that fsspec reaches (``s3://…``), or ``-`` for standard input.
     licence
         Licence of its documents, recorded with each; with `licences`, of those that state none themselves.
     licences
@@ -57,10 +61,10 @@ class Source:
     admit: tuple[str, ...] = ()
     max_bytes: int = 0
 
-    def entry_filter(self, root: Path, limit: int, store: Path | None = None) -> EntryFilter:
-        """What decides about the files of this source, which lie below `root`."""
-        named = Path(self.path).is_dir() and self.path != STDIN
-        admit = self.admit if named else {*self.admit, "ignored", "generated"}
+    def entry_filter(self, root: Path, limit: int, store: Path | None = None, *, named: bool = False) -> EntryFilter:
+        """What decides about the files of this source, which lie below `root`; a file that is `named` enters
+        whatever git says of it."""
+        admit = {*self.admit, "ignored", "generated"} if named else self.admit
         return EntryFilter([root], max_bytes=self.max_bytes or limit, admit=admit, any_name=True, store=store)
 
 
@@ -69,7 +73,7 @@ class SourceFile:
     """One file to read: index of its source, path to record, path to open, bytes, kind and compression.
 
     A file that is not to be read carries the reason in `skip`. A part of a file of JSON Lines carries the bytes
-    ``[start, end)`` and the lines before them.
+    ``[start, end)`` and the lines before them, one of a tokenised file the documents ``[start, end)``.
     """
 
     source: int
@@ -112,51 +116,91 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
         kind = "jsonl" if source.field != "text" else "text"
         yield SourceFile(index, "stdin", STDIN, 0, kind, licence=source.licence)
         return
-    root = Path(source.path)
-    if not root.exists():
-        raise BuildError(f"a file or folder at {root}", "nothing there", "Check the path.")
     included, excluded = _matcher(source.include), _matcher(source.exclude)
 
     def wanted(relative: str) -> bool:
         path = source.prefix + relative
         return (not source.include or included(path)) and not excluded(path)
 
+    if is_address(source.path):
+        yield from _list_remote(index, source, wanted)
+        return
+    root = Path(source.path)
+    if not root.exists():
+        raise BuildError(f"a file or folder at {root}", "nothing there", "Check the path.")
     if not root.is_dir():
         file = _describe(index, source, root.name, root)
         yield file if wanted(root.name) else replace(file, skip="left out by a glob")
         return
     top = root.resolve()
     start = len(os.path.join(top, ""))
-    found = [(name[start:], said) for name, said in source.entry_filter(top, _ANY, store).entries()]
+    found = [
+        (name[start:], said if isinstance(said, Reason) else said.st_size)
+        for name, said in source.entry_filter(top, _ANY, store).entries()
+    ]
+    pairs = {} if source.max_bytes else tokenised.pairs_of(name for name, _ in found)
     for relative, said in sorted(found, key=lambda entry: entry[0].split("/")):
+        if relative in pairs and pairs[relative] != relative:
+            continue
         if isinstance(said, Reason) and relative.endswith("/"):
             path = source.prefix + relative
             left = not (excluded(path) or excluded(path.rstrip("/")))
         else:
             left = wanted(relative)
         if left:
-            yield _entry(index, source, relative, os.path.join(top, relative), said)
+            yield _entry(index, source, relative, os.path.join(top, relative), said, relative in pairs)
 
 
-def _entry(index: int, source: Source, relative: str, location: str, said: os.stat_result | Reason) -> SourceFile:
-    """A file of a folder, or what stays out of it."""
+def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> Iterator[SourceFile]:
+    """Files of an address: git has no rules there, and names, globs and what files say decide."""
+    with explain_remote_errors(source.path):
+        fs, root = reach(source.path)
+        found = {str(name): int(about["size"]) for name, about in fs.find(root, detail=True).items()}
+    if not found:
+        raise BuildError(f"files at {source.path}", "nothing there", "Check the address.")
+    start = len(root.rpartition("/")[0] if list(found) == [root] else root) + 1
+    pairs = tokenised.pairs_of(name[start:] for name in found)
+    for name, size in sorted(found.items(), key=lambda entry: entry[0].split("/")):
+        relative = name[start:]
+        if wanted(relative) and pairs.get(relative, relative) == relative:
+            said = _named(source, relative) if name != root else None
+            is_pair = relative in pairs or name == root
+            yield _entry(index, source, relative, fs.unstrip_protocol(name), said or size, is_pair)
+
+
+def _named(source: Source, relative: str) -> Reason | None:
+    """Why a file of an address may not enter by its name."""
+    folder, _, name = relative.rpartition("/")
+    if "ignored" not in source.admit and folder and passed_over(folder, tracked=True):
+        return Reason.TOOLS
+    if "secrets" not in source.admit and secret_name(relative):
+        return Reason.SECRET_NAME
+    return Reason.GENERATED if "generated" not in source.admit and generated_name(name) else None
+
+
+def _entry(
+    index: int, source: Source, relative: str, location: str, said: int | Reason, is_tokenised: bool
+) -> SourceFile:
+    """A file of a folder and its bytes, or what stays out of it."""
     path = readable(source.prefix + relative)
     if isinstance(said, Reason):
         return SourceFile(index, path, location, 0, "text", skip=str(said), licence=source.licence)
-    kind, compression = ("text", "") if source.max_bytes else _kind(Path(relative))
-    return SourceFile(index, path, location, said.st_size, kind, compression, "", source.licence)
+    kind, compression = kind_of(relative)
+    kind = "text" if kind == "ds" and not is_tokenised else kind
+    return SourceFile(index, path, location, said, kind, compression, "", source.licence)
 
 
-def _kind(location: Path) -> tuple[str, str]:
+def kind_of(name: str) -> tuple[str, str]:
     """Kind and compression of a file, by its name."""
-    suffix = location.suffix.lower()
+    stem, suffix = os.path.splitext(name.lower())
     compression = _COMPRESSED.get(suffix, "")
-    return _RECORDS.get(Path(location.stem).suffix.lower() if compression else suffix, "text"), compression
+    kind = _RECORDS.get(os.path.splitext(stem)[1] if compression else suffix, "text")
+    return ("text" if compression and kind == "ds" else kind), compression
 
 
 def _describe(index: int, source: Source, name: str, location: Path) -> SourceFile:
     """A file that was named itself."""
-    kind, compression = _kind(location)
+    kind, compression = kind_of(name)
     size, skip = 0, ""
     try:
         real = location.resolve(strict=True)
@@ -164,7 +208,7 @@ def _describe(index: int, source: Source, name: str, location: Path) -> SourceFi
         size = status.st_size
         if not stat.S_ISREG(status.st_mode):
             skip = str(Reason.NOT_A_FILE)
-        elif "secrets" not in source.admit and (secret_name(name) or secret_name(real.name)):
+        elif "secrets" not in source.admit and (secret_name(name) or (location.is_symlink() and secret_name(real))):
             skip = str(Reason.SECRET_NAME)
     except (OSError, RuntimeError):
         real, skip = location, str(Reason.UNREADABLE)

@@ -6,7 +6,7 @@ What counts is the document tables; what a folder said last time (`folder_state`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from retrieve_spec.datastore.licences import LicenceRule, allow_list
 from retrieve_spec.datastore.manifest import SegmentEntry, read_manifest
 from retrieve_spec.datastore.removal import Chosen, without
 from retrieve_spec.datastore.shards import file_shards, segment_shards
-from retrieve_spec.datastore.sources import Source, SourceFile, readable
+from retrieve_spec.datastore.sources import Source, SourceFile, kind_of, readable
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
@@ -30,6 +30,8 @@ from retrieve_spec.errors import BuildError
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
 _REWRITTEN = 900_000
+_Place = tuple[int, str, str]
+"""Where a text is: number of the folder, file, name of the text behind that of the file."""
 
 
 def sync_datastore(
@@ -114,41 +116,51 @@ def _synchronised(
     opened = open_datastore(work.store)
     manifest = opened.manifest
     states = read_state(work.store)
-    wanted: dict[str, list[tuple[int, str]]] = {}
+    wanted: dict[str, list[_Place]] = {}
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
     for number, root in enumerate(roots):
         source = sources[number]
         before = states.get(str(root), FolderState())
-        state = look(source.entry_filter(root, FOLLOWED_BYTES, work.store), before, source.admit)
-        found[str(root)] = state
+        state = found[str(root)] = look(source, before, work.store)
         rule = LicenceRule([root], source.licences, source.licence) if source.licences else None
-        for name, (_, _, digest, reason, own) in sorted(state.files.items()):
-            if rule is not None and digest and (refusal := refused(rule, rule.licence(root / name, own))):
-                skipped.append((readable(name), str(root), refusal))
+        for name, behind, digest, reason, own in _said(state):
+            path = None if behind else root / name  # records are not under the licence of their collection
+            if rule is not None and digest and (refusal := refused(rule, rule.licence(path, own))):
+                skipped.append((readable(name) + behind, str(root), refusal))
             elif digest:
-                wanted.setdefault(digest, []).append((number, name))
+                wanted.setdefault(digest, []).append((number, name, behind))
             else:
-                skipped.append((readable(name), str(root), reason))
+                skipped.append((readable(name) + behind, str(root), reason))
     gone, held = _compare(opened, [str(root) for root in roots], wanted)
-    fresh = sorted(places[0] for digest, places in wanted.items() if digest not in held)
+    fresh = sorted({places[0][:2] for digest, places in wanted.items() if digest not in held})
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
     if gone or fresh:
         files = [_file(roots, sources, *place) for place in fresh]
         done = _change(work, opened, gone, held, files, sources, workers, progress)
-        report = replace(done, skipped=(*skipped, *done.skipped))
+        again = (one for one in done.skipped if one[2] != "duplicate")  # records beside those that changed
+        report = replace(done, skipped=tuple(dict.fromkeys((*skipped, *again))))
     write_state(work.store, states | found)
     return report
 
 
-def _compare(
-    store: Datastore, roots: Sequence[str], wanted: dict[str, list[tuple[int, str]]]
-) -> tuple[Chosen, set[str]]:
+def _said(state: FolderState) -> Iterator[tuple[str, str, str, str, str | None]]:
+    """File, name of the text behind it, SHA-256 or "", reason or "", own licence, of every text of a folder."""
+    for name, (_, _, digest, reason, own, *texts) in sorted(state.files.items()):
+        if not texts:
+            yield name, "", digest, reason, own
+        for text in texts[0] if texts else ():
+            yield name, *text
+
+
+def _compare(store: Datastore, roots: Sequence[str], wanted: dict[str, list[_Place]]) -> tuple[Chosen, set[str]]:
     """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
     gone: Chosen = {}
     held = set()
     numbers = {root: number for number, root in enumerate(roots)}
-    places = {(number, readable(name)): digest for digest, found in wanted.items() for number, name in found}
+    places = {
+        (number, readable(name) + behind): digest for digest, found in wanted.items() for number, name, behind in found
+    }
     first: dict[tuple[int, str], bool] = {}
     for segment in store.segments:
         for number, path, source, digest in segment.documents.texts():
@@ -169,7 +181,9 @@ def _compare(
 def _file(roots: Sequence[Path], sources: tuple[Source, ...], number: int, name: str) -> SourceFile:
     location = roots[number] / name
     size = location.stat().st_size if location.exists() else 0
-    return SourceFile(number, readable(name), str(location), size, "text", licence=sources[number].licence)
+    kind, compression = kind_of(name)
+    kind = "text" if kind == "ds" else kind
+    return SourceFile(number, readable(name), str(location), size, kind, compression, "", sources[number].licence)
 
 
 def _change(

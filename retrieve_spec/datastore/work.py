@@ -41,12 +41,16 @@ class WorkFolder:
         """Throw away any earlier work and record what is going to be done, and to which inputs, a line per shard."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
-        with (self.path / INPUTS).open("w", encoding="utf-8", errors="surrogateescape") as file:
-            for line in inputs:
-                file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        replace_file(self.path / PLAN, json.dumps(plan).encode())
+        try:
+            with (self.path / INPUTS).open("w", encoding="utf-8", errors="surrogateescape") as file:
+                for line in inputs:
+                    file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            replace_file(self.path / PLAN, json.dumps(plan).encode())
+        except BaseException:
+            self.end()  # nothing was begun
+            raise
 
     def plan(self) -> dict[str, Any] | None:
         """What is being done, or None when no change was begun."""

@@ -214,6 +214,8 @@ def test_what_is_listed_is_what_changes_let_in(tmp_path, seed):
             [root / random.choice([path.name for path in root.iterdir() if path.is_dir() and path.name != ".git"])]
         )
     )
+    write(root, {"kept/manifest.json": "{}", "kept/segments/a.txt": "x\n", "a/__pycache__/b.txt": "y\n"})
+    agreed(EntryFilter([root], admit=("ignored",)))
 
 
 def test_a_root_that_is_a_link_is_what_it_leads_to(tmp_path):

@@ -150,10 +150,15 @@ def test_named_files_enter_but_for_their_secrets(folder, tokenizer, tmp_path):
 def test_compressed_secrets_and_links_to_secrets_stay_out(tokenizer, tmp_path):
     packed = gzip.compress(b"password: hunter2hunter2\n")
     write(tmp_path / "f", {".env": "a=1\n", "prod.env.gz": packed, "kubeconfig.gz": packed, "notes.txt.gz": packed})
+    write(tmp_path / "secrets", {"config": "a = 1\n"})
     (tmp_path / "notes").symlink_to(tmp_path / "f" / ".env")
-    report = build_datastore(tmp_path / "s", [str(tmp_path / "f"), str(tmp_path / "notes")], tokenizer)
+    (tmp_path / "config").symlink_to(tmp_path / "secrets" / "config")
+    named = [str(tmp_path / name) for name in ("f", "notes", "config")]
+    report = build_datastore(tmp_path / "s", named, tokenizer)
     assert set(contents(tmp_path / "s")) == {"notes.txt.gz"}
-    assert left_out(report) == dict.fromkeys([".env", "prod.env.gz", "kubeconfig.gz", "notes"], Reason.SECRET_NAME)
+    assert left_out(report) == dict.fromkeys(
+        [".env", "prod.env.gz", "kubeconfig.gz", "notes", "config"], Reason.SECRET_NAME
+    )
 
 
 def test_a_named_folder_that_git_ignores_is_looked_into(tokenizer, tmp_path):

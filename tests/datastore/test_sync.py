@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +15,7 @@ from test_build import contents
 
 from retrieve_spec.cli import run
 from retrieve_spec.datastore import entry_filter, folder_state, sync
-from retrieve_spec.datastore.build import add_documents
+from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
@@ -103,6 +105,34 @@ def test_other_documents_stay(folder, tokenizer, records, tmp_path):
         sync_datastore(store, [tmp_path / "nowhere"])
 
 
+def test_records_are_what_build_takes_them_for(folder, tokenizer, tmp_path):
+    """Of a file of records every record is a document, as for `build`; of one that changed, what changed is added."""
+    rows = [json.dumps({"text": f"record {i} of the file"}) for i in range(4)]
+    (folder / "r.jsonl").write_text("\n".join([*rows, "no JSON"]))
+    (folder / "t.txt.gz").write_bytes(gzip.compress(b"a compressed text"))
+    store = tmp_path / "s"
+    build_datastore(tmp_path / "built", str(folder), tokenizer)
+    sync_datastore(store, [folder], tokenizer)
+    assert contents(store) == contents(tmp_path / "built")
+    for _ in range(2):
+        report = sync_datastore(store, [folder])
+        assert (report.documents, report.skipped_by_reason) == (0, {"no JSON": 1})
+    rows[1] = json.dumps({"text": "another record"})
+    (folder / "r.jsonl").write_text("\n".join([*rows[:3], "no JSON"]))
+    report = sync_datastore(store, [folder])
+    assert (report.documents, report.skipped_by_reason) == (1, {"no JSON": 1})
+    found = contents(store)
+    assert {name: text for name, text in found.items() if name.startswith("r.")} == {
+        "r.jsonl#1": "record 0 of the file",
+        "r.jsonl#2": "another record",
+        "r.jsonl#3": "record 2 of the file",
+    }
+    (folder / "r.jsonl").unlink()
+    sync_datastore(store, [folder])
+    assert contents(store) == {name: text for name, text in found.items() if not name.startswith("r.")}
+    verify_datastore(store)
+
+
 def test_what_may_not_enter_stays_out(folder, tokenizer, tmp_path):
     subprocess.run(["git", "init", "-q", str(folder)], check=True)
     (folder / ".gitignore").write_text("ignored.txt\n")
@@ -126,6 +156,7 @@ def test_what_may_not_enter_stays_out(folder, tokenizer, tmp_path):
         '{"rules": 1}',
         '{"rules": "RULES"}',
         '{"rules": "RULES", "folders": {"ROOT": [{"a.txt": [1]}, []]}}',
+        '{"rules": "RULES", "folders": {"ROOT": [{"a.txt": [1, 2, "", "", null, 3]}, []]}}',
         '{"ROOT": {"a.txt": [1, 2, "", "", null]}}',  # of a release before
     ],
 )
