@@ -25,8 +25,18 @@ _CLUSTER = click.option(
     "--cluster",
     default="",
     metavar="local:N|ray[:ADDRESS]|slurm:PARTITION",
-    help="Run the stages there (extra 'cluster', or Ray); all machines see the folder of the store.",
+    help="Run the stages there (extra 'cluster', or Ray); all machines see the folder of the store, or STORE is an "
+    "address.",
 )
+
+
+class _Place(click.Path):
+    """A folder, or an address as it was given."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
+
+
 _WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; all CPUs by default.")
 
 
@@ -84,7 +94,7 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 
 
 @click.command(short_help="Build a datastore from files, folders or a recipe.")
-@STORE
+@click.argument("store", type=_Place(path_type=Path))
 @_source_options
 @click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'.")
 @click.option(
@@ -120,7 +130,7 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 @QUIET
 @JSON
 def build(
-    store: Path,
+    store: Path | str,
     tokenizer: str | None,
     recipe: Path | None,
     indexes: tuple[str, ...],
@@ -138,10 +148,11 @@ def build(
     max_tokens: int | None,
     **options: Any,
 ) -> None:
-    """Build a datastore in the folder STORE.
+    """Build a datastore in the folder STORE; with --cluster also at an address (s3://…, gs://…, hf://…).
 
-    A SOURCE is a file, a folder, JSON Lines, Parquet, text compressed with gzip or zstd, or - for standard input. Of a
-    folder, what git ignores and generated files stay out, of every SOURCE secrets do (--admit).
+    A SOURCE is a file, a folder, an address of one, JSON Lines, Parquet, .ds files of datatrove, text compressed with
+    gzip or zstd, or - for standard input. Of a folder, what git ignores and generated files stay out, of every SOURCE
+    secrets do (--admit).
     """
     from dataclasses import replace
 

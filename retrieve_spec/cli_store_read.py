@@ -176,7 +176,7 @@ def _dense_rows(manifest: Manifest) -> list[tuple[str, str]]:
     return [("dense", f"{model}, layer {record.layer}, {record.dims} dims, {size / 1e6:,.1f} MB")]
 
 
-def print_report(report: ChangeReport, store: Path, as_json: bool, left_out: bool = False) -> None:
+def print_report(report: ChangeReport, store: Path | str, as_json: bool, left_out: bool = False) -> None:
     """Print what a change did; `left_out`: with the name of everything that did not enter."""
     if as_json:
         rate = report.tokens / max(sum(report.seconds.values()), 1e-9)

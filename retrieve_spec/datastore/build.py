@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore import tokenised
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
@@ -19,6 +20,7 @@ from retrieve_spec.datastore.change import (
     publish,
     writer,
 )
+from retrieve_spec.datastore.cut import Cut
 from retrieve_spec.datastore.entry_filter import admitted_parts
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.fresh import check_folder, check_not_begun, config_of, first_manifest, write_tokenizer
@@ -26,12 +28,16 @@ from retrieve_spec.datastore.licences import allow_list
 from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.pool import Runner, pool_runner
 from retrieve_spec.datastore.progress import Bar, Stopwatch
+from retrieve_spec.datastore.remote import is_address
 from retrieve_spec.datastore.shards import file_shards
 from retrieve_spec.datastore.sources import Source, list_files
 from retrieve_spec.datastore.stages import Done, Stages
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.exchange import Exchange
 
 
 def build_datastore(
@@ -53,7 +59,8 @@ def build_datastore(
     Parameters
     ----------
     path
-        Folder to create.
+        Folder to create, or an address that fsspec reaches (``s3://…``), for a build on a `cluster` whose machines
+        share no folder: files travel through there.
     sources
         Files, folders, checkouts, or `Source` objects with options; not needed to resume.
     tokenizer
@@ -91,15 +98,20 @@ def build_datastore(
         When another process is writing there.
     """
     store = Path(path)
+    wished = as_sources(sources, licence) if not resume else ()
+    runner_of(cluster, 1)  # wrong ones are found out before anything is begun
+    if is_address(path):
+        from retrieve_spec.datastore.remote_build import build_remote
+
+        settings = checked(config or StoreConfig(), tokenizer)
+        return build_remote(
+            str(path), wished, tokenizer, settings, cluster, max_tokens, resume=resume, progress=progress, recipe=recipe
+        )
 
     def make_plan() -> tuple[dict[str, Any], Inputs]:
         check_not_begun(store, work)
-        plan, inputs = _plan(
-            work, as_sources(sources, licence), checked(config or StoreConfig(), tokenizer), max_tokens
-        )
-        return plan | {"recipe": recipe, "tokenizer": write_tokenizer(store, tokenizer)}, inputs
+        return first_plan(work, wished, tokenizer, checked(config or StoreConfig(), tokenizer), max_tokens, recipe)
 
-    runner_of(cluster, 1)  # wrong ones are found out before anything is begun
     if not resume:
         check_folder(store)
     with writer(store) as work:
@@ -132,7 +144,7 @@ def add_documents(
 
     def make_plan() -> tuple[dict[str, Any], Inputs]:
         settings = checked(config or config_of(manifest), manifest.fingerprint)
-        plan, inputs = _plan(work, as_sources(sources, licence), settings, max_tokens)
+        plan, inputs = _plan(work, as_sources(sources, licence), settings, max_tokens, manifest.fingerprint)
         return plan | {"tokenizer": manifest.tokenizer_name}, inputs
 
     with writer(store) as work:
@@ -171,10 +183,26 @@ def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
     return replace(config, dense=checked_settings(config.dense, tokenizer_fingerprint(tokenizer)))
 
 
+def first_plan(
+    work: WorkFolder,
+    sources: tuple[Source, ...],
+    tokenizer: Any,
+    config: StoreConfig,
+    max_tokens: int | None,
+    recipe: str,
+) -> tuple[dict[str, Any], Inputs]:
+    """Plan of a new store, whose tokenizer is put into its folder, and the inputs."""
+    plan, inputs = _plan(work, sources, config, max_tokens, tokenizer)
+    return plan | {"recipe": recipe, "tokenizer": write_tokenizer(work.store, tokenizer)}, inputs
+
+
 def _plan(
-    work: WorkFolder, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None
+    work: WorkFolder, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None, tokenizer: Any
 ) -> tuple[dict[str, Any], Inputs]:
     files = list_files(sources, work.store)
+    for file in files:
+        if file.kind == "ds" and not file.skip:
+            tokenised.check_tokenizer(file.location, tokenised.layout_of(file.location), tokenizer)
     plan = {
         "sources": [asdict(source) for source in sources],
         "config": asdict(config),
@@ -220,10 +248,10 @@ def grow(
     """
     watch = Stopwatch(progress)
     staying = (*(manifest.segments if kept is None else kept), *made)
-    stages, entries, skipped = make_segments(work, watch, workers, known, cluster)
+    stages, entries, cut = make_segments(work, watch, workers, known, cluster)
     if not entries and not staying:
         work.end()
-        raise nothing_to_index(skipped, plan, stages.shards)
+        raise nothing_to_index(cut.skipped, plan, stages.shards)
     dense: dict[str, Any] = {}
     if stages.config.dense is None and not staying:
         manifest = replace(manifest, dense=None)
@@ -237,7 +265,7 @@ def grow(
         sum(entry.documents for entry in entries),
         sum(entry.tokens for entry in entries),
         len(entries) + len(staying),
-        tuple(skipped),
+        tuple(cut.skipped),
         watch.seconds,
         dense,
     )
@@ -245,12 +273,17 @@ def grow(
 
 
 def make_segments(
-    work: WorkFolder, watch: Stopwatch, workers: int | None, known: Iterable[str], cluster: str = ""
-) -> tuple[Stages, list[SegmentEntry], list[tuple[str, str, str]]]:
-    """Run the stages of a plan; returns them, the new segments and what was left out."""
+    work: WorkFolder,
+    watch: Stopwatch,
+    workers: int | None,
+    known: Iterable[str],
+    cluster: str = "",
+    exchange: Exchange | None = None,
+) -> tuple[Stages, list[SegmentEntry], Cut]:
+    """Run the stages of a plan; returns them, the new segments and the cut."""
     workers = workers or os.cpu_count() or 1
     stages = Stages(work, workers)
-    run_ranks = runner_of(cluster, workers)
+    run_ranks = runner_of(cluster, workers, exchange)
     size = int(stages.plan.get("bytes", 0))
     with watch.stage("reading", size or None, "B") as bar:
         tell = _teller(bar)
@@ -263,10 +296,10 @@ def make_segments(
         tell = _teller(bar)
         ranks = [rank for rank in range(len(cut.segments)) if stages.needs_segment(rank)]
         run_ranks(stages, "segment", ranks, 4 * cut.tokens, lambda done: tell(done, done[2]))
-    return stages, [stages.entry(rank) for rank in range(len(cut.segments))], cut.skipped
+    return stages, [stages.entry(rank) for rank in range(len(cut.segments))], cut
 
 
-def runner_of(cluster: str, workers: int) -> Runner:
+def runner_of(cluster: str, workers: int, exchange: Exchange | None = None) -> Runner:
     """What runs the ranks of a stage: a cluster, or processes of this machine.
 
     Raises
@@ -278,7 +311,7 @@ def runner_of(cluster: str, workers: int) -> Runner:
         return pool_runner(workers)
     from retrieve_spec.datastore.cluster import cluster_runner
 
-    return cluster_runner(cluster)
+    return cluster_runner(cluster, exchange)
 
 
 def _teller(bar: Bar) -> Callable[[Done, int], None]:

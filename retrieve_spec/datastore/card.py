@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -56,23 +56,31 @@ def without_lists(manifest: Manifest) -> Manifest:
     return replace(manifest, history=history)
 
 
-def store_card(store: Datastore, manifest: Manifest) -> str:
+Told = tuple[str, str, int]
+"""Licence, source and tokens of a document."""
+
+
+def told_of(store: Datastore, manifest: Manifest) -> Iterator[Told]:
+    """What a card counts of the documents of a store, with the names that a manifest gives to its origins."""
+    for segment, entry, said in zip(store.segments, store.manifest.segments, manifest.segments, strict=True):
+        names = dict(zip(entry.origins, said.origins, strict=True))
+        for document in segment.documents.live():
+            yield *names[document.licence, document.source], document.tokens
+
+
+def store_card(told: Iterable[Told], manifest: Manifest) -> str:
     """README of a shared store: sources, licences, tokenizer, tokens, how it was built."""
-    return "\n".join(_card(store, manifest)) + "\n"
+    return "\n".join(_card(told, manifest)) + "\n"
 
 
-def _card(store: Datastore, manifest: Manifest) -> Iterator[str]:
+def _card(told: Iterable[Told], manifest: Manifest) -> Iterator[str]:
     licences: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     sources: set[str] = set()
-    names = [dict(enumerate(entry.origins)) for entry in manifest.segments]
-    for segment, entry, origins in zip(store.segments, store.manifest.segments, names, strict=True):
-        place = {origin: number for number, origin in enumerate(entry.origins)}
-        for document in segment.documents.live():
-            licence, source = origins[place[document.licence, document.source]]
-            licences[licence or "not stated"] += document.tokens
-            documents[licence or "not stated"] += 1
-            sources.add(source)
+    for licence, source, count in told:
+        licences[licence or "not stated"] += count
+        documents[licence or "not stated"] += 1
+        sources.add(source)
     yield "---\ntags:\n- retrieve-spec\n- speculative-decoding\n---\n"
     yield "# Datastore for speculative decoding\n"
     yield "Text that drafts may come from, indexed. Open it with"

@@ -190,7 +190,7 @@ def begin_or_resume(
     plan = resumed_plan(work, verb)
     if plan["generation"] != (manifest.generation if manifest else 0):
         return None
-    _check_same_rules(plan, verb, work.store)
+    check_same_rules(plan, verb, f"the folder {work.store}")
     return plan
 
 
@@ -226,9 +226,9 @@ def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
     return plan
 
 
-def _check_same_rules(plan: dict[str, Any], verb: str, store: Path) -> None:
+def check_same_rules(plan: dict[str, Any], verb: str, place: str) -> None:
     """Check that this version began an interrupted change, and that what enters a store is what entered then."""
-    again = f"Delete the folder {store}" if verb in ("build", "merge") else "Leave out --resume"
+    again = f"Delete {place}" if verb in ("build", "merge") else "Leave out --resume"
     if plan["version"] != __version__:
         expected, got = f"a {verb} that version {__version__} began", f"one of {plan['version']}"
         raise BuildError(expected, got, f"{again}, and run the command again.")
@@ -269,7 +269,7 @@ def publish(
     put_segments(work, [(number, entry.name) for number, entry in named])
     put_tombstones(work)
     segments = {entry.name: entry for entry in (*kept, *(entry for _, entry in named))}
-    event = _event_of(plan, report) | put_skipped(work.store, report.skipped)
+    event = event_of(plan, report) | put_skipped(work.store, report.skipped)
     following = manifest.following(tuple(segments.values()), {"generation": manifest.generation + 1, **event})
     write_manifest(work.store, following)
     drop_stale_files(work.store, following)
@@ -280,7 +280,7 @@ def publish(
     return report
 
 
-def _event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
+def event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
     """Entry of a store's history."""
     left_out = ("places", "generation", "vocabulary", "tokenizer_before", "rules")
     return {

@@ -1,8 +1,9 @@
 """Cluster runner: runs the ranks of a build's stages on Ray, or as tasks of datatrove on this machine or on Slurm.
 
 The stages are those of any build (`retrieve_spec.datastore.stages`), so what comes out does not depend on who ran them.
-All machines see the store's folder under one path. What a rank has done is read off the work folder, never off the
-engine's own marks: an engine that ends without an error has not finished for that.
+All machines see the store's folder under one path, or what they read and write travels through an `Exchange`. What a
+rank has done is read off that, never off the engine's own marks: an engine that ends without an error has not finished
+for that.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import platform
 import secrets
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieve_spec._version import __version__
+from retrieve_spec.datastore.exchange import Exchange
 from retrieve_spec.datastore.files import replace_file
+from retrieve_spec.datastore.manifest import WORK
 from retrieve_spec.datastore.pool import error_of
-from retrieve_spec.datastore.stages import Done, Stages
+from retrieve_spec.datastore.stages import Done, Stages, run_rank
 from retrieve_spec.datastore.work import LOGS, WorkFolder
 from retrieve_spec.datastore.worker import answer_of
 from retrieve_spec.errors import BuildError
@@ -41,13 +45,15 @@ _NAMED = 8
 _ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
-def cluster_runner(where: str) -> Runner:
+def cluster_runner(where: str, exchange: Exchange | None = None) -> Runner:
     """What runs the ranks of a stage on a cluster.
 
     Parameters
     ----------
     where
         ``local[:WORKERS]``, ``ray[:ADDRESS]`` or ``slurm:PARTITION``.
+    exchange
+        What files travel through, None where all machines see the folder.
 
     Raises
     ------
@@ -63,9 +69,13 @@ def cluster_runner(where: str) -> Runner:
     except ImportError as error:
         remedy = "pip install ray." if kind == "ray" else "pip install 'retrieve-spec[cluster]'."
         raise BuildError(f"{error.name} to build with --cluster {where}", "none", remedy) from error
+    if kind == "slurm" and shutil.which("sbatch") is None:
+        raise BuildError(
+            f"sbatch to build with --cluster {where}", "none", "Run this where jobs of Slurm are sent from."
+        )
 
     def run(stages: Stages, stage: str, ranks: Sequence[int], size: int, tell: Callable[[Done], object]) -> None:
-        _run(kind, rest, stages, stage, ranks, tell)
+        _Stage(kind, rest, stages, stage, tell, exchange).run(ranks)
 
     return run
 
@@ -74,7 +84,8 @@ def cluster_runner(where: str) -> Runner:
 class Task:
     """A stage's ranks as a step of a pipeline of datatrove: task i runs rank ``ranks[i]``.
 
-    `python` and `version` are those of the process that plans: others might write other bytes.
+    `python` and `version` are those of the process that plans: others might write other bytes. Where `url` is not "",
+    files travel through the `Exchange` of that address, and `needs` is what that asks for.
     """
 
     store: str
@@ -82,106 +93,147 @@ class Task:
     ranks: tuple[int, ...]
     python: str
     version: str
+    url: str = ""
+    needs: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Run one rank; its error is written down for whoever waits, and raised."""
         os.environ.update(_ALONE)
-        work = WorkFolder(Path(self.store))
         number = self.ranks[rank]
+        if self.url:
+            exchange = Exchange(self.url)
+            with tempfile.TemporaryDirectory(prefix="retrieve-spec-") as folder:
+                answer = answer_of(lambda: self._done(WorkFolder(Path(folder)), number, exchange))
+        else:
+            exchange, work = None, WorkFolder(Path(self.store))
+            answer = answer_of(lambda: self._done(work, number, None))
+        if (error := error_of(answer)) is not None:
+            content = json.dumps(answer).encode()
+            if exchange is not None:
+                exchange.tell_error(self.stage, number, content)
+            else:
+                replace_file(_error_file(work, self.stage, number), content)
+            raise RuntimeError(f"stage {self.stage!r} of rank {number}: {error}")  # typed errors may not travel
+        return iter(())
+
+    def _done(self, work: WorkFolder, rank: int, exchange: Exchange | None) -> Done:
         here = (_python(), __version__)
         if here != (self.python, self.version):
             expected = f"Python {self.python} and retrieve-spec {self.version} on every machine"
             got = f"Python {here[0]} and retrieve-spec {here[1]} on {platform.node()}"
-            raise _written(work, self.stage, number, BuildError(expected, got, "Install the same everywhere."))
-        answer = answer_of(Stages(work), self.stage, number)
-        if (error := error_of(answer)) is not None:
-            raise _written(work, self.stage, number, error, answer)
-        return iter(())
+            raise BuildError(expected, got, "Install the same everywhere.")
+        if exchange is not None:
+            exchange.load(work, self.stage, rank, self.needs)
+        done = run_rank(Stages(work), self.stage, rank)
+        if exchange is not None:
+            exchange.save(work, self.stage, rank)
+        return done
 
 
 def _python() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def _written(
-    work: WorkFolder, stage: str, rank: int, error: BaseException, answer: dict[str, Any] | None = None
-) -> BaseException:
-    if answer is None and isinstance(error, BuildError):
-        answer = {"error": "BuildError", "expected": error.expected, "got": error.got, "remedy": error.remedy}
-    replace_file(_error_file(work, stage, rank), json.dumps(answer).encode())
-    return RuntimeError(f"stage {stage!r} of rank {rank}: {error}")  # typed errors may not travel
-
-
 def _error_file(work: WorkFolder, stage: str, rank: int) -> Path:
     return work.path / f"error-{stage}-{rank:06d}.json"
 
 
-def _run(
-    kind: str, rest: str, stages: Stages, stage: str, ranks: Sequence[int], tell: Callable[[Done], object]
-) -> None:
-    if not ranks:
-        return
-    work = stages.work
-    for rank in ranks:
-        _error_file(work, stage, rank).unlink(missing_ok=True)
-    task = Task(os.fspath(work.store.resolve()), stage, tuple(ranks), _python(), __version__)
-    logs = work.path / LOGS / f"{stage}-{secrets.token_hex(4)}"
-    memory = _BYTES + _BYTES_PER_TOKEN * stages.config.segment_tokens
-    failure = _followed(kind, _engine(kind, rest, task, logs, memory), stages, stage, ranks, tell)
-    missing = [rank for rank in ranks if stages.outcome(stage, rank) is None]
-    if missing:
-        raise _missing(stages, stage, missing, failure) from failure
-    shutil.rmtree(logs, ignore_errors=True)
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One stage of a build, on one engine."""
 
+    kind: str
+    rest: str
+    stages: Stages
+    stage: str
+    tell: Callable[[Done], object]
+    exchange: Exchange | None
 
-def _missing(stages: Stages, stage: str, missing: Sequence[int], failure: BaseException | None) -> BaseException:
-    """Error about ranks that were not done: the first one that says why, else the one that names them."""
-    for rank in missing:
-        path = _error_file(stages.work, stage, rank)
-        if path.exists():
-            told = error_of(json.loads(path.read_bytes()))
-            if told is not None:
-                told.add_note(f"in stage {stage!r}, rank {rank} of {stages.work.store}")
-                return told
-    named = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
-    why = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
-    return BuildError(
-        f"stage {stage!r} to finish all its ranks",
-        f"nothing of rank {named}{why}",
-        f"Logs are in {stages.work.path / LOGS}. Continue with --resume: only what is missing is done.",
-    )
+    def run(self, ranks: Sequence[int]) -> None:
+        """Run the ranks that are not done yet.
 
+        Raises
+        ------
+        RetrieveSpecError
+            When some were not done: what one of them raised, else an error that names them.
+        """
+        waiting = set(ranks)
+        self._look(waiting)
+        if not waiting:
+            return
+        ranks = sorted(waiting)
+        work, exchange = self.stages.work, self.exchange
+        task = Task(os.fspath(work.store.resolve()), self.stage, tuple(ranks), _python(), __version__)
+        logs = os.fspath(work.path / LOGS)
+        if exchange is not None:
+            exchange.forget_errors(self.stage, ranks)
+            task = replace(task, store="", url=exchange.url, needs=exchange.needs(self.stages, self.stage, ranks))
+            logs = f"{exchange.url}/{WORK}/{LOGS}"
+        for rank in ranks:
+            _error_file(work, self.stage, rank).unlink(missing_ok=True)
+        folder = f"{logs}/{self.stage}-{secrets.token_hex(4)}"
+        memory = _BYTES + _BYTES_PER_TOKEN * self.stages.config.segment_tokens
+        failure = self._followed(_engine(self.kind, self.rest, task, folder, memory), waiting)
+        if waiting:
+            raise self._missing(sorted(waiting), failure, logs) from failure
+        if exchange is None:
+            shutil.rmtree(folder, ignore_errors=True)
 
-def _followed(
-    kind: str, engine: Any, stages: Stages, stage: str, ranks: Sequence[int], tell: Callable[[Done], object]
-) -> BaseException | None:
-    """Let an engine run, telling of every rank once it is done; what it raised, None for nothing."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            engine.run()
-        except BaseException as error:  # which ranks it was is read off the work folder
-            raised.append(error)
-
-    waiting = set(ranks)
-
-    def look() -> None:
+    def _look(self, waiting: set[int]) -> None:
+        """Tell of every rank that is done by now, and wait for it no longer."""
+        if self.exchange is not None and waiting:
+            self.exchange.collect(self.stages.work, self.stage, waiting)
         for rank in sorted(waiting):
-            if (done := stages.outcome(stage, rank)) is not None:
+            if (done := self.stages.outcome(self.stage, rank)) is not None:
                 waiting.discard(rank)
-                tell(done)
+                self.tell(done)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    processes: set[Any] = set()
-    while thread.is_alive():
-        thread.join(_POLL_SECONDS)
-        look()
-        if kind == "local" and waiting and _lost(processes) and not _ends(thread):
-            return RuntimeError("a worker was killed")
-    look()
-    return raised[0] if raised else None
+    def _followed(self, engine: Any, waiting: set[int]) -> BaseException | None:
+        """Let an engine run, telling of every rank once it is done; what it raised, None for nothing."""
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                engine.run()
+            except BaseException as error:  # which ranks it was is read off what they wrote
+                raised.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        processes: set[Any] = set()
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            self._look(waiting)
+            if self.kind == "local" and waiting and _lost(processes) and not _ends(thread):
+                return RuntimeError("a worker was killed")
+        self._look(waiting)
+        return raised[0] if raised else None
+
+    def _missing(self, missing: Sequence[int], failure: BaseException | None, logs: str) -> BaseException:
+        """Error about ranks that were not done: the first one that says why, else the one that names them."""
+        for rank in missing:
+            told = error_of(self._told(rank))
+            if told is not None:
+                place = self.stages.work.store if self.exchange is None else self.exchange.url
+                told.add_note(f"in stage {self.stage!r}, rank {rank} of {place}")
+                return told
+        named = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
+        why = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
+        return BuildError(
+            f"stage {self.stage!r} to finish all its ranks",
+            f"nothing of rank {named}{why}",
+            f"Logs are in {logs}. Continue with --resume: only what is missing is done.",
+        )
+
+    def _told(self, rank: int) -> dict[str, Any]:
+        """What a rank wrote down of its error."""
+        path = _error_file(self.stages.work, self.stage, rank)
+        if self.exchange is not None:
+            content = self.exchange.error(self.stage, rank)
+        else:
+            content = path.read_bytes() if path.exists() else None
+        found: dict[str, Any] = json.loads(content) if content else {}
+        return found
 
 
 def _lost(processes: set[Any]) -> bool:
@@ -241,11 +293,11 @@ def _run_on_ray(task: Task, rank: int) -> None:
     task(None, rank, len(task.ranks))
 
 
-def _engine(kind: str, rest: str, task: Task, logs: Path, memory: int) -> Any:
+def _engine(kind: str, rest: str, task: Task, logs: str, memory: int) -> Any:
     """What runs all ranks of a stage."""
     if kind == "ray":
         return _Ray(rest, task, memory)
-    shared: dict[str, Any] = {"pipeline": [task], "tasks": len(task.ranks), "logging_dir": os.fspath(logs)}
+    shared: dict[str, Any] = {"pipeline": [task], "tasks": len(task.ranks), "logging_dir": logs}
     if kind == "local":
         from datatrove.executor.local import LocalPipelineExecutor
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.card import public_manifest, store_card, without_lists
+from retrieve_spec.datastore.card import public_manifest, store_card, told_of, without_lists
 from retrieve_spec.datastore.change import ChangeReport, existing_manifest, utc_now, writer
 from retrieve_spec.datastore.dense import TRANSFORM
 from retrieve_spec.datastore.files import FileEntry, replace_file
@@ -97,7 +97,7 @@ def push_datastore(
         with progress_bar("pushing", total, "B", progress) as bar:
             for place, source, file in missing:
                 remote.send(source, place, file, bar.update)
-        remote.write(remote.path("README.md"), store_card(store, manifest).encode())
+        remote.write(remote.path("README.md"), store_card(told_of(store, manifest), manifest).encode())
         remote.add_version(newest + 1, manifest)
     _remember(folder, url, newest + 1, manifest.content)
     return PushReport(url, newest + 1, len(missing), total, len(files) - len(missing))

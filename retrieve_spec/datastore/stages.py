@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.cut import Choice, Cut
+from retrieve_spec.datastore.cut import Choice, Cut, SegmentCut
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder
 from retrieve_spec.datastore.fingerprint import load_tokenizer
@@ -36,7 +36,7 @@ from retrieve_spec.datastore.shards import SegmentShard, Shard, WrittenShard
 from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.datastore.work import WorkFolder
 
-_CUT = "cut.json"
+CUT = "cut.json"
 _SEPARATOR = np.zeros(1, np.uint32)
 Done = tuple[int, int, int]
 """What a rank did: bytes read, documents, tokens."""
@@ -61,13 +61,14 @@ class Stages:
         self._threads = threads
 
     @cached_property
-    def _inputs(self) -> list[tuple[int, int]]:
+    def places(self) -> list[tuple[int, int]]:
+        """Where each shard's line stands in the inputs."""
         return self.work.inputs()
 
     @property
     def shards(self) -> int:
         """Shards of the input."""
-        return len(self._inputs)
+        return len(self.places)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -83,12 +84,12 @@ class Stages:
         """Whether the tokens of a shard are still to be written."""
         if (self.work.path / f"shard-{rank:06d}.json").exists():
             return False
-        record = self.work.input(self._inputs[rank])
+        record = self.work.input(self.places[rank])
         return "segment" not in record or "documents" in record
 
     def tokens(self, rank: int) -> Done:
         """Read and encode one shard."""
-        record = self.work.input(self._inputs[rank])
+        record = self.work.input(self.places[rank])
         results = self._converted(record) if "segment" in record else self._read(record)
         documents: list[tuple[Any, ...]] = []
         skipped: list[tuple[str, str, str]] = []
@@ -133,10 +134,9 @@ class Stages:
 
     def shard(self, rank: int) -> Shard:
         """A shard, when its tokens are there."""
-        record = self.work.input(self._inputs[rank])
-        if "segment" in record and "documents" not in record:
-            return SegmentShard(record, self.plan["vocabulary"])
-        return WrittenShard(self.work, rank)
+        if (self.work.path / f"shard-{rank:06d}.json").exists():
+            return WrittenShard(self.work, rank)
+        return SegmentShard(self.work.input(self.places[rank]), self.plan["vocabulary"])
 
     def cut(self, known: Iterable[str], run: Callable[[list[int]], object]) -> Cut:
         """Choose the documents and say which segment each goes into.
@@ -148,7 +148,7 @@ class Stages:
         run
             Called with ranks whose tokens are needed next; with a limit of tokens, not all may be.
         """
-        path = self.work.path / _CUT
+        path = self.work.path / CUT
         if path.exists():
             return Cut.from_json(json.loads(path.read_bytes()))
         chosen = Choice(set(known), self.plan.get("max_tokens"))
@@ -166,7 +166,7 @@ class Stages:
 
     def segment(self, rank: int) -> Done:
         """Index one segment of the cut."""
-        part = Cut.from_json(json.loads((self.work.path / _CUT).read_bytes())).segments[rank]
+        part = part_of(self.work, rank)
         rows: list[Row] = []
         ids = np.empty(part.tokens + part.documents, np.uint32)
         at = 0
@@ -216,6 +216,11 @@ class Stages:
         origins = tuple((licence, source) for licence, source in record["origins"])
         at = self.plan["at"]
         return SegmentEntry(f"{rank:06d}", record["documents"], record["tokens"], at, origins, files)
+
+
+def part_of(work: WorkFolder, rank: int) -> SegmentCut:
+    """Documents of one segment of the cut."""
+    return Cut.from_json(json.loads((work.path / CUT).read_bytes())).segments[rank]
 
 
 def run_rank(stages: Stages, stage: str, rank: int) -> Done:

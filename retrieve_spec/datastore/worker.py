@@ -9,10 +9,12 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.datastore.stages import Stages, run_rank
+from retrieve_spec.datastore.stages import Done, Stages, run_rank
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import RetrieveSpecError
 
@@ -35,7 +37,7 @@ def main() -> None:
     with os.fdopen(reader, encoding="utf-8") as requests:
         for line in requests:
             stage, rank = line.split()
-            answers.write(json.dumps(answer_of(stages, stage, int(rank))) + "\n")
+            answers.write(json.dumps(answer_of(partial(run_rank, stages, stage, int(rank)))) + "\n")
             answers.flush()
 
 
@@ -46,10 +48,10 @@ def _pass_on(writer: int) -> None:
     os._exit(1)
 
 
-def answer_of(stages: Stages, stage: str, rank: int) -> dict[str, Any]:
+def answer_of(run: Callable[[], Done]) -> dict[str, Any]:
     """What came of running one rank, as JSON: what it did, or its error."""
     try:
-        return {"done": run_rank(stages, stage, rank)}
+        return {"done": run()}
     except RetrieveSpecError as error:
         return {"error": type(error).__name__, "expected": error.expected, "got": error.got, "remedy": error.remedy}
     except OSError as error:
