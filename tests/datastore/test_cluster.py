@@ -7,6 +7,7 @@ given, so what is tested of it are the tasks and not the queue.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import textwrap
 import threading
@@ -16,10 +17,13 @@ import pytest
 from dying_task import RANK, DyingTask
 from test_build import digest
 
+from retrieve_spec._version import __version__
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import cluster, shards
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import utc_now
+from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.share import pull_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.stages import Stages
 from retrieve_spec.datastore.verify import verify_datastore
@@ -62,6 +66,14 @@ def test_without_the_engine_the_error_says_what_to_install(sources, tokenizer, t
     monkeypatch.setitem(sys.modules, "datatrove", None)
     with pytest.raises(BuildError, match=r"retrieve-spec\[cluster\]"):
         build_datastore(tmp_path / "s", sources, tokenizer, cluster="local:2")
+
+
+@pytest.mark.usefixtures("engine")
+def test_without_sbatch_the_error_says_so(sources, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match="sbatch"):
+        build_datastore(tmp_path / "s", sources, tokenizer, cluster="slurm:any")
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.fixture
@@ -110,6 +122,23 @@ def test_an_error_of_a_rank_is_the_error_of_the_build(sources, tokenizer, tmp_pa
     assert not list(work.path.glob("shard-*.json"))
     build_datastore(tmp_path / "s", resume=True, cluster="local:2")
     assert digest(tmp_path / "s") == alone
+
+
+@pytest.mark.usefixtures("engine")
+def test_machines_that_share_no_folder_make_the_same_store(sources, tokenizer, tmp_path, alone, monkeypatch):
+    """Nothing but the sources and the address of the store is known to the workers; those of another version refuse."""
+    url = f"file://{tmp_path}/remote"
+    monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.2)
+    monkeypatch.setattr(cluster, "__version__", "0.0.0")  # of the process that plans; workers import their own
+    with pytest.raises(BuildError, match="every machine"):
+        build_datastore(url, sources, tokenizer, config=CONFIG, cluster="local:2")
+    shutil.rmtree(tmp_path / "remote")
+    monkeypatch.setattr(cluster, "__version__", __version__)
+    build_datastore(url, sources, tokenizer, config=CONFIG, cluster="local:2")
+    assert read_manifest(tmp_path / "remote").content == read_manifest(tmp_path / "alone").content
+    assert not (tmp_path / "remote" / "work").exists()
+    pull_datastore(url, tmp_path / "s")
+    verify_datastore(tmp_path / "s")
 
 
 _SBATCH = """\
