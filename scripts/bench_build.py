@@ -143,7 +143,7 @@ def planner(documents: int, folder: Path) -> dict[str, float]:
     for i in range(few):
         path = folder / "files" / f"folder{i % 100:03d}" / f"a_module_of_some_length_{i}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        path.write_text("x = 1\n" * 600)
     tracemalloc.start()
     sources = (Source(str(folder / "files")),)
     shards = sum(1 for _ in _inputs(sources, folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from retrieve_spec.datastore.pool import Runner, pool_runner
 from retrieve_spec.datastore.progress import Bar, Stopwatch
 from retrieve_spec.datastore.remote import is_address
 from retrieve_spec.datastore.shards import file_shards
-from retrieve_spec.datastore.sources import Source, list_files
+from retrieve_spec.datastore.sources import Source, SourceFile, check_sources, list_files
 from retrieve_spec.datastore.stages import Done, Stages
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.work import WorkFolder
@@ -199,22 +199,23 @@ def first_plan(
 def _plan(
     work: WorkFolder, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None, tokenizer: Any
 ) -> tuple[dict[str, Any], Inputs]:
-    files = list_files(sources, work.store)
+    check_sources(sources)
+    plan = {"sources": [asdict(source) for source in sources], "config": asdict(config), "max_tokens": max_tokens}
+    return plan, file_shards(work, _of(tokenizer, list_files(sources, work.store)))
+
+
+def _of(tokenizer: Any, files: Iterable[SourceFile]) -> Iterator[SourceFile]:
+    """Files, of which the tokenised ones must be those of a tokenizer."""
     for file in files:
         if file.kind == "ds" and not file.skip:
             tokenised.check_tokenizer(file.location, tokenised.layout_of(file.location), tokenizer)
-    plan = {
-        "sources": [asdict(source) for source in sources],
-        "config": asdict(config),
-        "max_tokens": max_tokens,
-        "bytes": sum(file.size for file in files if not file.skip),
-    }
-    return plan, file_shards(work, files)
+        yield file
 
 
-def live_hashes(store: Path) -> list[str]:
+def live_hashes(store: Path) -> Iterator[str]:
     """Content hashes of the documents of a store that can be drafted from."""
-    return [document.sha256 for document in open_datastore(store).documents()]
+    for segment in open_datastore(store).segments:
+        yield from (digest for *_, digest in segment.documents.texts())
 
 
 def grow(

@@ -200,7 +200,7 @@ def begin_change(
     """Record the plan of a new change, and clear away what interrupted ones left."""
     plan = {**plan, "generation": manifest.generation if manifest else 0, "at": utc_now()}
     plan |= {"version": __version__, "rules": RULES}
-    work.begin(plan, inputs)
+    plan = work.begin(plan, inputs)
     drop_stale_files(work.store, manifest)
     return plan
 

@@ -89,7 +89,20 @@ class SourceFile:
     line: int = 0
 
 
-def list_files(sources: tuple[Source, ...], store: Path | None = None) -> list[SourceFile]:
+def check_sources(sources: tuple[Source, ...]) -> None:
+    """Check that files and folders are there.
+
+    Raises
+    ------
+    BuildError
+        When one is not.
+    """
+    for source in sources:
+        if source.path != STDIN and not is_address(source.path) and not Path(source.path).exists():
+            raise BuildError(f"a file or folder at {source.path}", "nothing there", "Check the path.")
+
+
+def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterator[SourceFile]:
     """List the files of all sources, each source's in the order of their paths.
 
     What may enter of a folder is decided by `EntryFilter`; what may not is listed with the reason, a folder that is
@@ -107,8 +120,10 @@ def list_files(sources: tuple[Source, ...], store: Path | None = None) -> list[S
     BuildError
         When a source does not exist.
     """
+    check_sources(sources)
     own = None if store is None else store.resolve()
-    return [file for index, source in enumerate(sources) for file in _list_source(index, source, own)]
+    for index, source in enumerate(sources):
+        yield from _list_source(index, source, own)
 
 
 def _list_source(index: int, source: Source, store: Path | None) -> Iterator[SourceFile]:
@@ -126,8 +141,6 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
         yield from _list_remote(index, source, wanted)
         return
     root = Path(source.path)
-    if not root.exists():
-        raise BuildError(f"a file or folder at {root}", "nothing there", "Check the path.")
     if not root.is_dir():
         file = _describe(index, source, root.name, root)
         yield file if wanted(root.name) else replace(file, skip="left out by a glob")
@@ -139,7 +152,8 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
         for name, said in source.entry_filter(top, _ANY, store).entries()
     ]
     pairs = {} if source.max_bytes else tokenised.pairs_of(name for name, _ in found)
-    for relative, said in sorted(found, key=lambda entry: entry[0].split("/")):
+    found.sort(key=_order)
+    for relative, said in found:
         if relative in pairs and pairs[relative] != relative:
             continue
         if isinstance(said, Reason) and relative.endswith("/"):
@@ -151,6 +165,11 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
             yield _entry(index, source, relative, os.path.join(top, relative), said, relative in pairs)
 
 
+def _order(entry: tuple[str, object]) -> str:
+    """Sorts paths folder by folder: a slash comes before all that a name can hold."""
+    return entry[0].replace("/", "\0")
+
+
 def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> Iterator[SourceFile]:
     """Files of an address: git has no rules there, and names, globs and what files say decide."""
     with explain_remote_errors(source.path):
@@ -160,7 +179,7 @@ def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> I
         raise BuildError(f"files at {source.path}", "nothing there", "Check the address.")
     start = len(root.rpartition("/")[0] if list(found) == [root] else root) + 1
     pairs = tokenised.pairs_of(name[start:] for name in found)
-    for name, size in sorted(found.items(), key=lambda entry: entry[0].split("/")):
+    for name, size in sorted(found.items(), key=_order):
         relative = name[start:]
         if wanted(relative) and pairs.get(relative, relative) == relative:
             said = _named(source, relative) if name != root else None

@@ -151,7 +151,7 @@ class Stages:
         path = self.work.path / CUT
         if path.exists():
             return Cut.from_json(json.loads(path.read_bytes()))
-        chosen = Choice(set(known), self.plan.get("max_tokens"))
+        chosen = Choice(known, self.plan.get("max_tokens"))
         step = self.shards if chosen.most is None else 4 * self._threads
         for first in range(0, self.shards, max(step, 1)):
             ranks = range(first, min(first + step, self.shards))

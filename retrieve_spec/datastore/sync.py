@@ -204,7 +204,6 @@ def _change(
         "sources": [asdict(source) for source in sources],
         "config": asdict(config),
         "tokenizer": manifest.tokenizer_name,
-        "bytes": sum(file.size for file in files),
     }
     plan = begin_change(work, manifest, plan, file_shards(work, files))
     kept, made = without(work, opened, gone, _REWRITTEN) if gone else (list(manifest.segments), [])

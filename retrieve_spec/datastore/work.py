@@ -37,20 +37,27 @@ class WorkFolder:
         self.store = store
         self.path = store / WORK
 
-    def begin(self, plan: dict[str, Any], inputs: Iterable[dict[str, Any]] = ()) -> None:
-        """Throw away any earlier work and record what is going to be done, and to which inputs, a line per shard."""
+    def begin(self, plan: dict[str, Any], inputs: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+        """Throw away any earlier work and record what is going to be done, and to which inputs, a line per shard.
+
+        Returns the plan, with the bytes of the files that are going to be read.
+        """
+        size = 0
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
         try:
             with (self.path / INPUTS).open("w", encoding="utf-8", errors="surrogateescape") as file:
                 for line in inputs:
                     file.write(json.dumps(line) + "\n")
+                    size += sum(each["size"] for each in line.get("files", ()) if not each["skip"])
                 file.flush()
                 os.fsync(file.fileno())
+            plan = plan | {"bytes": size} if size else plan
             replace_file(self.path / PLAN, json.dumps(plan).encode())
         except BaseException:
             self.end()  # nothing was begun
             raise
+        return plan
 
     def plan(self) -> dict[str, Any] | None:
         """What is being done, or None when no change was begun."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 
+import numpy as np
 import pytest
 from byte_tokenizers import byte_tokenizer
 from test_build import contents, digest
@@ -14,6 +15,7 @@ from test_build import contents, digest
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import pool, shards, stages
 from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.cut import _Hashes
 from retrieve_spec.datastore.edit import compact_datastore, retokenize_datastore
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
@@ -147,3 +149,21 @@ def test_a_plan_of_another_version_or_filter_is_not_resumed(tokenizer, many, tmp
     shutil.rmtree(tmp_path / "s")  # as the error says
     build_datastore(tmp_path / "s", Source(str(many)), tokenizer, workers=1)
     assert "rules" not in read_manifest(tmp_path / "s").history[-1]
+
+
+def test_hashes_are_a_set():
+    """Also of keys that stand across two others where these stand beside each other."""
+    zeros, ones = "00" * 13 + "01", "01" + "00" * 13
+    keys = ["0000" + zeros, "0000" + "00" * 14, "0001" + zeros, "0100" + ones]
+    held = _Hashes()
+    for i, key in enumerate(keys):
+        assert key not in held
+        held.add(key)
+        assert all(known in held for known in keys[: i + 1]) and not any(later in held for later in keys[i + 1 :])
+    assert "0000" + ones not in held
+    random = np.random.default_rng(0)
+    many = {random.bytes(32).hex() for _ in range(300)}
+    for key in many:
+        held.add("0000" + key)
+    assert all("0000" + key in held for key in many)
+    assert not any("0000" + random.bytes(32).hex() in held for _ in range(300))
