@@ -117,14 +117,18 @@ class Row:
 
 
 def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -> list[Row]:
-    """The rows of a prepared call, those of a batch without their left padding and over caches of their own."""
+    """The rows of a prepared call, those of a batch without the padding in front and over caches of their own."""
     whole = prepared.inputs
     if len(whole.input_ids) == 1:
         ids = whole.input_ids if prepared.ids is None else prepared.ids
         return [Row(0, ids, ids.shape[1] - whole.input_ids.shape[1], whole, prepared.processors)]
     rows = []
-    for index, padding in enumerate(left_padding(whole) or []):
-        kwargs = {**whole.model_kwargs, "attention_mask": None, cache_name: new_cache()}
+    mask = whole.model_kwargs.get("attention_mask")
+    for index, padding in enumerate(padding_in_front(whole) or []):
+        kwargs = {**whole.model_kwargs, cache_name: new_cache()}
+        if mask is not None:  # what is behind the padding may have holes
+            rest = mask[index : index + 1, padding:]
+            kwargs["attention_mask"] = None if bool(rest.all()) else rest
         if (positions := kwargs.get("position_ids")) is not None:
             kwargs["position_ids"] = positions[..., index : index + 1, padding:]
         ids = whole.input_ids[index : index + 1]
@@ -147,7 +151,7 @@ _ROW_BY_ROW = (
 _STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
-def why_not_together(prepared: Prepared, arguments: dict[str, Any], cache_name: str) -> str:
+def why_not_together(prepared: Prepared, cache_name: str) -> str:
     """Why a prepared batch is left to the original `generate`; empty when its rows can be decoded together."""
     kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
     known = (cache_name, "attention_mask", "position_ids", "logits_to_keep")
@@ -157,8 +161,6 @@ def why_not_together(prepared: Prepared, arguments: dict[str, Any], cache_name: 
         return f"a batch is given {', '.join(extras)}"
     if prepared.callers_cache:
         return "a batch goes on from a cache that was given"
-    if arguments.get("streamer") is not None:
-        return "a batch is streamed"
     if (positions := kwargs.get("position_ids")) is not None and positions.shape[-2] != len(prepared.inputs.input_ids):
         return "a batch has positions of its own"
     if type(kwargs.get(cache_name)) is not DynamicCache or kwargs[cache_name].offloading:
@@ -170,11 +172,11 @@ def why_not_together(prepared: Prepared, arguments: dict[str, Any], cache_name: 
     kinds = [type(criterion) for criterion in criteria]
     if StopStringCriteria in kinds and EosTokenCriteria not in kinds:
         return "rows of a batch go on behind a stop string where there is no end-of-text token"
-    return "" if left_padding(prepared.inputs) is not None else "a batch is padded elsewhere than on the left"
+    return "" if padding_in_front(prepared.inputs) is not None else "a row of a batch has no text"
 
 
-def left_padding(inputs: VerifierInputs) -> list[int] | None:
-    """Padding tokens in front of every row of a batch; None when some stand elsewhere, or a row has nothing else."""
+def padding_in_front(inputs: VerifierInputs) -> list[int] | None:
+    """Padding tokens in front of every row of a batch; None when a row has nothing else, or the mask is no row's."""
     mask = inputs.model_kwargs.get("attention_mask")
     rows, length = inputs.input_ids.shape
     if mask is None:
@@ -182,9 +184,7 @@ def left_padding(inputs: VerifierInputs) -> list[int] | None:
     if mask.shape != (rows, length):
         return None
     shown = mask.bool().cpu().numpy()
-    padding = length - shown.sum(axis=1)
-    as_expected = np.arange(length) >= padding[:, None]
-    return padding.tolist() if (shown == as_expected).all() and padding.max() < length else None
+    return shown.argmax(axis=1).tolist() if shown.any(axis=1).all() else None
 
 
 @dataclass(slots=True)
@@ -237,7 +237,7 @@ def prepare(
     if reason:
         return reason
     tokenizer = arguments.pop("tokenizer", None)
-    streamer = arguments.pop("streamer", None)
+    arguments.pop("streamer", None)
     stop_strings = setting(model, arguments, "stop_strings")
     if stop_strings is not None and tokenizer is not None:
         arguments["stop_strings"] = None
@@ -245,7 +245,7 @@ def prepare(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
     captured = generate(**{**arguments, "custom_generate": capture})
-    return from_captured(model, captured, interface, arguments | {"streamer": streamer}, alone)
+    return from_captured(model, captured, interface, arguments, alone)
 
 
 def from_captured(
@@ -263,7 +263,7 @@ def from_captured(
     if interface.has_encoder:
         prepared.context_ids = _encoded_ids(model, arguments, captured.input_ids)
     if len(prepared.inputs.input_ids) > 1:
-        return why_not_together(prepared, arguments, interface.cache_name) or prepared
+        return why_not_together(prepared, interface.cache_name) or prepared
     return prepared
 
 

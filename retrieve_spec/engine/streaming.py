@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,27 +116,40 @@ class TextDecoder:
 
 
 class StreamerFeed:
-    """Feeds a `transformers` streamer as plain decoding does: the prompt, then every visible token once, then the end.
+    """Feeds a `transformers` streamer as plain decoding does: prompts, a token of every row at a time, then the end.
+
+    A row that has ended goes on with padding while others are under way.
 
     Parameters
     ----------
     streamer
         Object with `put` and `end`, or None.
+    rows
+        Texts that are decoded together.
+    pad
+        Token behind the end of a row.
     """
 
-    def __init__(self, streamer: Any) -> None:
-        self._streamer = streamer
+    def __init__(self, streamer: Any, rows: int = 1, pad: int = 0) -> None:
+        self._streamer, self._pad = streamer, pad
+        self._waiting: list[deque[int]] = [deque() for _ in range(rows)]
+        self._over = [False] * rows
 
     def prompt(self, input_ids: torch.Tensor) -> None:
-        """Show the prompt, (1, L)."""
+        """Show the prompts, (rows, L)."""
         if self._streamer is not None:
             self._streamer.put(input_ids.cpu())
 
-    def put(self, token_ids: NDArray[np.int32]) -> None:
-        """Show tokens, one call each."""
-        if self._streamer is not None:
-            for token in token_ids.tolist():
-                self._streamer.put(torch.tensor([token]))
+    def put(self, row: int, token_ids: NDArray[np.int32] | None) -> None:
+        """Take the next tokens of a row, None behind its last, and show what all rows have by now."""
+        if token_ids is None:
+            self._over[row] = True
+        else:
+            self._waiting[row].extend(token_ids.tolist())
+        while any(self._waiting) and all(map(operator.or_, map(bool, self._waiting), self._over)):
+            step = [waiting.popleft() if waiting else self._pad for waiting in self._waiting]
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor(step))
 
     def end(self) -> None:
         """Tell the streamer that nothing follows."""

@@ -71,7 +71,9 @@ def _decoded(model: Any, prepared: Prepared, own: dict[str, Any], arguments: dic
     options = {name: value for name, value in own.items() if name != "prediction"}
     predictions = row_predictions(own["prediction"], tokenizer, len(prepared.inputs.input_ids), model)
     sequences = speculation.sequences(prepared, predictions, **options)
-    _run(speculation, sequences, prepared, StreamerFeed(arguments.get("streamer")))
+    pad = prepared.config._pad_token_tensor
+    feed = StreamerFeed(arguments.get("streamer"), len(sequences), 0 if pad is None else int(pad))
+    _run(speculation, sequences, prepared, feed)
     return result_of(sequences, prepared)
 
 
@@ -106,13 +108,13 @@ def prepare_call(model: Any, arguments: dict[str, Any], alone: str = "it asks fo
 def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared, feed: StreamerFeed) -> None:
     """Run the sequences of a call to their ends; the first that fails ends all. The streamer hears of the end."""
     running = speculation.engine.run(sequences)
+    row = {id(sequence): i for i, sequence in enumerate(sequences)}
     try:
         feed.prompt(prepared.inputs.input_ids if prepared.ids is None else prepared.ids)
         for sequence, visible in running:
-            if visible is not None:
-                feed.put(visible)
-            elif sequence.error is not None:
+            if visible is None and sequence.error is not None:
                 raise sequence.error
+            feed.put(row[id(sequence)], visible)
     finally:
         running.close()
         feed.end()

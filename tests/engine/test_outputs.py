@@ -1,4 +1,4 @@
-"""What batches hand back beside tokens: scores, logits and a cache, as plain `generate` does for rows under way."""
+"""What batches hand back, as plain `generate` does: scores, logits and a cache, steps for a streamer; any padding."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batch_rows import left_padded, script, small_model
+from transformers import TextStreamer
 
 import retrieve_spec as rs
 
@@ -79,3 +80,77 @@ def test_log_probabilities_of_sampled_tokens(tiny: Any, recorded_pass: str, monk
             whole = tiny(free[row : row + 1, 17 - length :]).logits[0, length - 1 : -1].log_softmax(-1)
         tokens = free[row, 17:, None]
         torch.testing.assert_close(ours[row].gather(1, tokens), whole.gather(1, tokens), atol=1e-5, rtol=0.0)
+
+
+class Steps:
+    """A streamer of batches."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.heard: list[Any] = []
+        self._fail_at = fail_at
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.heard) == self._fail_at:
+            raise RuntimeError("the reader went away")
+        self.heard.append((value.dtype, value.tolist()))
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+def test_streamers_get_a_token_of_every_row_at_a_time(
+    tiny: Any, recorded_pass: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that end at different times, and are several tokens apart with drafts; samples of one prompt."""
+    inputs = left_padded(LENGTHS)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    free = tiny.generate(**inputs, **options)
+    options["eos_token_id"] = [int(free[0, 17 + 4]), int(free[1, 17 + 12])]
+    plain, ours, failing = Steps(), Steps(), Steps(fail_at=3)
+    wanted = tiny.generate(**inputs, **options, streamer=plain)
+    script(tiny, monkeypatch, free, "half", recorded_pass=recorded_pass)
+    assert torch.equal(tiny.generate(**inputs, **options, streamer=ours), wanted)
+    assert tiny.speculation.last.mode == "tree"
+    assert tiny.speculation.last.tokens_per_pass > 3
+    assert ours.heard == plain.heard
+    with pytest.raises(RuntimeError, match="went away"):
+        tiny.generate(**inputs, **options, streamer=failing)
+    assert failing.heard == [*plain.heard[:3], "end"]
+    samples = Steps()
+    said = tiny.generate(**inputs, max_new_tokens=9, do_sample=True, num_return_sequences=2, streamer=samples)
+    assert [step for _, step in samples.heard[1:-1]] == said[:, 17:].T.tolist()
+    with pytest.raises(ValueError, match="batch size 1"):
+        tiny.generate(**inputs, **options, streamer=TextStreamer(None))
+
+
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [
+        ("llama", {}),
+        ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    ],
+)
+def test_padding_anywhere(
+    model_type: str, extra: dict[str, Any], recorded_pass: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the left, on the right, on both sides and inside: odd prompts, but plain `generate` has an answer to them."""
+    model = small_model(model_type, **extra)
+    inputs = left_padded((17, 17, 12, 17, 9))
+    mask = inputs["attention_mask"]
+    mask[0, 12:], mask[2, -2:], mask[3, 4:7] = 0, 0, 0
+    options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(**inputs, **options, output_logits=True)
+    script(model, monkeypatch, plain.sequences, "branchy", recorded_pass=recorded_pass)
+    ours = model.generate(**inputs, **options, output_logits=True)
+    assert torch.equal(ours.sequences, plain.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), atol=1e-4, rtol=1e-4)
+    report = model.speculation.last
+    assert (report.mode, report.rows) == ("tree", 5)
+    assert report.tokens_per_pass > 4
+    for a, b in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        shown = torch.cat([mask.bool(), torch.ones(5, 13, dtype=torch.bool)], dim=1)[:, -b.keys.shape[2] :]
+        for row in range(5):
+            torch.testing.assert_close(a.keys[row, :, shown[row]], b.keys[row, :, shown[row]], atol=1e-4, rtol=1e-4)

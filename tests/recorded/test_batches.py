@@ -136,8 +136,8 @@ class Marked(LogitsProcessor):
         ({"max_time": 100.0}, "MaxTimeCriteria may tell the rows"),
         ({"num_beams": 2}, "beams"),
         (
-            {"attention_mask": torch.ones(4, 17, dtype=torch.long).index_fill(1, torch.tensor([3]), 0)},
-            "padded elsewhere",
+            {"attention_mask": torch.ones(4, 17, dtype=torch.long).index_fill(0, torch.tensor([3]), 0)},
+            "has no text",
         ),
     ],
 )
