@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.engine import joining
 
 LENGTHS = (5, 17, 1, 11)
 _SMALL: dict[str, Any] = {
@@ -41,7 +41,7 @@ def script(
     drafters: list[ScriptedDrafter] = []
     rows = 0
 
-    def loan(_self: Any, draft: Any, *_given: Any) -> Any:
+    def loan(_speculation: Any, draft: Any, *_given: Any) -> Any:
         nonlocal rows
         answer, rows = answers[rows % len(answers)], rows + 1
         if draft == "off":
@@ -49,7 +49,7 @@ def script(
         drafters.append(ScriptedDrafter(answer[answer != 0], name))
         return lambda drafter=drafters[-1]: drafter, lambda _sequence: None
 
-    monkeypatch.setattr(Speculation, "_loan", loan)
+    monkeypatch.setattr(joining, "loan", loan)
     return drafters
 
 

@@ -35,7 +35,7 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
     }
     if speculation.interface.takes_position_ids:
         kwargs["position_ids"] = torch.arange(context, device=prompt.device)[None]
-    verifier = speculation.make_verifier()
+    verifier = speculation.verifiers()[0]
     nothing = np.empty(0, np.int32)
     root = np.array([1], np.int32)
     with torch.no_grad():

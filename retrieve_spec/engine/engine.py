@@ -3,7 +3,7 @@
 Who drives it: nobody but its callers. A reader that waits for its sequence finds either that nobody is stepping, and
 steps, or that another reader is, and waits for the end of that step. A step takes along every sequence that may go on,
 whoever reads it, so readers in several threads, or streams that one thread reads in turn, share passes without knowing
-of each other; a sequence is at most `RUN_AHEAD` passes ahead of its reader, so one that nobody reads costs no more.
+of each other; a sequence is at most two passes ahead of its reader, so one that nobody reads costs no more.
 An exception ends the sequence it came from, and an interruption (Ctrl-C) the sequences of the thread that got it; the
 next step first makes good what it cut short of others.
 """
@@ -105,7 +105,7 @@ class Engine:
 
     def _draft(self, batch: list[Sequence]) -> tuple[list[Sequence], list[DraftTree]]:
         """A tree for every sequence within one budget for all, and the sequences whose drafters did not fail."""
-        if not any(sequence.drafter for sequence in batch):
+        if not any(sequence.lent.drafter for sequence in batch):
             return batch, [NO_DRAFT] * len(batch)
         seconds, padded = None, pads(batch)
         if not (self.in_step and len(batch) > 1) and all(sequence.limits.nodes is None for sequence in batch):
@@ -177,8 +177,8 @@ class Engine:
                     following = next(waiting, None)
                 self.advance(live)
                 for sequence in list(live):
-                    while sequence.has_pieces:
-                        yield sequence, sequence.take()
+                    while sequence.reader.has_pieces:
+                        yield sequence, sequence.reader.take()
                     if sequence.ended:
                         live.remove(sequence)
                         yield sequence, None
@@ -215,7 +215,7 @@ class Engine:
             The call comes from inside a step.
         """
         for sequence in sequences:
-            sequence.asked += 1
+            sequence.reader.asking += 1
         try:
             while not any(sequence.has_news for sequence in sequences):
                 with self.alone(unless=lambda: any(sequence.has_news for sequence in sequences)) as turn:
@@ -223,7 +223,7 @@ class Engine:
                         self.step(sequences)
         finally:
             for sequence in sequences:
-                sequence.asked -= 1
+                sequence.reader.asking -= 1
 
     @property
     def is_stepping(self) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.engine.drafters import Drafters
-from retrieve_spec.engine.request import Row
+from retrieve_spec.engine.rows import Row
 from retrieve_spec.engine.shared_prompt import is_text_alone
 from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.sources.rollouts import RolloutMemory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.engine.request import Prepared
+from retrieve_spec.engine.rows import Prepared
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.verify.interface import ModelInterface
 

@@ -10,7 +10,6 @@ was under way, so `recover` goes on from there and `end` leaves the cache whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -19,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, VerifiedPass
+from retrieve_spec.drafting.drafter import Drafter, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import Progress
+from retrieve_spec.engine.lent_drafter import LentDrafter
 from retrieve_spec.engine.limits import Limits
 from retrieve_spec.engine.pass_log import PassLog
+from retrieve_spec.engine.reader import Reader
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.shared_prompt import SharedPrompt
 from retrieve_spec.engine.siblings import Siblings
@@ -38,8 +39,6 @@ NO_DRAFT = DraftTree()
 _NO_TIME = (0.0, 0.0, 0.0, 0.0)
 _BETWEEN, _READING, _KEEPING, _DRAFTING, _VERIFYING, _WALKING, _COMMITTING, _LEARNING = range(8)
 """What a sequence is in the middle of; it matters when an interruption cuts a pass short."""
-RUN_AHEAD = 2
-"""Passes that a sequence is ahead of its reader at most, when other sequences' passes take it along."""
 
 
 class Sequence:
@@ -82,10 +81,10 @@ class Sequence:
     ----------
     text
         Prompt and emitted tokens.
-    asked
-        Readers that are waiting for it.
-    drafter, lent
-        What drafts for it, and what it gives back when it has ended, `spoiled` if an interruption hit it amid its work.
+    reader
+        Who it is decoded for.
+    lent
+        What drafts for it.
     steps
         Numbers of the engine's steps it took part in behind its prompt.
     ended, error, cache
@@ -115,22 +114,18 @@ class Sequence:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
         self.log = PassLog(self.report, self.text.prompt_length, limits.provenance)
-        self._pieces: list[NDArray[np.int32]] = []  # by pass, the visible tokens; none of a piece of the prompt
-        self._taken = self._piece = 0  # how many the reader has; the place of what the pass under way shows
-        self.asked = 0
-        self.cancelled = self.stopped = self.ended = self.spoiled = False
+        self.reader = Reader(waits_for_reader)
+        self._place = 0  # of what the pass under way shows, among what the reader is shown
+        self.cancelled = self.stopped = self.ended = False
         self.error: BaseException | None = None
         self.cache: Any = None
         self.verifier = verifier
-        self.drafter: Drafter | None = None
-        self.lent: Drafter | None = None
-        self.wants_hidden: Layer | None = None
+        self.lent = LentDrafter(
+            lend, _prompt_ids(inputs) if context_ids is None else context_ids, prediction_ids, on_pass
+        )
         self.limits = limits
         self.sampler, self._stopper = sampler, stopper
-        self._inputs, self._lend = inputs, lend
-        self._prediction_ids, self._on_pass, self._on_end = prediction_ids, on_pass, on_end
-        self._context_ids = _prompt_ids(inputs) if context_ids is None else context_ids
-        self._waits_for_reader = waits_for_reader
+        self._inputs, self._on_end = inputs, on_end
         self.bytes_per_token = bytes_per_token
         self.climate = climate()
         self.steps: list[int] = []
@@ -143,7 +138,6 @@ class Sequence:
         self._stage = _BETWEEN
         self._path: list[int] = []
         self._started = self._ready = False  # whether the verifier's start has begun, and all of it is done
-        self._drafts = False  # whether the drafter was started
         self.tree = NO_DRAFT
         self._output: VerifierOutput | None = None
         self._logits: PassLogits | None = None
@@ -166,10 +160,7 @@ class Sequence:
     @property
     def may_go_on(self) -> bool:
         """Whether the next pass may take it along: its reader is not too far behind."""
-        if self.is_over:
-            return False
-        waiting = len(self._pieces) - self._taken
-        return self.asked > 0 and not waiting if self._waits_for_reader else waiting < RUN_AHEAD
+        return not self.is_over and self.reader.is_near
 
     @property
     def progress(self) -> Progress:
@@ -185,17 +176,7 @@ class Sequence:
     @property
     def has_news(self) -> bool:
         """Whether its reader has something to take, or nothing to wait for."""
-        return self.has_pieces or self.ended
-
-    @property
-    def has_pieces(self) -> bool:
-        """Whether its reader has something to take."""
-        return len(self._pieces) > self._taken
-
-    def take(self) -> NDArray[np.int32]:
-        """The visible tokens of the oldest pass that the reader has not taken, (t,) int32; none of a prompt's piece."""
-        self._taken += 1
-        return self._pieces[self._taken - 1]
+        return self.reader.has_pieces or self.ended
 
     def _still_reads(self) -> bool:
         """Whether others that have its prompt may wait until it has read it."""
@@ -209,15 +190,8 @@ class Sequence:
         self._started = True
         self.verifier.start(inputs)
         self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
-        if self.verifier.mode != "plain":
-            lent = self.lent or self._lend()
-            if isinstance(lent, str):
-                self.report.mode, self.report.reason = "plain", lent
-            else:
-                self.drafter = self.lent = lent
-                self.wants_hidden = lent.wants_hidden
-                lent.start(self._context_ids, self._prediction_ids)
-                self._drafts = True
+        if self.verifier.mode != "plain" and (why_none := self.lent.start()):
+            self.report.mode, self.report.reason = "plain", why_none
         self._ready = True
 
     def open(self) -> None:
@@ -243,7 +217,7 @@ class Sequence:
 
     def keeps(self, piece: NDArray[np.int32]) -> int:
         """Positions at the end of a piece of the prompt whose logits are looked at."""
-        learns = self.drafter is not None and self.drafter.top_k > 0
+        learns = self.lent.top_k > 0
         ends = len(piece) == len(self.unread)
         return min(max(self.limits.prompt_logits, 1), len(piece)) if learns and ends else 1
 
@@ -265,19 +239,17 @@ class Sequence:
         """Let the cache keep the piece of the prompt that was read; what is read is not shown."""
         self.verifier.commit(NO_DRAFT.parent)
         self.unread = self._rest
-        self._pieces.append(NO_DRAFT.token_ids)
+        self.reader.show(NO_DRAFT.token_ids, self.reader.shown)
         self._stage = _BETWEEN
 
     def _first_choice(self, output: VerifierOutput, first_row: int, borrowed: bool = False) -> None:
         """Choose the first token by the prompt's last pass, whose row `first_row` follows the prompt."""
-        prompt, drafter = self.unread, self.drafter
+        prompt = self.unread
         self.saw(NO_DRAFT, output, first_row, borrowed)
         self.look()
         self.accept()
-        if drafter is not None and drafter.top_k > 0:
-            logits = self._logits
-            assert logits is not None
-            drafter.observe_prompt(prompt[-first_row - 1 :], logits.top_ids, logits.top_logits)
+        assert self._logits is not None
+        self.lent.read(prompt, self._logits)
         self.learn(prompt=True)
 
     def draft(self, most: int = MAX_NODES, cost: NDArray[np.float32] | None = None) -> DraftTree:
@@ -290,17 +262,11 @@ class Sequence:
         cost
             (n + 1,) seconds of a pass over 0 … n drafted nodes, or None.
         """
-        if self.drafter is None or self.verifier.mode == "plain":
+        if self.lent.drafter is None or self.verifier.mode == "plain":
             return NO_DRAFT
-        limits, length = self.limits, self.text.length
-        depth = min(limits.max_depth, limits.max_length - length - 1)
-        if limits.draft_end:
-            depth = min(depth, limits.draft_end - length)
-        nodes = most if limits.nodes is None else min(limits.nodes, most)
-        if depth < 1:
-            nodes, cost = 0, None
         self._stage = _DRAFTING
-        tree = self.drafter.propose(Budget(nodes, max(depth, 0), cost, self.sampler.noise_at(self.text)))
+        noise = self.sampler.noise_at(self.text)
+        tree = self.lent.propose(self.limits, self.text.length, most, cost, noise)
         self._stage = _BETWEEN
         return tree.first_branch() if self.verifier.mode == "chain" and not tree.is_chain else tree
 
@@ -316,13 +282,18 @@ class Sequence:
         A pass that is `borrowed` from another sequence has left nothing in the cache.
         """
         self.tree, self._output, self._first_row, self._begun = tree, output, first_row, self.text.length
-        self._path, self._piece, self._borrowed = [], len(self._pieces), borrowed
+        self._path, self._place, self._borrowed = [], self.reader.shown, borrowed
         self._stage = _WALKING
+
+    @property
+    def wants_hidden(self) -> Layer | None:
+        """The layer whose hidden states its drafter is shown."""
+        return self.lent.wants_hidden
 
     @property
     def top_k(self) -> int:
         """How many of the most probable tokens of every row it looks at."""
-        return self.drafter.top_k if self.drafter is not None else 1
+        return self.lent.top_k if self.lent.drafter is not None else 1
 
     @property
     def seen_logits(self) -> torch.Tensor:
@@ -358,10 +329,9 @@ class Sequence:
         self.stopped = self.walked.stopped
         if not self.report.passes:  # the prompt's pass
             self.report.passes, self.report.new_tokens = 1, len(self.walked.emitted)
-            if self.drafter is not None and self.verifier.reason != self.report.reason:  # what the prompt showed
+            if self.lent.drafter is not None and self.verifier.reason != self.report.reason:  # what the prompt showed
                 self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
-        if len(self._pieces) == self._piece:
-            self._pieces.append(self.walked.emitted)
+        self.reader.show(self.walked.emitted, self._place)
         self._read_before = None
         self._stage = _LEARNING
 
@@ -374,26 +344,11 @@ class Sequence:
         """Tell the drafter what the pass showed; of the `prompt` it has seen the top tokens."""
         if self._siblings is not None:
             self._siblings.hear(id(self), self.walked.emitted)
-        if self.drafter is not None:
-            shown = self._shown(self.drafter.top_k > 0)
-            self.drafter.observe(replace(shown, top_ids=None, top_logits=None) if prompt else shown)
-            if self._on_pass is not None:
-                self._on_pass(shown)
+        assert self._logits is not None and self._output is not None
+        walked = self.walked
+        self.lent.observe(self.tree, walked.path, walked.emitted, self._logits, self._output, self._first_row, prompt)
         self._output = None
         self._stage = _BETWEEN
-
-    def _shown(self, with_top: bool) -> VerifiedPass:
-        """What the pass showed, from the root on."""
-        assert self._logits is not None and self._output is not None
-        first, path = self._first_row, self.walked.path
-        return VerifiedPass(
-            self.tree,
-            path,
-            self.walked.emitted,
-            self._logits.top_ids[first:] if with_top else None,
-            self._logits.top_logits[first:] if with_top else None,
-            _host(self._output.hidden, first + (int(path[-1]) + 1 if len(path) else 0)),
-        )
 
     def recover(self) -> None:
         """Make good a pass that was cut short: what the model has computed is used, else the pass begins again.
@@ -405,7 +360,7 @@ class Sequence:
         """
         stage = self._stage
         if stage in (_DRAFTING, _LEARNING):
-            self.drafter, self.spoiled = None, True
+            self.lent.spoil()
         elif stage == _KEEPING:
             self._keep_piece()
         elif stage in (_WALKING, _COMMITTING):
@@ -452,9 +407,10 @@ class Sequence:
                 self.verifier.commit(NO_DRAFT.parent)
             self.report.pass_kind, self.report.pass_reason = self.verifier.pass_kind, self.verifier.pass_reason
             self.cache = self.verifier.finish()
-        self.spoiled |= stage in (_DRAFTING, _LEARNING) or (stage == _READING and not self._drafts)
-        drafter, self.drafter = self.drafter, None
-        if drafter is not None and self._drafts and not self.spoiled:
+        if stage in (_DRAFTING, _LEARNING) or (stage == _READING and not self.lent.started):
+            self.lent.spoil()
+        drafter = self.lent.take_back()
+        if drafter is not None:
             self._stage = _LEARNING  # it takes in the text as a whole, or is not used again
             drafter.finish()
             self._stage = _BETWEEN
@@ -469,10 +425,3 @@ def _prompt_ids(inputs: VerifierInputs) -> NDArray[np.int32]:
 def climate() -> tuple[object, ...]:
     """What else of this thread a model's arithmetic depends on: sequences of one climate share steps."""
     return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-
-
-def _host(hidden: torch.Tensor | None, row: int) -> NDArray[np.float32] | None:
-    if hidden is None:
-        return None
-    state: NDArray[np.float32] = hidden[row].float().cpu().numpy()
-    return state

@@ -8,33 +8,22 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from time import perf_counter
 from typing import Any
-from uuid import uuid4
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from retrieve_spec.config import SpeculationConfig, dial
+from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.change import ChangeReport
-from retrieve_spec.datastore.provenance import sourced_runs
 from retrieve_spec.datastore.store import Datastore, open_datastore
-from retrieve_spec.drafting.drafter import Drafter, Preparable, VerifiedPass
+from retrieve_spec.drafting.drafter import Drafter, Preparable
 from retrieve_spec.engine.budget import Costs
 from retrieve_spec.engine.company import Company
 from retrieve_spec.engine.cost import CostModel
-from retrieve_spec.engine.drafters import OFF, Drafters
+from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
-from retrieve_spec.engine.families import Family, families
-from retrieve_spec.engine.limits import limits_of
 from retrieve_spec.engine.report import GenerationReport, together
-from retrieve_spec.engine.request import Prepared, rows_of
 from retrieve_spec.engine.sequence import Sequence
-from retrieve_spec.engine.shared_prompt import SharedPrompts
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
-from retrieve_spec.sampling.samplers import make_sampler
-from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.session_store import load_session, save_session
 from retrieve_spec.verify.interface import ModelInterface
@@ -57,6 +46,8 @@ class Speculation:
         alone are left to the original `generate`.
     engine, company
         Takes the model's sequences from pass to pass; says which of them share passes.
+    drafters
+        What drafts for them.
     last
         Report of the generation that ended last, None before the first.
     model_key
@@ -99,7 +90,7 @@ class Speculation:
         self.ranks: Ranks | None = None
         self._passes = passes
         self._make_verifier: Callable[[], Verifier] = passes
-        self._drafters = Drafters(config, datastores, drafter, model_key)
+        self.drafters = Drafters(config, datastores, drafter, model_key)
         self.engine = Engine(Costs())
         self.company = Company(self.engine)
         self._said: set[str] = set()
@@ -146,7 +137,7 @@ class Speculation:
     @property
     def datastores(self) -> list[Any]:
         """Open stores that are drafted from."""
-        return self._drafters.datastores
+        return self.drafters.datastores
 
     def drafter(self, draft: str | None = None) -> Drafter | None:
         """Drafter for a call: the one given to `accelerate`, a preset's, or None when drafting is off.
@@ -158,7 +149,7 @@ class Speculation:
         MissingSourceError
             The preset needs a source that was not given.
         """
-        return self._drafters.of(draft)
+        return self.drafters.of(draft)
 
     def prepare(self) -> None:
         """Make the configured drafter ready (kernels compiled or loaded); the time is added to `prepare_seconds`."""
@@ -172,7 +163,7 @@ class Speculation:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
         with self.engine.alone():
             self.check_stores(datastores)
-            self._drafters.use(datastores)
+            self.drafters.use(datastores)
 
     def session(self) -> SessionMemory:
         """Memory of earlier generations that the configured drafter drafts from.
@@ -205,7 +196,7 @@ class Speculation:
     def forget(self) -> None:
         """Drop what was learned from earlier generations (texts, calibration); measured costs stay."""
         with self.engine.alone():
-            self._drafters.forget()
+            self.drafters.forget()
 
     def delegated(self, reason: str) -> GenerationReport:
         """Report a call that the original `generate` decodes; the first time for each reason, say so in the log."""
@@ -219,135 +210,28 @@ class Speculation:
             self._said.add(message)
             logger.info(message)
 
-    def sequences(
-        self,
-        prepared: Prepared,
-        predictions: Many[NDArray[np.int32] | None],
-        *,
-        draft: str | None = None,
-        nodes: int | str | None = None,
-        context_ids: NDArray[np.int32] | None = None,
-        seed: int | None = None,
-        on_pass: Callable[[VerifiedPass], None] | None = None,
-        siblings: str | None = None,
-        return_logprobs: bool = False,
-        together: SharedPrompts | None = None,
-    ) -> list[Sequence]:
-        """A sequence for every row of a prepared call; nothing runs before the engine takes them along.
-
-        Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row. `together`: prompts
-        of other calls, whose sequences will share passes with these.
-        """
-        most, criteria = dial(self.config.nodes if nodes is None else nodes), prepared.criteria
-        context_ids = prepared.context_ids if context_ids is None else context_ids
-        if siblings not in (None, "share", "off"):
-            raise ConfigError("siblings to be 'share' or 'off'", repr(siblings), "Leave it at 'share'.")
-        self.drafter(draft)  # an unknown preset is an error now
-        rows = rows_of(prepared, self.interface.cache_name, self.new_cache)
-        seed = self.draw_seed(prepared, seed)
-        if self.ranks is not None:
-            seed, criteria = self.ranks.seed(seed), self.ranks.criteria(criteria)
-        if together is None and len(rows) > 1:
-            together = SharedPrompts(self.interface.cache_name)
-        verifiers = self._verifiers(len(rows), together is not None)  # looks at the model, before its interface is read
-        wants_dict = bool(prepared.config.return_dict_in_generate)
-        call = uuid4().hex if len(rows) > 1 else None
-        shared: list[Family | None] = [None] * len(rows)
-        if siblings != "off" and most != 0 and draft != OFF:
-            shared = families(rows, self._drafters, draft, self.interface.cache_name, self.vocabulary)
-        made = []
-        for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
-            lend, give_back = self._loan(OFF if most == 0 else draft, call, family)
-            stopper = Stopper(criteria)
-            sampler = make_sampler(
-                row.processors,
-                seed,
-                row=row.index,
-                keep_scores=wants_dict and bool(prepared.config.output_scores),
-                keep_raw=wants_dict and bool(prepared.config.output_logits),
-                log_probs=return_logprobs,
-                device=row.ids.device,
-            )
-            limits = limits_of(prepared, self.config, self.interface, stopper, most, row.padding)
-            sequence = Sequence(
-                row.inputs,
-                verifier,
-                lend,
-                sampler,
-                stopper,
-                limits,
-                ids=row.ids,
-                prediction_ids=prediction,
-                context_ids=context_ids,
-                on_pass=on_pass,
-                on_end=give_back,
-                waits_for_reader=prepared.callers_cache,
-                bytes_per_token=self.bytes_per_token,
-                prompt=None if together is None else together.of(row.inputs),
-                siblings=family.siblings if family is not None and family.heard else None,
-                call=call,
-            )
-            made.append(sequence)
-        return made
-
-    def _verifiers(self, count: int, together: bool) -> list[Verifier]:
+    def verifiers(self, count: int = 1, together: bool = False) -> list[Verifier]:
         """Verifiers for the sequences of one call, which may share passes with others' where they go `together`."""
         with self.engine.alone():  # probing and recording a model that has changed
             if together:
                 return self.company.verifiers(self._make_verifier, count)
             return [self._make_verifier() for _ in range(count)]
 
-    def _loan(
-        self, draft: str | None, call: str | None, family: Family | None
-    ) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
-        """What lends a sequence its drafter, and what takes it back when it has ended."""
-        lent: list[Drafter] = []
-        stores = self.datastores
-
-        def lend() -> Drafter | str:
-            drafter = self._drafters.lend(draft, call, None if family is None else family.siblings)
-            if isinstance(drafter, str):
-                return drafter
-            lent.append(drafter)
-            shared = drafter if self.ranks is None else self.ranks.drafter(drafter)
-            assert shared is not None
-            return shared
-
-        def give_back(sequence: Sequence) -> None:
-            for drafter in lent:
-                self._drafters.give_back(drafter, sequence.spoiled)
-            if lent and family is not None and sequence.stopped and sequence.error is None:
-                family.remember(sequence.text.new_ids)  # of equal answers one is kept: done twice it is the same
-            sequence.report.provenance = sourced_runs(sequence.report.origins, stores)
-
-        return lend, give_back
-
     def ended(self, *sequences: Sequence) -> None:
         """Let `last` be the report of a generation of these sequences; what they wrote may be due to be saved."""
-        if self._drafters.rollouts is not None:
-            self._drafters.rollouts.keep()
+        if self.drafters.rollouts is not None:
+            self.drafters.rollouts.keep()
         if len(sequences) == 1:
             self.last = sequences[0].log.summary()
             return
         steps = set().union(*(sequence.steps for sequence in sequences))
         self.last = together([sequence.report for sequence in sequences], 1 + len(steps))
 
-    @staticmethod
-    def draw_seed(prepared: Prepared, seed: int | None) -> int | None:
-        """Seed of a call's noise: the one given or one from torch's generator; None when it decodes greedily."""
-        if not prepared.config.do_sample:
-            return None
-        return int(torch.randint(2**62, (), dtype=torch.int64).item()) if seed is None else seed
-
     def why_alone(self) -> str:
         """Why several sequences cannot be verified in one pass; empty when they can."""
-        if self._drafters.given is not None:
+        if self.drafters.given is not None:
             return "the drafter that was given serves one text"
         if self.interface.rope_switch:
             return "rotary frequencies change with the length of a text"
         with self.engine.alone():
             return self.company.why_alone(self._make_verifier())
-
-    def make_verifier(self) -> Verifier:
-        """A verifier for one sequence."""
-        return self._make_verifier()

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from retrieve_spec.engine.request import Prepared, prepare, setting
+from retrieve_spec.engine.joining import sequences_of
+from retrieve_spec.engine.rows import Prepared
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.streaming import StreamerFeed
@@ -21,6 +22,7 @@ from retrieve_spec.generation.arguments import row_predictions
 from retrieve_spec.generation.logprobs import check_call, of_original
 from retrieve_spec.generation.outputs import result_of
 from retrieve_spec.generation.own_generate import decode_inside, own_generate, why_not_inside
+from retrieve_spec.generation.request import prepare, setting
 from retrieve_spec.verify.steps import sample_tokens
 
 BEFORE = "_generate_before_speculation"
@@ -70,7 +72,7 @@ def _decoded(model: Any, prepared: Prepared, own: dict[str, Any], arguments: dic
     tokenizer = arguments.get("tokenizer") or speculation.tokenizer
     options = {name: value for name, value in own.items() if name != "prediction"}
     predictions = row_predictions(own["prediction"], tokenizer, len(prepared.inputs.input_ids), model)
-    sequences = speculation.sequences(prepared, predictions, **options)
+    sequences = sequences_of(speculation, prepared, predictions, **options)
     pad = prepared.config._pad_token_tensor
     feed = StreamerFeed(arguments.get("streamer"), len(sequences), 0 if pad is None else int(pad))
     _run(speculation, sequences, prepared, feed)

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from retrieve_spec.engine.request import setting
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.generation.request import setting
 from retrieve_spec.sampling.logprobs import LogProbSampler
 
 _KEPT = ("output_scores", "output_logits")

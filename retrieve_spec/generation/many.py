@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.engine.request import Prepared, setting
+from retrieve_spec.engine.rows import Prepared
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.shared_prompt import SharedPrompts
 from retrieve_spec.errors import ConfigError
@@ -23,6 +24,7 @@ from retrieve_spec.generation.arguments import as_inputs, known_ids, row_predict
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
 from retrieve_spec.generation.finished import Completion, Finished
 from retrieve_spec.generation.logprobs import check_decoder, noted
+from retrieve_spec.generation.request import setting
 from retrieve_spec.model_layers import base_model
 
 Order = Literal["given", "completed"]
@@ -163,7 +165,7 @@ class Requests(Iterator[Finished]):
         return sequences
 
     def _made(self, prepared: Prepared, predictions: list[Any], own: dict[str, Any]) -> list[Sequence]:
-        return self._speculation.sequences(prepared, predictions, together=self._prompts, **own)
+        return sequences_of(self._speculation, prepared, predictions, together=self._prompts, **own)
 
     def _arguments(self, request: Any) -> dict[str, Any]:
         """A request as arguments of `generate` and of this library."""

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from retrieve_spec.engine.request import Prepared
+from retrieve_spec.engine.rows import Prepared
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.generation.logprobs import DecoderOnlyOutput, EncoderDecoderOutput, by_row
 from retrieve_spec.sampling.text import RowText

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.streaming import Piece, Stream, TextDecoder
@@ -125,7 +126,7 @@ def _runs(
         rows, both = delegate(model, arguments, options["seed"], options["return_logprobs"])
         yield rows[0].cpu().numpy().astype(np.int32), None if both is None else both[0].cpu().numpy()
         return
-    (sequence,) = speculation.sequences(prepared, [prediction], **options)
+    (sequence,) = sequences_of(speculation, prepared, [prediction], **options)
     under_way.append(sequence)
     try:
         with contextlib.closing(speculation.engine.run([sequence])) as passes:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine import batches, speculation
+from retrieve_spec.engine import batches, joining
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine.budget import Costs, row_cost, share_evenly
 from retrieve_spec.sampling.samplers import make_sampler
@@ -63,7 +63,7 @@ def test_samples_are_those_of_each_row_alone(tiny: Any, temperature: float, monk
     assert tiny.speculation.last.tokens_per_pass > 6
     for row in range(6):
         monkeypatch.setattr(
-            speculation, "make_sampler", lambda *given, at=row, **named: make_sampler(*given, **{**named, "row": at})
+            joining, "make_sampler", lambda *given, at=row, **named: make_sampler(*given, **{**named, "row": at})
         )
         alone = {name: part[row // 3 : row // 3 + 1] for name, part in inputs.items()}
         said = tiny.generate(**alone, **options | {"num_return_sequences": 1}, draft="off")

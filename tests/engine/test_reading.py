@@ -152,7 +152,7 @@ def test_an_interrupted_reading_leaves_the_others_going(
     for sequence in others[1:]:
         while not sequence.ended:
             speculation.engine.advance([sequence])
-            while sequence.has_pieces:
-                sequence.take()
+            while sequence.reader.has_pieces:
+                sequence.reader.take()
         assert sequence.error is None
     assert [s.text.new_ids.tolist() for s in others[1:]] == [alone[1], alone[0], alone[1]]

@@ -88,8 +88,8 @@ def schedule(model: Any, draw: np.random.Generator, interruptions: Interruptions
         except KeyboardInterrupt:
             engine.leave(asking[0])
         for which, sequence in list(live):
-            while sequence.has_pieces:
-                sequence.take()
+            while sequence.reader.has_pieces:
+                sequence.reader.take()
             if sequence.ended:
                 live.remove((which, sequence))
                 yield which, sequence

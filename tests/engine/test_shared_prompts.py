@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
 
 import retrieve_spec as rs
-from retrieve_spec.engine import speculation
+from retrieve_spec.engine import joining
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.sampling.samplers import make_sampler
 
@@ -40,9 +40,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def alone(model: Any, ids: torch.Tensor, row: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[int]:
     """What a row says that reads its prompt itself."""
     with monkeypatch.context() as patch:
-        patch.setattr(
-            speculation, "make_sampler", lambda *given, **named: make_sampler(*given, **{**named, "row": row})
-        )
+        patch.setattr(joining, "make_sampler", lambda *given, **named: make_sampler(*given, **{**named, "row": row}))
         return model.generate(ids, **options)[0, ids.shape[1] :].tolist()
 
 

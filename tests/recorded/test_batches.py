@@ -18,7 +18,7 @@ from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine import batches, speculation
+from retrieve_spec.engine import batches, joining
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine.budget import Costs, Progress, Rest, gain, pruned, room, row_cost, share_out, worth
 from retrieve_spec.engine.cost import CostModel
@@ -73,7 +73,7 @@ def test_sampled_rows_are_those_of_each_row_alone(
     for row in range(4):
         alone = {name: part[row : row + 1] for name, part in inputs.items()}
         monkeypatch.setattr(
-            speculation, "make_sampler", lambda *given, at=row, **named: make_sampler(*given, **{**named, "row": at})
+            joining, "make_sampler", lambda *given, at=row, **named: make_sampler(*given, **{**named, "row": at})
         )
         assert torch.equal(tiny.generate(**alone, **options, draft="off"), undrafted[row : row + 1])
 
@@ -109,9 +109,9 @@ def test_rows_draft_for_themselves_and_budgets_are_shared(tiny: Any) -> None:
     assert sum(nodes for nodes, *_ in guided.per_pass) <= 253 * guided.passes
     again = tiny.generate(**inputs, **options)
     assert torch.equal(again, plain)
-    drafters = [tiny.speculation._drafters.lend() for _ in range(4)]
+    drafters = [tiny.speculation.drafters.lend() for _ in range(4)]
     for drafter in drafters:
-        tiny.speculation._drafters.give_back(drafter)
+        tiny.speculation.drafters.give_back(drafter)
     assert len({id(d) for d in drafters}) == len({id(d.context) for d in drafters}) == 4
     assert len({id(d.calibration) for d in drafters}) == 1
     first = tiny.speculation.last.passes

@@ -15,7 +15,7 @@ from transformers.generation import logits_process as hf
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine import speculation
+from retrieve_spec.engine import joining
 from retrieve_spec.kernels import sampling
 from retrieve_spec.sampling import device_acceptance, samplers
 from retrieve_spec.sampling.acceptance import GreedySampler, ProcessorSampler, RandomSampler, Warpers, walk
@@ -204,7 +204,7 @@ def test_generations_are_those_of_the_host(
         made.append(make_sampler(*arguments, **{**named, "device": torch.device("cuda")}))
         return made[-1]
 
-    monkeypatch.setattr(speculation, "make_sampler", on_device)
+    monkeypatch.setattr(joining, "make_sampler", on_device)
     got = tiny.generate(prompt, **options, **({"seed": 3} if sample else {}))
     assert isinstance(made[0], samplers.DeviceSampler)
     assert torch.equal(got, host)

@@ -1,4 +1,4 @@
-"""A call of `generate` in, the rows that sequences are made of or the reason to leave it to the original out.
+"""A call of `generate` in, what it prepares for decoding or the reason to leave it to the original out.
 
 The original `generate` prepares: it merges generation configs, builds masks, positions, cache, processors and stopping
 criteria, then hands them to our callable (`custom_generate`), which only takes them down.
@@ -13,19 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache
-from transformers.generation import logits_process as hf
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
+from retrieve_spec.engine.rows import Prepared, why_not_together
 from retrieve_spec.errors import PromptError
-from retrieve_spec.sampling.samplers import processors_of_row
 from retrieve_spec.verify.cache import seq_length
-from retrieve_spec.verify.extras import says_nothing
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.tensor_parallel import why_in_step
 from retrieve_spec.verify.verifier import VerifierInputs
@@ -58,133 +50,6 @@ _TOO_MANY = "batches of more than one row are decoded by generate"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"cache_implementation": ("dynamic", "hybrid"), "guidance_scale": (1, 1.0)}
 _FIXED = ("static", "sliding_window", "hybrid_chunked")
 """Caches of a fixed size, by the names that calls give them."""
-
-
-@dataclass(slots=True)
-class Prepared:
-    """What `generate` prepared for decoding.
-
-    Attributes
-    ----------
-    inputs
-        Where the verifier starts from.
-    processors
-        Logits processors in order, warpers included when sampling.
-    criteria
-        Stopping criteria in order.
-    config
-        The merged generation config.
-    callers_cache
-        Whether the cache is the caller's own.
-    context_ids
-        (n,) int32 what a drafter reads in place of the prompt, where that is not the prompt alone.
-    ids
-        (rows, L) long, the text as processors and criteria see it, where a prompt of embeddings is no part of it.
-    """
-
-    inputs: VerifierInputs
-    processors: Any
-    criteria: Any
-    config: Any
-    callers_cache: bool = False
-    context_ids: NDArray[np.int32] | None = None
-    ids: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class Row:
-    """One row of a prepared call.
-
-    Attributes
-    ----------
-    index
-        In the call; the noise its tokens are drawn with is its own.
-    ids
-        (1, L) long, its text as processors and criteria see it.
-    padding
-        Tokens in front of it that it is decoded without.
-    inputs
-        Where its verifier starts from.
-    processors
-        Its logits processors in order.
-    """
-
-    index: int
-    ids: torch.Tensor
-    padding: int
-    inputs: VerifierInputs
-    processors: Any
-
-
-def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -> list[Row]:
-    """The rows of a prepared call, those of a batch without the padding in front and over caches of their own."""
-    whole = prepared.inputs
-    if len(whole.input_ids) == 1:
-        ids = whole.input_ids if prepared.ids is None else prepared.ids
-        return [Row(0, ids, ids.shape[1] - whole.input_ids.shape[1], whole, prepared.processors)]
-    rows = []
-    mask = whole.model_kwargs.get("attention_mask")
-    for index, padding in enumerate(padding_in_front(whole) or []):
-        kwargs = {**whole.model_kwargs, cache_name: new_cache()}
-        if mask is not None:  # what is behind the padding may have holes
-            rest = mask[index : index + 1, padding:]
-            kwargs["attention_mask"] = None if bool(rest.all()) else rest
-        if (positions := kwargs.get("position_ids")) is not None:
-            kwargs["position_ids"] = positions[..., index : index + 1, padding:]
-        ids = whole.input_ids[index : index + 1]
-        inputs = VerifierInputs(
-            ids[:, padding:], kwargs, max_length=whole.max_length - padding, returns_cache=whole.returns_cache
-        )
-        rows.append(Row(index, ids, padding, inputs, processors_of_row(prepared.processors, index)))
-    return rows
-
-
-_ROW_BY_ROW = (
-    hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor, hf.RepetitionPenaltyLogitsProcessor,
-    hf.NoRepeatNGramLogitsProcessor, hf.NoBadWordsLogitsProcessor, hf.SequenceBiasLogitsProcessor,
-    hf.SuppressTokensLogitsProcessor, hf.SuppressTokensAtBeginLogitsProcessor, hf.ForcedEOSTokenLogitsProcessor,
-    hf.ForcedBOSTokenLogitsProcessor, hf.ExponentialDecayLengthPenalty, hf.InfNanRemoveLogitsProcessor,
-    hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TypicalLogitsWarper,
-    hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization,
-)  # fmt: skip
-"""Processors that say the same of a row alone as in company; others may count rows or calls."""
-_STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
-
-
-def why_not_together(prepared: Prepared, cache_name: str) -> str:
-    """Why a prepared batch is left to the original `generate`; empty when its rows can be decoded together."""
-    kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
-    known = (cache_name, "attention_mask", "position_ids", "logits_to_keep")
-    parts = {name: value for name, value in kwargs.items() if isinstance(value, (torch.Tensor, dict))}
-    extras = [name for name, value in parts.items() if name not in known and not says_nothing(value)]
-    if extras:  # pictures, types, encoder states: what is whose only the model knows
-        return f"a batch is given {', '.join(extras)}"
-    if prepared.callers_cache:
-        return "a batch goes on from a cache that was given"
-    if (positions := kwargs.get("position_ids")) is not None and positions.shape[-2] != len(prepared.inputs.input_ids):
-        return "a batch has positions of its own"
-    if type(kwargs.get(cache_name)) is not DynamicCache or kwargs[cache_name].offloading:
-        return f"a batch is kept in a {type(kwargs.get(cache_name)).__name__}"
-    others = [p for p in prepared.processors if type(p) not in _ROW_BY_ROW]
-    others += [c for c in criteria if type(c) not in _STOPS]
-    if others:
-        return f"a {type(others[0]).__name__} may tell the rows of a batch apart"
-    kinds = [type(criterion) for criterion in criteria]
-    if StopStringCriteria in kinds and EosTokenCriteria not in kinds:
-        return "rows of a batch go on behind a stop string where there is no end-of-text token"
-    return "" if padding_in_front(prepared.inputs) is not None else "a row of a batch has no text"
-
-
-def padding_in_front(inputs: VerifierInputs) -> list[int] | None:
-    """Padding tokens in front of every row of a batch; None when a row has nothing else, or the mask is no row's."""
-    mask = inputs.model_kwargs.get("attention_mask")
-    rows, length = inputs.input_ids.shape
-    if mask is None:
-        return [0] * rows
-    if mask.shape != (rows, length):
-        return None
-    shown = mask.bool().cpu().numpy()
-    return shown.argmax(axis=1).tolist() if shown.any(axis=1).all() else None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,130 @@
+"""Joining: a prepared call in, a sequence for each of its rows out, with a verifier, rules, and a drafter on loan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from uuid import uuid4
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.config import dial
+from retrieve_spec.datastore.provenance import sourced_runs
+from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
+from retrieve_spec.engine.drafters import OFF
+from retrieve_spec.engine.families import Family, families
+from retrieve_spec.engine.limits import limits_of
+from retrieve_spec.engine.rows import Prepared, rows_of
+from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.shared_prompt import SharedPrompts
+from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.sampling.samplers import make_sampler
+from retrieve_spec.sampling.stopping import Stopper
+
+
+def sequences_of(
+    speculation: Speculation,
+    prepared: Prepared,
+    predictions: Many[NDArray[np.int32] | None],
+    *,
+    draft: str | None = None,
+    nodes: int | str | None = None,
+    context_ids: NDArray[np.int32] | None = None,
+    seed: int | None = None,
+    on_pass: Callable[[VerifiedPass], None] | None = None,
+    siblings: str | None = None,
+    return_logprobs: bool = False,
+    together: SharedPrompts | None = None,
+) -> list[Sequence]:
+    """A sequence for every row of a prepared call; nothing runs before the engine takes them along.
+
+    Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row. `together`: prompts of
+    other calls, whose sequences will share passes with these.
+    """
+    most, criteria = dial(speculation.config.nodes if nodes is None else nodes), prepared.criteria
+    context_ids = prepared.context_ids if context_ids is None else context_ids
+    if siblings not in (None, "share", "off"):
+        raise ConfigError("siblings to be 'share' or 'off'", repr(siblings), "Leave it at 'share'.")
+    speculation.drafter(draft)  # an unknown preset is an error now
+    cache_name, ranks = speculation.interface.cache_name, speculation.ranks
+    rows = rows_of(prepared, cache_name, speculation.new_cache)
+    seed = _seed(prepared, seed)
+    if ranks is not None:
+        seed, criteria = ranks.seed(seed), ranks.criteria(criteria)
+    if together is None and len(rows) > 1:
+        together = SharedPrompts(cache_name)
+    verifiers = speculation.verifiers(len(rows), together is not None)  # looks at the model, then its interface is read
+    wants_dict = bool(prepared.config.return_dict_in_generate)
+    call = uuid4().hex if len(rows) > 1 else None
+    shared: list[Family | None] = [None] * len(rows)
+    if siblings != "off" and most != 0 and draft != OFF:
+        shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary)
+    made = []
+    for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
+        lend, give_back = loan(speculation, OFF if most == 0 else draft, call, family)
+        stopper = Stopper(criteria)
+        sampler = make_sampler(
+            row.processors,
+            seed,
+            row=row.index,
+            keep_scores=wants_dict and bool(prepared.config.output_scores),
+            keep_raw=wants_dict and bool(prepared.config.output_logits),
+            log_probs=return_logprobs,
+            device=row.ids.device,
+        )
+        sequence = Sequence(
+            row.inputs,
+            verifier,
+            lend,
+            sampler,
+            stopper,
+            limits_of(prepared, speculation.config, speculation.interface, stopper, most, row.padding),
+            ids=row.ids,
+            prediction_ids=prediction,
+            context_ids=context_ids,
+            on_pass=on_pass,
+            on_end=give_back,
+            waits_for_reader=prepared.callers_cache,
+            bytes_per_token=speculation.bytes_per_token,
+            prompt=None if together is None else together.of(row.inputs),
+            siblings=family.siblings if family is not None and family.heard else None,
+            call=call,
+        )
+        made.append(sequence)
+    return made
+
+
+def loan(
+    speculation: Speculation, draft: str | None, call: str | None, family: Family | None
+) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
+    """What lends a sequence its drafter, and what takes it back when it has ended."""
+    lent: list[Drafter] = []
+    drafters, stores, ranks = speculation.drafters, speculation.datastores, speculation.ranks
+
+    def lend() -> Drafter | str:
+        drafter = drafters.lend(draft, call, None if family is None else family.siblings)
+        if isinstance(drafter, str):
+            return drafter
+        lent.append(drafter)
+        shared = drafter if ranks is None else ranks.drafter(drafter)
+        assert shared is not None
+        return shared
+
+    def give_back(sequence: Sequence) -> None:
+        for drafter in lent:
+            drafters.give_back(drafter, sequence.lent.spoiled)
+        if lent and family is not None and sequence.stopped and sequence.error is None:
+            family.remember(sequence.text.new_ids)  # of equal answers one is kept: done twice it is the same
+        sequence.report.provenance = sourced_runs(sequence.report.origins, stores)
+
+    return lend, give_back
+
+
+def _seed(prepared: Prepared, seed: int | None) -> int | None:
+    """Seed of a call's noise: the one given or one from torch's generator; None when it decodes greedily."""
+    if not prepared.config.do_sample:
+        return None
+    return int(torch.randint(2**62, (), dtype=torch.int64).item()) if seed is None else seed

@@ -1,0 +1,138 @@
+"""Lent drafter: what drafts for one sequence, asked for trees that fit its text and told what passes showed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, VerifiedPass
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.limits import Limits
+from retrieve_spec.sampling.pass_logits import PassLogits
+from retrieve_spec.verify.verifier import VerifierOutput
+
+
+class LentDrafter:
+    """What drafts for one sequence, from its start to its end.
+
+    Parameters
+    ----------
+    lend
+        Lends a drafter, or says why the sequence goes without.
+    context_ids
+        (n,) int32 what the drafter reads in place of the prompt.
+    prediction_ids
+        (m,) int32 text the output is expected to follow.
+    on_pass
+        Called with what each pass showed the drafter, the prompt's first.
+
+    Attributes
+    ----------
+    drafter
+        None before the start, and where nothing drafts, or nothing any more.
+    wants_hidden
+        The layer whose hidden states it is shown.
+    started
+        Whether it has read the text.
+    spoiled
+        Whether an interruption hit it amid its work.
+    """
+
+    def __init__(
+        self,
+        lend: Callable[[], Drafter | str],
+        context_ids: NDArray[np.int32],
+        prediction_ids: NDArray[np.int32] | None,
+        on_pass: Callable[[VerifiedPass], None] | None,
+    ) -> None:
+        self._lend, self._on_pass = lend, on_pass
+        self._context_ids, self._prediction_ids = context_ids, prediction_ids
+        self._lent: Drafter | None = None
+        self.drafter: Drafter | None = None
+        self.wants_hidden: Layer | None = None
+        self.started = self.spoiled = False
+
+    def start(self) -> str:
+        """Take the drafter, and let it read the text; why there is none, else empty. It can be done twice."""
+        lent = self._lent or self._lend()
+        if isinstance(lent, str):
+            return lent
+        self.drafter = self._lent = lent
+        self.wants_hidden = lent.wants_hidden
+        lent.start(self._context_ids, self._prediction_ids)
+        self.started = True
+        return ""
+
+    @property
+    def top_k(self) -> int:
+        """How many of the most probable tokens of every row it is shown."""
+        return self.drafter.top_k if self.drafter is not None else 0
+
+    def propose(
+        self,
+        limits: Limits,
+        length: int,
+        most: int,
+        cost: NDArray[np.float32] | None,
+        noise: tuple[int, int, int] | None,
+    ) -> DraftTree:
+        """A tree that fits everything a text of `length` tokens may still become; the others as for `Budget`."""
+        assert self.drafter is not None
+        depth = min(limits.max_depth, limits.max_length - length - 1)
+        if limits.draft_end:
+            depth = min(depth, limits.draft_end - length)
+        nodes = most if limits.nodes is None else min(limits.nodes, most)
+        if depth < 1:
+            nodes, cost = 0, None
+        return self.drafter.propose(Budget(nodes, max(depth, 0), cost, noise))
+
+    def read(self, prompt: NDArray[np.int32], logits: PassLogits) -> None:
+        """Show it the top tokens behind the last of the prompt's tokens, one row for each."""
+        if self.drafter is not None and self.drafter.top_k > 0:
+            self.drafter.observe_prompt(prompt[-len(logits.top_ids) :], logits.top_ids, logits.top_logits)
+
+    def observe(
+        self,
+        tree: DraftTree,
+        path: NDArray[np.int32],
+        emitted: NDArray[np.int32],
+        logits: PassLogits,
+        output: VerifierOutput,
+        first_row: int,
+        prompt: bool,
+    ) -> None:
+        """Tell it what a pass showed, whose row `first_row` follows the root; of the `prompt` it has the top tokens."""
+        if self.drafter is None:
+            return
+        top = self.drafter.top_k > 0
+        shown = VerifiedPass(
+            tree,
+            path,
+            emitted,
+            logits.top_ids[first_row:] if top else None,
+            logits.top_logits[first_row:] if top else None,
+            _host(output.hidden, first_row + (int(path[-1]) + 1 if len(path) else 0)),
+        )
+        self.drafter.observe(replace(shown, top_ids=None, top_logits=None) if prompt else shown)
+        if self._on_pass is not None:
+            self._on_pass(shown)
+
+    def spoil(self) -> None:
+        """Draft no more: an interruption hit the drafter amid its work."""
+        self.drafter, self.spoiled = None, True
+
+    def take_back(self) -> Drafter | None:
+        """The drafter that is to finish its request; None where there is none, or a spoiled one."""
+        drafter, self.drafter = self.drafter, None
+        return drafter if self.started and not self.spoiled else None
+
+
+def _host(hidden: torch.Tensor | None, row: int) -> NDArray[np.float32] | None:
+    if hidden is None:
+        return None
+    state: NDArray[np.float32] = hidden[row].float().cpu().numpy()
+    return state

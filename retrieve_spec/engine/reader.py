@@ -1,0 +1,56 @@
+"""Reader: who a sequence is decoded for; what passes made visible waits for it, and they wait if it is far behind."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+RUN_AHEAD = 2
+"""Passes that a sequence is ahead of its reader at most, when other sequences' passes take it along."""
+
+
+class Reader:
+    """The reader of one sequence.
+
+    Parameters
+    ----------
+    goes_along
+        Passes come only while the reader asks for one: the cache is the caller's and never runs ahead.
+
+    Attributes
+    ----------
+    asking
+        Calls that wait for the sequence.
+    """
+
+    def __init__(self, goes_along: bool = False) -> None:
+        self._goes_along = goes_along
+        self._pieces: list[NDArray[np.int32]] = []
+        self._taken = 0
+        self.asking = 0
+
+    @property
+    def shown(self) -> int:
+        """Passes that were shown."""
+        return len(self._pieces)
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether there is something to take."""
+        return len(self._pieces) > self._taken
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the next pass may come."""
+        waiting = len(self._pieces) - self._taken
+        return self.asking > 0 and not waiting if self._goes_along else waiting < RUN_AHEAD
+
+    def show(self, token_ids: NDArray[np.int32], place: int) -> None:
+        """Show what pass `place` made visible, (t,) int32; none of a prompt's piece. Done twice it is the same."""
+        if len(self._pieces) == place:
+            self._pieces.append(token_ids)
+
+    def take(self) -> NDArray[np.int32]:
+        """The visible tokens of the oldest pass that was not taken."""
+        self._taken += 1
+        return self._pieces[self._taken - 1]
