@@ -28,10 +28,16 @@ def noise_key(seed: int, row: int, position: int) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
+def noise_bits(key: np.uint64, token_id: int) -> np.uint64:
+    """Return the noise of one token under a key, 53 bits."""
+    bits = mix(key + (np.uint64(token_id) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    return np.uint64(bits >> np.uint64(11))
+
+
+@njit(cache=True, nogil=True)
 def uniform(key: np.uint64, token_id: int) -> float:
     """Return the noise of one token under a key, uniform in (0, 1)."""
-    bits = mix(key + (np.uint64(token_id) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    return (np.float64(bits >> np.uint64(11)) + 0.5) * (1.0 / 9007199254740992.0)
+    return (np.float64(noise_bits(key, token_id)) + 0.5) * (1.0 / 9007199254740992.0)
 
 
 @njit(cache=True, nogil=True)
@@ -51,30 +57,49 @@ def gumbel_argmax(
 
 
 @njit(cache=True, nogil=True)
+def _least_bits(gap: float) -> np.uint64:
+    """What the noise of a token must be at least (53 bits of it) to win from ``gap`` below the best score so far.
+
+    It wins when its uniform number is above exp(-exp(-gap)) >= 1 - exp(-gap).
+    """
+    if not gap > 0.0:  # above it, or no number
+        return np.uint64(0)
+    return np.uint64(max((1.0 - np.exp(-gap) * (1.0 + 1e-9)) * 9007199254740992.0 - 2.0, 0.0))
+
+
+@njit(cache=True, nogil=True)
 def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
     """Draw an index of `logits` (v,) with probability softmax(logits / temperature); -inf is never drawn.
 
-    The noise of a token whose score lies g below the best so far only matters when its uniform number is above
-    exp(-exp(-g)) >= 1 - exp(-g), so most tokens cost a hash and no logarithm.
+    Beside the most probable token most others cannot win with the noise they have: they cost a hash and no logarithm.
     """
     key = noise_key(seed, row, position)
     heat = np.float32(temperature)
+    size = int(logits.shape[0])
     best = 0
-    best_score = -np.inf
-    for i in range(logits.shape[0]):
-        scaled = np.float64(logits[i] / heat)
-        if scaled == -np.inf:
-            continue
-        u = uniform(key, i)
-        gap = best_score - scaled
-        if gap > 3.0 and (1.0 - u) > 0.05:
-            continue
-        if gap > 9.0 and (1.0 - u) > 1.3e-4:
-            continue
-        score = scaled - np.log(-np.log(u))
-        if score > best_score:
-            best_score = score
+    for i in range(1, size):
+        if logits[i] > logits[best]:
             best = i
+    best_score = np.float64(logits[best] / heat) - np.log(-np.log(uniform(key, best)))
+    for first in range(0, size, BLOCK):
+        end = min(first + BLOCK, size)
+        highest = logits[first]
+        for i in range(first, end):
+            highest = max(highest, logits[i])
+        least = _least_bits(best_score - np.float64(highest / heat))
+        able = 0
+        for i in range(first, end):  # without a branch: several at a time
+            able += 1 if noise_bits(key, i) >= least else 0
+        if able == 0 or highest == -np.inf:
+            continue
+        for i in range(first, end):
+            scaled = np.float64(logits[i] / heat)
+            if scaled == -np.inf or noise_bits(key, i) < least:
+                continue
+            score = scaled - np.log(-np.log(uniform(key, i)))
+            if score > best_score or (score == best_score and i < best):
+                best_score = score
+                best = i
     return best
 
 
