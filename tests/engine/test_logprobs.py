@@ -181,7 +181,7 @@ def test_a_choice_made_twice_is_noted_once(
     rs.accelerate(tiny, nodes=8, recorded_pass="off")
     options: dict[str, Any] = {"do_sample": True, "seed": 5, "max_new_tokens": 10, "output_scores": keeps_scores}
     wanted = tiny.generate(prompt, **options, **DICT)
-    from retrieve_spec.engine import speculation as module
+    from retrieve_spec.engine import joining as module
     from retrieve_spec.sampling.logprobs import LogProbSampler
 
     made: list[LogProbSampler] = []
