@@ -13,8 +13,7 @@ from retrieve_spec.errors import StoreCorruptError, StoreVersionError
 from retrieve_spec.kernels import phrases as kernels
 from retrieve_spec.kernels import source_table
 from retrieve_spec.kernels.recycling import WAYS, find, mix
-from retrieve_spec.sources.recycling import on_lines
-from retrieve_spec.sources.rows import Row, source_row
+from retrieve_spec.sources.rows import Row, on_large_pages, source_row
 from retrieve_spec.sources.session import loop_start
 
 CAPACITY, CONTINUATIONS, SEEN = 1 << 14, 16, 1 << 16
@@ -43,9 +42,9 @@ class PhraseMemory:
     """
 
     def __init__(self) -> None:
-        self.sets: NDArray[np.uint64] = on_lines(2 * CAPACITY, np.uint64)
+        self.sets: NDArray[np.uint64] = on_large_pages(2 * CAPACITY, np.uint64)
         size = 2 * CONTINUATIONS * CAPACITY
-        self.entries: NDArray[np.int32] = on_lines(size, np.int32).reshape(CAPACITY, 2 * CONTINUATIONS)
+        self.entries: NDArray[np.int32] = on_large_pages(size, np.int32).reshape(CAPACITY, 2 * CONTINUATIONS)
         self.seen: NDArray[np.uint64] = np.zeros((SEEN, 2), np.uint64)
         self.requests = 0
         self._lock = threading.Lock()  # drafters of other threads may learn too

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling as kernels
 from retrieve_spec.kernels import source_table
-from retrieve_spec.sources.rows import Row, source_row
+from retrieve_spec.sources.rows import Row, on_large_pages, source_row
 
 Ids = NDArray[np.int32]
-_LINE = 64
-"""Bytes that memory is read by."""
 
 
 class RecyclingTable:
@@ -34,8 +30,8 @@ class RecyclingTable:
 
     def __init__(self, capacity: int = 1 << 16, k: int = 8) -> None:
         self.k = k
-        self.sets: NDArray[np.uint64] = on_lines(2 * capacity, np.uint64)
-        self.entries: NDArray[np.int32] = on_lines(2 * k * capacity, np.int32).reshape(capacity, 2 * k)
+        self.sets: NDArray[np.uint64] = on_large_pages(2 * capacity, np.uint64)
+        self.entries: NDArray[np.int32] = on_large_pages(2 * k * capacity, np.int32).reshape(capacity, 2 * k)
         self.clock: NDArray[np.int64] = np.zeros(1, np.int64)
 
     def reset(self) -> None:
@@ -80,10 +76,3 @@ class RecyclingTable:
             },
             {source_table.RECYCLING_CAPACITY: len(self.entries), source_table.RECYCLING_K: self.k},
         )
-
-
-def on_lines(size: int, dtype: type) -> NDArray[Any]:
-    """Zeros that begin with a cache line, (size,)."""
-    room = np.zeros(size * np.dtype(dtype).itemsize + _LINE, np.uint8)
-    begin = -room.__array_interface__["data"][0] % _LINE
-    return room[begin : begin + size * np.dtype(dtype).itemsize].view(dtype)

@@ -8,6 +8,8 @@ row. What is read through an old row is old, and never freed.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.source_table import KIND, NUMBER, RESTING, ROW
+
+_LINE, _LARGE = 64, 1 << 21
+"""Bytes that memory is read by, and of a large page."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,3 +101,22 @@ class SourceTable:
         self.words[place] = row.words
         self.words[place, RESTING] = resting
         self._rows[place] = row
+
+
+def on_large_pages(size: int, dtype: type) -> NDArray[Any]:
+    """Zeros that begin with a line of memory, (size,); on large pages where a system has such and they fill half of one.
+
+    A pass reads a few hundred lines here and there. In small pages, finding where each lies takes longer than reading
+    it, most of all in a virtual machine.
+    """
+    used = size * np.dtype(dtype).itemsize
+    if not hasattr(mmap, "MADV_HUGEPAGE") or used < _LARGE // 2:
+        begin, room = _LINE, np.zeros(used + _LINE, np.uint8)
+    else:
+        begin, private = _LARGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, (-(-used // _LARGE) + 1) * _LARGE, flags=private)
+        with contextlib.suppress(OSError):  # a system without
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        room = np.frombuffer(memory, np.uint8)
+    first = -room.__array_interface__["data"][0] % begin
+    return room[first : first + used].view(dtype)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import gc
 import weakref
 
 import numpy as np
+import pytest
 
 from retrieve_spec.kernels import source_table
 from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.rows import SourceTable
+from retrieve_spec.sources.rows import SourceTable, on_large_pages
 
 
 def states_at(table, place):
@@ -39,3 +41,18 @@ def test_a_source_gives_the_same_row_while_its_arrays_stay():
     assert automaton.row(0) is row
     automaton.reset()
     assert automaton.row(0) is row
+
+
+@pytest.mark.parametrize("size", [5, 1 << 17, 1 << 20])
+def test_arrays_on_large_pages_are_arrays_like_others(size: int) -> None:
+    """Zeros, writable, at the beginning of a line; a view holds the memory when the array is gone."""
+    array = on_large_pages(size, np.uint64)
+    assert array.shape == (size,)
+    assert array.dtype == np.uint64
+    assert not array.any()
+    assert array.__array_interface__["data"][0] % 64 == 0
+    array[:] = np.arange(size)
+    end = array[size // 2 :]
+    del array
+    gc.collect()
+    assert end.tolist() == list(range(size // 2, size))
