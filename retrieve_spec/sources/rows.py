@@ -104,7 +104,7 @@ class SourceTable:
 
 
 def on_large_pages(size: int, dtype: type) -> NDArray[Any]:
-    """Zeros that begin with a line of memory, (size,); on large pages where a system has such and they fill half of one.
+    """Zeros that begin with a line of memory, (size,), on large pages where there are such and they fill half of one.
 
     A pass reads a few hundred lines here and there. In small pages, finding where each lies takes longer than reading
     it, most of all in a virtual machine.
