@@ -1,12 +1,15 @@
 """Measures how fast a larger model would have given answers that were recorded, on this machine.
 
     python scripts/bench_recorded.py TRACE --tokenizer FILE [--size 0.1b 0.4b] [--answers 12] [--new-tokens 80]
+    python scripts/bench_recorded.py TRACE --tokenizer FILE --size 0.1b qwen3_5 nemotron_h mamba2 granite4 --processor
 
-No weights of a larger model are needed for that: a Llama-shaped model of random weights does all the work of its
-passes, then the recorded token is made the most probable one. So passes cost what they cost, and drafts
+No weights of a larger model are needed for that: a Llama-shaped or a hybrid model of random weights does all the work
+of its passes, then the recorded token is made the most probable one. So passes cost what they cost, and drafts
 are right and wrong as they would have been, but for one thing: the runner-up tokens are noise, which takes from `auto`
 what it learns of them. Plain is transformers' own `generate`, and so is prompt lookup; every answer is given by all
-methods in turn, each begins with another one, and nothing is kept between answers. The last line is one JSON object.
+methods in turn, each begins with another one, and nothing is kept between answers. The last line is one JSON object;
+hybrids carry the `share` they have of the speed-up of the first size. With `--processor` seconds are those of one
+processor, which other work on the machine moves less.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 
 import torch
 from gpu_setting import SHAPES, build
+from hybrid_shapes import HYBRIDS, build_hybrid
 from trace_driven import TraceDriven, told
 
 import retrieve_spec as rs
@@ -32,6 +36,7 @@ from retrieve_spec.bench.stats import interval
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 
 METHODS = ("plain", "prompt-lookup", "off", "auto")
+HYBRID_METHODS = ("plain", "off", "chains", "auto")
 SHORTEST = 32
 """Tokens of the shortest answer that is measured."""
 
@@ -79,58 +84,70 @@ def chosen(options: argparse.Namespace) -> list[Answer]:
     return turns[: options.answers]
 
 
-def by_transformers(model: Any, answer: Answer, **extra: Any) -> Told:
+Clock = Callable[[], float]
+
+
+def by_transformers(model: Any, answer: Answer, clock: Clock, **extra: Any) -> Told:
     """Let transformers' own `generate` give an answer."""
     calls: list[float] = []
     say = told(answer.trace)
 
     def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        calls.append(time.perf_counter())
+        calls.append(clock())
         return say(ids, scores)
 
-    began = time.perf_counter()
+    began = clock()
     out = type(model).generate(
         model, answer.prompt, max_new_tokens=answer.new, do_sample=False, logits_processor=[process], **extra
     )
-    ended = time.perf_counter()
+    ended = clock()
     return Told(ended - began, calls[0] - began, 0, 0, torch.equal(out[0], answer.trace))
 
 
-def by_us(model: Any, answer: Answer, make: Callable[[], Any], draft: str) -> Told:
+def by_us(model: Any, answer: Answer, clock: Clock, make: Callable[[], Any], draft: str, chains: bool = False) -> Told:
     """Let the accelerated model give an answer."""
     model.speculation.forget()
-    model.speculation._make_verifier = lambda: TraceDriven(make(), answer.trace)
-    began = time.perf_counter()
+    driven: list[TraceDriven] = []
+
+    def drive() -> TraceDriven:
+        driven.append(TraceDriven(make(), answer.trace, clock, chains))
+        return driven[-1]
+
+    model.speculation._make_verifier = drive
+    began = clock()
     out = model.generate(answer.prompt, max_new_tokens=answer.new, do_sample=False, draft=draft)
-    ended = time.perf_counter()
+    ended = clock()
     last = model.speculation.last
     same = torch.equal(out[0], answer.trace)
-    return Told(ended - began, last.prefill_ms / 1e3, last.passes, last.nodes, same)
+    return Told(ended - began, driven[-1].read_at - began, last.passes, last.nodes, same)
 
 
-def measure(size: str, answers: list[Answer], context: int) -> dict[str, Any]:
-    """Figures of all methods with a model of one size."""
-    model = build(size, context, "cpu", torch.float32)
+def measure(size: str, answers: list[Answer], context: int, clock: Clock = time.perf_counter) -> dict[str, Any]:
+    """Figures of all methods with a model of one size or shape."""
+    hybrid = size in HYBRIDS
+    model = build_hybrid(size, context) if hybrid else build(size, context, "cpu", torch.float32)
     rs.accelerate(model)
     make = model.speculation._make_verifier
     methods: dict[str, Callable[[Answer], Told]] = {
-        "plain": lambda answer: by_transformers(model, answer),
-        "prompt-lookup": lambda answer: by_transformers(model, answer, prompt_lookup_num_tokens=10),
-        "off": lambda answer: by_us(model, answer, make, "off"),
-        "auto": lambda answer: by_us(model, answer, make, "auto"),
+        "plain": lambda answer: by_transformers(model, answer, clock),
+        "prompt-lookup": lambda answer: by_transformers(model, answer, clock, prompt_lookup_num_tokens=10),
+        "off": lambda answer: by_us(model, answer, clock, make, "off"),
+        "chains": lambda answer: by_us(model, answer, clock, make, "auto", chains=True),
+        "auto": lambda answer: by_us(model, answer, clock, make, "auto"),
     }
+    names = HYBRID_METHODS if hybrid else METHODS
     warm = Answer("", answers[0].prompt[:, :16], answers[0].trace[:32])
-    for give in methods.values():
-        give(warm)
-    results: dict[str, list[Told]] = {name: [] for name in METHODS}
+    for name in names:
+        methods[name](warm)
+    results: dict[str, list[Told]] = {name: [] for name in names}
     for number, answer in enumerate(answers):
-        for turn in range(len(METHODS)):
-            name = METHODS[(number + turn) % len(METHODS)]
+        for turn in range(len(names)):
+            name = names[(number + turn) % len(names)]
             results[name].append(methods[name](answer))
-        speeds = ", ".join(f"{name} {answer.new / results[name][-1].seconds:.1f}" for name in METHODS)
+        speeds = ", ".join(f"{name} {answer.new / results[name][-1].seconds:.1f}" for name in names)
         print(f"{size} {number + 1}/{len(answers)} {answer.task}: tokens/s {speeds}", flush=True)
     parameters = sum(p.numel() for p in model.parameters())
-    return {"parameters": parameters, "methods": {name: figures(results, name, answers) for name in METHODS}}
+    return {"parameters": parameters, "methods": {name: figures(results, name, answers) for name in names}}
 
 
 def figures(results: dict[str, list[Told]], name: str, answers: list[Answer]) -> dict[str, Any]:
@@ -150,25 +167,43 @@ def figures(results: dict[str, list[Told]], name: str, answers: list[Answer]) ->
     return found
 
 
+def share(hybrid: dict[str, Any], attention: dict[str, Any]) -> dict[str, float]:
+    """What a hybrid has of the speed-ups of an attention-only model, by method and figure."""
+    pooled = ("speedup_pooled", "after_prompt_pooled")
+    return {f"{method} {name}": hybrid[method][name] / attention["auto"][name]
+            for method in ("chains", "auto") for name in pooled}  # fmt: skip
+
+
 def main() -> None:
     """Measure the sizes that are named."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trace", help="JSON Lines with `prompt` and `output`")
     parser.add_argument("--tokenizer", required=True, help="the one of the model that gave the answers")
     parser.add_argument(
-        "--size", nargs="+", default=["0.1b", "0.4b"], choices=[name for name in SHAPES if name != "tiny"]
+        "--size",
+        nargs="+",
+        default=["0.1b", "0.4b"],
+        choices=[*(name for name in SHAPES if name != "tiny"), *HYBRIDS],
+        help="Llama-shaped models, or hybrids of 0.1b by their family",
     )
     parser.add_argument("--answers", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=80)
     parser.add_argument("--context", type=int, default=1024, help="longest prompt")
+    parser.add_argument("--processor", action="store_true", help="seconds of one processor instead of the clock's")
     options = parser.parse_args()
+    if options.processor:
+        torch.set_num_threads(1)
+    clock = time.process_time if options.processor else time.perf_counter
     facts, answers = machine_facts(), chosen(options)
     if not answers:
         raise SystemExit(
             f"no answer of {SHORTEST} tokens behind a prompt of at most {options.context} in {options.trace}"
         )
     with torch.no_grad():
-        sizes = {size: measure(size, answers, options.context) for size in options.size}
+        sizes = {size: measure(size, answers, options.context, clock) for size in options.size}
+    first = sizes[options.size[0]]["methods"]
+    for size in (size for size in options.size[1:] if size in HYBRIDS):
+        sizes[size]["share"] = share(sizes[size]["methods"], first)
     asked = {"answers": len(answers), "new_tokens": sum(answer.new for answer in answers)}
     prompts = {"prompt_tokens": sum(answer.prompt.shape[1] for answer in answers)}
     print(json.dumps({**asked, **prompts, "sizes": sizes, "machine": facts}))

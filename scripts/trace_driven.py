@@ -3,30 +3,42 @@ recorded token is made the most probable one."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from retrieve_spec.verify.verifier import Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
 
 SURE = 1e4
 """Logit of the recorded token."""
 
 
 class TraceDriven:
-    """A verifier whose target is made to say the recorded text, after all its work is done."""
+    """A verifier whose target is made to say the recorded text, after all its work is done.
 
-    def __init__(self, inner: Verifier, trace: torch.Tensor) -> None:
+    `read_at` is what the clock said when the prompt had been read; with `chains` no trees are verified.
+    """
+
+    def __init__(
+        self, inner: Verifier, trace: torch.Tensor, clock: Callable[[], float] = time.perf_counter, chains: bool = False
+    ) -> None:
         self._inner, self._trace, self._past = inner, trace, 0
+        self._clock, self._chains, self.read_at = clock, chains, 0.0
+
+    @property
+    def mode(self) -> Mode:
+        """What drafts may be."""
+        return "chain" if self._chains and self._inner.mode == "tree" else self._inner.mode
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin at the prompt."""
-        self._past = 0
+        self._past, self._prompt, self.read_at = 0, inputs.input_ids.shape[1], 0.0
         self._inner.start(inputs)
 
     def forward(self, root_ids: Any, tree: Any = None, *, keep: int = 1, want_hidden: Any = None) -> VerifierOutput:
@@ -45,6 +57,8 @@ class TraceDriven:
         """Go on behind the accepted nodes."""
         self._past += self._roots + len(path)
         self._inner.commit(path)
+        if not self.read_at and self._past >= self._prompt:
+            self.read_at = self._clock()
 
 
 def told(trace: torch.Tensor) -> Callable[..., Any]:
