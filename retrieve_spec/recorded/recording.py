@@ -126,10 +126,8 @@ def why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) ->
     """Why a model is not to be recorded, as far as can be told without trying; empty when it is."""
     if finding.mode != "tree":
         return f"drafts are verified in {finding.mode} mode"
-    if config.recorded_pass == "off":
-        return "recorded_pass is off"
-    if config.recorded_pass == AUTO and model.num_parameters() < PASS.min_parameters:
-        return f"the model has fewer than {PASS.min_parameters:,} parameters"
+    if why := why_unasked(model, config):
+        return why
     if model.config.is_encoder_decoder:
         return "the model has an encoder"
     if finding.interface.places:
@@ -139,3 +137,12 @@ def why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) ->
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "the model is spread over several devices"
     return why_not_recordable(model) or why_not_preallocated(model.config.get_text_config(decoder=True))
+
+
+def why_unasked(model: Any, config: SpeculationConfig) -> str:
+    """Why a config asks for no faster pass than the model's own; empty when it does."""
+    if config.recorded_pass == "off":
+        return "recorded_pass is off"
+    if config.recorded_pass == AUTO and model.num_parameters() < PASS.min_parameters:
+        return f"the model has fewer than {PASS.min_parameters:,} parameters"
+    return ""

@@ -16,15 +16,16 @@ import torch
 from retrieve_spec.config import PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.recorded.model_state import ModelState
+from retrieve_spec.recorded.packed_layers import PackedLayers
 from retrieve_spec.recorded.recordable import why_single_steps
 from retrieve_spec.recorded.recorded_pass import RECORDER, attention_implementation
-from retrieve_spec.recorded.recording import Recording, try_recording, why_not_recorded
+from retrieve_spec.recorded.recording import Recording, try_recording, why_not_recorded, why_unasked
 from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import input_device
 from retrieve_spec.verify.kept_texts import reads_what_it_keeps
 from retrieve_spec.verify.plain import StepVerifier
-from retrieve_spec.verify.probe import Finding
+from retrieve_spec.verify.probe import Finding, check_verifier
 from retrieve_spec.verify.verifier import PassKind, Verifier
 
 logger = logging.getLogger(__name__)
@@ -36,17 +37,23 @@ PER_RECORDING = 8
 
 
 _CHANGING = "a forward changes {}"
+_COPIED = "%d weights have changed since they were copied"
 
 
 @dataclass(slots=True)
 class _Known:
-    """What was found out about a model in one state; `due`: it is to be recorded once that is paid for."""
+    """What was found out about a model in one state.
+
+    `packed` are the layers that passes of its own forward multiply faster with; `due`: it is to be recorded once that
+    is paid for.
+    """
 
     state: ModelState
     finding: Finding
     recording: Recording | None = None
     why: str = ""
     due: bool = False
+    packed: PackedLayers | None = None
 
     def release(self) -> None:
         """Give back what is kept for the next generation in this state."""
@@ -122,13 +129,16 @@ class VerifierFactory:
             return StepVerifier(self._model, known.finding.reason)
         if known.recording is None or autocast:
             found = known.finding
-            own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.kinds)
+            packed = None if autocast else known.packed
+            if packed is not None and (copied := packed.follow()):
+                logger.debug(_COPIED, copied)
+            own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.kinds, packed)
             own.pass_reason = known.why
             return own
         if known.recording.pool is not None and known.state.has_moved():
             known.recording.pool.clear()  # captured graphs kept addresses
         if copied := known.recording.recorded.follow():
-            logger.debug("%d weights have changed since they were copied", copied)
+            logger.debug(_COPIED, copied)
         return known.recording(known.state, known.finding.kinds)
 
     def invalidate(self) -> None:
@@ -188,6 +198,8 @@ class VerifierFactory:
             known.why = known.why or known.state.problem
             if not known.why:
                 self._record(known)
+            if known.recording is None and known.finding.mode != "plain":
+                known.packed = self._pack(known.finding)
         self._finding = known.finding
         for other in self._known:
             other.release()
@@ -203,6 +215,19 @@ class VerifierFactory:
             if state.holds(self._model) or state.let_go(self._model):
                 return _Known(state, finding)
         return _Known(state, finding, None, _CHANGING.format(state.settle(self._model)[0]))
+
+    def _pack(self, finding: Finding) -> PackedLayers | None:
+        """Layers that multiply by copies of their weights in passes of the model's own forward, if these agree."""
+        if self._model.training or why_unasked(self._model, self._config):
+            return None
+        packed = PackedLayers(self._model, self._layouts)
+        if not len(packed):
+            return None
+        own = HFVerifier(self._model, finding.interface, finding.mode, around=packed)
+        if why := check_verifier(self._model, finding.interface, own, finding.mode):
+            logger.debug("layers are not packed: %s", why)
+            return None
+        return packed
 
     def _record(self, known: _Known) -> None:
         """Record the model in the state it is in, and look whether it still is."""

@@ -70,6 +70,14 @@ class Layout:
         """Whether every number of the weight is that of the copy."""
         return bool(checksum(self._words().reshape(-1)) == self._checksum)
 
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Product of (…, d) with the weight, by the copy where it serves so many rows."""
+        if not self.from_rows:
+            return functional.linear(x, self.tensor, bias)
+        if x.numel() < self.from_rows * x.shape[-1]:
+            return functional.linear(x, self.weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.tensor, bias, "none", [], "")  # type: ignore[no-any-return]
+
     def copy_again(self) -> None:
         """Let the copy be one of the weight as it is now."""
         weight = self.weight.detach()

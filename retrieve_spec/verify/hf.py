@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,8 @@ class HFVerifier:
     kinds
         What is known of calls that give the model more than text; the first of each kind is held to single steps.
         None: nothing is looked at.
+    around
+        What a pass over so many rows runs in; None for nothing.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class HFVerifier:
         mode: Mode = "tree",
         reason: str = "",
         kinds: CallKinds | None = None,
+        around: Callable[[int], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.model = model
+        self.around = around if around is not None else contextlib.nullcontext
         self.interface = interface
         self.mode: Mode = mode
         self.reason = reason
@@ -81,7 +86,7 @@ class HFVerifier:
 
     def fresh(self) -> HFVerifier:
         """Another verifier that knows what this one does of the model, for another text."""
-        return HFVerifier(self.model, self.interface, *self._model_mode, self._kinds)
+        return HFVerifier(self.model, self.interface, *self._model_mode, self._kinds, self.around)
 
     @property
     def takes_back(self) -> bool:
@@ -158,7 +163,8 @@ class HFVerifier:
         else:
             masked = self.mode == "tree"
             kwargs = self._inputs.decoding(self._cache, self._rows, self._past, root_ids, tree, keep, masked)
-        with catch_hidden(self.model, want_hidden) as hidden, self._draft(len(root_ids), tree):
+        hidden_states, draft = catch_hidden(self.model, want_hidden), self._draft(len(root_ids), tree)
+        with hidden_states as hidden, draft, self.around(len(root_ids) + nodes):
             outputs = self.model(**kwargs, return_dict=True)
         cache = getattr(outputs, self.interface.cache_name, self._cache)
         if cache is not self._cache:
@@ -178,7 +184,7 @@ class HFVerifier:
         if self._state is None:
             assert self._derived is not None
             return self._derived.verifying(self._past, roots, tree, self._device)
-        return self._state.verifying(self._rows, roots, tree, self._device)
+        return self._state.verifying(self._rows, [self._rows], [roots], [tree], self._device)
 
     def _behind_prompt(self, roots: int, outputs: Any) -> None:
         """See how a text goes on whose prompt has just been read, and what its kind of call allows."""

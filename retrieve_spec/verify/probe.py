@@ -137,9 +137,9 @@ def _up_to(found: Finding, lengths: dict[str, int], why: str) -> Finding:
     return replace(found, interface=replace(found.interface, max_positions=limit))
 
 
-def check_verifier(model: Any, interface: ModelInterface, verifier: Verifier) -> str:
-    """Say what is wrong with a verifier's passes over trees, by the same comparison; empty when nothing is."""
-    return _problem(model, interface, "tree", [Trial(PROMPT, 0)], verifier)
+def check_verifier(model: Any, interface: ModelInterface, verifier: Verifier, mode: Mode = "tree") -> str:
+    """Say what is wrong with a verifier's passes over drafts, by the same comparison; empty when nothing is."""
+    return _problem(model, interface, mode, [Trial(PROMPT, 0)], verifier)
 
 
 def _strongest(

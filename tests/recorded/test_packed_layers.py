@@ -1,0 +1,140 @@
+"""Packed layers: passes of a model's own forward multiply by copies of its weights, and nobody else notices."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import retrieve_spec as rs
+from retrieve_spec.recorded.packed_layers import PackedLayers, _Rows
+from retrieve_spec.recorded.weight_layout import Layouts
+
+PROMPT = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
+BYTES = 1 << 26
+
+
+def small_mamba2(**settings):
+    torch.manual_seed(0)
+    config = transformers.Mamba2Config(
+        vocab_size=96, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=16, n_groups=2,
+        eos_token_id=None, bos_token_id=None, pad_token_id=0, **settings,
+    )  # fmt: skip
+    return transformers.Mamba2ForCausalLM(config).eval()
+
+
+def linears(model):
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+class Seen:
+    """Counts products by copies."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        original = _Rows.__torch_function__.__func__
+
+        def counted(cls, *args, **kwargs):
+            self.count += 1
+            return original(cls, *args, **kwargs)
+
+        monkeypatch.setattr(_Rows, "__torch_function__", classmethod(counted))
+
+
+def test_passes_inside_give_the_same_logits_and_leave_nothing_behind(monkeypatch):
+    model, seen = small_mamba2(), Seen(monkeypatch)
+    packed = PackedLayers(model, Layouts(BYTES))
+    with torch.no_grad():
+        plain = model(PROMPT).logits
+        assert seen.count == 0
+        with packed(12):
+            inside = model(PROMPT).logits
+        assert seen.count == len(linears(model)) == len(packed)
+        after = model(PROMPT).logits
+    assert seen.count == len(packed)
+    assert torch.equal(plain, after)
+    torch.testing.assert_close(inside, plain, rtol=1e-4, atol=1e-5)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_an_exception_leaves_nothing_behind():
+    model = small_mamba2()
+    packed = PackedLayers(model, Layouts(BYTES))
+    with pytest.raises(ValueError, match="cut short"), packed(12):
+        raise ValueError("cut short")
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_other_threads_multiply_as_ever(monkeypatch):
+    model, seen = small_mamba2(), Seen(monkeypatch)
+    with torch.no_grad(), PackedLayers(model, Layouts(BYTES))(12):
+        thread = threading.Thread(target=lambda: model(PROMPT))
+        thread.start()
+        thread.join()
+        assert seen.count == 0
+
+
+def test_hooks_of_others_see_tensors_in_layers_that_multiply_as_ever():
+    model = small_mamba2()
+    packed = PackedLayers(model, Layouts(BYTES))
+    seen = []
+    model.lm_head.register_forward_hook(lambda _module, args, _out: seen.append(type(args[0])))
+    with torch.no_grad(), packed(12):
+        model(PROMPT)
+    assert seen == [torch.Tensor]
+
+
+def test_weights_that_are_edited_are_copied_again():
+    model = small_mamba2()
+    packed = PackedLayers(model, Layouts(BYTES))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+        assert packed.follow() == 1
+        with packed(12):
+            inside = model(PROMPT).logits
+        torch.testing.assert_close(inside, model(PROMPT).logits, rtol=1e-4, atol=1e-5)
+    assert packed.follow() == 0
+
+
+def test_a_weight_that_was_replaced_is_read_itself():
+    model = small_mamba2()
+    packed = PackedLayers(model, Layouts(BYTES))
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2.0)
+    with torch.no_grad(), packed(12):
+        inside = model(PROMPT).logits
+    torch.testing.assert_close(inside, model(PROMPT).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_other_formats_and_adapted_layers_are_left_alone():
+    assert not len(PackedLayers(small_mamba2().to(torch.bfloat16), Layouts(BYTES)))
+    model = small_mamba2()
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", nn.Identity())
+    assert len(PackedLayers(model, Layouts(BYTES))) == len(linears(model)) - 1
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_generations_multiply_by_copies_and_say_the_same(monkeypatch, sample):
+    model, plain = small_mamba2(), small_mamba2()
+    rs.accelerate(model, recorded_pass="always")
+    seen = Seen(monkeypatch)
+    options = {"max_new_tokens": 24, "do_sample": sample}
+    if sample:
+        drafted = model.generate(PROMPT, seed=3, **options)
+        assert torch.equal(drafted, model.generate(PROMPT, seed=3, draft="off", **options))
+    else:
+        prediction = np.asarray(plain.generate(PROMPT, **options)[0, PROMPT.shape[1] :])
+        drafted = model.generate(PROMPT, prediction=torch.tensor(prediction), **options)
+        assert torch.equal(drafted, plain.generate(PROMPT, **options))
+    assert seen.count
+    rs.restore(model)
+
+
+def test_only_models_that_ask_for_faster_passes_have_copies():
+    model = small_mamba2()
+    rs.accelerate(model, recorded_pass="off")
+    assert model.speculation._make_verifier.copied_bytes == 0
+    rs.restore(model)
