@@ -1,7 +1,8 @@
-"""Draft paths: the root-to-leaf paths of a tree as rows of a batch, and a cache layer whose states follow them."""
+"""Draft paths: the root-to-leaf paths of draft trees as rows of a batch, and a cache layer whose states follow them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,16 @@ class ScratchLayer(LinearAttentionLayer):  # type: ignore[misc]
             for i, state in states.items():
                 if state is not None:
                     states[i] = take(state)
+
+    @classmethod
+    def beside(cls, bases: Sequence[Any], rows: Sequence[int]) -> ScratchLayer:
+        """One whose rows are copies of the states of several layers, by their numbers."""
+        layer = cls(bases[0])
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name)
+            for i in [i for i, state in states.items() if state is not None]:
+                states[i] = torch.cat([getattr(bases[row], name)[i] for row in rows])
+        return layer
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_kwargs: Any
@@ -60,80 +71,92 @@ class Paths:
 
     Attributes
     ----------
-    rows
-        Rows of the pass: root tokens, then nodes.
+    texts, width
+        The pass takes (texts, width) rows; what a text has fewer of stands at the left and is nobody's.
     depth
-        (rows,) offset of a row from the first.
+        (texts · width,) offset of a row from the first of its text.
     parent
-        (rows,) row in front of it, -1 for the first.
+        (texts · width,) row in front of it, -1 for the first of a text.
+    paths, longest
+        How many, and rows of the longest.
+    text
+        (paths,) whose path it is.
     index
-        (paths · longest,) the row at each place; paths that end early repeat their last row.
+        (paths · longest,) the row at each place; paths that end early repeat their last row. None where every text is
+        one path.
     first
-        (rows,) a place at which each row stands.
+        (texts · width,) a place at which each row stands.
     ends
         The paths of full length, by their last row.
-    levels
-        By depth: the rows, and where their parents stand in the level above.
     """
 
-    rows: int
+    texts: int
+    width: int
     depth: NDArray[np.int64]
     parent: NDArray[np.int64]
     paths: int
     longest: int
+    text: NDArray[np.int64]
     index: torch.Tensor | None
     first: torch.Tensor | None
     ends: dict[int, int]
-    levels: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
-    def of(cls, roots: int, tree: DraftTree, device: torch.device) -> Paths:
-        """Paths of a pass over `roots` root tokens and a tree."""
-        rows = roots + len(tree)
-        parent = np.arange(-1, rows - 1)
-        parent[roots:] = np.where(tree.parent < 0, roots - 1, tree.parent + roots)
-        depth = np.arange(rows)
-        depth[roots:] = tree.depth + roots - 1
-        levels = _levels(depth, parent, device)
-        if tree.is_chain:
-            return cls(rows, depth, parent, 1, rows, None, None, {rows - 1: 0}, levels)
-        leaves = np.setdiff1d(np.arange(rows), parent)
-        longest = int(depth.max()) + 1
-        places = np.empty((len(leaves), longest), np.int64)
-        for path, leaf in enumerate(leaves):
+    def of(cls, roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device) -> Paths:
+        """Paths of a pass over so many root tokens of each text and the trees behind them."""
+        sizes = [count + len(tree) for count, tree in zip(roots, trees, strict=True)]
+        texts, width = len(sizes), max(sizes)
+        depth, parent = np.zeros(texts * width, np.int64), np.full(texts * width, -1)
+        leaves = []
+        for text, (count, tree, size) in enumerate(zip(roots, trees, sizes, strict=True)):
+            start = (text + 1) * width - size
+            depth[start : start + size] = np.arange(size)
+            depth[start + count : start + size] = tree.depth + count - 1
+            parent[start + 1 : start + size] = np.arange(start, start + size - 1)
+            above = np.where(tree.parent < 0, count - 1, tree.parent + count)
+            parent[start + count : start + size] = above + start
+            leaves.append(start + np.setdiff1d(np.arange(size), parent[start : start + size] - start))
+        ends = np.concatenate(leaves)
+        text_of = ends // width
+        longest = int(depth[ends].max()) + 1
+        full = {int(leaf): path for path, leaf in enumerate(ends) if depth[leaf] == longest - 1}
+        if len(ends) == texts and longest == width == min(sizes):
+            return cls(texts, width, depth, parent, texts, width, text_of, None, None, full)
+        places = np.empty((len(ends), longest), np.int64)
+        for path, leaf in enumerate(ends):
             places[path, depth[leaf] :] = row = leaf
             while row >= 0:
                 places[path, depth[row]] = row
                 row = parent[row]
-        _, first = np.unique(places, return_index=True)
-        ends = {int(leaf): path for path, leaf in enumerate(leaves) if depth[leaf] == longest - 1}
+        first = np.zeros(texts * width, np.int64)
+        first[places.ravel()[::-1]] = np.arange(places.size)[::-1]
         index, at = (torch.from_numpy(rows).to(device) for rows in (places.ravel(), first))
-        return cls(rows, depth, parent, len(leaves), longest, index, at, ends, levels)
+        return cls(texts, width, depth, parent, len(ends), longest, text_of, index, at, full)
 
     def spread(self, states: torch.Tensor) -> torch.Tensor:
-        """(1, rows, d) → (paths, longest, d)."""
+        """(texts, width, d) → (paths, longest, d)."""
         if self.index is None:
             return states
-        return states[0].index_select(0, self.index).view(self.paths, self.longest, *states.shape[2:])
+        return states.flatten(0, 1).index_select(0, self.index).view(self.paths, self.longest, *states.shape[2:])
 
     def gather(self, states: torch.Tensor) -> torch.Tensor:
-        """(paths, longest, d) → (1, rows, d)."""
+        """(paths, longest, d) → (texts, width, d)."""
         if self.first is None:
             return states
-        return states.reshape(self.paths * self.longest, *states.shape[2:]).index_select(0, self.first)[None]
+        rows = states.reshape(self.paths * self.longest, *states.shape[2:]).index_select(0, self.first)
+        return rows.view(self.texts, self.width, *states.shape[2:])
 
-    def accepted(self, roots: int, path: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Rows of the pass that stay."""
-        return np.concatenate([np.arange(roots), path.astype(np.int64) + roots])
+    def accepted(self, text: int, roots: int, nodes: int, path: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Rows of the pass that stay of a text."""
+        start = (text + 1) * self.width - roots - nodes
+        return start + np.concatenate([np.arange(roots), path.astype(np.int64) + roots])
 
-
-def _levels(
-    depth: NDArray[np.int64], parent: NDArray[np.int64], device: torch.device
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    levels = []
-    place = np.zeros(len(depth) + 1, np.int64)  # of a row in its level; the last entry is that of no row
-    for level in range(int(depth.max()) + 1):
-        rows = np.flatnonzero(depth == level)
-        place[rows] = np.arange(len(rows))
-        levels.append((torch.from_numpy(rows).to(device), torch.from_numpy(place[parent[rows]]).to(device)))
-    return levels
+    def levels(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """By depth, the rows of a lone text, and where their parents stand in the level above."""
+        levels = []
+        place = np.zeros(self.width + 1, np.int64)  # of a row in its level; the last entry is that of no row
+        for level in range(int(self.depth.max()) + 1):
+            rows = np.flatnonzero(self.depth == level)
+            place[rows] = np.arange(len(rows))
+            levels.append((torch.from_numpy(rows).to(device), torch.from_numpy(place[self.parent[rows]]).to(device)))
+        return levels

@@ -1,12 +1,13 @@
 """Padded batch: several texts in one pass of a model's own forward, over one cache that is padded to the longest text.
 
 Masks by row hide the holes of the cache and all that is none of the row's own; positions are the row's own. Layers with
-windows keep all rows; what is beyond a window is hidden.
+windows keep all rows; what is beyond a window is hidden. Recurrent state stays with each text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from retrieve_spec.verify.extras import says_nothing
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device
 from retrieve_spec.verify.padded_cache import PaddedCache
+from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 _NOBODY = np.empty(0, np.bool_)
@@ -29,13 +31,13 @@ _KNOWN = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}
 
 def why_not_padded(interface: ModelInterface) -> str:
     """Say why texts of a model cannot share passes of its own forward, as far as the interface tells; else empty."""
-    if interface.mode != "tree" or not interface.attends:
+    if interface.mode != "tree" or not (interface.attends or interface.recurrent):
         return "it verifies no trees"
-    if interface.recurrent or None in interface.masks.values():
-        return "it keeps recurrent state"
-    if interface.mask_form not in ("bool", "float"):
+    if interface.recurrent and (interface.recurrence is None or interface.recurrence.way != "scan"):
+        return "its recurrent state advances by single tokens"
+    if interface.attends and interface.mask_form not in ("bool", "float"):
         return "its attention takes no mask by row"
-    if not interface.takes_position_ids:
+    if interface.derives_positions:
         return "it counts positions itself"
     if interface.rope_switch or interface.scale_step:
         return "what it computes depends on how long its longest text is"
@@ -97,6 +99,8 @@ class PaddedRow:
             self.alone = f"the model is given {', '.join(extras)}"
         elif type(self.own.cache) is not DynamicCache:
             self.alone = f"the cache is a {type(self.own.cache).__name__}"
+        elif other := self.batch.rows.unheld(self.own.cache):
+            self.alone = f"the cache has a {other}"
         elif mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             self.alone = "the prompt is padded"
         elif positions is not None and len(positions[..., -1].unique()) > 1:
@@ -106,7 +110,8 @@ class PaddedRow:
     @property
     def packs_prompts(self) -> bool:
         """Whether its prompt can be read in passes with those of others."""
-        return not (self.alone or self.whole_prompts) and self._in_a_row
+        recurrent = self.own.interface.recurrent
+        return not (self.alone or self.whole_prompts or recurrent) and self._in_a_row
 
     def forward(
         self,
@@ -122,7 +127,7 @@ class PaddedRow:
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens of the last pass and the nodes of `path` (`Verifier.commit`)."""
-        if not self.batch.rows.commit(self, path):
+        if not self.batch.commit(self, path):
             self.own.commit(path)
 
     def copy_rows(self) -> DynamicCache | None:
@@ -145,6 +150,7 @@ class PaddedBatch:
         self.model, self.interface = model, interface
         self.rows = PaddedCache()
         self._device = input_device(model)
+        self._state = RecurrentState(interface.recurrence) if interface.recurrence is not None else None
 
     def forward(
         self,
@@ -178,14 +184,36 @@ class PaddedBatch:
         kwargs = self._inputs(rows, order, roots, trees, max(m + n for m, n in sizes))
         if self.interface.takes_logits_to_keep:
             kwargs["logits_to_keep"] = max(lasts)
-        by_place = dict(zip(order, sizes, strict=True))
-        self.rows.begin([by_place[at] for at in range(len(order))], kwargs["input_ids"].shape[1])
-        with catch_hidden(self.model, want_hidden) as hidden:
+        placed = dict(zip(order, sizes, strict=True))
+        self.rows.begin([placed[at] for at in range(len(order))], kwargs["input_ids"].shape[1])
+        by_place = {at: (row.own.cache, len(root), tree)
+                    for at, row, root, tree in zip(order, rows, roots, trees, strict=True)}  # fmt: skip
+        texts = [by_place[at] for at in range(len(order))]
+        around = rows[0].own.around(kwargs["input_ids"].numel())
+        with catch_hidden(self.model, want_hidden) as hidden, self._drafts(texts), around:
             logits = self.model(**kwargs, return_dict=True).logits
         return [
             VerifierOutput(logits[at, -last:], hidden[-1][at, -last:] if hidden else None)
             for at, last in zip(order, lasts, strict=True)
         ]
+
+    @contextlib.contextmanager
+    def _drafts(self, texts: Sequence[tuple[Any, int, DraftTree]]) -> Iterator[None]:
+        """Keep recurrent states, each in the cache of its text, as they are while drafts are verified."""
+        if self._state is None:
+            yield
+            return
+        caches, roots, trees = zip(*texts, strict=True)
+        with self._state.attached(), self._state.verifying(self.rows.cache, caches, roots, trees, self._device):
+            yield
+
+    def commit(self, row: PaddedRow, path: NDArray[np.int32]) -> bool:
+        """Keep a row's root tokens of the last pass and the nodes of `path`; False if the pass was none of these."""
+        if not self.rows.commit(row, path):
+            return False
+        if self._state is not None:
+            self._state.commit(row.own.cache, path, self.rows.place(row))
+        return True
 
     def _inputs(
         self,
@@ -204,11 +232,12 @@ class PaddedBatch:
             fill_inputs(ids[at, first:], positions[at, first:], root, tree.token_ids, tree.depth, position)
         kwargs: dict[str, Any] = {
             "input_ids": torch.from_numpy(ids).to(self._device),
-            "position_ids": torch.from_numpy(positions).to(self._device),
-            "attention_mask": self._masks(order, roots, trees, width),
+            "attention_mask": self._masks(order, roots, trees, width) if self.interface.attends else None,
             "use_cache": True,
             self.interface.cache_name: held.cache,
         }
+        if self.interface.takes_position_ids:
+            kwargs["position_ids"] = torch.from_numpy(positions).to(self._device)
         return kwargs
 
     def _masks(
@@ -218,7 +247,9 @@ class PaddedBatch:
         held = self.rows
         masks: dict[str, Any] = {}
         for layer_type, view in self.interface.masks.items():
-            assert view is not None
+            if view is None:
+                masks[layer_type] = None
+                continue
             mask = np.zeros((len(order), width, held.columns + width), np.bool_)
             mask[:, np.arange(width), held.columns + np.arange(width)] = True  # a token that nobody sees sees itself
             for at, root, tree in zip(order, roots, trees, strict=True):

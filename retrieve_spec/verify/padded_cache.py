@@ -3,6 +3,7 @@
 A row's tokens stand in the first columns, holes follow, and what a pass computes comes behind them. Accepted tokens
 then move to the end of their row, and the columns of the pass go. So a text is never padded by more than the longest
 text beside it, and the cache takes as many bytes as that many rows of the longest text, whatever was drafted.
+Recurrent states stay in the caches of the texts.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from retrieve_spec.verify.cache import same_rows
+from retrieve_spec.verify.cache import TAKE_TREES, same_rows
 from retrieve_spec.verify.hf import HFVerifier
 
 _NO_COLUMNS = np.empty(0, np.int64)
@@ -87,12 +88,18 @@ class PaddedCache:
         held = self._held
         if not held.nodes or not self._holds(row):
             return False
-        at = self._place(row)
+        at = self.place(row)
         roots, nodes = held.nodes[at]
         first = held.columns + held.width - roots - nodes
         kept = np.concatenate([np.arange(roots), roots + path.astype(np.int64)])
         held.accepted[at] = first + kept
         return True
+
+    @staticmethod
+    def unheld(cache: DynamicCache) -> str:
+        """Name of the first kind of layer in a cache whose rows cannot be held here; empty where all can."""
+        kinds = (type(layer) for layer in cache.layers)
+        return next((kind.__name__ for kind in kinds if kind not in (*TAKE_TREES, LinearAttentionLayer)), "")
 
     def copy_of(self, row: Owner) -> DynamicCache | None:
         """What a row holds, what it has committed included, in a cache of its own; None if it is not here.
@@ -112,7 +119,7 @@ class PaddedCache:
 
     def _copy(self, row: Owner, target: DynamicCache) -> int:
         """Let a cache hold what a row holds, what it has committed included; how many tokens that are."""
-        held, at = self._held, self._place(row)
+        held, at = self._held, self.place(row)
         if held.moves is not None:  # a commit was cut short: all have committed
             self.settle()
         kept = np.concatenate([np.arange(held.lengths[at]), held.accepted.get(at, _NO_COLUMNS)])
@@ -123,19 +130,20 @@ class PaddedCache:
         """Let a row go on alone, with its part of the cache; nothing if it has none here."""
         if self._holds(row):
             self.settle()
-            self._release([self._place(row)])
+            self._release([self.place(row)])
 
     def drop(self, row: Owner) -> None:
         """Forget a row; the next pass closes ranks."""
         if self._holds(row):
-            self._held.owners[self._place(row)] = None
+            self._held.owners[self.place(row)] = None
             if not any(self._held.owners):
                 self._held = _Held(DynamicCache())
 
     def _holds(self, row: Owner) -> bool:
         return any(owner is row for owner in self._held.owners)
 
-    def _place(self, row: Owner) -> int:
+    def place(self, row: Owner) -> int:
+        """Which row is an owner's."""
         return next(i for i, owner in enumerate(self._held.owners) if owner is row)
 
     def settle(self) -> None:
@@ -202,6 +210,10 @@ class PaddedCache:
         parts += [(cache, len(held.owners) + i, 1) for i, cache in enumerate(caches)]
         whole = DynamicCache()
         for index in range(max(len(cache.layers) for cache, *_ in parts)):
+            recurrent = [one for cache, *_ in parts for one in cache.layers[index : index + 1] if _is_recurrent(one)]
+            if recurrent:
+                whole.layers.append(recurrent[0])  # says what it is; nobody writes to it in shared passes
+                continue
             layer = DynamicLayer()
             whole.layers.append(layer)
             theirs = [(cache.layers[index], *at) for cache, *at in parts if index < len(cache.layers)]
@@ -231,7 +243,7 @@ class PaddedCache:
         lengths = [held.lengths[i] for i in staying]
         columns, cache = max(lengths, default=0), DynamicCache()
         for layer in held.cache.layers if staying else []:
-            kept = DynamicLayer()
+            kept = layer if _is_recurrent(layer) else DynamicLayer()
             cache.layers.append(kept)
             if _holds(layer):
                 kept.lazy_initialization(layer.keys, layer.values)
@@ -243,6 +255,11 @@ class PaddedCache:
 def _holds(layer: Any) -> bool:
     """Whether a layer of a cache holds keys."""
     return isinstance(getattr(layer, "keys", None), torch.Tensor) and layer.keys.numel() > 0
+
+
+def _is_recurrent(layer: Any) -> bool:
+    """Whether a layer of a cache keeps a recurrent state, and nothing else."""
+    return type(layer) is LinearAttentionLayer
 
 
 def _copy_row(cache: DynamicCache, target: DynamicCache, at: int, columns: NDArray[np.int64]) -> None:

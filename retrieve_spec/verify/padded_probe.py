@@ -20,6 +20,7 @@ from retrieve_spec.verify.interface import ModelInterface, read_interface
 from retrieve_spec.verify.padded_batch import PaddedBatch, PaddedRow, why_not_padded
 from retrieve_spec.verify.shrink import lengths_of, shrunk
 from retrieve_spec.verify.steps import sample_tokens, vocabulary
+from retrieve_spec.verify.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,15 @@ def _problem(model: Any, interface: ModelInterface, length: int) -> str:
         return why
     passes = _Passes(lone, rows)
     half = (len(prompts[0]) + 1) // 2
-    passes.take((0, 1), [prompts[0][:half], prompts[1]])
-    passes.take((2, 0), [prompts[2], prompts[0][half:]] if half < len(prompts[0]) else [prompts[2]])
+    if interface.recurrent:  # each reads its prompt alone
+        for prompt, one, row in zip(prompts, lone, rows, strict=True):
+            both: tuple[Verifier, ...] = (one, row)
+            for verifier in both:
+                verifier.forward(prompt)
+                verifier.commit(np.empty(0, np.int32))
+    else:
+        passes.take((0, 1), [prompts[0][:half], prompts[1]])
+        passes.take((2, 0), [prompts[2], prompts[0][half:]] if half < len(prompts[0]) else [prompts[2]])
     for turn, going in enumerate([(0, 1), (0, 1, 2), (2, 0), (0, 1, 2)]):
         which = [(turn + i) % len(_PATHS) for i in going]
         passes.take(going, [np.array([(20 + turn + i) % passes.known], np.int32) for i in going], which)

@@ -1,6 +1,7 @@
 """Recurrent state under drafts: mixers follow every path of a tree over scratch states; accepted rows alone are kept.
 
-Inside a mixer the paths of a tree become rows of a batch that start from the committed state, which nothing writes to.
+Inside a mixer the paths of a tree, or of the trees of several texts, become rows of a batch that start from the
+committed states, which nothing writes to.
 Afterwards only what depends on the state is computed again, over the accepted rows and over the real cache:
 projections are known from the pass. Where a mixer's forward ignores the state when it gets several tokens, every depth
 of the tree is one step of the mixer's own one-token path, from its parents' states, and nothing is computed again.
@@ -9,7 +10,7 @@ of the tree is one step of the mixer's own one-token path, from its parents' sta
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -24,8 +25,8 @@ from retrieve_spec.verify.draft_paths import Paths, ScratchLayer
 from retrieve_spec.verify.interface import Recurrence, Way
 from retrieve_spec.verify.mixers import Mixer, takes_anything
 
-_CHUNK = 8
-"""Rows that a chunked scan is padded to while it verifies: drafts are short."""
+_CHUNK = 64
+"""Rows of a chunk of a scan while it verifies, where paths are so long: no shorter one is padded."""
 
 
 def _shape(part: Any) -> tuple[int, ...]:
@@ -46,14 +47,8 @@ class _Site:
         self.paths: Paths | None = None  # of the pass that runs, None in between
         self.thread = 0
         module = mixer.module
-        self._settings: dict[str, Any] = {}
-        if hasattr(module, "time_step_limit"):
-            self._settings["time_step_limit"] = (0.0, float("inf"))  # single steps do not clamp
-        if hasattr(module, "chunk_size"):
-            self._settings["chunk_size"] = _CHUNK
-        self._keywords = {} if hasattr(module, "chunk_size") or not takes_anything(module) else {"chunk_size": _CHUNK}
-        for name, value in self._settings.items():
-            setattr(self.twin, name, value)
+        self._clamps, self._chunks = hasattr(module, "time_step_limit"), hasattr(module, "chunk_size")
+        self._takes_chunk = not self._chunks and takes_anything(module)
 
     def hooks(self) -> Iterator[Any]:
         """Register on the mixer and its projections; they do nothing outside of passes over drafts."""
@@ -78,11 +73,24 @@ class _Site:
         """The paths of the pass that this thread runs."""
         return self.paths if self.thread == get_ident() else None
 
-    def begin(self, paths: Paths, cache: Any) -> None:
-        """Verify a pass from the states of a cache, until `paths` is None again."""
-        self.paths, self.cache, self.thread = paths, cache, get_ident()
-        self.scratch = ScratchLayer(cache.layers[self.mixer.layer_idx])
+    def begin(self, paths: Paths, given: Any, caches: Sequence[Any]) -> None:
+        """Verify a pass that is `given` a cache, from the states in those of its texts, until `paths` is None again."""
+        self.paths, self.cache, self.thread = paths, given, get_ident()
+        layers = [cache.layers[self.mixer.layer_idx] for cache in caches]
+        if len(layers) > 1:
+            self.scratch = ScratchLayer.beside(layers, paths.text.tolist())
+        else:
+            self.scratch = ScratchLayer(layers[0])
         self.known.clear()
+
+    def _settings(self, rows: int) -> dict[str, Any]:
+        """Attributes of a mixer that scans so many rows: single steps do not clamp, and a chunk is not padded."""
+        settings: dict[str, Any] = {"time_step_limit": (0.0, float("inf"))} if self._clamps else {}
+        return {**settings, "chunk_size": min(rows, _CHUNK)} if self._chunks else settings
+
+    def _keywords(self, rows: int) -> dict[str, Any]:
+        """Keyword arguments of a call over so many rows."""
+        return {"chunk_size": min(rows, _CHUNK)} if self._takes_chunk and rows > 1 else {}
 
     def _arguments(self, args: Any, kwargs: Any, states: torch.Tensor, scratch: Any) -> tuple[Any, dict[str, Any]]:
         """A call with other hidden states and another cache."""
@@ -106,13 +114,14 @@ class _Site:
             return None
         self.hidden = args[0] if args else kwargs["hidden_states"]
         self.call = args, kwargs
-        if paths.paths > 1:
+        if paths.texts == 1 < paths.paths:
             self.scratch.rows(lambda state: state.expand(paths.paths, *state.shape[1:]))
         args, kwargs = self._arguments(args, kwargs, paths.spread(self.hidden), self.scratch)
-        self._settings_before = {name: getattr(module, name) for name in self._settings}
-        for name, value in self._settings.items():
+        settings = self._settings(paths.longest)
+        self._settings_before = {name: getattr(module, name) for name in settings}
+        for name, value in settings.items():
             setattr(module, name, value)
-        return args, {**kwargs, **self._keywords}
+        return args, {**kwargs, **self._keywords(paths.longest)}
 
     def _after_scan(self, module: nn.Module, _args: Any, out: Any) -> Any:
         paths = self.running
@@ -136,7 +145,7 @@ class _Site:
     def _after_projection(self, name: str) -> Any:
         def after(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor | None:
             paths = self.running
-            if paths is None or out.shape[:2] != (1, paths.rows):
+            if paths is None or out.shape[:2] != (paths.texts, paths.width):
                 return None
             self.known[name] = out
             return None if paths.index is None else paths.spread(out)
@@ -149,11 +158,13 @@ class _Site:
             out = self.known.get(name)
             if out is None:
                 raise RuntimeError(f"projection {name!r} was not seen")
-            stand_in.value = out.index_select(1, rows)
+            stand_in.value = out.flatten(0, 1).index_select(0, rows)[None]
         layer = ScratchLayer(base)
         layer.rows(torch.clone)
-        args, kwargs = self._arguments(*self.call, self.hidden.index_select(1, rows), layer)
-        self.twin(*args, **kwargs, **(self._keywords if len(rows) > 1 else {}))
+        for name, value in self._settings(len(rows)).items():
+            setattr(self.twin, name, value)
+        args, kwargs = self._arguments(*self.call, self.hidden.flatten(0, 1).index_select(0, rows)[None], layer)
+        self.twin(*args, **kwargs, **self._keywords(len(rows)))
         return layer, 0
 
     # -- one step of the mixer's own one-token path per depth ---------------------------------------------------------
@@ -165,6 +176,8 @@ class _Site:
         self.call = args, kwargs
         self.scratch.rows(torch.clone)
         self.levels = [self.scratch]
+        for name, value in self._settings(1).items():
+            setattr(self.twin, name, value)
         return self._arguments(args, kwargs, self.hidden[:, :1], self.scratch)
 
     def _after_steps(self, _module: nn.Module, _args: Any, out: Any) -> Any:
@@ -188,9 +201,9 @@ class _Site:
         paths = self.running
         if paths is None:
             return None
-        states = args[0].new_empty((1, paths.rows, args[0].shape[-1]))
+        states = args[0].new_empty((1, paths.width, args[0].shape[-1]))
         states[:, :1] = args[0]
-        for rows, above in paths.levels[1:]:
+        for rows, above in paths.levels(states.device)[1:]:
             layer = ScratchLayer(self.levels[-1])
             layer.rows(lambda state, above=above: state.index_select(0, above))
             for name in self.mixer.inputs:
@@ -213,7 +226,7 @@ class _Site:
         if self.way == "scan":
             return self.scratch, paths.ends[last]
         depth = int(paths.depth[last])
-        return self.levels[depth], int((paths.levels[depth][0] == last).nonzero()[0])
+        return self.levels[depth], int((np.flatnonzero(paths.depth == depth) == last).argmax())
 
     def end(self) -> None:
         self.paths = None
@@ -225,7 +238,7 @@ class _Site:
 
 
 class RecurrentState:
-    """The recurrent layers of a cache under drafts, for one verifier.
+    """The recurrent layers of caches under drafts, for the passes of one text, or of several at once.
 
     Parameters
     ----------
@@ -237,8 +250,8 @@ class RecurrentState:
         self._way = recurrence.way
         self._sites = [_Site(mixer, self._way) for mixer in recurrence.mixers]
         self._paths: Paths | None = None
-        self._roots = 0
-        self._kept: list[tuple[ScratchLayer, int]] = []  # by site, what a commit under way writes to the cache
+        self._sizes: list[tuple[int, int]] = []  # by text, root tokens and nodes
+        self._kept: dict[int, list[tuple[ScratchLayer, int]]] = {}  # by text and site, what a commit writes
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -252,32 +265,57 @@ class RecurrentState:
 
     def detach(self) -> None:
         """Take the hooks off and forget the last pass."""
+        self._unhook()
+        self.forget()
+
+    def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._forget()
 
     @contextlib.contextmanager
-    def verifying(self, cache: Any, roots: int, tree: DraftTree, device: torch.device) -> Iterator[None]:
-        """Let the pass inside verify a draft; the cache's states stay as they are."""
-        self._paths, self._roots, self._kept = Paths.of(roots, tree, device), roots, []
+    def attached(self) -> Iterator[None]:
+        """Have hooks on the mixers inside of the block alone; the last pass is remembered."""
+        self.attach()
+        try:
+            yield
+        finally:
+            self._unhook()
+
+    @contextlib.contextmanager
+    def verifying(
+        self, given: Any, caches: Sequence[Any], roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device
+    ) -> Iterator[None]:
+        """Let the pass inside verify drafts; states stay as they are.
+
+        Parameters
+        ----------
+        given
+            The cache that the model is given.
+        caches, roots, trees
+            By text of the pass, the cache that holds its states, its root tokens, and its draft.
+        """
+        self._paths, self._kept = Paths.of(roots, trees, device), {}
+        self._sizes = [(count, len(tree)) for count, tree in zip(roots, trees, strict=True)]
         for site in self._sites:
-            site.begin(self._paths, cache)
+            site.begin(self._paths, given, caches)
         try:
             yield
         finally:
             for site in self._sites:
                 site.paths = None
 
-    def commit(self, cache: Any, path: NDArray[np.int32]) -> None:
-        """Advance the cache's states over the root tokens and the accepted nodes of the last pass."""
+    def commit(self, cache: Any, path: NDArray[np.int32], text: int = 0) -> None:
+        """Advance a text's states over its root tokens and the accepted nodes of the last pass."""
         paths = self._paths
         if paths is None:
             return
-        self._kept = self._kept or self._behind(cache, paths, paths.accepted(self._roots, path))
-        for site, (states, row) in zip(self._sites, self._kept, strict=True):
+        if text not in self._kept:
+            self._kept[text] = self._behind(cache, paths, paths.accepted(text, *self._sizes[text], path))
+        for site, (states, row) in zip(self._sites, self._kept[text], strict=True):
             states.write_to(cache.layers[site.mixer.layer_idx], row)
-        self._forget()
+        if paths.texts == 1:
+            self.forget()
 
     def _behind(self, cache: Any, paths: Paths, rows: NDArray[np.int64]) -> list[tuple[ScratchLayer, int]]:
         """By site, the states behind accepted rows; the cache's are as they were, so this may be done again."""
@@ -291,7 +329,8 @@ class RecurrentState:
                 site.replayed(base, index.to(site.hidden.device)) for site, base in zip(self._sites, bases, strict=True)
             ]
 
-    def _forget(self) -> None:
-        self._paths, self._kept = None, []
+    def forget(self) -> None:
+        """Let go of what the last pass computed."""
+        self._paths, self._kept = None, {}
         for site in self._sites:
             site.end()

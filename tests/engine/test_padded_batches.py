@@ -96,6 +96,49 @@ def test_families(model_type: str, extra: dict[str, Any], monkeypatch: pytest.Mo
     assert model.speculation.last.tokens_per_pass > 3.5
 
 
+_MAMBA2 = {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2, "attn_implementation": "eager"}
+_GRANITE = {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 8,
+            "mamba_d_state": 8, "num_local_experts": 0, "num_experts_per_tok": 0,
+            "shared_intermediate_size": 48}  # fmt: skip
+_NEMOTRON = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+             "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2}  # fmt: skip
+_QWEN = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [("mamba2", _MAMBA2), ("granitemoehybrid", _GRANITE), ("nemotron_h", _NEMOTRON), ("qwen3_5_text", _QWEN),
+     ("lfm2", {"layer_types": ["conv", "full_attention"]})],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["branchy", "half"])
+def test_families_with_recurrent_state(
+    model_type: str, extra: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of several lengths, one of which ends early; the states of each stay its own, with drafts and without."""
+    model = small_model(model_type, **extra)
+    inputs, options = left_padded((20, 1, 29, 7)), {"max_new_tokens": 26, "do_sample": False}
+    free = model.generate(**inputs, **options)
+    options["eos_token_id"] = int(free[2, 29 + 11])
+    plain = model.generate(**inputs, **options)
+    script(model, monkeypatch, free, name, recorded_pass="off")
+    assert torch.equal(model.generate(**inputs, **options), plain)
+    assert (model.speculation.why_alone(), model.speculation.last.rows) == ("", 4)
+    assert model.speculation.last.tokens_per_pass > 4
+    assert torch.equal(model.generate(**inputs, **options, draft="off"), plain)
+
+
+def test_samples_of_a_recurrent_model_are_those_of_each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("qwen3_5_text", **_QWEN)
+    inputs = left_padded((5, 9))
+    options = {"do_sample": True, "num_return_sequences": 2, "seed": 4, "max_new_tokens": 20, "top_k": 0}
+    rs.accelerate(model, recorded_pass="off", draft="off")
+    undrafted = model.generate(**inputs, **options)
+    assert model.speculation.last.rows == 4
+    script(model, monkeypatch, undrafted, "branchy", recorded_pass="off")
+    assert torch.equal(model.generate(**inputs, **options), undrafted)
+
+
 def verifiers(model: Any, count: int) -> tuple[list[HFVerifier], list[PaddedRow]]:
     """Lone verifiers, and rows of one batch, that have read the same texts."""
     interface = read_interface(model)
