@@ -43,7 +43,7 @@ class SpeculationConfig:
     min_path_probability
         A node whose estimated path probability is lower is not drafted.
     prompt_logits
-        How many positions at the end of the prompt teach the recycling source (0: none).
+        How many positions at the end of the prompt teach the recycling source (0: none); the rows of a call share them.
     prefill_chunk
         Prompt tokens read per pass, so that a stream can be closed in between (0: the whole prompt at once).
     session

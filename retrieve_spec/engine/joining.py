@@ -81,7 +81,7 @@ def sequences_of(
             lend,
             sampler,
             stopper,
-            limits_of(prepared, speculation.config, speculation.interface, stopper, most, row.padding),
+            limits_of(prepared, speculation.config, speculation.interface, stopper, most, row.padding, len(rows)),
             ids=row.ids,
             prediction_ids=prediction,
             context_ids=context_ids,

@@ -48,8 +48,9 @@ def limits_of(
     stopper: Stopper,
     nodes: int | None,
     padding: int = 0,
+    rows: int = 1,
 ) -> Limits:
-    """How much a pass of a call may draft; `padding` tokens in front of the row take no positions."""
+    """How much a pass of a row may draft, one of so many of a call; `padding` tokens in front take no positions."""
     inputs = prepared.inputs
     unseen = 0 if inputs.holds_past else inputs.past_length
     ends = [interface.max_positions] if interface.max_positions else []
@@ -61,6 +62,6 @@ def limits_of(
         max_length=stopper.max_length if stopper.max_length is not None else prepared.config.max_length,
         draft_end=max(min(ends) - unseen, 1) + padding if ends else 0,
         prefill_chunk=config.prefill_chunk,
-        prompt_logits=config.prompt_logits,
+        prompt_logits=-(-config.prompt_logits // rows),  # as rows become many, what is learned there drafts less
         provenance=config.provenance,
     )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
+from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import batches, joining
 from retrieve_spec.engine import engine as engine_module
@@ -46,6 +47,19 @@ def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: py
         assert report.passes < 12
     assert torch.equal(tiny.generate(**inputs, **options, draft="off"), plain)
     assert tiny.speculation.company._padded.rows.owners == []
+
+
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+def test_rows_of_a_call_share_what_is_looked_at_of_prompts(
+    tiny: Any, recorded_pass: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of many prompts' ends cost as much as passes do, and drafting fades out as rows become many."""
+    rs.accelerate(tiny, recorded_pass=recorded_pass, prompt_logits=7)
+    shown: list[int] = []
+    monkeypatch.setattr(MixtureDrafter, "observe_prompt", lambda _self, ids, *_top: shown.append(len(ids)))
+    for lengths in ((9,), (5, 9, 11)):
+        tiny.generate(**left_padded(lengths), max_new_tokens=3, do_sample=False)
+    assert shown == [7, 3, 3, 3]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
