@@ -19,6 +19,7 @@ from sqlite_utils import Database
 from retrieve_spec.datastore.documents import Document
 from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import CATALOG, SKIPPED, SegmentEntry
+from retrieve_spec.datastore.sources import readable
 from retrieve_spec.datastore.store import Datastore, open_datastore
 
 _COLUMNS = {
@@ -111,7 +112,11 @@ def _state(entry: SegmentEntry) -> str:
 
 
 def _row(document: Document) -> tuple[Any, ...]:
-    return tuple(int(value) if isinstance(value := getattr(document, name), bool) else value for name in _WRITTEN)
+    return tuple(_cell(getattr(document, name)) for name in _WRITTEN)
+
+
+def _cell(value: Any) -> Any:
+    return readable(value) if isinstance(value, str) else int(value)
 
 
 def _skipped(store: Datastore) -> Iterator[tuple[int, str, str, str]]:
@@ -121,4 +126,4 @@ def _skipped(store: Datastore) -> Iterator[tuple[int, str, str, str]]:
             path = store.path / SKIPPED / event["listed"]["name"]
             check_content(path, FileEntry(event["listed"]["bytes"], event["listed"]["sha256"]))
             for row in json.loads(path.read_bytes()):
-                yield (event["generation"], *row)
+                yield (event["generation"], *map(readable, row))

@@ -308,7 +308,7 @@ def _walk(folder: Path, rules: IgnoreFiles | None, *, top: bool = False) -> Iter
         return
     for entry in entries:
         if not entry.is_dir(follow_symlinks=False):
-            if not (entry.is_symlink() and entry.is_dir()):
+            if not (entry.is_symlink() and os.path.isdir(entry.path)):  # `entry.is_dir()` raises where links loop
                 ignored = rules is not None and rules.ignores_entry(entry.path)
                 yield entry.path, Left.IGNORED if ignored else None, None
         elif entry.name in _MACHINERY:

@@ -19,6 +19,8 @@ PLAN = "plan.json"
 SEGMENTS = "segments"
 TOMBSTONES = "tombstones"
 SKIPPED = "skipped"
+_ESCAPED = "backslashreplace"
+"""How paths that are not UTF-8 are written: as JSON escapes them."""
 MOST_EVENTS = 32
 """Changes that a history keeps."""
 
@@ -170,13 +172,18 @@ def tokenizer_name(entry: FileEntry) -> str:
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    content = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(content.encode("utf-8", _ESCAPED)).hexdigest()
 
 
 def write_manifest(store: Path, manifest: Manifest) -> None:
     """Put a manifest in place at once; from then on the store is what it says."""
-    content = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False)
-    replace_file(store / MANIFEST, content.encode())
+    replace_file(store / MANIFEST, content_of(manifest))
+
+
+def content_of(manifest: Manifest) -> bytes:
+    """The file that holds a manifest."""
+    return json.dumps(manifest.to_json(), indent=1, ensure_ascii=False).encode("utf-8", _ESCAPED)
 
 
 def read_manifest(store: Path) -> Manifest:

@@ -70,7 +70,10 @@ def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
     try:
         with _opened(file) as stream:
             number = file.line
-            if file.start:
+            if file.end and stream.seek(0, io.SEEK_END) < file.end:
+                yield Text(file, file.path, skip=Reason.CHANGING)  # since it was cut into parts
+                return
+            if file.end:
                 stream.seek(file.start)
             while (not file.end or stream.tell() < file.end) and (line := stream.readline(limit + 1)):
                 number += 1

@@ -8,7 +8,6 @@ store.
 
 from __future__ import annotations
 
-import json
 import os
 import posixpath
 import secrets
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from retrieve_spec.datastore.files import FileEntry
-from retrieve_spec.datastore.manifest import MANIFEST, Manifest, manifest_of
+from retrieve_spec.datastore.manifest import MANIFEST, Manifest, content_of, manifest_of
 from retrieve_spec.errors import BuildError, RetrieveSpecError, StoreCorruptError, StoreLockedError, StoreNotFoundError
 
 VERSIONS = "versions"
@@ -159,7 +158,7 @@ class Remote:
         StoreLockedError
             When one has.
         """
-        content = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False).encode()
+        content = content_of(manifest)
         place = self.path(VERSIONS, f"{version:012d}.json")
         try:
             self.create_file(place, content)

@@ -77,10 +77,12 @@ def test_bad_files_are_skipped_with_a_reason(tokenizer, tmp_path):
     (folder / "leak.txt").symlink_to(outside)
     (folder / "inside.txt").symlink_to(folder / "good.txt")
     (folder / "loop").symlink_to(folder)
+    (folder / "circle").symlink_to("circle")
     assert outcome(read(tokenizer, folder)) == {
         "binary.bin": Reason.BINARY,
         "broken.gz": Reason.UNREADABLE,
         "broken.txt.zst": Reason.UNREADABLE,
+        "circle": Reason.LINK,
         "dangling": Reason.LINK,
         "empty.txt": Reason.EMPTY,
         "good.txt": "",
@@ -188,6 +190,17 @@ def test_parts_of_a_large_file_of_records_are_the_whole(tokenizer, tmp_path, mon
     assert sum(file.size for file in files) == path.stat().st_size
     parts = tokenise(texts_of(files, given, LIMIT), given, tokenizer, 2, LIMIT)
     assert [(r.path, r.skip, r.ids.tolist()) for r in parts] == whole
+
+
+def test_a_part_of_a_file_that_shrank_meanwhile_is_counted(tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "many.jsonl"
+    path.write_text('{"text": "a record of some length"}\n' * 40)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 400)
+    given = (Source(str(path)),)
+    files = [part for file in list_files(given) for part in shards._parts(file)]
+    path.write_text('{"text": "one"}\n' * 40)
+    results = list(tokenise(texts_of(files, given, LIMIT), given, tokenizer, 1, LIMIT))
+    assert [r.skip for r in results].count(Reason.CHANGING) == sum(file.end > path.stat().st_size for file in files) > 0
 
 
 def test_missing_source_is_an_error(tokenizer, tmp_path):
