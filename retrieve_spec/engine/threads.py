@@ -77,9 +77,9 @@ class PassThreads:
     @classmethod
     def of_torch(cls) -> Self | None:
         """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked."""
-        torch_folder = os.path.dirname(torch.__file__)
+        torch_folder = os.path.realpath(os.path.dirname(torch.__file__))  # the system names files by their own paths
         for path, library in loaded_libgomp().items():
-            if path.startswith(torch_folder + os.sep):
+            if os.path.realpath(path).startswith(torch_folder + os.sep):
                 return cls(torch.get_num_threads(), library.omp_set_num_threads)
         return None
 

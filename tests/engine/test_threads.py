@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import retrieve_spec as rs
 from retrieve_spec.engine.threads import PassThreads, PromptThreads
+from retrieve_spec.forks import loaded_libgomp
 
 
 class Machine:
@@ -134,3 +136,17 @@ def test_prompts_are_read_with_the_threads_that_are_faster(seed):
     machine.busy = 0
     read(400)
     assert threads.chosen == 2
+
+
+def test_torch_is_asked_where_its_folder_is_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment that is a link to another."""
+    folder = Path(torch.__file__).resolve().parent
+    if not any(Path(path).resolve().is_relative_to(folder) for path in loaded_libgomp()):
+        pytest.skip("torch brings no OpenMP runtime of its own here")
+    link = tmp_path / "torch"
+    link.symlink_to(folder)
+    for seen in (folder, link):
+        monkeypatch.setattr(torch, "__file__", str(seen / "__init__.py"))
+        choice = PassThreads.of_torch()
+        assert choice is not None
+        assert choice.most == torch.get_num_threads()
