@@ -78,6 +78,11 @@ class DraftTree:
         return bool((self.parent == np.arange(-1, len(self) - 1, dtype=np.int32)).all())
 
     @property
+    def paths(self) -> int:
+        """How many paths lead to its leaves."""
+        return len(self) - len(np.unique(self.parent[self.parent >= 0]))
+
+    @property
     def expected_accepted(self) -> float:
         """Sum of path probabilities: how many draft tokens a pass is expected to accept."""
         return float(np.exp(self.log_p).sum())

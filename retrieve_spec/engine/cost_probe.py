@@ -13,12 +13,15 @@ from transformers.cache_utils import DynamicCache
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.verify.interface import input_device
-from retrieve_spec.verify.verifier import VerifierInputs
+from retrieve_spec.verify.verifier import Verifier, VerifierInputs
 
 _CONTEXT = 128
 _WIDTHS = (0, 4, 16, 64)
 _REPEATS = 3
 _SECONDS = 0.6
+_PATHS = 4
+"""Nodes of a tree that has a path for each, timed beside as long a chain where paths cost something of their own."""
+_ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)
 
 
 def measure_passes(model: Any, speculation: Speculation) -> None:
@@ -36,34 +39,44 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
     if speculation.interface.takes_position_ids:
         kwargs["position_ids"] = torch.arange(context, device=prompt.device)[None]
     verifier = speculation.verifiers()[0]
-    nothing = np.empty(0, np.int32)
-    root = np.array([1], np.int32)
     with torch.no_grad():
         verifier.start(VerifierInputs(prompt, kwargs, max_length=context + max(_WIDTHS) + _REPEATS * 8))
         verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
-        verifier.commit(nothing)
-        verifier.forward(root)  # the first pass of a kind pays for set-up
-        verifier.commit(nothing)
+        verifier.commit(_NOTHING)
+        verifier.forward(_ROOT)  # the first pass of a kind pays for set-up
+        verifier.commit(_NOTHING)
         began = perf_counter()
+        chains: dict[int, float] = {}
         for width in _WIDTHS:
             if width > positions - context - 8:
                 break
             tree = DraftTree.from_paths([[(i * 17 + 3) % vocab for i in range(width)]])
-            times = []
+            times: list[float] = []
             if prompt.device.type == "cuda":  # the first pass of a width may compile kernels and capture a graph
                 started = perf_counter()
-                float(verifier.forward(root, tree).logits[0, 0])
-                verifier.commit(nothing)
+                float(verifier.forward(_ROOT, tree).logits[0, 0])
+                verifier.commit(_NOTHING)
                 began += perf_counter() - started
             for _ in range(_REPEATS):
-                started = perf_counter()
-                output = verifier.forward(root, tree)
-                float(output.logits[0, 0])  # waits for the device
-                times.append(perf_counter() - started)
-                verifier.commit(nothing)
+                times.append(_timed(verifier, tree))
                 if perf_counter() - began > seconds:
                     break
             speculation.cost.observe(width, context, min(times))
+            chains[width] = min(times)
             if perf_counter() - began > seconds:
                 break
+        if speculation.interface.recurrent and verifier.mode == "tree" and _PATHS in chains:
+            tree = DraftTree.from_paths([[(i * 17 + 3) % vocab] for i in range(_PATHS)])
+            more = min(_timed(verifier, tree) for _ in range(_REPEATS)) - chains[_PATHS]
+            speculation.engine.costs.path_share = max(more, 0.0) / (_PATHS - 1) / chains[0]
         verifier.finish()
+
+
+def _timed(verifier: Verifier, tree: DraftTree) -> float:
+    """Seconds of a pass over a draft, nothing of which is accepted."""
+    started = perf_counter()
+    output = verifier.forward(_ROOT, tree)
+    float(output.logits[0, 0])  # waits for the device
+    seconds = perf_counter() - started
+    verifier.commit(_NOTHING)
+    return seconds

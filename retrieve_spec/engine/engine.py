@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.batches import each, kept_bytes, look_all, pads, passes_over, verify_all
-from retrieve_spec.engine.budget import Costs, Rest, gain, room, row_cost, share_evenly, share_out, worth
+from retrieve_spec.engine.budget import Costs, Rest, fewer_paths, gain, room, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.reading import read_all
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, climate
@@ -117,11 +117,18 @@ class Engine:
         most = room(len(batch), PASS.max_rows) // (len(batch) if padded else 1)
         began, trees = perf_counter(), list[DraftTree]()
         drafted = each(batch, lambda sequence: trees.append(sequence.draft(most, cost)))
+        if cost is not None and self.costs.path_share:
+            trees = [fewer_paths(tree, cost, self._path_seconds) for tree in trees]
         worths = worth([sequence.progress for sequence in drafted], seconds)
         trees = (share_evenly if padded else share_out)(trees, seconds, most, worths)
         if len(drafted) > 1 and seconds is not None:
             self._rest.looked(gain(trees, seconds, worths, padded) > perf_counter() - began)
         return drafted, trees
+
+    @property
+    def _path_seconds(self) -> float:
+        """Seconds that one more path of a tree costs beyond its nodes."""
+        return self.costs.path_share * float(self.costs.alone.seconds(1, 0)[0]) if self.costs.path_share else 0.0
 
     def _note(self, batch: list[Sequence], usual: bool, at: tuple[float, float, float, float, float]) -> None:
         """Enter a pass, begun, drafted, verified, committed and learned `at` these times, in logs and costs."""
@@ -137,6 +144,9 @@ class Engine:
             nodes, context = nodes + len(sequence.tree), context + sequence.text.length
         if pads(batch):
             nodes = len(batch) * max(len(sequence.tree) for sequence in batch)
+        if self.costs.path_share:
+            more = sum(max(sequence.tree.paths - 1, 0) for sequence in batch)
+            forward -= min(more * self._path_seconds, forward / 2)
         if usual:
             self._learn_cost(self.costs.of(len(batch)), nodes, context, forward, drafted + committed + learned)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from retrieve_spec.engine.rows import Prepared
@@ -21,7 +21,7 @@ def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
     """Put the output together as `generate` returns it.
 
     Of a row of a batch that has ended, scores and logits are zero, and so are the cache's rows, where plain `generate`
-    goes on with padding.
+    goes on with padding; its recurrent state is that of its end.
     """
     ids = prepared.inputs.input_ids  # narrower prompts become int64, as in plain decoding
     pad = prepared.config._pad_token_tensor
@@ -70,7 +70,10 @@ def _one_cache(sequences: Many[Sequence], length: int) -> DynamicCache | None:
     whole.layers = [copy.copy(layer) for layer in sequences[0].cache.layers]
     for index, layer in enumerate(whole.layers):
         theirs = [sequence.cache.layers[index] for sequence in sequences]
-        if theirs[0].keys is None:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for name in ("conv_states", "recurrent_states"):
+                setattr(layer, name, _side_by_side([getattr(one, name) for one in theirs]))
+        if getattr(theirs[0], "keys", None) is None:
             continue
         layer.keys, layer.values = (
             _columns([getattr(one, name) for one in theirs], sequences, length) for name in ("keys", "values")
@@ -80,6 +83,11 @@ def _one_cache(sequences: Many[Sequence], length: int) -> DynamicCache | None:
             layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
             layer.cumulative_length = length
     return whole
+
+
+def _side_by_side(states: Many[dict[int, Any]]) -> dict[int, Any]:
+    """Recurrent states of rows in one tensor each, by their numbers."""
+    return {i: state if state is None else torch.cat([row[i] for row in states]) for i, state in states[0].items()}
 
 
 def _columns(parts: Many[torch.Tensor], sequences: Many[Sequence], length: int) -> torch.Tensor:

@@ -60,6 +60,7 @@ class PaddedRow:
         self.alone = ""
         """Why this generation shares no passes; empty when it may."""
         self.whole_prompts = own.whole_prompts
+        self._recurrent = own.interface.recurrent
 
     @property
     def mode(self) -> Mode:
@@ -110,8 +111,7 @@ class PaddedRow:
     @property
     def packs_prompts(self) -> bool:
         """Whether its prompt can be read in passes with those of others."""
-        recurrent = self.own.interface.recurrent
-        return not (self.alone or self.whole_prompts or recurrent) and self._in_a_row
+        return not (self.alone or self.whole_prompts or self._recurrent) and self._in_a_row
 
     def forward(
         self,
@@ -132,7 +132,7 @@ class PaddedRow:
 
     def copy_rows(self) -> DynamicCache | None:
         """What the cache holds, in another one (`HFVerifier.copy_rows`)."""
-        return self.batch.rows.copy_of(self) or self.own.copy_rows()
+        return None if self._recurrent else self.batch.rows.copy_of(self) or self.own.copy_rows()
 
     def finish(self) -> Any:
         """End the generation and hand back the cache; None when nobody asks for it."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+from batch_rows import drawn_trees, tree_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.engine.budget import Costs
+from retrieve_spec.engine.budget import Costs, fewer_paths
 from retrieve_spec.engine.cost import CostModel
 
 
@@ -182,3 +187,28 @@ def test_numbers_of_sequences_within_an_eighth_share_what_is_measured() -> None:
     costs = Costs()
     assert [costs.of(n) is costs.of(n + 1) for n in (1, 2, 8, 15, 16, 32, 34)] == [False] * 4 + [True, True, True]
     assert len({id(costs.of(n)) for n in range(1, 65)}) == 15 + 8 + 8 + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), path_seconds=st.sampled_from([0.0, 0.05, 0.3, 1.0]))
+def test_the_paths_that_stay_are_those_that_pay_most(data: st.DataObject, path_seconds: float) -> None:
+    """Where nodes cost nothing no other set of paths gives more tokens per second."""
+    for tree in drawn_trees(data):
+        kept = fewer_paths(tree, np.ones(20, np.float32), path_seconds)
+        leaves = np.setdiff1d(np.arange(len(tree)), tree.parent)
+        most = 1.0
+        for count in range(1, len(leaves) + 1):
+            for chosen in itertools.combinations(leaves, count):
+                seen = tree.ancestor_mask()[list(chosen)].any(axis=0)
+                rate = (1.0 + np.exp(tree.log_p[seen]).sum()) / (1.0 + path_seconds * (count - 1))
+                most = max(most, float(rate))
+        got = (1.0 + kept.expected_accepted) / (1.0 + path_seconds * max(kept.paths - 1, 0))
+        assert got == pytest.approx(most, rel=1e-4)
+
+
+def test_a_path_goes_when_it_costs_more_than_it_brings() -> None:
+    tree = tree_of([0.9, 0.8, 0.05, 0.3], [-1, 0, 0, -1])
+    free = np.ones(5, np.float32)
+    assert fewer_paths(tree, free, 0.0).paths == 3
+    assert fewer_paths(tree, free, 0.1).token_ids.tolist() == [0, 1, 3]
+    assert fewer_paths(tree, free, 0.5).token_ids.tolist() == [0, 1]

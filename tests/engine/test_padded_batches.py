@@ -142,6 +142,24 @@ def test_families_with_recurrent_state(
     assert torch.equal(model.generate(**inputs, **options, draft="off"), plain)
 
 
+@pytest.mark.parametrize(("model_type", "extra"), [("mamba2", _MAMBA2), ("qwen3_5_text", _QWEN)])
+def test_recurrent_states_of_a_batch_are_handed_back(
+    model_type: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(model_type, **extra)
+    inputs, options = left_padded((9, 4, 12)), {"max_new_tokens": 15, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    plain = model.generate(**inputs, **options)
+    script(model, monkeypatch, plain.sequences, "branchy", recorded_pass="off")
+    got = model.generate(**inputs, **options)
+    assert torch.equal(got.sequences, plain.sequences)
+    assert model.speculation.last.rows == 3
+    for layer, wanted in zip(got.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        for name in ("conv_states", "recurrent_states"):
+            for i, state in getattr(wanted, name, {}).items():
+                torch.testing.assert_close(getattr(layer, name)[i], state, atol=1e-4, rtol=1e-3)
+
+
 def test_samples_of_a_recurrent_model_are_those_of_each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("qwen3_5_text", **_QWEN)
     inputs = left_padded((5, 9))
