@@ -84,6 +84,8 @@ def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
                     yield Text(file, name, skip=Reason.LARGE)
                 elif line.strip():
                     yield Text(file, name, line)
+    except BuildError:  # a remote that cannot be reached any more
+        raise
     except _READ_ERRORS:
         yield Text(file, file.path, skip=Reason.UNREADABLE)
 
@@ -108,6 +110,8 @@ def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
                     value = _field(row, field)
                     name = f"{file.path}#{number}"
                     yield Text(file, name, value) if isinstance(value, str) else Text(file, name, skip="no text")
+    except BuildError:
+        raise
     except (OSError, pyarrow.ArrowException):
         yield Text(file, file.path, skip=Reason.UNREADABLE)
 
@@ -126,6 +130,8 @@ def content_of(text: Text, field: str, limit: int) -> tuple[str, int, str]:
         try:
             with _opened(text.file) as stream:
                 content = stream.read(limit + 1)
+        except BuildError:
+            raise
         except _READ_ERRORS:
             return "", 0, Reason.UNREADABLE
     elif isinstance(content, bytes):

@@ -8,6 +8,7 @@ store.
 
 from __future__ import annotations
 
+import io
 import os
 import posixpath
 import secrets
@@ -74,8 +75,8 @@ def open_file(location: str) -> Iterator[IO[bytes]]:
         return
     with explain_remote_errors(location):
         fs, place = reach(location)
-        with fs.open(place, "rb") as file:
-            yield file
+        with fs.open(place, "rb") as file, io.BufferedReader(file) as buffered:  # not all of them read lines in full
+            yield buffered
 
 
 def size_of(location: str) -> int:

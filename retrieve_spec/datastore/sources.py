@@ -174,7 +174,8 @@ def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> I
     """Files of an address: git has no rules there, and names, globs and what files say decide."""
     with explain_remote_errors(source.path):
         fs, root = reach(source.path)
-        found = {str(name): int(about["size"]) for name, about in fs.find(root, detail=True).items()}
+        about = fs.find(root, detail=True) or ({root: fs.info(root)} if fs.isfile(root) else {})
+        found = {str(name): int(one.get("size") or 0) for name, one in about.items()}
     if not found:
         raise BuildError(f"files at {source.path}", "nothing there", "Check the address.")
     start = len(root.rpartition("/")[0] if list(found) == [root] else root) + 1

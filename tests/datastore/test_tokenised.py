@@ -1,4 +1,4 @@
-"""Tokenised files of datatrove as a source: the same documents as from text, and errors that name what is wrong."""
+"""Sources that are no text of this machine: tokenised files of datatrove, and files at addresses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import fsspec
 import pytest
 from byte_tokenizers import byte_tokenizer
 from test_build import contents
+from test_share import bucket, url  # noqa: F401 (fixtures)
 from tokenizers import AddedToken
 
 from retrieve_spec.datastore import shards
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.manifest import read_manifest
-from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, TokenizerMismatchError
@@ -134,7 +134,7 @@ def test_damaged_files_are_errors_that_name_them(damage, said, encoded, model, t
     assert not (tmp_path / "s" / "manifest.json").exists()
 
 
-def test_sources_at_an_address(encoded, model, tmp_path):
+def test_sources_at_an_address(encoded, model, tmp_path, url):  # noqa: F811
     """Files of an object store, by the same filter and with the same bytes as those of a folder."""
     folder = tmp_path / "data"
     (folder / "sub").mkdir(parents=True)
@@ -144,17 +144,37 @@ def test_sources_at_an_address(encoded, model, tmp_path):
     (folder / ".env").write_text("PASSWORD=hunter2hunter2")
     (folder / "x.min.js").write_text("var a")
     (folder / "latin.txt").write_bytes("Grüße".encode("latin-1"))
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.put(str(folder), root, recursive=True)
+    here = build_datastore(tmp_path / "here", str(folder), str(model))
+    there = build_datastore(tmp_path / "there", f"{url}/", str(model))
+    assert there.skipped_by_reason == here.skipped_by_reason
+    names = [entry.name for entry in read_manifest(tmp_path / "here").segments]
+    assert [entry.name for entry in read_manifest(tmp_path / "there").segments] == names
+    one = build_datastore(tmp_path / "one", f"{url}/sub/b.txt", str(model))
+    assert (one.documents, list(contents(tmp_path / "one"))) == (1, ["b.txt"])
+    with pytest.raises(BuildError, match="nothing there"):
+        build_datastore(tmp_path / "none", f"{url}-none", str(model))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "r.jsonl"])
+def test_a_remote_that_breaks_ends_the_build(name, tokenizer, tmp_path, monkeypatch):
+    """Its files are not counted as unreadable: they are sound, and somebody should try again."""
     memory = fsspec.filesystem("memory")
+    original = type(memory).open
+
+    def broken(self, path, *rest, **named):
+        if path.endswith(name):
+            raise OSError("the line is dead")
+        return original(self, path, *rest, **named)
+
     try:
-        memory.put(str(folder), "/data", recursive=True)
-        here = build_datastore(tmp_path / "here", Source(str(folder), exclude=("sub/none",)), str(model))
-        there = build_datastore(tmp_path / "there", "memory://data", str(model))
-        assert there.skipped_by_reason == here.skipped_by_reason
-        names = [entry.name for entry in read_manifest(tmp_path / "here").segments]
-        assert [entry.name for entry in read_manifest(tmp_path / "there").segments] == names
-        one = build_datastore(tmp_path / "one", "memory://data/sub/b.txt", str(model))
-        assert (one.documents, list(contents(tmp_path / "one"))) == (1, ["b.txt"])
-        with pytest.raises(BuildError, match="nothing there"):
-            build_datastore(tmp_path / "none", "memory://nowhere", str(model))
+        memory.pipe({"/data/r.jsonl": b'{"text": "one record"}\n', "/data/a.txt": b"a text"})
+        with monkeypatch.context() as patch:
+            patch.setattr(type(memory), "open", broken)
+            with pytest.raises(BuildError, match=f"to reach memory:.*{name}, got the line is dead"):
+                build_datastore(tmp_path / "s", "memory://data", tokenizer)
+        build_datastore(tmp_path / "s", resume=True)
+        assert set(contents(tmp_path / "s")) == {"r.jsonl#1", "a.txt"}
     finally:
         memory.rm("/", recursive=True)
