@@ -184,11 +184,11 @@ class ServeConfig:
     slots
         Key-value caches kept for reuse; each document that is typed in needs one.
     chats
-        Answers that are decoded beside one another, in turns; completions at a cursor come before all of them.
+        Answers that are decoded beside one another; completions at a cursor come before all of them.
     max_queue
         Requests that may wait for the model.
     prefill_chunk
-        Prompt tokens read per pass, so that reading can be cancelled.
+        Prompt tokens read between two passes, so that reading can be cancelled and holds nobody up.
     max_body_bytes
         Largest request accepted.
     bodies_bytes

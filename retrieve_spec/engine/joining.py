@@ -38,11 +38,13 @@ def sequences_of(
     siblings: str | None = None,
     return_logprobs: bool = False,
     together: SharedPrompts | None = None,
+    on_loan: Callable[[Drafter], None] | None = None,
 ) -> list[Sequence]:
     """A sequence for every row of a prepared call; nothing runs before the engine takes them along.
 
     Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row. `together`: prompts of
-    other calls, whose sequences will share passes with these.
+    other calls, whose sequences will share passes with these. `on_loan`: called with each drafter that is lent, before
+    it reads anything.
     """
     most, criteria = dial(speculation.config.nodes if nodes is None else nodes), prepared.criteria
     context_ids = prepared.context_ids if context_ids is None else context_ids
@@ -64,7 +66,7 @@ def sequences_of(
         shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary)
     made = []
     for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
-        lend, give_back = loan(speculation, OFF if most == 0 else draft, call, family)
+        lend, give_back = loan(speculation, OFF if most == 0 else draft, call, family, on_loan)
         stopper = Stopper(criteria)
         sampler = make_sampler(
             row.processors,
@@ -98,7 +100,11 @@ def sequences_of(
 
 
 def loan(
-    speculation: Speculation, draft: str | None, call: str | None, family: Family | None
+    speculation: Speculation,
+    draft: str | None,
+    call: str | None,
+    family: Family | None,
+    on_loan: Callable[[Drafter], None] | None = None,
 ) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
     """What lends a sequence its drafter, and what takes it back when it has ended."""
     lent: list[Drafter] = []
@@ -109,6 +115,8 @@ def loan(
         if isinstance(drafter, str):
             return drafter
         lent.append(drafter)
+        if on_loan is not None:
+            on_loan(drafter)
         shared = drafter if ranks is None else ranks.drafter(drafter)
         assert shared is not None
         return shared

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.sequence import Sequence
@@ -107,6 +107,42 @@ def generate_stream(
     decoder = TextDecoder(tokenizer, skip_special_tokens) if tokenizer is not None else None
     pieces = _pieces(_runs(model, arguments, expected, options, under_way), decoder)
     return Stream(pieces, lambda: _report_of(under_way))
+
+
+def open_sequence(
+    model: Any,
+    input_ids: torch.Tensor,
+    *,
+    tokenizer: Any = None,
+    prediction: Many[int] | None = None,
+    context_ids: Many[int] | None = None,
+    on_pass: Callable[[VerifiedPass], None] | None = None,
+    on_loan: Callable[[Drafter], None] | None = None,
+    draft: str | None = None,
+    seed: int | None = None,
+    **kwargs: Any,
+) -> Sequence | None:
+    """The sequence of a row (1, L) for whoever takes it from pass to pass: `speculation.engine` joins and advances it.
+
+    Arguments are those of `generate_stream`; `on_loan` is called with the drafter that the sequence is lent. None where
+    the call is left to the original `generate`.
+    """
+    arguments = {**as_inputs(input_ids, tokenizer, model), **kwargs, "tokenizer": tokenizer}
+    prepared = prepare_call(model, arguments)
+    if isinstance(prepared, str):
+        return None
+    read = None if context_ids is None else known_ids(context_ids, "context_ids", model)
+    (sequence,) = sequences_of(
+        speculation_of(model),
+        prepared,
+        [prediction_ids(prediction, tokenizer, model)],
+        draft=draft,
+        seed=seed,
+        context_ids=read,
+        on_pass=on_pass,
+        on_loan=on_loan,
+    )
+    return sequence
 
 
 def _runs(

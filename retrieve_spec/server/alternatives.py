@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 
-from retrieve_spec.server.backend import Backend, DraftHints
+from retrieve_spec.server.backend import Backend, DraftHints, Text
+from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.jobs import Completion, Task
 from retrieve_spec.server.slots import Slot, SlotPool, common_prefix
 from retrieve_spec.server.stopping import StopRules, StopScanner
@@ -40,10 +41,15 @@ class Alternatives:
         length = _TOKENS if rules.max_tokens < 0 else min(_TOKENS, rules.max_tokens)
         self._rules = StopRules(length, rules.end_ids, rules.words, rules.min_indent, newline_after_s=-1.0)
 
-    def of(self, slot: Slot, done: Completion, emitted: Sequence[int]) -> list[str]:
-        """Suggestions besides `done`, the likeliest first; `emitted` are all tokens that were decoded for it."""
+    def of(
+        self, branches: Sequence[Branch], slot: Slot, done: Completion, emitted: Sequence[int]
+    ) -> Generator[Text, None, list[str]]:
+        """Suggestions besides `done`, the likeliest first; `emitted` are all tokens that were decoded for it.
+
+        Yields texts that are to take part in the next pass.
+        """
         texts: list[str] = []
-        for branch in self._backend.branches():
+        for branch in branches:
             if len(texts) == self._task.alternatives:
                 break
             if branch.at >= len(done.token_ids) and branch.at > 0:
@@ -51,7 +57,7 @@ class Alternatives:
             said = [*emitted[: branch.at], *branch.token_ids]
             if branch.token_ids[0] in self._rules.end_ids or "\n" in self._codec.decode(emitted[: branch.at]):
                 continue
-            text = self._finished(slot, said)
+            text = yield from self._finished(slot, said)
             known = [done.text, *texts]
             if text.strip() and not any(other.startswith(text) for other in known):
                 texts.append(text)
@@ -60,7 +66,7 @@ class Alternatives:
     def _late(self) -> bool:
         return monotonic() > self._until or self._over()
 
-    def _finished(self, slot: Slot, said: list[int]) -> str:
+    def _finished(self, slot: Slot, said: list[int]) -> Generator[Text, None, str]:
         """Text of a branch to the end of its line, "" when there is no time for it."""
         scanner = StopScanner(self._codec, self._rules)
         scanner.push(said)
@@ -70,15 +76,15 @@ class Alternatives:
             full = len(prompt) >= self._backend.n_ctx
             if full or self._late() or not self._backend.crop(slot.cache, keep):
                 return ""
-            self._decode(slot, prompt, scanner)
+            yield from self._decode(slot, prompt, scanner)
             if not scanner.stopped:
                 return ""
         scanner.finish()
         return scanner.text
 
-    def _decode(self, slot: Slot, prompt: list[int], scanner: StopScanner) -> None:
+    def _decode(self, slot: Slot, prompt: list[int], scanner: StopScanner) -> Generator[Text, None, None]:
         emitted: list[int] = []
-        runs = self._backend.decode(
+        text = self._backend.decode(
             slot.cache,
             prompt,
             max_tokens=self._rules.max_tokens,
@@ -87,11 +93,11 @@ class Alternatives:
             hints=DraftHints(enabled=self._task.drafting, scope=self._task.scope),
         )
         try:
-            for token_ids in runs:
-                emitted += token_ids
-                scanner.push(token_ids)
-                if scanner.stopped or self._late():
-                    break
+            while not (text.over or scanner.stopped or (emitted and self._late())):
+                yield text
+                said = text.take()
+                emitted += said
+                scanner.push(said)
         finally:
-            runs.close()  # type: ignore[attr-defined]
+            text.close()
             self._pool.settle(slot, [*prompt, *emitted])

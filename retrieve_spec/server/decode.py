@@ -1,16 +1,18 @@
-"""The work on one job: a prompt is read in chunks, decoded by passes, and cut where it must stop.
+"""The work on one job: a prompt is read by pieces, decoded by passes, and cut where it must stop.
 
-Between any two passes it can be left, so that somebody at a cursor need not wait, and gone on with later: what was said
-so far is then the end of a longer prompt whose keys and values are cached.
+It says which text of the model is to take part in the next pass, and goes on when that is over. Between any two passes
+it can be left aside, so that somebody at a cursor need not wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
 from time import monotonic
 
+import numpy as np
+
 from retrieve_spec.server.alternatives import Alternatives
-from retrieve_spec.server.backend import Backend, DraftHints
+from retrieve_spec.server.backend import Backend, DraftHints, Text
 from retrieve_spec.server.jobs import Completion, Delta, Job
 from retrieve_spec.server.slots import Slot, SlotPool
 from retrieve_spec.server.stopping import StopScanner
@@ -30,8 +32,8 @@ class Decode:
         The caches.
     job
         What is asked for.
-    prefill_chunk
-        Tokens read per pass while the prompt is prefilled.
+    piece
+        Tokens of the prompt read per pass.
     publish
         Called with what became visible.
 
@@ -39,6 +41,8 @@ class Decode:
     ----------
     done
         What the work has come to so far.
+    text
+        What is to take part in the next pass; None where the work needs no pass of the model's engine.
     """
 
     def __init__(
@@ -47,129 +51,121 @@ class Decode:
         codec: TextCodec,
         pool: SlotPool,
         job: Job,
-        prefill_chunk: int,
+        piece: int,
         publish: Callable[[Job, Delta], None],
     ) -> None:
-        self.backend, self.codec, self.pool, self.chunk, self.publish = backend, codec, pool, prefill_chunk, publish
+        self.backend, self.codec, self.pool, self.publish = backend, codec, pool, publish
         self.job, self.task = job, job.task
-        self.done = Completion(prompt_tokens=len(job.task.prompt_ids))
+        self.done = Completion(prompt_tokens=len(job.task.prompt_ids), waited_s=job.waited)
+        self.text: Text | None = None
+        self._piece = piece
         self._slot: Slot | None = None
-        self._read = 0
         self._scanner = StopScanner(codec, job.task.rules)
-        self._hints: DraftHints | None = None
-        self._emitted: list[int] = []
-        self._worked = 0.0
-        self._resumed = 0.0
-        self._turns = 0
+        self._worked, self._noted_at = 0.0, monotonic()
+        self._steps = self._all_steps()
 
-    def run(self, give_way: Callable[[], bool]) -> bool:
-        """Work until the task is done or, after a pass, has to give way; whether it is done."""
-        self._resumed = monotonic()
-        self._turns += 1
+    @property
+    def is_reading(self) -> bool:
+        """Whether some of the prompt is still to be read."""
+        return self.task.warm or (self.text is not None and self.text.unread > 0)
+
+    def proceed(self) -> bool:
+        """Begin, or go on after a pass; whether the task is done."""
+        self._worked += self._since()
         try:
-            finished = self._work(give_way)
-        finally:
-            self._worked += monotonic() - self._resumed
-        if finished:
+            self.text = next(self._steps)
+        except StopIteration:
             self.close()
             if self.job.cancel.is_set():
                 self.done.outcome = "superseded" if self.job.superseded else "cancelled"
-        return finished
+            return True
+        return False
+
+    def wait(self) -> None:
+        """Note that others had the pass."""
+        self.done.waited_s += self._since()
+
+    def _since(self) -> float:
+        """Seconds since the last that were noted."""
+        before, self._noted_at = self._noted_at, monotonic()
+        return self._noted_at - before
 
     def close(self) -> None:
-        """Give the cache back."""
+        """End the work, however far it is, and give the cache back."""
+        self.text = None
+        self._steps.close()
         if self._slot is not None:
             self.pool.release(self._slot)
             self._slot = None
 
     def drop(self) -> None:
-        """Forget the cache: nobody knows what it holds after a failure."""
+        """The same, and forget the cache: nobody knows what it holds after a failure."""
         if self._slot is not None:
             self.pool.drop(self._slot)
         self.close()
 
-    def _work(self, give_way: Callable[[], bool]) -> bool:
-        if self._slot is None:
-            begun = monotonic()
-            self._slot, self._read = self.pool.take(self.task.prompt_ids, self.task.scope, reuse=self.task.reuse)
-            self.done.cached_tokens = self._read
-            self.done.setup_s = monotonic() - begun
-        if not self._prefill(self._slot, give_way):
-            return False
-        if self.job.cancel.is_set() or self._expired():
-            self.done.stop_type = "limit"
-            self._conclude()
-            return True
-        if self.task.warm:
-            self.task.hints()  # the drafter's memory reads the new chunks now, not with the next keystroke
-            self.done.stop_type = "limit"
-            return True
-        return self._decode(self._slot, give_way)
-
-    def _expired(self) -> bool:
-        limit = self.task.deadline_s
-        if limit is not None and self._worked + monotonic() - self._resumed > limit:
-            self.done.deadline_hit = True
-        return self.done.deadline_hit
-
-    def _prefill(self, slot: Slot, give_way: Callable[[], bool]) -> bool:
-        """Read all of the prompt but the last chunk, which decoding reads itself; False when it has to give way."""
-        prompt, begun = self.task.prompt_ids, monotonic()
-        last = 1 if self.task.warm else self.chunk
-        while len(prompt) - self._read > last and not (self.job.cancel.is_set() or self._expired()):
-            step = min(self.chunk, len(prompt) - self._read - 1)
-            self.backend.prefill(slot.cache, prompt[self._read : self._read + step])
-            self._read += step
-            self.pool.settle(slot, prompt[: self._read])
-            if give_way():
-                self.done.prompt_s += monotonic() - begun
-                return False
-        self.done.prompt_s += monotonic() - begun
-        return True
-
-    def _decode(self, slot: Slot, give_way: Callable[[], bool]) -> bool:
-        """Decode until the text ends; False when it has to give way."""
-        task, said = self.task, self._emitted
-        prompt = [*task.prompt_ids, *said]
-        room = self.backend.n_ctx - len(prompt)
-        wanted = room if task.rules.max_tokens < 0 else min(task.rules.max_tokens - len(said), room)
-        looked = monotonic()
-        if self._hints is None:
-            self._hints = task.hints() if task.drafting else DraftHints(enabled=False)
-            self.done.setup_s += monotonic() - looked
-        begun, first, going = monotonic(), not said, True
-        runs = self.backend.decode(
+    def _all_steps(self) -> Generator[Text | None, None, None]:
+        """Yields what is to take part in the next pass."""
+        task = self.task
+        size = len(task.prompt_ids) * self.backend.token_bytes
+        slot, cached = self.pool.take(task.prompt_ids, task.scope, reuse=task.reuse, size=size)
+        self._slot, self.done.cached_tokens = slot, cached
+        if task.warm:
+            return (yield from self._warm(slot, cached))
+        hints = task.hints() if task.drafting else DraftHints(enabled=False)
+        text = self.backend.decode(
             slot.cache,
-            prompt,
-            max_tokens=wanted,
+            task.prompt_ids,
+            max_tokens=self._most(),
             end_ids=task.rules.end_ids,
             sampling=task.sampling,
-            hints=self._hints.after(said),
+            hints=hints,
+            piece=self._piece,
             branches=task.alternatives > 0,
         )
-        paused = False
+        self.done.setup_s = self._since()
+        emitted = yield from self._decode(slot, text)
+        self._conclude()
+        if task.alternatives and not (self.job.cancel.is_set() or self.done.deadline_hit):
+            beside = Alternatives(
+                self.backend, self.codec, self.pool, task, lambda: self.job.cancel.is_set() or self._expired()
+            )
+            self.done.alternatives = yield from beside.of(text.branches(), slot, self.done, emitted)
+
+    def _warm(self, slot: Slot, read: int) -> Generator[None, None, None]:
+        """Only read the prompt."""
+        prompt = self.task.prompt_ids
+        self.done.stop_type = "limit"
+        while len(prompt) - read > 1 and not (self.job.cancel.is_set() or self._expired()):
+            step = min(self._piece, len(prompt) - read - 1)
+            self.backend.prefill(slot.cache, prompt[read : read + step])
+            read += step
+            self.pool.settle(slot, prompt[:read])
+            yield
+        self.task.hints()  # the drafter's memory reads the new chunks now, not with the next keystroke
+        self.done.prompt_s = self._worked
+
+    def _decode(self, slot: Slot, text: Text) -> Generator[Text, None, list[int]]:
+        """Read the prompt and decode until the text ends; all tokens that were decoded."""
+        prompt, said, done = self.task.prompt_ids, list[int](), self.done
         try:
-            for token_ids in runs:
-                if first and token_ids:
-                    self.done.prompt_s += monotonic() - begun
-                    begun, first = monotonic(), False
-                said += token_ids
-                going = self._accept(self._scanner, token_ids)
-                if not going:
-                    break
-                if give_way():
-                    paused = True
+            while not text.over:
+                yield text
+                fresh = text.take()
+                if fresh and not said:
+                    done.prompt_s, done.first_s = self._worked, done.waited_s + done.setup_s + self._worked
+                    slot.token_ids, slot.copied = np.asarray(prompt, np.int64), text.copy_cache
+                said += fresh
+                slot.size = (len(prompt) + len(said)) * self.backend.token_bytes
+                if not self._accept(fresh):
                     break
         finally:
-            runs.close()  # type: ignore[attr-defined]
-            self.pool.settle(slot, [*task.prompt_ids, *said])
-            self.done.figures += self.backend.figures()
-            self.done.predict_s += monotonic() - begun
-        if paused and len(said) < self._most():
-            return False
-        self._conclude()
-        self._look_beside(slot)
-        return True
+            slot.copied = None
+            done.figures += text.close()
+            self.pool.settle(slot, [*prompt, *said])
+            done.prompt_s = done.prompt_s if said else self._worked
+            done.predict_s = self._worked - done.prompt_s
+        return said
 
     def _most(self) -> int:
         """Tokens that may be said."""
@@ -177,12 +173,20 @@ class Decode:
         most = self.task.rules.max_tokens
         return room if most < 0 else min(most, room)
 
-    def _accept(self, scanner: StopScanner, token_ids: Sequence[int]) -> bool:
-        """Take one run of tokens; whether to go on."""
+    def _expired(self) -> bool:
+        limit = self.task.deadline_s
+        if limit is not None and self._worked > limit:
+            self.done.deadline_hit = True
+        return self.done.deadline_hit
+
+    def _accept(self, token_ids: list[int]) -> bool:
+        """Take the tokens of one pass; whether to go on."""
+        scanner = self._scanner
         before = len(scanner.token_ids)
-        scanner.push(token_ids)
+        if token_ids:
+            scanner.push(token_ids)
         if self.job.cancel.is_set():
-            self.done.passes_after_cancel += 1
+            self.done.passes_after_cancel += len(token_ids) > 0
             return False
         fresh = scanner.visible()
         taken = scanner.token_ids[before:]
@@ -200,12 +204,3 @@ class Decode:
         done.text, done.token_ids = scanner.text, scanner.token_ids
         done.stop_type = scanner.stop_type if scanner.stopped else "limit"
         done.stopping_word = scanner.stopping_word
-
-    def _look_beside(self, slot: Slot) -> None:
-        """Other suggestions, where they were asked for and the text was decoded in one go."""
-        if not self.task.alternatives or self._turns > 1 or self.job.cancel.is_set() or self.done.deadline_hit:
-            return
-        alternatives = Alternatives(
-            self.backend, self.codec, self.pool, self.task, lambda: self.job.cancel.is_set() or self._expired()
-        )
-        self.done.alternatives = alternatives.of(slot, self.done, self._emitted)

@@ -1,9 +1,9 @@
 """One thread that owns the model: turns tasks into streamed completions, those at somebody's cursor before all others.
 
-Work is done in turns of whole passes. After every pass a task gives way to one that comes before it, and after a while
-to another of its kind: text at a cursor never waits for a chat, and chats go on beside one another. The queue is
-bounded, stale keystrokes are answered as superseded instead of late, identical tasks of one scope share one decode, and
-cancellation is looked at after every pass, reading the prompt included.
+Every pass of the model serves all tasks of the rank whose turn it is: nobody who types waits for another who does, and
+chats go on beside one another. While somebody types, prompts of chats are not read, and chats decode only in passes
+that are run for who types. The queue is bounded, stale keystrokes are answered as superseded instead of late, identical
+tasks of one scope share one decode, and cancellation is looked at after every pass, reading the prompt included.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from time import monotonic
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.decode import Decode
-from retrieve_spec.server.jobs import Completion, Delta, Job, Sink, Task, Ticket, Waiter
-from retrieve_spec.server.slots import SlotPool
+from retrieve_spec.server.jobs import Completion, Delta, Job, Outcome, Sink, Task, Ticket, Waiter
+from retrieve_spec.server.slots import COPY_FROM, SlotPool, common_prefix
 from retrieve_spec.server.text import TextCodec
 
 log = logging.getLogger("retrieve_spec.server")
 
-_TURN_S = 0.5
-"""How long a task works before another of its kind has its turn."""
+_MOST_TYPING = 16
+"""Completions at a cursor that are under way beside one another."""
 _CHORE_S = 10.0
 
 
@@ -32,7 +32,7 @@ class QueueFullError(ServeError):
 
 
 class Engine:
-    """Serves tasks by turns on one model.
+    """Serves tasks on one model.
 
     Parameters
     ----------
@@ -43,15 +43,15 @@ class Engine:
     slots
         Caches kept besides those of tasks under way.
     cache_bytes
-        Bytes they may take.
+        Bytes they may take, and bytes that those under way may take where there are several of a kind.
     max_queue
         Tasks that may wait.
     max_begun
-        Tasks of one kind that may be under way beside one another.
+        Tasks that may be under way beside one another, besides completions at a cursor.
     share
         Tasks of one scope that may wait.
     prefill_chunk
-        Tokens read per pass while a prompt is prefilled.
+        Tokens of prompts read per pass.
     on_done
         Called with every finished task and its completion, in the engine's thread.
     """
@@ -72,14 +72,12 @@ class Engine:
         self.backend = backend
         self.codec = codec
         self._pool = SlotPool(backend, slots, cache_bytes)
-        self._max_queue, self._max_begun = max_queue, max_begun
+        self._max_queue, self._max_begun, self._most_bytes = max_queue, max_begun, cache_bytes
         self._share = max_queue if share is None else share
         self._chunk = prefill_chunk
         self._on_done = on_done
         self._changed = Condition()
-        self._waiting: list[Job] = []
-        self._running: Job | None = None
-        self._turns = 0
+        self._jobs: list[Job] = []  # in the order they came
         self._closed = False
         self._chores: list[Callable[[], None]] = []
         self._thread = Thread(target=self._work, name="retrieve-spec-engine", daemon=True)
@@ -92,7 +90,7 @@ class Engine:
         """Cancel everything and end the thread."""
         with self._changed:
             self._closed = True
-            for job in self._jobs():
+            for job in self._jobs:
                 job.cancel.set()
             self._changed.notify_all()
         if self._thread.is_alive():
@@ -101,17 +99,17 @@ class Engine:
     @property
     def queue_length(self) -> int:
         """Tasks that wait for their first pass."""
-        return sum(job.begun is None for job in list(self._waiting))
+        return sum(job.begun is None for job in list(self._jobs))
 
     @property
     def begun(self) -> int:
         """Tasks under way."""
-        return sum(job is not self._running for job in list(self._waiting) if job.begun) + (self._running is not None)
+        return sum(job.begun is not None for job in list(self._jobs))
 
     @property
     def busy(self) -> bool:
         """Whether a task is being worked on."""
-        return self._running is not None
+        return self.begun > 0
 
     def run_when_idle(self, chore: Callable[[], None]) -> None:
         """Have the model's thread do something between two passes (attach a store, say)."""
@@ -168,29 +166,21 @@ class Engine:
                 gone += self._make_room(task)
                 job = Job(task, key, sink, monotonic())
                 waiter = job.waiters[0]
-                self._queue(job)
+                self._jobs.append(job)
+                self._changed.notify_all()
         for other in gone:
             self._tell(other, Completion("superseded", prompt_tokens=len(other.task.prompt_ids)))
         return Ticket(lambda: self._leave(job, waiter))
 
-    def _jobs(self) -> list[Job]:
-        return [*self._waiting, *([self._running] if self._running else [])]
-
-    def _queue(self, job: Job) -> None:
-        self._turns += 1
-        job.turn = self._turns
-        self._waiting.append(job)
-        self._changed.notify_all()
-
     def _twin(self, key: bytes) -> Job | None:
-        for job in self._jobs():
+        for job in self._jobs:
             if not job.cancel.is_set() and not job.superseded and job.key == key:
                 return job
         return None
 
     def _overtaken(self, task: Task) -> bool:
         """Whether a request that came later replaces this one: large ones take longer to read."""
-        waiters = (waiter for job in self._jobs() for waiter in job.waiters)
+        waiters = (waiter for job in self._jobs for waiter in job.waiters)
         return any(task.replaced_by(w.task) and w.task.arrived > task.arrived for w in waiters)
 
     def _supersede(self, task: Task, besides: Job | None = None) -> list[Waiter]:
@@ -199,16 +189,16 @@ class Engine:
         The last one who waits for a job under way is told by the job itself, after the pass it is in.
         """
         gone: list[Waiter] = []
-        for job in self._jobs():
+        for job in list(self._jobs):
             replaced = [] if job is besides else [w for w in job.waiters if w.task.replaced_by(task)]
             if job.task.warm and not task.warm and job.begun:
                 replaced = list(job.waiters)
             if replaced and len(replaced) == len(job.waiters):
                 job.superseded = True
                 job.cancel.set()
-                if job.begun or job is self._running:
+                if job.begun:
                     continue
-                self._waiting.remove(job)
+                self._jobs.remove(job)
             for waiter in replaced:
                 job.waiters.remove(waiter)
             gone += replaced
@@ -216,7 +206,7 @@ class Engine:
 
     def _make_room(self, task: Task) -> list[Waiter]:
         """Take a waiting task out where the queue is full: one that only reads ahead, or an older one of the client."""
-        unbegun = [job for job in self._waiting if job.begun is None]
+        unbegun = [job for job in self._jobs if job.begun is None]
         mine = [job for job in unbegun if job.task.scope == task.scope]
         full = len(unbegun) >= self._max_queue
         if not full and len(mine) < self._share:
@@ -230,7 +220,7 @@ class Engine:
                 f"{len(unbegun if full else mine)}",
                 "Try again in a moment.",
             )
-        self._waiting.remove(candidates[0])
+        self._jobs.remove(candidates[0])
         candidates[0].cancel.set()
         return candidates[0].waiters
 
@@ -241,9 +231,9 @@ class Engine:
                 return
             if len(job.waiters) == 1:
                 job.cancel.set()
-                gone = job in self._waiting and job.begun is None
+                gone = job in self._jobs and job.begun is None
                 if gone:
-                    self._waiting.remove(job)
+                    self._jobs.remove(job)
             job.waiters.remove(waiter)
         if gone:
             self._count(job.task, Completion("cancelled", prompt_tokens=len(job.task.prompt_ids)))
@@ -251,75 +241,123 @@ class Engine:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not (self._waiting or self._closed or self._chores):
+                while not (self._jobs or self._closed or self._chores):
                     self._changed.wait()
                 chores, self._chores = self._chores, []
-                job = self._next()
-                if job is not None:
-                    self._waiting.remove(job)
-                    self._running = job
+                jobs = list(self._jobs)
+                if self._closed and not jobs and not chores:
+                    return
             for chore in chores:
                 try:
                     chore()
                 except Exception:
                     log.exception("a task between requests failed")
-            if job is not None:
-                self._serve(job)
-            elif self._closed:
-                return
+            jobs = [job for job in jobs if not (job.cancel.is_set() and self._proceed(job))]
+            self._pass(self._begin(jobs))
 
-    def _next(self) -> Job | None:
-        """Whose turn it is."""
-        ready = [job for job in self._waiting if self._may_work(job)]
-        return min(ready, key=lambda job: (not job.cancel.is_set(), job.task.rank, job.turn), default=None)
+    def _begin(self, jobs: list[Job]) -> list[Job]:
+        """Begin the tasks whose turn it is and that there is room for; all that are under way."""
+        under_way = [job for job in jobs if job.begun]
+        for job in sorted((job for job in jobs if not job.begun), key=lambda job: job.task.rank):
+            if not self._may_begin(job, under_way):
+                continue
+            with self._changed:
+                if job not in self._jobs:
+                    continue  # its client has gone
+                job.waited = monotonic() - job.submitted
+                job.begun = Decode(self.backend, self.codec, self._pool, job, self._chunk, self.publish)
+            late = job.task.stale_s is not None and job.waited > job.task.stale_s
+            if late:
+                self._finish(job, Completion("superseded", prompt_tokens=len(job.task.prompt_ids)))
+            elif not self._proceed(job):
+                under_way.append(job)
+        return under_way
 
-    def _may_work(self, job: Job) -> bool:
-        """Whether a task is under way, or may be beside the others of its kind."""
-        if job.begun is not None or job.cancel.is_set():
+    def _may_begin(self, job: Job, under_way: list[Job]) -> bool:
+        """Whether a task may begin beside those under way: there is room, and it cannot copy what one is reading."""
+        task = job.task
+        if any(other.task.rank < task.rank for other in under_way):
+            return False
+        like = sum(other.task.rank == task.rank for other in under_way)
+        if not like:
             return True
-        return sum(other.begun is not None and other.task.rank == job.task.rank for other in self._waiting) < (
-            self._max_begun
+        if like >= (_MOST_TYPING if task.typing else self._max_begun):
+            return False
+        if self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
+            return False
+        return not any(
+            other.task.scope == task.scope
+            and other.begun.is_reading
+            and task.reuse
+            and common_prefix(other.task.prompt_ids, task.prompt_ids) >= max(COPY_FROM, len(task.prompt_ids) // 2)
+            for other in under_way
         )
 
-    def _gives_way(self, job: Job, since: float) -> bool:
-        """Whether a task that has just done a pass lets another one work."""
-        with self._changed:
-            if job.cancel.is_set():
-                return False
-            over = monotonic() - since > _TURN_S
-            return bool(self._chores) or any(
-                other.task.rank < job.task.rank or (over and other.task.rank == job.task.rank)
-                for other in self._waiting
-                if other.cancel.is_set() or self._may_work(other)
-            )
+    def _turn(self, under_way: list[Job]) -> list[Job]:
+        """Who takes part in the next pass.
 
-    def _serve(self, job: Job) -> None:
-        if job.begun is None:
-            job.waited = monotonic() - job.submitted
-            stale = job.task.stale_s is not None and job.waited > job.task.stale_s
-            if job.cancel.is_set() or stale:
-                superseded = stale or job.superseded
-                done = Completion("superseded" if superseded else "cancelled", prompt_tokens=len(job.task.prompt_ids))
-                return self._finish(job, done)
-            job.begun = Decode(self.backend, self.codec, self._pool, job, self._chunk, self.publish)
-        since = monotonic()
+        All of the first rank that have read their prompts, with chats if there is a pass for who types; of the others
+        as many, the first first, as have a piece of a prompt together.
+        """
+        first = min(job.task.rank for job in under_way)
+        mine = [job for job in under_way if job.task.rank == first]
+        turn = [job for job in mine if not job.begun.is_reading]
+        if turn and first == 0:
+            turn += [job for job in under_way if job.task.rank == 1 and not job.begun.is_reading]
+        left = self._chunk
+        for job in mine:
+            if job.begun.is_reading and left > 0:
+                turn.append(job)
+                left -= min(self._chunk, job.begun.text.unread) if job.begun.text is not None else left
+        return turn
+
+    def _pass(self, under_way: list[Job]) -> None:
+        """One pass of the model for those whose turn it is."""
+        if not under_way:
+            return
+        turn = self._turn(under_way)
         try:
-            finished = job.begun.run(lambda: self._gives_way(job, since))
+            texts = [job.begun.text for job in turn if job.begun.text is not None]
+            if texts:
+                self.backend.step(texts)
+        except Exception as error:
+            log.exception("a pass failed")
+            for job in turn:
+                self._fail(job, error)
+            return
+        for job in under_way:
+            if job in turn:
+                self._proceed(job)
+            else:
+                job.begun.wait()
+
+    def _proceed(self, job: Job) -> bool:
+        """Let a task go on after a pass, or begin; whether it is over."""
+        if job.begun is None:
+            outcome: Outcome = "superseded" if job.superseded else "cancelled"
+            self._finish(job, Completion(outcome, prompt_tokens=len(job.task.prompt_ids)))
+            return True
+        try:
+            if job.begun.proceed():
+                self._finish(job, job.begun.done)
+                return True
         except Exception as error:
             log.exception("a completion failed")
-            job.begun.drop()
-            self._pool.clear()
-            return self._finish(job, Completion("failed", error=f"{type(error).__name__}: {error}"))
-        if finished:
-            return self._finish(job, job.begun.done)
-        with self._changed:
-            self._running = None
-            self._queue(job)
+            self._fail(job, error)
+            return True
+        return False
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """End a task that failed, and forget all caches: what failed may have been the memory."""
+        job.begun.drop()
+        self._pool.clear()
+        self._finish(job, Completion("failed", error=f"{type(error).__name__}: {error}"))
 
     def _finish(self, job: Job, done: Completion) -> None:
-        done.waited_s = job.waited
         with self._changed:
-            self._running = None
+            if job not in self._jobs:
+                return  # whoever waited has been told
+            self._jobs.remove(job)
             waiters, job.waiters = job.waiters, []
             job.cancel.set()
         self._count(job.task, done)

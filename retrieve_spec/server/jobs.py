@@ -110,7 +110,9 @@ class Completion:
         Length of the prompt, and how much of it a cache already held.
     setup_s, prompt_s, predict_s, waited_s
         Seconds spent looking up what to draft from and which cache to continue, reading the prompt, decoding, and
-        waiting.
+        waiting (for the first pass, or aside while others had theirs).
+    first_s
+        Seconds until there was a token, from when it was asked for.
     figures
         Passes and drafts.
     passes_after_cancel
@@ -131,6 +133,7 @@ class Completion:
     prompt_s: float = 0.0
     predict_s: float = 0.0
     waited_s: float = 0.0
+    first_s: float = 0.0
     figures: PassFigures = field(default_factory=PassFigures)
     alternatives: list[str] = field(default_factory=list)
     passes_after_cancel: int = 0
@@ -156,10 +159,8 @@ class Job:
     ----------
     key
         The task's fingerprint.
-    turn
-        When it may work next, among jobs of its rank.
     begun
-        Its work so far, None before the first pass (`retrieve_spec.server.decode.Decode`).
+        Its work so far, None before it begins (`retrieve_spec.server.decode.Decode`).
     """
 
     def __init__(self, task: Task, key: bytes, sink: Sink, submitted: float) -> None:
@@ -167,7 +168,6 @@ class Job:
         self.key = key
         self.submitted = submitted
         self.waited = 0.0
-        self.turn = 0
         self.begun: Any = None
         self.cancel = Event()
         self.superseded = False

@@ -73,7 +73,7 @@ class Metrics:
             self._prompt.labels("model").inc(max(0, done.prompt_tokens - done.cached_tokens))
         if done.token_ids:
             kind = "typing" if task.typing else "other"
-            self._first.labels(kind).observe(done.waited_s + done.setup_s + done.prompt_s)
+            self._first.labels(kind).observe(done.first_s)
         self._deadlines.inc(done.deadline_hit)
         figures = done.figures
         self._emitted.inc(len(done.token_ids))

@@ -15,7 +15,6 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.attached import Attached
-from retrieve_spec.server.backend import HuggingFaceBackend
 from retrieve_spec.server.connections import BoundedConnection
 from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
 from retrieve_spec.server.jobs import Completion, Task
@@ -29,6 +28,7 @@ from retrieve_spec.server.workspace_store import WorkspaceStore
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
+    from retrieve_spec.server.hf_backend import HuggingFaceBackend
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -105,6 +105,7 @@ def assemble(
     from retrieve_spec.drafting.drafter import Preparable
     from retrieve_spec.drafting.presets import build_drafter
     from retrieve_spec.sampling.acceptance import prepare_sampling
+    from retrieve_spec.server.hf_backend import HuggingFaceBackend
 
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
     accelerate(model, tokenizer, datastores=given)

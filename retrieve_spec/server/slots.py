@@ -6,7 +6,7 @@ A cache serves the scope that filled it and no other: how much of a prompt is ca
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from retrieve_spec.server.backend import Backend
 
-_COPY_FROM = 64
+COPY_FROM = 64
 """A shared beginning of at least so many tokens is copied rather than read again."""
 
 
@@ -23,8 +23,8 @@ _COPY_FROM = 64
 class Slot:
     """One cache, the (n,) int64 tokens whose keys and values it holds, and whose they are.
 
-    While a slot is `held` by a task under way nobody else works on it; one that was `dropped` is not kept any longer
-    than that.
+    While a slot is `held` by a task under way nobody else works on it, and what it holds may only be `copied`, if at
+    all; one that was `dropped` is not kept any longer than that.
     """
 
     cache: Any
@@ -34,6 +34,7 @@ class Slot:
     size: int = 0
     held: bool = True
     dropped: bool = False
+    copied: Callable[[], Any] | None = None
 
 
 def common_prefix(a: ArrayLike, b: ArrayLike) -> int:
@@ -63,20 +64,26 @@ class SlotPool:
         self._slots: list[Slot] = []
         self._ticks = 0
 
-    def take(self, prompt_ids: Sequence[int], scope: str = "", *, reuse: bool = True) -> tuple[Slot, int]:
-        """Hold a cache with the beginning of a prompt in it; how many tokens of it (at most all but the last)."""
+    def take(
+        self, prompt_ids: Sequence[int], scope: str = "", *, reuse: bool = True, size: int = 0
+    ) -> tuple[Slot, int]:
+        """Hold a cache with the beginning of a prompt in it; how many tokens of it (at most all but the last).
+
+        It will take ``size`` bytes.
+        """
         self._ticks += 1
         prompt = np.asarray(prompt_ids, np.int64)
         best, shared = None, 0
         if reuse:
             for slot in self._slots:
-                n = common_prefix(slot.token_ids, prompt) if slot.scope == scope and not slot.dropped else 0
+                usable = slot.scope == scope and not slot.dropped and (slot.copied is not None or not slot.held)
+                n = common_prefix(slot.token_ids, prompt) if usable else 0
                 if n > shared or (n == shared and best is not None and best.held):
                     best, shared = slot, n
         keep = min(shared, len(prompt) - 1)
         slot, keep = self._prepare(best, keep, scope)
         slot.token_ids = prompt[:keep]
-        slot.used, slot.held = self._ticks, True
+        slot.used, slot.held, slot.size = self._ticks, True, max(slot.size, size)
         self._shrink()
         return slot, keep
 
@@ -87,11 +94,17 @@ class SlotPool:
                 if self._backend.crop(best.cache, keep):
                     return best, keep
                 self.drop(best)
-            elif keep >= _COPY_FROM:
-                copy = self._backend.clone(best.cache)
-                if self._backend.crop(copy, keep):
+            elif keep >= COPY_FROM:
+                copy = self._copy(best)
+                if copy is not None and self._backend.crop(copy, keep):
                     return self._fresh(copy, scope), keep
         return self._fresh(self._backend.new_cache(), scope), 0
+
+    def _copy(self, slot: Slot) -> Any:
+        """A copy of what a slot holds, or None."""
+        if slot.copied is not None:
+            return slot.copied()
+        return self._backend.clone(slot.cache)
 
     def _fresh(self, cache: Any, scope: str) -> Slot:
         slot = Slot(cache, scope)
@@ -116,9 +129,14 @@ class SlotPool:
         slot.token_ids = np.asarray(token_ids[:length], np.int64)
         slot.size = self._backend.cache_bytes(slot.cache)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the caches that are worked on, as they were when that began or as they will be."""
+        return sum(slot.size for slot in self._slots if slot.held)
+
     def release(self, slot: Slot) -> None:
         """Give a cache back that was taken."""
-        slot.held = False
+        slot.held, slot.copied = False, None
         if slot.dropped:
             self._slots = [other for other in self._slots if other is not slot]
         self._shrink()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from retrieve_spec.server.backend import DraftHints, PassFigures
 from retrieve_spec.server.branches import Branch
@@ -22,7 +22,8 @@ class ScriptedBackend:
         self.gate: threading.Semaphore | None = None
         self.fail = False
         self.beside: list[Branch] = []
-        self._figures = PassFigures()
+        self.token_bytes = 8
+        self.together: list[int] = []
 
     def new_cache(self) -> list[int]:
         return []
@@ -60,39 +61,76 @@ class ScriptedBackend:
         end_ids: frozenset[int],
         sampling: Sampling,
         hints: DraftHints,
+        piece: int = 0,
         branches: bool = False,
-    ) -> Iterator[Sequence[int]]:
+    ) -> ScriptedText:
         assert list(prompt_ids[: len(cache)]) == cache, "the cache does not hold the beginning of the prompt"
         assert len(cache) < len(prompt_ids)
-        if self.fail:
-            raise RuntimeError("out of memory")
-        self.prompts.append(tuple(prompt_ids))
         self.hints.append(hints)
-        self._figures = PassFigures()
-        said = self.script(prompt_ids)[:max_tokens]
-        step = self.run if hints.enabled else 1
-        cache.extend(prompt_ids[len(cache) :])
-        for at in range(0, len(said), step):
-            self._pass()
-            run = said[at : at + step]
-            if at:
-                cache.append(said[at - 1])
-            cache.extend(run[:-1])
-            self._figures.passes += 1
-            self._figures.drafted += step - 1
-            self._figures.accepted_by_source["prediction"] = (
-                self._figures.accepted_by_source.get("prediction", 0) + len(run) - 1
-            )
-            yield run
+        return ScriptedText(self, cache, list(prompt_ids), max_tokens, piece, self.run if hints.enabled else 1)
 
-    def figures(self) -> PassFigures:
-        return self._figures
-
-    def branches(self) -> list[Branch]:
-        return self.beside
+    def step(self, texts: Sequence[ScriptedText]) -> None:
+        self._pass()
+        self.together.append(len(texts))
+        for text in texts:
+            text.go_on()
 
     def forget(self, scope: str) -> None:
         self.forgotten = scope
+
+
+class ScriptedText:
+    """What a scripted model says behind a prompt; the prompt is read by pieces."""
+
+    def __init__(self, backend, cache, prompt, max_tokens, piece, run):
+        self.backend, self.cache, self.prompt, self.piece, self.run = backend, cache, prompt, piece, run
+        self.max_tokens = max_tokens
+        self.said, self.at, self.fresh = None, 0, []
+        self.figures = PassFigures()
+
+    @property
+    def unread(self):
+        return len(self.prompt) - len(self.cache) if self.said is None else 0
+
+    @property
+    def over(self):
+        return self.said is not None and self.at >= len(self.said)
+
+    def go_on(self):
+        assert not self.over
+        if self.said is None:
+            if self.backend.fail:
+                raise RuntimeError("out of memory")
+            if self.piece and self.unread > self.piece:
+                self.backend.prefilled.append(self.piece)
+                self.cache += self.prompt[len(self.cache) :][: self.piece]
+                return
+            self.backend.prompts.append(tuple(self.prompt))
+            self.said = self.backend.script(self.prompt)[: self.max_tokens]
+            self.cache += self.prompt[len(self.cache) :]
+        run = self.said[self.at : self.at + self.run]
+        if self.at:
+            self.cache.append(self.said[self.at - 1])
+        self.cache += run[:-1]
+        self.at += self.run
+        self.fresh += run
+        self.figures.passes += 1
+        self.figures.drafted += self.run - 1
+        accepted = self.figures.accepted_by_source
+        accepted["prediction"] = accepted.get("prediction", 0) + len(run) - 1
+
+    def take(self):
+        taken, self.fresh = self.fresh, []
+        return taken
+
+    def copy_cache(self):
+        return list(self.cache)
+
+    def close(self):
+        return self.figures
+
+    def branches(self):
+        return self.backend.beside
 
 
 class Collector:

@@ -10,6 +10,7 @@ from waiting import wait_for
 from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.engine import Engine, QueueFullError
 from retrieve_spec.server.jobs import Task, same_document
+from retrieve_spec.server.samplers import Sampling
 from retrieve_spec.server.slots import SlotPool, common_prefix
 from retrieve_spec.server.stopping import StopRules
 
@@ -99,6 +100,7 @@ def test_a_shared_beginning_is_copied_and_both_caches_stay(backend):
     first, _ = pool.take(list(range(300)))
     first.cache.extend(range(300))
     pool.settle(first, list(range(300)))
+    pool.release(first)
     branch, keep = pool.take([*range(100), 7, 8])
     assert keep == 100
     assert branch is not first
@@ -233,12 +235,52 @@ def test_typing_interrupts_and_what_was_interrupted_goes_on(engine, backend):
     assert ahead.result().outcome == "done"
 
 
-def test_tasks_of_one_kind_take_turns(engine, backend, monkeypatch):
-    monkeypatch.setattr("retrieve_spec.server.engine._TURN_S", -1.0)
-    sinks = [ask(engine, [500 + 100 * i], rules=StopRules(max_tokens=8)) for i in range(3)]
+def test_tasks_of_one_kind_share_passes(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    sinks = [ask(engine, [500 + 100 * i], typing=True, client=str(i)) for i in range(3)]
+    wait_for(lambda: engine.begun == 1 or engine.queue_length == 0)
+    backend.gate.release(1000)
     for i, sink in enumerate(sinks):
         assert sink.result().token_ids == list(range(501 + 100 * i, 509 + 100 * i))
-    assert len(backend.prompts) > 6
+    assert max(backend.together) == 3
+    assert backend.passes < 3 * 4
+
+
+def test_a_long_prompt_does_not_hold_the_others(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    long = ask(engine, range(1000, 1400), typing=True)
+    wait_for(lambda: engine.begun)
+    short = ask(engine, [500], typing=True)
+    backend.gate.release(2)  # a piece of the long prompt, another one: there is no room for the short prompt yet
+    wait_for(lambda: backend.passes == 2 and engine.begun == 2)
+    backend.gate.release(40)
+    assert short.result().token_ids == list(range(501, 509))
+    assert long.result().token_ids == list(range(1400, 1408))
+
+
+def test_chats_take_part_in_the_passes_of_who_types_but_read_nothing_meanwhile(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    chat = ask(engine, [500], rules=StopRules(max_tokens=40))
+    backend.gate.release(1)
+    wait_for(lambda: chat.events)
+    typing = ask(engine, [700], typing=True)
+    other = ask(engine, range(1000, 1050))
+    wait_for(lambda: engine.queue_length == 2)
+    backend.gate.release(5)
+    typing.result()
+    assert backend.together[-3:] == [2, 2, 2]
+    assert backend.prefilled == []
+    backend.gate.release(1000)
+    assert chat.result().token_ids == list(range(501, 541))
+    assert other.result().token_ids == list(range(1050, 1058))
+
+
+def test_a_prompt_that_another_is_reading_is_read_once(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    sinks = [ask(engine, range(1000, 1100), sampling=Sampling(temperature=1.0, seed=seed)) for seed in range(3)]
+    backend.gate.release(1000)
+    assert [sink.result().cached_tokens for sink in sinks] == [0, 99, 99]
+    assert sum(backend.prefilled) < 100
 
 
 def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, backend):

@@ -101,7 +101,7 @@ def test_branches_are_what_the_model_says_after_another_token(reference):
     backend = service.backend
     task = service.infill(InfillRequest.model_validate(body(CUTS[3], n_predict=24)), Caller()).task
     emitted = []
-    runs = backend.decode(
+    text = backend.decode(
         backend.new_cache(),
         task.prompt_ids,
         max_tokens=24,
@@ -110,9 +110,11 @@ def test_branches_are_what_the_model_says_after_another_token(reference):
         hints=task.hints(),
         branches=True,
     )
-    for run in runs:
-        emitted += run
-    branches = backend.branches()
+    while not text.over:
+        backend.step([text])
+        emitted += text.take()
+    text.close()
+    branches = text.branches()
     assert branches
     for branch in branches:
         ids = torch.tensor([[*task.prompt_ids, *emitted[: branch.at], branch.token_ids[0]]])

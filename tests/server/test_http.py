@@ -365,7 +365,7 @@ def test_closed_connection_costs_at_most_one_pass(live, say):
         wait_for(lambda: server.service.engine.busy)
         backend.gate.release(3)
         wait_for(lambda: backend.passes == 3)
-        job = server.service.engine._running
+        (job,) = server.service.engine._jobs
     wait_for(lambda: job.cancel.is_set())
     spent = backend.passes
     backend.gate.release(1000)
@@ -382,7 +382,7 @@ def test_closed_stream_costs_at_most_one_pass(live, say):
         "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}
     ) as raw:
         next(raw.iter_lines())
-        job = server.service.engine._running
+        (job,) = server.service.engine._jobs
     wait_for(lambda: job.cancel.is_set())
     spent = backend.passes
     backend.gate.release(1000)

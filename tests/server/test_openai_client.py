@@ -58,7 +58,7 @@ def test_closing_mid_stream_stops_the_model(client, codec):
     stream = client.completions.create(model="any", prompt="x", max_tokens=300, stream=True)
     for _ in range(3):
         next(stream)
-    job = client.server.service.engine._running
+    (job,) = client.server.service.engine._jobs
     stream.close()
     wait_for(job.cancel.is_set)
     spent = backend.passes

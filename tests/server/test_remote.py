@@ -92,8 +92,7 @@ def test_a_request_that_an_editor_gives_up_is_given_up(live, codec, editors):
             await asked
 
     asyncio.run(give_up())
-    job = server.service.engine._running
-    wait_for(lambda: job.cancel.is_set())
+    wait_for(lambda: all(job.cancel.is_set() for job in server.service.engine._jobs))
     backend.gate.release(1000)
     wait_for(lambda: bool(server.done))
     assert server.done[-1][1].outcome == "cancelled"

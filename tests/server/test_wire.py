@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from scripted import ScriptedBackend
+from waiting import wait_for
 
 REQUESTS = json.loads((Path(__file__).parent / "wire" / "requests.json").read_text("utf-8"))
 SAID = "urn a + b"
@@ -86,8 +87,7 @@ def test_three_identical_requests_are_decoded_once(server):
     for thread in threads:
         thread.start()
     engine = server.service.engine
-    while engine._running is None or len(engine._running.waiters) < 3:
-        pass
+    wait_for(lambda: engine._jobs and len(engine._jobs[0].waiters) == 3)
     server.backend.gate.release(100)
     for thread in threads:
         thread.join()

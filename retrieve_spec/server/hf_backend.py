@@ -1,0 +1,257 @@
+"""A Hugging Face causal language model behind the server's door: every text is a sequence of the model's one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from retrieve_spec.drafting.calibration import Calibration
+from retrieve_spec.engine.engine import Engine
+from retrieve_spec.engine.sequence import Sequence as Decoded
+from retrieve_spec.engine.shared_prompt import CopiesRows
+from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.generation.streams import generate_stream, open_sequence
+from retrieve_spec.server.backend import DraftHints, PassFigures, ReadingCost, Text
+from retrieve_spec.server.branches import Branch, BranchCollector
+from retrieve_spec.server.samplers import Sampling
+
+_MEASURED = 256
+
+
+class SharedText:
+    """A text that shares passes of the engine with others.
+
+    Parameters
+    ----------
+    sequence
+        Its sequence, which has joined the engine.
+    speculation
+        State of the model.
+    collector
+        Noted what verification showed beside the path.
+    """
+
+    def __init__(self, sequence: Decoded, speculation: Speculation, collector: BranchCollector) -> None:
+        self.sequence, self._speculation, self._collector = sequence, speculation, collector
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that are still to be read."""
+        return len(self.sequence.unread)
+
+    @property
+    def over(self) -> bool:
+        """Whether no pass takes it along any more."""
+        return self.sequence.ended
+
+    def take(self) -> list[int]:
+        """Tokens that were accepted since the last call; raises what the text failed with."""
+        taken: list[int] = []
+        while self.sequence.has_pieces:
+            taken += self.sequence.take().tolist()
+        if self.sequence.error is not None:
+            raise self.sequence.error
+        return taken
+
+    def copy_cache(self) -> Any:
+        """A copy of its cache as it is between two passes, or None."""
+        verifier = self.sequence.verifier
+        return verifier.copy_rows() if isinstance(verifier, CopiesRows) and not self.over else None
+
+    def close(self) -> PassFigures:
+        """End the text and hand its cache back; what it cost."""
+        self._speculation.engine.leave(self.sequence)
+        self._speculation.ended(self.sequence)
+        report = self.sequence.log.summary()
+        return PassFigures(report.passes, report.nodes, dict(report.accepted_by_source))
+
+    def branches(self) -> list[Branch]:
+        """What verification showed beside the path that was taken, the likeliest first."""
+        return self._collector.likeliest()
+
+
+class LoneText:
+    """A text that the model's original `generate` decodes, all in one step."""
+
+    unread = 0
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._taken = stream, list[int]()
+        self.over = False
+
+    def step(self) -> None:
+        """Decode all of it."""
+        for run in self._stream:
+            self._taken += run.token_ids.tolist()
+        self.over = True
+
+    def take(self) -> list[int]:
+        """Tokens that were accepted since the last call."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def copy_cache(self) -> Any:
+        """None."""
+
+    def close(self) -> PassFigures:
+        """End the text."""
+        self._stream.close()
+        report = self._stream.report
+        return PassFigures() if report is None else PassFigures(report.passes, report.nodes)
+
+    def branches(self) -> list[Branch]:
+        """Nothing: nothing was drafted."""
+        return []
+
+
+class HuggingFaceBackend:
+    """A Hugging Face causal language model behind the engine's door.
+
+    Parameters
+    ----------
+    model
+        A model prepared by `retrieve_spec.accelerate`.
+    tokenizer
+        Its tokenizer.
+    ctx_size
+        Positions used at most; 0 for all the model has.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, ctx_size: int = 0) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.token_bytes = int(model.speculation.bytes_per_token)
+        self._infill: Any = None
+        self._scopes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        config = model.config.get_text_config()
+        self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
+        if ctx_size:
+            self.n_ctx = min(self.n_ctx, ctx_size)
+
+    def set_infill(self, factory: Any) -> None:
+        """Give the factory of the processor for the ``infill`` sampler (`samplers.make_infill_processor`)."""
+        self._infill = factory
+
+    def new_cache(self) -> Any:
+        """An empty key-value cache."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    def cache_length(self, cache: Any) -> int:
+        """Tokens whose keys and values a cache holds."""
+        return int(cache.get_seq_length())
+
+    def crop(self, cache: Any, keep: int) -> bool:
+        """Keep the first tokens of a cache; False if this kind of cache cannot be cut."""
+        surplus = self.cache_length(cache) - keep
+        if surplus <= 0:
+            return surplus == 0
+        if not all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers):
+            return False  # windowed and recurrent layers forget what a cut would need
+        cache.crop(-surplus)
+        return True
+
+    def clone(self, cache: Any) -> Any:
+        """A copy of a cache."""
+        import copy
+
+        return copy.deepcopy(cache)
+
+    def cache_bytes(self, cache: Any) -> int:
+        """Bytes that a cache takes, what its tensors are views of included."""
+        held: dict[int, int] = {}
+        for layer in cache.layers:
+            for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    held[storage.data_ptr()] = storage.nbytes()
+        return sum(held.values())
+
+    def measure(self) -> ReadingCost:
+        """What reading a prompt costs, by reading one twice as long as is measured."""
+        count = max(1, min(_MEASURED, self.n_ctx // 4))
+        ids = [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
+        cache = self.new_cache()
+        self.prefill(cache, ids)
+        begun = perf_counter()
+        self.prefill(cache, ids)
+        return ReadingCost((perf_counter() - begun) / count, self.cache_bytes(cache) / (2 * count))
+
+    def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:
+        """Read further tokens into a cache, in one pass."""
+        ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
+        with torch.inference_mode():
+            self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def decode(
+        self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
+        hints: DraftHints, piece: int = 0, branches: bool = False,
+    ) -> Text:  # fmt: skip
+        """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet."""
+        ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
+        options: dict[str, Any] = {
+            "tokenizer": self.tokenizer,
+            "past_key_values": cache,
+            "max_new_tokens": max_tokens,
+            **sampling.generate_kwargs(self._infill),
+        }
+        if end_ids:
+            options["eos_token_id"] = sorted(end_ids)
+        if hints.enabled:
+            options |= {"prediction": list(hints.prediction) or None, "context_ids": hints.context or None}
+        else:
+            options["draft"] = "off"
+        if not sampling.greedy:
+            options["seed"] = sampling.seed
+        collector = BranchCollector(follow=sampling.greedy)
+        loan = partial(self._draft_for, hints)
+        sequence = open_sequence(self.model, ids, on_pass=collector if branches else None, on_loan=loan, **options)
+        if sequence is None:
+            return LoneText(generate_stream(self.model, ids, **options))
+        sequence.limits.prefill_chunk = piece or sequence.limits.prefill_chunk
+        self._engine.join(sequence)
+        return SharedText(sequence, self.model.speculation, collector)
+
+    @property
+    def _engine(self) -> Engine:
+        engine: Engine = self.model.speculation.engine
+        return engine
+
+    def step(self, texts: Sequence[Text]) -> None:
+        """One pass over texts that are not over."""
+        if shared := [text.sequence for text in texts if isinstance(text, SharedText)]:
+            self._engine.advance(shared)
+        for text in texts:
+            if isinstance(text, LoneText):
+                text.step()
+
+    def _draft_for(self, hints: DraftHints, drafter: Any) -> None:
+        """Let a drafter see the text of one scope only: its session, and no logits of another's text."""
+        if hasattr(drafter, "session"):
+            drafter.session = hints.session
+        if hasattr(drafter, "asker"):
+            drafter.asker = hints.scope or None
+        if self._scopes.get(drafter, hints.scope) != hints.scope:
+            self._forget_logits(drafter)
+        self._scopes[drafter] = hints.scope
+
+    def forget(self, scope: str) -> None:
+        """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""
+        for drafter, last in list(self._scopes.items()):
+            if last == scope:
+                self._forget_logits(drafter)
+        calibration = getattr(self.model.speculation.drafter(), "calibration", None)
+        if isinstance(calibration, Calibration):
+            calibration.forget()
+
+    @staticmethod
+    def _forget_logits(drafter: Any) -> None:
+        recycling = getattr(drafter, "recycling", None)
+        if recycling is not None:
+            recycling.reset()
