@@ -222,7 +222,7 @@ class ServeConfig:
     slots: int = 32
     chats: int = 4
     max_queue: int = 32
-    prefill_chunk: int = 512
+    prefill_chunk: int = 256
     max_body_bytes: int = 4 << 20
     bodies_bytes: int = 64 << 20
     body_s: float = 30.0

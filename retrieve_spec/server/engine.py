@@ -1,9 +1,9 @@
 """One thread that owns the model: turns tasks into streamed completions, those at somebody's cursor before all others.
 
 Every pass of the model serves all tasks of the rank whose turn it is: nobody who types waits for another who does, and
-chats go on beside one another. While somebody types, prompts of chats are not read, and chats decode only in passes
-that are run for who types. The queue is bounded, stale keystrokes are answered as superseded instead of late, identical
-tasks of one scope share one decode, and cancellation is looked at after every pass, reading the prompt included.
+chats, which stand aside while somebody types, go on beside one another. The queue is bounded, stale keystrokes are
+answered as superseded instead of late, identical tasks of one scope share one decode, and cancellation is looked at
+after every pass, reading the prompt included.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class Engine:
         self._on_done = on_done
         self._changed = Condition()
         self._jobs: list[Job] = []  # in the order they came
+        self._read_s = 0.0  # how much longer prompts were read than texts decoded, while both were to be done
+        self._token_s = 0.0  # seconds that a token of a prompt takes to read
         self._closed = False
         self._chores: list[Callable[[], None]] = []
         self._thread = Thread(target=self._work, name="retrieve-spec-engine", daemon=True)
@@ -296,26 +298,38 @@ class Engine:
     def _turn(self, under_way: list[Job]) -> list[Job]:
         """Who takes part in the next pass.
 
-        All of the first rank that have read their prompts, with chats if there is a pass for who types; of the others
-        as many, the first first, as have a piece of a prompt together.
+        All of the first rank that have read their prompts. Of the others as many as have a piece of a prompt together,
+        but only as often as leaves to those who have read theirs as much time: what is begun is soon done. The first is
+        who came first, later by as long as reading takes: a long prompt lets short ones pass, but not for ever.
         """
         first = min(job.task.rank for job in under_way)
         mine = [job for job in under_way if job.task.rank == first]
         turn = [job for job in mine if not job.begun.is_reading]
-        if turn and first == 0:
-            turn += [job for job in under_way if job.task.rank == 1 and not job.begun.is_reading]
+        reading = sorted(
+            (job for job in mine if job.begun.is_reading),
+            key=lambda job: job.submitted + self._unread(job) * self._token_s,
+        )
+        if not (turn and reading):
+            self._read_s = 0.0
+        if turn and self._read_s > 0.0:
+            return turn
         left = self._chunk
-        for job in mine:
-            if job.begun.is_reading and left > 0:
+        for job in reading:
+            if left > 0:
                 turn.append(job)
-                left -= min(self._chunk, job.begun.text.unread) if job.begun.text is not None else left
+                left -= min(left, self._unread(job))
         return turn
+
+    def _unread(self, job: Job) -> int:
+        """Tokens of a prompt that are still to be read."""
+        return len(job.task.prompt_ids) if job.begun.text is None else int(job.begun.text.unread)
 
     def _pass(self, under_way: list[Job]) -> None:
         """One pass of the model for those whose turn it is."""
         if not under_way:
             return
-        turn = self._turn(under_way)
+        turn, since = self._turn(under_way), monotonic()
+        unread = sum(self._unread(job) for job in turn)
         try:
             texts = [job.begun.text for job in turn if job.begun.text is not None]
             if texts:
@@ -325,6 +339,10 @@ class Engine:
             for job in turn:
                 self._fail(job, error)
             return
+        seconds = monotonic() - since
+        self._read_s += seconds if unread else -seconds
+        if unread >= self._chunk:
+            self._token_s += (seconds / self._chunk - self._token_s) / 8
         for job in under_way:
             if job in turn:
                 self._proceed(job)

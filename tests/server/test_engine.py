@@ -258,21 +258,17 @@ def test_a_long_prompt_does_not_hold_the_others(engine, backend):
     assert long.result().token_ids == list(range(1400, 1408))
 
 
-def test_chats_take_part_in_the_passes_of_who_types_but_read_nothing_meanwhile(engine, backend):
+def test_a_short_prompt_passes_a_long_one_and_what_was_read_is_decoded_at_once(engine, backend):
     backend.gate = threading.Semaphore(0)
-    chat = ask(engine, [500], rules=StopRules(max_tokens=40))
-    backend.gate.release(1)
-    wait_for(lambda: chat.events)
-    typing = ask(engine, [700], typing=True)
-    other = ask(engine, range(1000, 1050))
+    ask(engine, [900], typing=True)
+    wait_for(lambda: engine.begun)
+    engine._token_s, engine._read_s = 1e6, -1e6  # what is measured: reading is slow, and it is its turn
+    long, short = ask(engine, range(1000, 1400), typing=True), ask(engine, range(3000, 3040), typing=True)
     wait_for(lambda: engine.queue_length == 2)
-    backend.gate.release(5)
-    typing.result()
-    assert backend.together[-3:] == [2, 2, 2]
-    assert backend.prefilled == []
     backend.gate.release(1000)
-    assert chat.result().token_ids == list(range(501, 541))
-    assert other.result().token_ids == list(range(1050, 1058))
+    assert short.result().token_ids == list(range(3040, 3048))
+    assert long.result().token_ids == list(range(1400, 1408))
+    assert backend.prompts[-2:] == [tuple(range(3000, 3040)), tuple(range(1000, 1400))]
 
 
 def test_a_prompt_that_another_is_reading_is_read_once(engine, backend):

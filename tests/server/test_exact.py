@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,27 @@ def test_infill_says_what_plain_decoding_says(reference, reference_live, cut):
     assert on["timings"]["passes"] < off["timings"]["passes"]
     assert off["timings"]["draft_n"] == 0
     assert again["timings"]["prompt_n"] == 1
+
+
+def test_whoever_types_beside_others_is_told_what_plain_decoding_says(reference, reference_live):
+    service, answers = reference[0].service, {}
+
+    def type_at(cut):
+        headers = {"X-Client-Id": f"at {cut}"}
+        answers[cut] = reference_live.post(
+            "/infill", body(cut, n_predict=12, cache_prompt=False), headers=headers
+        ).json()
+
+    expected = {}
+    for cut in CUTS[:3]:
+        ids = service.infill(InfillRequest.model_validate(body(cut, n_predict=12)), Caller()).task.prompt_ids
+        expected[cut] = plain_text(reference, ids, 12)
+    typists = [threading.Thread(target=type_at, args=(cut,)) for cut in expected]
+    for typist in typists:
+        typist.start()
+    for typist in typists:
+        typist.join(120)
+    assert {cut: answer["content"] for cut, answer in answers.items()} == expected
 
 
 def test_streams_say_the_same(reference, reference_live):
