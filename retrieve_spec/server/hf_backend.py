@@ -18,6 +18,7 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.generation.streams import generate_stream, open_sequence
 from retrieve_spec.server.backend import DraftHints, PassFigures, ReadingCost, Text
 from retrieve_spec.server.branches import Branch, BranchCollector
+from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.samplers import Sampling
 
 _MEASURED = 256
@@ -127,6 +128,7 @@ class HuggingFaceBackend:
         self.tokenizer = tokenizer
         self.token_bytes = int(model.speculation.bytes_per_token)
         self._infill: Any = None
+        self._grammars: Grammars | None = None
         self._scopes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         config = model.config.get_text_config()
         self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
@@ -136,6 +138,10 @@ class HuggingFaceBackend:
     def set_infill(self, factory: Any) -> None:
         """Give the factory of the processor for the ``infill`` sampler (`samplers.make_infill_processor`)."""
         self._infill = factory
+
+    def set_grammars(self, grammars: Grammars) -> None:
+        """Give what makes processors of grammars."""
+        self._grammars = grammars
 
     def new_cache(self) -> Any:
         """An empty key-value cache."""
@@ -195,11 +201,14 @@ class HuggingFaceBackend:
     ) -> Text:  # fmt: skip
         """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet."""
         ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
+        guide = None
+        if sampling.grammar and self._grammars is not None:
+            guide = self._grammars.processor(sampling.grammar, len(prompt_ids))
         options: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "past_key_values": cache,
             "max_new_tokens": max_tokens,
-            **sampling.generate_kwargs(self._infill),
+            **sampling.generate_kwargs(self._infill, guide),
         }
         if end_ids:
             options["eos_token_id"] = sorted(end_ids)

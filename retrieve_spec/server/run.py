@@ -123,6 +123,7 @@ def assemble(
     service = Service(backend, tokenizer, name, config, workspace, on_done, shared=shared)
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     backend.set_infill(make_infill_processor(service.codec, service.end_ids, end_of_text))
+    backend.set_grammars(service.grammars)
     metrics = Metrics(lambda: service.engine.queue_length, lambda: service.engine.begun)
     if workspace is not None:
 

@@ -24,6 +24,8 @@ class Sampling:
         drawn at temperature 1 from what the other filters leave.
     seed
         Noise is keyed by it, so that the same request gives the same text.
+    grammar
+        What the text must be (`retrieve_spec.server.grammar`); empty for any.
     """
 
     temperature: float = 0.0
@@ -32,16 +34,18 @@ class Sampling:
     min_p: float = 0.0
     chain: tuple[str, ...] = field(default=_DEFAULT_CHAIN)
     seed: int = 0
+    grammar: str = ""
 
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.top_k == 1 or (self.temperature <= 0.0 and "infill" not in self.chain)
 
-    def generate_kwargs(self, infill: Any = None) -> dict[str, Any]:
-        """Arguments of ``generate`` for this choice; ``infill`` is the processor of that name."""
+    def generate_kwargs(self, infill: Any = None, guide: Any = None) -> dict[str, Any]:
+        """Arguments of ``generate`` for this choice; ``infill`` makes that processor, ``guide`` is the grammar's."""
+        guides = [] if guide is None else [guide]
         if self.greedy:
-            return {"do_sample": False}
+            return {"do_sample": False, **({"logits_processor": guides} if guides else {})}
         kwargs: dict[str, Any] = {
             "do_sample": True,
             "temperature": self.temperature if "temperature" in self.chain and self.temperature > 0 else 1.0,
@@ -52,13 +56,13 @@ class Sampling:
         if "infill" in self.chain and infill is not None:
             # The infill rule reads what top-k and top-p leave, and `generate` runs processors before its own filters.
             before = self.chain[: self.chain.index("infill")]
-            kwargs["logits_processor"] = [
+            guides.append(
                 infill(
                     top_k=kwargs["top_k"] if "top_k" in before else 0,
                     top_p=kwargs["top_p"] if "top_p" in before else 1.0,
                 )
-            ]
-        return kwargs
+            )
+        return {**kwargs, "logits_processor": guides} if guides else kwargs
 
 
 def normalise_chain(names: Sequence[str] | str | None) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError, model_validator
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
 Count = Annotated[int, Field(ge=-1, le=1 << 31)]
@@ -61,6 +61,10 @@ class Common(_Lenient):
     provenance: StrictBool | None = Field(None, description="Say where copied lines stand, and under which licence.")
     deadline_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
 
+    def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
+        """The schema of the JSON that is asked for, None for any text, and the field that asks for it."""
+        return None, ""
+
 
 class ExtraChunk(_Lenient):
     """A piece of another file (`input_extra`); `time` comes in several shapes and is not read."""
@@ -84,6 +88,11 @@ class CompletionRequest(Common):
     """`POST /completion`, llama.cpp's dialect."""
 
     prompt: Text | list[TokenId]
+    json_schema: dict[str, Any] | None = None
+
+    def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
+        """The schema of the JSON that is asked for; an empty one asks for nothing."""
+        return self.json_schema or None, "json_schema"
 
 
 class StreamOptions(_Lenient):
@@ -92,12 +101,43 @@ class StreamOptions(_Lenient):
     include_usage: StrictBool | None = None
 
 
+class NamedSchema(_Lenient):
+    """A JSON schema with its name."""
+
+    name: Text | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(_Lenient):
+    """What an answer is to be: any text, a JSON object, or JSON under a schema (for llama.cpp beside the type)."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and not (self.schema_ or (self.json_schema and self.json_schema.schema_)):
+            raise ValueError("json_schema.schema is required")
+        return self
+
+
 class OpenAIOptions(Common):
     """Fields of both OpenAI dialects."""
+
+    response_format: ResponseFormat | None = None
 
     max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=4)] | None = None
+
+    def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
+        """The schema of the JSON that is asked for, None for any text, and the field that asks for it."""
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None, ""
+        given = wanted.json_schema.schema_ if wanted.json_schema else wanted.schema_
+        return given or {"type": "object"}, "response_format"
 
 
 class OpenAICompletionRequest(OpenAIOptions):
@@ -105,7 +145,6 @@ class OpenAICompletionRequest(OpenAIOptions):
 
     prompt: Text | list[TokenId] | Annotated[list[Text], Field(min_length=1, max_length=16)] | None = None
     suffix: Text | None = None
-    echo: StrictBool | None = None
 
 
 class ContentPart(_Lenient):

@@ -14,6 +14,7 @@ from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.engine import Engine
 from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
 from retrieve_spec.server.fim_formats import find_format, missing_tokens
+from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Task
 from retrieve_spec.server.memory import Memory
@@ -128,6 +129,7 @@ class Service:
             prefill_chunk=config.prefill_chunk,
             on_done=on_done,
         )
+        self.grammars = Grammars(tokenizer, self.end_ids)
         self._shared = shared
         self._accounts = Accounts(self._open_account)
         self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
@@ -318,6 +320,7 @@ class Service:
             request.min_p or 0.0,
             normalise_chain(request.samplers),
             seed,
+            self.grammars.of(request),
         )
         return replace(sampling, seed=0) if sampling.greedy else sampling
 

@@ -69,6 +69,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 _SEVERAL = ("n", "n_cmpl")
 """Fields that ask for several answers, which some dialects serve under one of these names."""
+_JSON = ("response_format", "json_schema")
+"""Fields that ask for JSON; each is served by some dialects."""
 
 
 def unserved(fields: Mapping[str, Any], served: Collection[str] = ()) -> list[str]:
@@ -77,6 +79,7 @@ def unserved(fields: Mapping[str, Any], served: Collection[str] = ()) -> list[st
     ``served`` are the fields of the dialect.
     """
     asked = {**_NEUTRAL, **{name: (1,) for name in _SEVERAL if name not in served}}
+    asked = {name: neutral for name, neutral in asked.items() if not (name in _JSON and name in served)}
     names = [name for name, neutral in asked.items() if name in fields and not _asks_nothing(fields[name], neutral)]
     messages = fields.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else []):

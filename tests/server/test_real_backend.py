@@ -80,7 +80,8 @@ def test_without_a_seed_every_answer_is_another_sample(reference_live):
     ("path", "body", "fields"),
     [
         ("/v1/chat/completions", CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-        ("/v1/chat/completions", CHAT, {"response_format": {"type": "json_object"}, "frequency_penalty": 0.5}),
+        ("/v1/chat/completions", CHAT, {"json_schema": {"type": "object"}, "frequency_penalty": 0.5}),
+        ("/completion", COMPLETION, {"response_format": {"type": "json_object"}}),
         ("/v1/chat/completions", CHAT, {"logprobs": True, "logit_bias": {"5": -100}}),
         ("/v1/completions", {"prompt": SOURCE}, {"echo": True, "best_of": 2, "presence_penalty": 1}),
         ("/completion", COMPLETION, {"grammar": "root ::= 'x'", "repeat_penalty": 1.1, "n_probs": 5}),
