@@ -53,8 +53,8 @@ class SharedText:
     def take(self) -> list[int]:
         """Tokens that were accepted since the last call; raises what the text failed with."""
         taken: list[int] = []
-        while self.sequence.has_pieces:
-            taken += self.sequence.take().tolist()
+        while self.sequence.reader.has_pieces:
+            taken += self.sequence.reader.take().tolist()
         if self.sequence.error is not None:
             raise self.sequence.error
         return taken
