@@ -15,6 +15,7 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.open_sources import OpenSources
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import request, step
+from retrieve_spec.kernels.compiled_code import compiling_logged
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.session import FOLLOWED, SessionMemory
@@ -82,6 +83,7 @@ class MixtureDrafter(OpenSources):
         self.asker: str | None = None
         self.learns_phrases = True
 
+    @compiling_logged()
     def prepare(self) -> None:
         """Compile the kernels, or load them from Numba's cache, before the first token depends on it."""
         if self.dense is not None:

@@ -19,6 +19,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.recycling import mix
 from retrieve_spec.kernels.source_table import (
     ALIGNMENT_KEPT,
@@ -39,7 +40,7 @@ _OUTCOMES, _RECENT, _LOW = (1 << OUTCOMES) - 1, (1 << RECENT) - 1, 0xFFFFFFFF
 _HASH_SHIFT = np.uint64(48)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def ones(n: int) -> int:
     """How many bits of a number below 2^32 are set."""
     n = n - ((n >> 1) & 0x55555555)
@@ -48,13 +49,13 @@ def ones(n: int) -> int:
     return ((n * 0x01010101) & _LOW) >> 24
 
 
-@njit(cache=True, nogil=True)
+@inner
 def run_of(outcomes: int) -> int:
     """How many of the newest predictions came true without a break."""
     return ones(outcomes & ~(outcomes + 1))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _expected(text: NDArray[np.int32], cursors: NDArray[np.int64], c: int) -> tuple[int, int]:
     """The next expected token, and the column of the replacement it comes from (0: none)."""
     token = np.int64(text[cursors[c, 0] & (WINDOW - 1)])
@@ -82,13 +83,13 @@ def open_level(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: 
     return token | (np.int64(1) << 32 if column > 0 else np.int64(0)), np.int64(ones(outcomes & _RECENT))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def token_of(handle: int) -> int:
     """The token that a level expects."""
     return handle & _LOW
 
 
-@njit(cache=True, nogil=True)
+@inner
 def evidence(cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]:
     """What stands for the count, tokens in a row that came true; and for the distinct continuations, how many of the
     last ones differed and whether this one is a replacement."""
@@ -98,7 +99,7 @@ def evidence(cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]
     return run_of(outcomes) + 1, np.int64(few if differed <= 1 else some if differed <= 3 else many)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def advance(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, token: int, out: NDArray[np.int64], o: int
 ) -> None:
@@ -107,23 +108,23 @@ def advance(
     if cursors[c, 0] != 0:
         expected, _ = _expected(view_i32(table[s, ALIGNMENT_TEXT], WINDOW), cursors, c)
         if expected == token:
-            out[o, 0] = _after(cursors[c, 0], 1)
+            out[o, 0] = _after(cursors[c, 0], np.int64(1))
             for j in range(1, CURSOR):
                 out[o, j] = cursors[c, j]
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _after(at: int, true: int) -> int:
     """First column of a cursor after one more outcome."""
     return (((at >> 32) << 1 | true) & _OUTCOMES) << 32 | ((at & _LOW) + 1)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _follow(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: int) -> None:
     """Move an alignment over a token of the text: one that differs is a replacement from now on."""
     expected, column = _expected(text, kept, k)
     old = np.int64(text[kept[k, 0] & (WINDOW - 1)])
-    kept[k, 0] = _after(kept[k, 0], 1 if expected == token else 0)
+    kept[k, 0] = _after(kept[k, 0], np.int64(expected == token))
     if ones(kept[k, 0] >> 32 & _RECENT) < FEWEST:
         kept[k, 0] = 0
     elif expected != token and old >= 0 and token >= 0:
@@ -137,11 +138,11 @@ def _slot(text: NDArray[np.int32], end: int) -> int:
     """Where ``places`` knows the `ANCHOR` tokens in front of ``end``."""
     h = np.uint64(0)
     for back in range(1, ANCHOR + 1):
-        h = mix(h, np.int64(text[(end - back) & (WINDOW - 1)]))
+        h = mix(h, text[(end - back) & (WINDOW - 1)])
     return np.int64(h >> _HASH_SHIFT)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _matched(text: NDArray[np.int32], place: int, end: int) -> int:
     """How many tokens in front of a place are those in front of the end, `OUTCOMES` at most."""
     if place <= 0 or place >= end or end - place > WINDOW - OUTCOMES:
@@ -152,13 +153,13 @@ def _matched(text: NDArray[np.int32], place: int, end: int) -> int:
     return n
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _worth(outcomes: int) -> int:
     """Order of alignments: recent predictions that came true, then all."""
     return ones(outcomes & _RECENT) * (OUTCOMES + 1) + ones(outcomes)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _begin(kept: NDArray[np.int64], place: int, matched: int) -> None:
     """Follow an alignment that has matched so many tokens, instead of the worst one, if it is not followed yet."""
     worst, least = np.int64(0), np.int64(1 << 40)
@@ -173,7 +174,7 @@ def _begin(kept: NDArray[np.int64], place: int, matched: int) -> None:
         kept[worst, j] = -1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _best_first(kept: NDArray[np.int64]) -> int:
     """Put the best alignment in front of those that have outlived a token that differed; returns 1 if there is one."""
     best, most = 0, np.int64(0)

@@ -22,6 +22,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.views import borrowed
 
 LINK, LENGTH, TOKEN, TARGET, COUNT = range(5)
@@ -44,7 +45,7 @@ def slot_of(owner: int, token: int, mask: int) -> int:
     return np.int64(h & np.uint64(mask))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def find_edge(edges: I32, slots: I32, owner: int, token: int) -> int:
     """Index of the listed edge (owner, token), or -1."""
     mask = len(slots) - 1

@@ -30,10 +30,11 @@ from retrieve_spec.kernels.automaton import (
     slot_of,
     step,
 )
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.views import borrowed
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _insert_slot(edges: I32, slots: I32, e: int) -> None:
     mask = len(slots) - 1
     i = slot_of(edges[e, E_OWNER], edges[e, E_TOKEN], mask)
@@ -49,7 +50,7 @@ def rehash(edges: I32, slots: I32, num_edges: int) -> None:
         _insert_slot(edges, slots, e)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _list_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, target: int, count: int) -> None:
     """Put a successor at the front of the state's list."""
     e = meta[M_EDGES]
@@ -67,7 +68,7 @@ def _list_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token
     _insert_slot(edges, slots, e)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _add_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, target: int) -> None:
     """Give ``state`` a successor it does not have yet; it becomes the most recent one."""
     first = states[state, TOKEN]
@@ -86,7 +87,7 @@ def _add_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token:
     _list_edge(states, edges, slots, meta, state, token, target, 1)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _touch(states: I32, edges: I32, slots: I32, state: int, token: int) -> None:
     """Count an existing successor once more and make it the most recent one."""
     states[state, COUNT] += 1
@@ -108,7 +109,7 @@ def _touch(states: I32, edges: I32, slots: I32, state: int, token: int) -> None:
     states[state, TARGET] = e
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _redirect(states: I32, edges: I32, slots: I32, state: int, token: int, target: int) -> None:
     if states[state, TOKEN] == token:
         states[state, TARGET] = target
@@ -116,7 +117,7 @@ def _redirect(states: I32, edges: I32, slots: I32, state: int, token: int, targe
         edges[find_edge(edges, slots, state, token), E_TARGET] = target
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _new_state(states: I32, meta: I64, length: int, link: int) -> int:
     s = meta[M_STATES]
     meta[M_STATES] += 1
@@ -133,13 +134,13 @@ def reset(states: I32, slots: I32, meta: I64) -> None:
     """Empty automaton: the root alone."""
     slots[:] = -1
     meta[:] = 0
-    _new_state(states, meta, 0, -1)
+    _new_state(states, meta, np.int64(0), np.int32(-1))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _clone(states: I32, edges: I32, slots: I32, meta: I64, p: int, token: int, q: int) -> int:
     """Split the strings of ``q`` that also end at the newest token into a state of their own."""
-    c = _new_state(states, meta, states[p, LENGTH] + 1, states[q, LINK])
+    c = _new_state(states, meta, np.int64(states[p, LENGTH] + 1), states[q, LINK])
     states[c, TOKEN] = states[q, TOKEN]
     states[c, COUNT] = states[q, COUNT]
     if states[q, TOKEN] >= -1:
@@ -160,7 +161,7 @@ def _clone(states: I32, edges: I32, slots: I32, meta: I64, p: int, token: int, q
     return c
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _room(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> bool:
     """Whether appending ``token`` fits; nothing is changed."""
     if meta[M_STATES] + 2 > len(states):
@@ -180,7 +181,7 @@ def _room(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> bool:
     return after <= len(edges) and 4 * after <= 3 * len(slots)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
     """Extend the text by one token: standard online construction, then counts along the bounded suffix chain."""
     last = np.int32(meta[M_LAST])
@@ -201,7 +202,7 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
             q = _clone(states, edges, slots, meta, last, token, q)
         meta[M_LAST] = q
     else:
-        cur = _new_state(states, meta, states[last, LENGTH] + 1, 0)
+        cur = _new_state(states, meta, states[last, LENGTH] + 1, np.int32(0))
         p = last
         while p >= 0 and step(states, edges, slots, p, token) < 0:
             _add_edge(states, edges, slots, meta, p, token, cur)
@@ -218,7 +219,7 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
     meta[M_TOKENS] += 1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def boundary(meta: I64) -> None:
     """Start a new document: no context reaches back over this point."""
     meta[M_LAST] = 0

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.levels import (
     CLOSED,
     evidence,
@@ -75,7 +75,7 @@ def scratch_memory(rows: int) -> NDArray[np.int64]:
     return np.zeros(_LEVELS + _CANDIDATES + HASH + 3 * rows + 2 * TAIL + 2 * _READ, np.int64)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def open_scratch(memory: NDArray[np.int64], rows: int) -> Scratch:
     """Lay the arrays of a scratch over its memory, which the caller holds; only the stamps of `slots` are cleared."""
     levels = np.int64(memory.ctypes.data)
@@ -103,7 +103,7 @@ def open_scratch(memory: NDArray[np.int64], rows: int) -> Scratch:
     )
 
 
-@njit(cache=True, nogil=True)
+@inner
 def context_hashes(tails: NDArray[np.int32], at: int, tail_len: int, out: NDArray[np.uint64]) -> None:
     """Hashes of the last 1, 2, … tokens: row 0 as n-gram tables are keyed, row 1 as the recycling table is."""
     h = np.uint64(0)
@@ -116,7 +116,7 @@ def context_hashes(tails: NDArray[np.int32], at: int, tail_len: int, out: NDArra
             out[1, i] = g
 
 
-@njit(cache=True, nogil=True)
+@inner
 def collect_levels(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],
@@ -192,7 +192,7 @@ def collect_levels(
     return n
 
 
-@njit(cache=True, nogil=True)
+@inner
 def blend(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],

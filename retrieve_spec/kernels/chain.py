@@ -6,16 +6,16 @@ For engines that verify chains: what a tree spends on other branches is not look
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.blend import MASS_FLOOR, blend, collect_levels, open_scratch
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.expand import NEGLIGIBLE, begin, best_possible, follow
 from retrieve_spec.kernels.scale import CERTAIN, scaled
 from retrieve_spec.kernels.source_table import NUMBER, TAIL
 
 
-@njit(cache=True, nogil=True)
+@inner
 def grow_chain(
     table: NDArray[np.int64],
     root_cursors: NDArray[np.int64],

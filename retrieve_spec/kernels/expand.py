@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling
 from retrieve_spec.kernels.blend import MASS_FLOOR, blend, collect_levels, open_scratch
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.scale import CERTAIN, scaled
@@ -21,7 +22,7 @@ RANKS = 72
 """Bins of the candidates' probabilities, for pruning."""
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _before(pool_p: NDArray[np.float32], pool_ids: NDArray[np.int32], a: int, b: int) -> bool:
     """Heap order: higher probability, then lower token id, then earlier candidate."""
     if pool_p[a] != pool_p[b]:
@@ -65,7 +66,7 @@ def _pop(heap: NDArray[np.int32], size: int, pool_p: NDArray[np.float32], pool_i
         heap[i] = item
 
 
-@njit(cache=True, nogil=True)
+@inner
 def couple(tokens: NDArray[np.int32], probs: NDArray[np.float32], n: int, key: np.uint64) -> None:
     """Turn probabilities into probabilities given the noise that the sample will be drawn with.
 
@@ -86,7 +87,7 @@ def couple(tokens: NDArray[np.int32], probs: NDArray[np.float32], n: int, key: n
         probs[i] = np.float64(probs[i]) / total
 
 
-@njit(cache=True, nogil=True)
+@inner
 def best_possible(cost: NDArray[np.float32], n: int, gain: float, p: float, rate: float) -> bool:
     """Whether adding more nodes of probability at most ``p`` can still raise tokens per second above ``rate``."""
     for m in range(n + 1, len(cost)):  # noqa: SIM110 (Numba compiles the loop, not any())
@@ -112,7 +113,7 @@ def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
     return 0.0
 
 
-@njit(cache=True, nogil=True)
+@inner
 def begin(
     root_cursors: NDArray[np.int64], tail: NDArray[np.int32], cursors: NDArray[np.int64], tails: NDArray[np.int32]
 ) -> None:
@@ -124,7 +125,7 @@ def begin(
         tails[0, j] = tail[0, j]
 
 
-@njit(cache=True, nogil=True)
+@inner
 def follow(
     table: NDArray[np.int64], cursors: NDArray[np.int64], tails: NDArray[np.int32], above: int, at: int, token: int
 ) -> None:
@@ -207,8 +208,8 @@ def expand(
     begin(root_cursors, tail, cursors, tails)
     ranks = np.zeros(RANKS, np.int64)
     cutoff = 0.0
-    pool = size = 0  # candidates found, candidates waiting
-    n = best_n = 0
+    pool = size = np.int64(0)  # candidates found, candidates waiting
+    n = best_n = np.int64(0)
     gain = 1.0
     best_rate = 1.0 / np.float64(cost[0]) if len(cost) > 0 else 0.0
     depth = 0

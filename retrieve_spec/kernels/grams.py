@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.ngram import MAX_ORDER, home, ngram_hash
 
 GRAM = MAX_ORDER + 1
@@ -20,7 +21,7 @@ PER_WORD = 8
 BITS = 4
 
 
-@njit(cache=True, nogil=True)
+@inner
 def gram_bits(h):  # type: ignore[no-untyped-def]
     """Bits of a sequence in its word."""
     bits = np.uint64(0)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, trie, unigram
 from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, open_scratch
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key
@@ -84,7 +85,7 @@ def _share_of(
     return 0.0, 0.0
 
 
-@njit(cache=True, nogil=True)
+@inner
 def learn_weights(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],
@@ -177,23 +178,29 @@ def learn(
     table, cursors, cells = borrowed(table), borrowed(cursors), borrowed(cells)
     scale, trust, use = borrowed(scale), borrowed(trust), borrowed(use)
     resting = table[:, RESTING].copy()
+    here = np.int64(0)  # not a literal: for each of those Numba compiles what it is given to once more
     for i in range(len(emitted)):
         token = emitted[i]
         for s in range(len(table)):
             slow = table[s, KIND] == NGRAM or table[s, KIND] == EXACT
             table[s, RESTING] = 1 if slow and (tail_len + i) % every != 0 else resting[s]
-        k = collect_levels(table, cursors, 0, tail, 0, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, scratch)
-        c = blend(table, cursors, 0, cells, k, 0.0 if noise[0] else NEGLIGIBLE * min_p, i + 1, scratch)
+        k = collect_levels(table, cursors, here, tail, here, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, scratch)
+        c = blend(table, cursors, here, cells, k, 0.0 if noise[0] else NEGLIGIBLE * min_p, i + 1, scratch)
         if noise[0]:
             couple(scratch.tokens, scratch.probs, c, noise_key(noise[1], noise[2], noise[3] + i))
         learn_scale(scale, noise[0] * NUM_SOURCES, table, scratch, c, min_p, token)
         learn_weights(table, cursors, cells, trust, adapted, scratch, k, use, token)
         for s in range(len(table)):
-            moved[0] = cursors[s]
-            advance_row(table, s, cursors, s, token, moved, 0)
-            cursors[s] = moved[0]
+            for j in range(CURSOR):  # an assigned slice is compiled with what it says of shapes that differ: seconds
+                moved[0, j] = cursors[s, j]
+            advance_row(table, s, cursors, s, token, moved, here)
+            for j in range(CURSOR):
+                cursors[s, j] = moved[0, j]
         for j in range(TAIL - 1, 0, -1):
             tail[0, j] = tail[0, j - 1]
         tail[0, 0] = token
-    table[:, RESTING] = resting
-    trust[:] = moving
+    for s in range(len(table)):
+        table[s, RESTING] = resting[s]
+    for s in range(len(trust)):
+        for j in range(trust.shape[1]):
+            trust[s, j, 0], trust[s, j, 1] = moving[s, j, 0], moving[s, j, 1]

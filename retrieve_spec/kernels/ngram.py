@@ -18,6 +18,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from retrieve_spec.kernels.compiled_code import inner
+
 MAX_ORDER = 5
 """Longest context of a table, in tokens."""
 
@@ -62,7 +64,7 @@ def ngram_hash(h, token):  # type: ignore[no-untyped-def]
     return (high << _32) | low
 
 
-@njit(cache=True, nogil=True)
+@inner
 def home(h, capacity):  # type: ignore[no-untyped-def]
     """Slot at which the search for a hash begins."""
     return np.int64(((np.uint64(h) >> _32) * np.uint64(capacity)) >> _32)
@@ -128,7 +130,7 @@ def suffix_beginnings(tokens, sa, shared, ahead):  # type: ignore[no-untyped-def
         before = at
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _context(shared, ahead, i, order):  # type: ignore[no-untyped-def]
     """End of the run of suffixes from i that share `order` tokens, its continuations and how many are distinct.
 
@@ -197,7 +199,7 @@ def insert_contexts(  # type: ignore[no-untyped-def]
         i = end
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _top_continuations(tokens, sa, shared, ahead, to_global, i, order, kept, out_tokens, out_counts):  # type: ignore[no-untyped-def]
     """Write the `kept` most frequent continuations of the context that begins at suffix i, by count, then token."""
     n = 0

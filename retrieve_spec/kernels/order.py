@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.source_table import (
     DENSE,
     EXACT_LENGTH,
@@ -83,7 +84,7 @@ def depth_first(
             origins[i - 1] = origins[i] - 1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def find_origins(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],

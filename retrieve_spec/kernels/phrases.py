@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.recycling import SET, WAYS, claim, find, mix
 from retrieve_spec.kernels.recycling import seen as observed
 from retrieve_spec.kernels.views import borrowed
@@ -33,7 +34,7 @@ _CONTINUATION = 1 << 30
 """Added to a continuation when it is hashed, which tells it from one more token of context."""
 
 
-@njit(cache=True, nogil=True)
+@inner
 def said_by_two(seen: NDArray[np.uint64], phrase: np.uint64, asker: np.uint64) -> bool:
     """Whether somebody else was given a phrase too; otherwise it is remembered that this asker was."""
     sets = len(seen) // WAYS
@@ -47,13 +48,13 @@ def said_by_two(seen: NDArray[np.uint64], phrase: np.uint64, asker: np.uint64) -
     return False
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _counts(sets: NDArray[np.uint64], probs: NDArray[np.float32], e: int, out: NDArray[np.int64]) -> None:
     for i in range(len(out)):
         out[i] = np.int64(np.round(probs[e, i] * observed(sets, e)))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _write(
     sets: NDArray[np.uint64], tokens: NDArray[np.int32], probs: NDArray[np.float32], e: int, counts: NDArray[np.int64]
 ) -> None:
@@ -67,7 +68,7 @@ def _write(
         probs[e, i] = counts[i] / max(total, 1)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def halve(
     sets: NDArray[np.uint64],
     tokens: NDArray[np.int32],
@@ -81,7 +82,7 @@ def halve(
     _write(sets, tokens, probs, e, counts)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def fade(sets: NDArray[np.uint64], tokens: NDArray[np.int32], probs: NDArray[np.float32]) -> None:
     """Halve all counts, and free the contexts that nothing is left of."""
     counts = np.empty(tokens.shape[1], np.int64)
@@ -93,7 +94,7 @@ def fade(sets: NDArray[np.uint64], tokens: NDArray[np.int32], probs: NDArray[np.
                 sets[key] = sets[key + WAYS] = 0
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _place_of(tokens: NDArray[np.int32], e: int, token: int) -> int:
     """Where a continuation stands in an entry, -1 when it does not."""
     for i in range(tokens.shape[1]):
@@ -102,7 +103,7 @@ def _place_of(tokens: NDArray[np.int32], e: int, token: int) -> int:
     return -1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _count(
     sets: NDArray[np.uint64],
     tokens: NDArray[np.int32],

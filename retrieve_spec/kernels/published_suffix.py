@@ -18,6 +18,7 @@ from retrieve_spec.kernels.automaton import (
     TARGET,
     TOKEN,
 )
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.views import borrowed
 
 F_STATE, F_TOKEN, F_PARENT, F_DEPTH, F_COUNT = range(5)
@@ -47,7 +48,7 @@ def _push(
     return n + 1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def grow(
     states: NDArray[np.int32],
     edges: NDArray[np.int32],

@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.views import borrowed, prefetch, view_f32, view_i32
 
 WAYS = 4
@@ -35,7 +36,7 @@ def mix(h: np.uint64, token: int) -> np.uint64:
     return h * np.uint64(0xD6E8FEB86659FD93) | np.uint64(1)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def home(sets: NDArray[np.uint64], key: np.uint64) -> int:
     """The set in which a context is kept."""
     return np.int64((key >> np.uint64(20)) & np.uint64(len(sets) // SET - 1))
@@ -51,7 +52,7 @@ def find(sets: NDArray[np.uint64], key: np.uint64) -> int:
     return -1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def ask_for(sets: NDArray[np.uint64], tails: NDArray[np.int32], row: int) -> None:
     """Ask memory for the sets of the contexts in a row of tails."""
     h = np.uint64(0)
@@ -60,13 +61,13 @@ def ask_for(sets: NDArray[np.uint64], tails: NDArray[np.int32], row: int) -> Non
         prefetch(np.int64(sets.ctypes.data) + 8 * SET * home(sets, h))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def seen(sets: NDArray[np.uint64], entry: int) -> int:
     """How often the context of an entry was observed."""
     return np.int64(sets[(entry // WAYS) * SET + WAYS + entry % WAYS] & _LOW)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def claim(sets: NDArray[np.uint64], key: np.uint64) -> int:
     """Entry of a context; a new one replaces the set's least observed, then least recently used entry."""
     first = home(sets, key) * SET
@@ -86,7 +87,7 @@ def claim(sets: NDArray[np.uint64], key: np.uint64) -> int:
     return first // SET * WAYS + victim
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _put(ids: NDArray[np.int32], p: NDArray[np.float32], n: int, k: int, token: int, chance: float) -> int:
     """Insert a token into at most k, the most probable first, of equals the lower id; returns how many there are."""
     if chance <= 0 or (n == k and (p[k - 1] > chance or (p[k - 1] == chance and ids[k - 1] < token))):
@@ -101,7 +102,7 @@ def _put(ids: NDArray[np.int32], p: NDArray[np.float32], n: int, k: int, token: 
     return n + 1 if n < k else k
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _average(
     times: int,
     tokens: NDArray[np.int32],
@@ -121,7 +122,7 @@ def _average(
             scratch_ids[old] = tokens[old]
             scratch_p[old] = (1.0 - rate) * np.float64(probs[old])
             old += 1
-    n = 0
+    n = np.int64(0)
     for j in range(len(new_p)):
         at = -1
         for i in range(old):
@@ -139,7 +140,7 @@ def _average(
         probs[i] = 0
 
 
-@njit(cache=True, nogil=True)
+@inner
 def softmax(logits: NDArray[np.float32], row: int, out: NDArray[np.float32]) -> None:
     """Probabilities among the top tokens of a row alone (the tail is left out; calibration accounts for it)."""
     top = np.float64(logits[row, 0])

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, unigram
 from retrieve_spec.kernels.automaton_growth import extend
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.follow import MATCH, follow_all
 from retrieve_spec.kernels.source_table import (
     CURSOR,
@@ -61,25 +62,25 @@ def begin_use(use: NDArray[np.float64]) -> None:
     use[:] = _SLOW_WAKE_AT
 
 
-@njit(cache=True, nogil=True)
+@inner
 def cursors_of(request: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     """(s, CURSOR) int64, where the text stands in every source."""
     return view_i64_rows(request[CURSORS], rows, CURSOR)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def newest_of(request: NDArray[np.int64]) -> NDArray[np.int32]:
     """(1, TAIL) int32 newest tokens, newest first."""
     return view_rows(request[NEWEST], 1, TAIL)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def noise_of(request: NDArray[np.int64]) -> NDArray[np.int64]:
     """(4,) int64: 1 if tokens are sampled with known noise (else 0), seed, row, position of the next token."""
     return view_i64(request[NOISE], 4)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def use_of(request: NDArray[np.int64], rows: int) -> NDArray[np.float64]:
     """(s,) float64, share of the tokens that each source explained."""
     return view_f64(request[USE], rows)
@@ -108,7 +109,7 @@ def learn_every(request: NDArray[np.int64]) -> int:
     return _LATER_EVERY if request[SLOW] == 1 and request[LEARNED] >= _FIRST_TOKENS else 1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _is_slow(table: NDArray[np.int64], s: int) -> bool:
     return table[s, KIND] == NGRAM or table[s, KIND] == EXACT
 
@@ -160,11 +161,15 @@ def follow_stores(
     kept, fresh = request[KEPT], len(tokens)
     recent = view_i32(request[RECENT], MATCH)
     window = np.empty(kept + fresh, np.int32)
-    window[:kept] = recent[:kept]
-    window[kept:] = tokens
+    for i in range(kept):  # Numba compiles what a slice that is assigned says of shapes that differ, for seconds
+        window[i] = recent[i]
+    for i in range(fresh):
+        window[kept + i] = tokens[i]
     cursors = cursors_of(request, len(table))
     follow_all(table, request[STORED], roots, window, fresh)
-    cursors[request[STORED] : request[STORED] + len(roots)] = roots
+    for i in range(len(roots)):
+        for j in range(CURSOR):
+            cursors[request[STORED] + i, j] = roots[i, j]
     left = min(len(window), MATCH)
     for i in range(left):
         recent[i] = window[len(window) - left + i]
@@ -172,14 +177,14 @@ def follow_stores(
     return window
 
 
-@njit(cache=True, nogil=True)
+@inner
 def stored_cursors(table: NDArray[np.int64], request: NDArray[np.int64]) -> NDArray[np.int64]:
     """(stores, CURSOR) int64 copy of the stores' cursors."""
     first = request[STORED]
     return cursors_of(request, len(table))[first : first + request[NUM_STORED]].copy()
 
 
-@njit(cache=True, nogil=True)
+@inner
 def grow_context(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], said: int) -> int:
     """Append tokens, generated (1) or not (0), to what is known of the text: automaton, frequent tokens, alignments.
 
@@ -222,7 +227,7 @@ def read(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[n
     for i in range(max(n - TAIL, 0), n):
         push(newest, tokens[i])
     request[LENGTH] += n
-    return grow_context(table, request, tokens, 0)
+    return grow_context(table, request, tokens, np.int64(0))
 
 
 @njit(cache=True, nogil=True)

@@ -6,10 +6,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.topk import BLOCK, block_maxima, collect_at_least, row_topk
 
 
-@njit(cache=True, nogil=True)
+@inner
 def mix(x: np.uint64) -> np.uint64:
     """Scramble 64 bits (the finaliser of splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
     x = np.uint64(x)
@@ -103,7 +104,7 @@ def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int
     return best
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _nucleus(
     row: NDArray[np.float32], heat: np.float32, top_p: float, ids: NDArray[np.int32], total: float, top: float
 ) -> int:
@@ -158,9 +159,11 @@ def truncate_row(
         best_ids = np.empty((1, top_k), np.int32)
         best = np.empty((1, top_k), np.float32)
         row_topk(row.reshape(1, v), block_maxima(row).reshape(1, v // BLOCK), best_ids, best)
-        count = collect_at_least(row, best[0, top_k - 1], ids)
+        count = collect_at_least(row, np.float64(best[0, top_k - 1]), ids)
         order = np.argsort(-row[ids[:count]], kind="mergesort")
-        ids[:count] = ids[:count][order]
+        chosen = ids[:count].copy()
+        for i in range(count):
+            ids[i] = chosen[order[i]]
         top = np.float64(best[0, 0] / heat)
     else:
         highest = row[0]

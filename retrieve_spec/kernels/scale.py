@@ -7,6 +7,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.blend import Scratch
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.source_table import NUMBER
 
 SCALE_BINS = 33
@@ -19,7 +20,7 @@ CERTAIN = 0.9999
 """Largest probability of a node."""
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _bin(p: float) -> tuple[int, float]:
     """Lower bin of a probability on the log-odds scale and its fractional part."""
     p = min(max(p, 1e-6), 1.0 - 1e-6)
@@ -37,7 +38,7 @@ def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
     return min(p * ((1.0 - f) * low + f * high), CERTAIN)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def learn_scale(
     scale: NDArray[np.float32],
     first: int,

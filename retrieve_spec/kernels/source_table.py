@@ -26,15 +26,16 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import ngram
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors, sa_token
 from retrieve_spec.kernels.views import (
     view_f32,
     view_i32,
     view_i64,
     view_rows,
-    view_slots,
     view_u16,
     view_u32,
+    view_u32_rows,
     view_u64,
 )
 
@@ -74,111 +75,111 @@ def states_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     return view_rows(table[s, AUTOMATON_STATES], table[s, AUTOMATON_NUM_STATES], 5)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def edges_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(n, 6) edge rows of an automaton."""
     return view_rows(table[s, AUTOMATON_EDGES], table[s, AUTOMATON_NUM_EDGES], 6)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def slots_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(n,) edge hash table of an automaton."""
     return view_i32(table[s, AUTOMATON_SLOTS], table[s, AUTOMATON_NUM_SLOTS])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def meta_of(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
     """(6,) sizes and newest states of an automaton."""
     return view_i64(table[s, AUTOMATON_META], 6)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def recycling_sets(table: NDArray[np.int64], s: int) -> NDArray[np.uint64]:
     """(capacity · 2,) sets of a recycling table: which contexts it knows, and how well."""
     return view_u64(table[s, RECYCLING_SETS], table[s, RECYCLING_CAPACITY] * 2)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def recycling_tokens(table: NDArray[np.int64], s: int, entry: int) -> NDArray[np.int32]:
     """(k,) top tokens of an entry of a recycling table, -1 behind the last one."""
     k = table[s, RECYCLING_K]
     return view_i32(table[s, RECYCLING_ENTRIES] + 8 * k * entry, k)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def recycling_probs(table: NDArray[np.int64], s: int, entry: int) -> NDArray[np.float32]:
     """(k,) their averaged probabilities."""
     k = table[s, RECYCLING_K]
     return view_f32(table[s, RECYCLING_ENTRIES] + 8 * k * entry + 4 * k, k)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def expected_text(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(n,) tokens of a prediction."""
     return view_i32(table[s, PREDICTION_TEXT], table[s, PREDICTION_LENGTH])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def ngram_slots(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
     """(n, 4) slots of an n-gram table."""
-    return view_slots(table[s, NGRAM_SLOTS], table[s, NGRAM_NUM_SLOTS])
+    return view_u32_rows(table[s, NGRAM_SLOTS], table[s, NGRAM_NUM_SLOTS], 4)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def ngram_counts(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
     """(m,) counts of an n-gram table's continuations."""
     return view_u32(table[s, NGRAM_COUNTS], table[s, NGRAM_SIZE])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def text_u16(table: NDArray[np.int64], s: int) -> NDArray[np.uint16]:
     """(n,) text of a segment with at most 2^16 ids (`EXACT_ITEMSIZE` 2)."""
     return view_u16(table[s, EXACT_TOKENS], table[s, EXACT_LENGTH])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def text_u32(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
     """(n,) text of a segment with more."""
     return view_u32(table[s, EXACT_TOKENS], table[s, EXACT_LENGTH])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def suffixes_of(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
     """(n,) suffix array of a segment."""
     return view_u32(table[s, EXACT_SUFFIXES], table[s, EXACT_NUM_SUFFIXES])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def to_local_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(vocabulary,) ids in a segment of the model's token ids, 0 for those it does not hold."""
     return view_i32(table[s, EXACT_TO_LOCAL], table[s, EXACT_VOCABULARY])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def spans_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(k, w) rows of a trie of retrieved spans."""
     return view_rows(table[s, DENSE_SPANS], table[s, DENSE_NUM_SPANS], table[s, DENSE_WIDTH])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def span_similarity(table: NDArray[np.int64], s: int) -> NDArray[np.float32]:
     """(k,) similarities of the spans."""
     return view_f32(table[s, DENSE_SIMILARITY], table[s, DENSE_NUM_SPANS])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def span_weights(table: NDArray[np.int64], s: int) -> NDArray[np.float32]:
     """(k,) weights of the spans."""
     return view_f32(table[s, DENSE_WEIGHTS], table[s, DENSE_NUM_SPANS])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def span_origins(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
     """(k,) where the first token of each span stands (`kernels/order.py`)."""
     return view_i64(table[s, DENSE_ORIGINS], table[s, DENSE_NUM_SPANS])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def ngram_part(table: NDArray[np.int64], s: int, slot: int) -> tuple[int, int]:
     """Where the continuations of an n-gram begin and end; inside the arrays also where a damaged store says else."""
     slots = ngram_slots(table, s)
@@ -186,7 +187,7 @@ def ngram_part(table: NDArray[np.int64], s: int, slot: int) -> tuple[int, int]:
     return first, min(first + ngram.ngram_kept(slots, slot), table[s, NGRAM_SIZE])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def ngram_token(table: NDArray[np.int64], s: int, i: int) -> int:
     """Token of one stored continuation of an n-gram table."""
     if table[s, NGRAM_ITEMSIZE] == 2:
@@ -194,7 +195,7 @@ def ngram_token(table: NDArray[np.int64], s: int, i: int) -> int:
     return np.int64(view_u32(table[s, NGRAM_TOKENS], table[s, NGRAM_SIZE])[i])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def exact_narrow(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int, token: int) -> tuple[int, int]:
     """Suffix array interval of a store's segment after one more token of the model's vocabulary."""
     local = to_local_of(table, s)[token] if 0 <= token < table[s, EXACT_VOCABULARY] else np.int32(0)
@@ -232,7 +233,7 @@ def exact_successors(
     return np.int64(known)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def exact_distinct(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int) -> int:
     """1 when all suffixes of a sorted interval go on alike, else a guess from its size (a read would cost more)."""
     sa = suffixes_of(table, s)

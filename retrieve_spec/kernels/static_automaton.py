@@ -11,10 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from retrieve_spec.kernels.compiled_code import inner
+
 _NONE = np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _slot(keys, key):  # type: ignore[no-untyped-def]
     """Slot of an edge (state << 32 | token), or the free slot where it belongs."""
     mask = len(keys) - 1
@@ -86,7 +88,7 @@ def automaton_states(tokens, link, length, keys, targets, heads, next_edge):  # 
     return states
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _add(keys, targets, heads, next_edge, slot, state, token, target):  # type: ignore[no-untyped-def]
     keys[slot] = (state << 32) | token
     targets[slot] = target
@@ -113,7 +115,7 @@ def count_states(link, length, counts):  # type: ignore[no-untyped-def]
         counts[link[order[i]]] += counts[order[i]]
 
 
-@njit(cache=True, nogil=True)
+@inner
 def automaton_length(n, clone_lengths, state):  # type: ignore[no-untyped-def]
     """Length of the longest string of a state."""
     return np.int64(state) if state <= n else np.int64(clone_lengths[state - n - 1])

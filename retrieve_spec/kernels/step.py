@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import prediction, recycling
 from retrieve_spec.kernels import request as state
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
 from retrieve_spec.kernels.order import depth_first, find_origins, node_tails
@@ -34,13 +35,13 @@ from retrieve_spec.kernels.views import view_f32, view_f64_cube, view_i32, view_
 from retrieve_spec.kernels.weights import LENGTH_CLASSES, NUM_SOURCES
 
 
-@njit(cache=True, nogil=True)
+@inner
 def trust_of(request: NDArray[np.int64]) -> NDArray[np.float64]:
     """(NUM_SOURCES, 1 + LENGTH_CLASSES, 2) float64 trust of a request (`weights.begin_request`)."""
     return view_f64_cube(request[state.TRUST], NUM_SOURCES, 1 + LENGTH_CLASSES, 2)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _block_sum(values: NDArray[np.float32], first: int, n: int) -> np.float32:
     """Eight running sums over at most 128 values."""
     total = np.float32(0)
@@ -63,7 +64,7 @@ def _block_sum(values: NDArray[np.float32], first: int, n: int) -> np.float32:
 def pairwise_sum(values: NDArray[np.float32], n: int) -> np.float32:
     """Sum of the first n ≤ 256 values in float32, in NumPy's order: halves are added while they are above 128."""
     total = np.float32(0)
-    first = 0
+    first = np.int64(0)
     for end in (n // 2 // 8 * 8, n) if n > 128 else (n, n):
         size = end - first
         if size > 128:
@@ -218,13 +219,13 @@ def observe(
     if request[state.PREDICTED] == 1:
         kept = view_i64_rows(table[0, PREDICTION_CURSORS], state.HYPOTHESES, CURSOR)
         prediction.follow(expected_text(table, 0), kept, emitted, window[max(len(window) - prediction.LOOKBACK, 0) :])
-    appended = state.grow_context(table, request, emitted, 1)
+    appended = state.grow_context(table, request, emitted, np.int64(1))
     if contexts > 0:  # last: calibration must not see the answer
         _recycle(table, request, tails, lens, top_ids, top_logits)
     return appended
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _recycle(
     table: NDArray[np.int64],
     request: NDArray[np.int64],

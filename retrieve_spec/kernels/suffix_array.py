@@ -11,18 +11,20 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from retrieve_spec.kernels.compiled_code import inner
+
 SEPARATOR = 0
 """Local id between two documents."""
 
 
-@njit(cache=True, nogil=True)
+@inner
 def sa_token(tokens, sa, i, depth):  # type: ignore[no-untyped-def]
     """Token at `depth` of suffix i; a separator where a damaged array points outside the text."""
     at = np.int64(sa[i]) + depth
     return np.int64(tokens[at]) if at < len(tokens) else np.int64(SEPARATOR)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def sa_lower(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     """First index in ``[lo, hi)`` whose suffix has a token of at least `token` at `depth`, or `hi`."""
     while lo < hi:
@@ -34,7 +36,7 @@ def sa_lower(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     return lo
 
 
-@njit(cache=True, nogil=True)
+@inner
 def sa_upper(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     """First index in ``[lo, hi)`` whose suffix has a token above `token` at `depth`, galloping from `lo`."""
     step = 1
@@ -74,13 +76,13 @@ def sa_narrow(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     return lo, sa_upper(tokens, sa, lo, hi, depth, token)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _block_token(tokens, sa, lo, hi, depth, unit, block):  # type: ignore[no-untyped-def]
     """Token that follows the suffix in the middle of a block of `unit` suffixes."""
     return sa_token(tokens, sa, min(lo + block * unit + (unit >> 1), hi - 1), depth)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _run_end(tokens, sa, lo, hi, depth, unit, block, n_blocks, token):  # type: ignore[no-untyped-def]
     """First block after `block` that does not show `token`: galloping, then bisection."""
     step = 1
@@ -128,7 +130,7 @@ def sa_successors(tokens, sa, lo, hi, depth, max_reads, out_tokens, out_counts):
         unit <<= 1
     n_blocks = (total + unit - 1) // unit
     n = 0
-    block = 0
+    block = np.int64(0)
     while block < n_blocks:
         token = _block_token(tokens, sa, lo, hi, depth, unit, block)
         end = _run_end(tokens, sa, lo, hi, depth, unit, block, n_blocks, token)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_token
 
 TOP_SHIFT = 6
 """One entry of the top table stands for ``1 << TOP_SHIFT`` suffixes (0.125 byte per token)."""
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _pack(tokens, start, n_tokens, width, bits):  # type: ignore[no-untyped-def]
     """Pack the first `width` of `n_tokens` tokens from `start` into one uint64, missing ones as 0."""
     key = np.uint64(0)
@@ -39,7 +40,7 @@ def sa_top_table(tokens, sa, bits):  # type: ignore[no-untyped-def]
     return top
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _first_not_below(top, key):  # type: ignore[no-untyped-def]
     """First index of a sorted uint64 array that holds at least `key`."""
     lo = 0
@@ -53,7 +54,7 @@ def _first_not_below(top, key):  # type: ignore[no-untyped-def]
     return lo
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _first_above(top, lo, key):  # type: ignore[no-untyped-def]
     """First index from `lo` on of a sorted uint64 array that holds more than `key`, galloping: it is often near."""
     step = 1
@@ -70,9 +71,9 @@ def _first_above(top, lo, key):  # type: ignore[no-untyped-def]
     return lo
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _suffix_not_below(tokens, sa, lo, hi, skip, pattern, start, n, above):  # type: ignore[no-untyped-def]
-    """First index in ``[lo, hi)`` whose suffix is not below (`above`: is above) ``pattern[start : start + n]``.
+    """First index in ``[lo, hi)`` whose suffix is not below (`above` 1: is above) ``pattern[start : start + n]``.
 
     All suffixes of the interval share the pattern's first `skip` tokens; one that begins with the pattern is equal.
     """
@@ -85,7 +86,7 @@ def _suffix_not_below(tokens, sa, lo, hi, skip, pattern, start, n, above):  # ty
             if token != wanted:
                 order = -1 if token < wanted else 1
                 break
-        if order < 0 or (above and order == 0):
+        if order < 0 or (above == 1 and order == 0):
             lo = mid + 1
         else:
             hi = mid
@@ -124,11 +125,12 @@ def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-unty
     # Suffixes between the last sample below and the first sample above.
     left = max(a - 1, 0) << TOP_SHIFT
     right = min(b << TOP_SHIFT, len(sa))
-    left = _suffix_not_below(tokens, sa, left, min(a << TOP_SHIFT, right), 0, pattern, start, width, False)
-    right = _suffix_not_below(tokens, sa, max(left, (b - 1) << TOP_SHIFT), right, 0, pattern, start, width, True)
+    zero, one = np.int64(0), np.int64(1)  # not literals: for each of those the search would be compiled once more
+    left = _suffix_not_below(tokens, sa, left, min(a << TOP_SHIFT, right), zero, pattern, start, width, zero)
+    right = _suffix_not_below(tokens, sa, max(left, (b - 1) << TOP_SHIFT), right, zero, pattern, start, width, one)
     if n > width and left < right:
-        left = _suffix_not_below(tokens, sa, left, right, width, pattern, start, n, False)
-        right = _suffix_not_below(tokens, sa, left, right, width, pattern, start, n, True)
+        left = _suffix_not_below(tokens, sa, left, right, width, pattern, start, n, zero)
+        right = _suffix_not_below(tokens, sa, left, right, width, pattern, start, n, one)
     return left, right
 
 
@@ -146,7 +148,7 @@ def sa_longest(tokens, sa, top, bits, recent, n, longest):  # type: ignore[no-un
     return _lengthen(tokens, sa, top, bits, recent, n, 0, len(sa), 0, min(n, longest))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _lengthen(tokens, sa, top, bits, recent, n, lo, hi, depth, longest):  # type: ignore[no-untyped-def]
     """Find the longest suffix of ``recent[:n]`` that occurs, from one of `depth` tokens that does."""
     while depth < longest:
@@ -159,7 +161,7 @@ def _lengthen(tokens, sa, top, bits, recent, n, lo, hi, depth, longest):  # type
     return lo, hi, depth
 
 
-@njit(cache=True, nogil=True)
+@inner
 def sa_between(tokens, sa, top, bits, recent, shortest, longest):  # type: ignore[no-untyped-def]
     """Find the longest suffix of a text that occurs and has so many tokens.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.ngram import EXTENT, MAX_ORDER, START, TOTAL, ngram_find, ngram_hash
 from retrieve_spec.kernels.suffix_search import TOP_SHIFT
 
@@ -102,7 +103,7 @@ def forget_document(ids, slots, succ_tokens, succ_counts):  # type: ignore[no-un
                 _forget(slots, slot, succ_tokens, succ_counts, ids[i + 1])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _forget(slots, slot, succ_tokens, succ_counts, token):  # type: ignore[no-untyped-def]
     """Count one continuation of a context less."""
     if slots[slot, TOTAL] > 0:

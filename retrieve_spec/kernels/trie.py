@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.suffix_array import SEPARATOR
 
 END = -1
@@ -77,7 +78,7 @@ def gather(
     return n
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _comes_before(spans: NDArray[np.int32], similarity: NDArray[np.float32], a: int, b: int) -> bool:
     """Whether row a sorts before row b: by tokens, then the more similar one."""
     for j in range(spans.shape[1]):
@@ -114,7 +115,7 @@ def weigh(similarity: NDArray[np.float32], n: int, temperature: float, weight: N
         weight[i] = np.exp((similarity[i] - top) / temperature)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def narrow(spans: NDArray[np.int32], lo: int, hi: int, depth: int, token: int) -> tuple[int, int]:
     """Rows of a node that go on with ``token``; empty where there are none."""
     if depth >= spans.shape[1]:
@@ -127,7 +128,7 @@ def narrow(spans: NDArray[np.int32], lo: int, hi: int, depth: int, token: int) -
     return lo, end
 
 
-@njit(cache=True, nogil=True)
+@inner
 def open_rows(spans: NDArray[np.int32], lo: int, hi: int, depth: int) -> tuple[int, int]:
     """(rows that go on behind a node, different tokens they go on with)."""
     if depth >= spans.shape[1]:
@@ -143,7 +144,7 @@ def open_rows(spans: NDArray[np.int32], lo: int, hi: int, depth: int) -> tuple[i
     return count, distinct
 
 
-@njit(cache=True, nogil=True)
+@inner
 def successors(
     spans: NDArray[np.int32],
     weight: NDArray[np.float32],
@@ -173,7 +174,7 @@ def successors(
     return n
 
 
-@njit(cache=True, nogil=True)
+@inner
 def share(spans: NDArray[np.int32], weight: NDArray[np.float32], lo: int, hi: int, depth: int, token: int) -> float:
     """Share of a node's weight that goes on with ``token``."""
     total = 0.0

@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.source_table import (
     UNIGRAM_CELLS,
     UNIGRAM_FREQUENT,
@@ -41,7 +42,7 @@ TOKENS, DISTINCT, NUM_RECENT, NUM_FREQUENT, NUM_LISTED, HIGHEST = range(6)
 META = 6
 
 
-@njit(cache=True, nogil=True)
+@inner
 def log2(n: int) -> int:
     """Logarithm of a positive number, rounded down."""
     b = 0
@@ -60,7 +61,7 @@ def cell_of(age: int, count: int, generated: int) -> int:
     return (a * COUNTS + c) * 2 + generated
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _to_front(recent: NDArray[np.int32], meta: NDArray[np.int64], token: int, listed: bool) -> None:
     at = np.int64(0)
     if listed:
@@ -75,7 +76,7 @@ def _to_front(recent: NDArray[np.int32], meta: NDArray[np.int64], token: int, li
     recent[0] = token
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[np.int64], token: int) -> None:
     """Put a token that was counted once more in its place among the most frequent, if it is one of them."""
     n, count = meta[NUM_FREQUENT], stats[token, COUNT]
@@ -97,7 +98,7 @@ def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[n
     frequent[at] = token
 
 
-@njit(cache=True, nogil=True)
+@inner
 def append(
     stats: NDArray[np.int32],
     recent: NDArray[np.int32],
@@ -123,7 +124,7 @@ def append(
         _rise(stats, frequent, meta, token)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def rank(
     stats: NDArray[np.int32],
     recent: NDArray[np.int32],
@@ -160,7 +161,7 @@ def rank(
     meta[NUM_LISTED] = n
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _meta(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
     return view_i64(table[s, UNIGRAM_META], META)
 
@@ -184,20 +185,20 @@ def extend(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32], gener
     )
 
 
-@njit(cache=True, nogil=True)
+@inner
 def listed(table: NDArray[np.int64], s: int) -> int:
     """How many tokens the list of a source holds."""
     return np.int64(_meta(table, s)[NUM_LISTED])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def evidence(table: NDArray[np.int64], s: int) -> tuple[int, int]:
     """(tokens of the text, distinct ones)"""
     meta = _meta(table, s)
     return np.int64(meta[TOKENS]), np.int64(meta[DISTINCT])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def read(
     table: NDArray[np.int64], s: int, least: float, out_tokens: NDArray[np.int32], out_p: NDArray[np.float32]
 ) -> int:

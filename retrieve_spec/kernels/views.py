@@ -1,17 +1,18 @@
-"""Arrays from addresses: lets one compiled kernel walk any number of sources without recompiling.
+"""Arrays from addresses: let one compiled kernel walk any number of sources without recompiling.
 
 A source hands out a row of integers (addresses and sizes) together with the arrays (`sources/rows.py`); whoever calls
-a kernel holds both.
+a kernel holds both. Views are intrinsics, not functions that Numba inlines: there are hundreds of calls, and each would
+be compiled again.
 """
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, config, njit, types
+from numba import config, from_dtype, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
@@ -19,58 +20,17 @@ from numpy.typing import NDArray
 
 if config.DISABLE_JIT:
 
-    def _view(address: int, size: int, ctype: Any, dtype: type) -> Any:
-        if size == 0:
-            return np.empty(0, dtype)
-        return np.ctypeslib.as_array((ctype * int(size)).from_address(int(address)))
+    def _viewer(dtype: Any, dimensions: int = 1) -> Callable[..., NDArray[Any]]:
+        """What makes an array of an address and a shape."""
+        ctype = np.ctypeslib.as_ctypes_type(dtype)
 
-    def view_i32(address: int, size: int) -> NDArray[np.int32]:
-        """(size,) int32 at an address."""
-        return _view(address, size, ctypes.c_int32, np.int32)  # type: ignore[no-any-return]
+        def view(address: int, *shape: int) -> NDArray[Any]:
+            size = int(np.prod(shape))
+            if size == 0:
+                return np.empty(shape, dtype)
+            return np.ctypeslib.as_array((ctype * size).from_address(int(address))).reshape(shape)
 
-    def view_rows(address: int, rows: int, width: int) -> NDArray[np.int32]:
-        """(rows, width) int32 at an address."""
-        return view_i32(address, rows * width).reshape(rows, width)
-
-    def view_slots(address: int, rows: int) -> NDArray[np.uint32]:
-        """(rows, 4) uint32 at an address."""
-        return view_u32(address, rows * 4).reshape(rows, 4)
-
-    def view_u16(address: int, size: int) -> NDArray[np.uint16]:
-        """(size,) uint16 at an address."""
-        return _view(address, size, ctypes.c_uint16, np.uint16)  # type: ignore[no-any-return]
-
-    def view_u32(address: int, size: int) -> NDArray[np.uint32]:
-        """(size,) uint32 at an address."""
-        return _view(address, size, ctypes.c_uint32, np.uint32)  # type: ignore[no-any-return]
-
-    def view_i64(address: int, size: int) -> NDArray[np.int64]:
-        """(size,) int64 at an address."""
-        return _view(address, size, ctypes.c_int64, np.int64)  # type: ignore[no-any-return]
-
-    def view_u64(address: int, size: int) -> NDArray[np.uint64]:
-        """(size,) uint64 at an address."""
-        return _view(address, size, ctypes.c_uint64, np.uint64)  # type: ignore[no-any-return]
-
-    def view_f32(address: int, size: int) -> NDArray[np.float32]:
-        """(size,) float32 at an address."""
-        return _view(address, size, ctypes.c_float, np.float32)  # type: ignore[no-any-return]
-
-    def view_f64(address: int, size: int) -> NDArray[np.float64]:
-        """(size,) float64 at an address."""
-        return _view(address, size, ctypes.c_double, np.float64)  # type: ignore[no-any-return]
-
-    def view_f64_cube(address: int, a: int, b: int, c: int) -> NDArray[np.float64]:
-        """(a, b, c) float64 at an address."""
-        return view_f64(address, a * b * c).reshape(a, b, c)
-
-    def view_i64_rows(address: int, rows: int, width: int) -> NDArray[np.int64]:
-        """(rows, width) int64 at an address."""
-        return view_i64(address, rows * width).reshape(rows, width)
-
-    def view_u64_rows(address: int, rows: int, width: int) -> NDArray[np.uint64]:
-        """(rows, width) uint64 at an address."""
-        return view_u64(address, rows * width).reshape(rows, width)
+        return view
 
     def prefetch(address: int) -> None:
         """Ask memory for the line at an address; nothing waits for it."""
@@ -81,24 +41,64 @@ if config.DISABLE_JIT:
 
 else:
 
+    def _viewer(dtype: Any, dimensions: int = 1) -> Callable[..., NDArray[Any]]:
+        """What makes an array of an address and a shape."""
+        array = types.Array(from_dtype(np.dtype(dtype)), dimensions, "C")
+        bytes_each = np.dtype(dtype).itemsize
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            address, *shape = args
+            strides, stride = [], cgutils.intp_t(bytes_each)
+            for length in reversed(shape):
+                strides.append(stride)
+                stride = builder.mul(stride, length)
+            made = make_array(array)(context, builder)  # type: ignore[no-untyped-call]
+            populate_array(  # type: ignore[no-untyped-call]
+                made,
+                data=builder.inttoptr(address, context.get_data_type(array.dtype).as_pointer()),
+                shape=shape,
+                strides=strides[::-1],
+                itemsize=bytes_each,
+                meminfo=None,  # whoever called holds it
+            )
+            return made._getvalue()
+
+        made = array(types.int64, *[types.intp] * dimensions), codegen
+        if dimensions == 1:
+
+            @intrinsic
+            def view(_context: Any, address: Any, size: Any) -> Any:
+                return made
+
+        elif dimensions == 2:
+
+            @intrinsic
+            def view(_context: Any, address: Any, rows: Any, width: Any) -> Any:
+                return made
+
+        else:
+
+            @intrinsic
+            def view(_context: Any, address: Any, a: Any, b: Any, c: Any) -> Any:
+                return made
+
+        return view  # type: ignore[no-any-return]
+
     @intrinsic
-    def _prefetch(_context: Any, _address: Any) -> Any:
-        def codegen(cgctx: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            pointer = builder.inttoptr(args[0], cgctx.get_value_type(types.voidptr))
+    def prefetch(_context: Any, address: Any) -> Any:
+        """Ask memory for the line at an address; nothing waits for it."""
+
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], context.get_value_type(types.voidptr))
             word = ir.IntType(32)
             kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
             function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
                 builder.module, kind, "llvm.prefetch.p0"
             )
             builder.call(function, [pointer, word(0), word(3), word(1)])  # to read, keep it close, data
-            return cgctx.get_dummy_value()
+            return context.get_dummy_value()
 
         return types.void(types.int64), codegen
-
-    @njit(inline="always")
-    def prefetch(address: int) -> None:
-        """Ask memory for the line at an address; nothing waits for it."""
-        _prefetch(np.int64(address))
 
     @intrinsic
     def borrowed(_context: Any, array: Any) -> Any:
@@ -108,9 +108,9 @@ else:
         few microseconds that was half of the time.
         """
 
-        def codegen(cgctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-            held = make_array(signature.args[0])(cgctx, builder, args[0])  # type: ignore[no-untyped-call]
-            free = make_array(signature.return_type)(cgctx, builder)  # type: ignore[no-untyped-call]
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            held = make_array(signature.args[0])(context, builder, args[0])  # type: ignore[no-untyped-call]
+            free = make_array(signature.return_type)(context, builder)  # type: ignore[no-untyped-call]
             populate_array(  # type: ignore[no-untyped-call]
                 free,
                 data=held.data,
@@ -123,69 +123,28 @@ else:
 
         return array(array), codegen
 
-    @intrinsic
-    def _pointer(_context: Any, _address: Any) -> Any:
-        def codegen(cgctx: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], cgctx.get_value_type(types.voidptr))
 
-        return types.voidptr(types.int64), codegen
-
-    @njit(inline="always")
-    def view_i32(address: int, size: int) -> NDArray[np.int32]:
-        """(size,) int32 at an address."""
-        return carray(_pointer(np.int64(address)), (size,), np.int32)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_rows(address: int, rows: int, width: int) -> NDArray[np.int32]:
-        """(rows, width) int32 at an address (a reshape would cost a call into the runtime)."""
-        return carray(_pointer(np.int64(address)), (rows, width), np.int32)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_slots(address: int, rows: int) -> NDArray[np.uint32]:
-        """(rows, 4) uint32 at an address."""
-        return carray(_pointer(np.int64(address)), (rows, 4), np.uint32)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_u16(address: int, size: int) -> NDArray[np.uint16]:
-        """(size,) uint16 at an address."""
-        return carray(_pointer(np.int64(address)), (size,), np.uint16)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_u32(address: int, size: int) -> NDArray[np.uint32]:
-        """(size,) uint32 at an address."""
-        return carray(_pointer(np.int64(address)), (size,), np.uint32)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_i64(address: int, size: int) -> NDArray[np.int64]:
-        """(size,) int64 at an address."""
-        return carray(_pointer(np.int64(address)), (size,), np.int64)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_i64_rows(address: int, rows: int, width: int) -> NDArray[np.int64]:
-        """(rows, width) int64 at an address."""
-        return carray(_pointer(np.int64(address)), (rows, width), np.int64)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_u64_rows(address: int, rows: int, width: int) -> NDArray[np.uint64]:
-        """(rows, width) uint64 at an address."""
-        return carray(_pointer(np.int64(address)), (rows, width), np.uint64)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_u64(address: int, size: int) -> NDArray[np.uint64]:
-        """(size,) uint64 at an address."""
-        return carray(_pointer(np.int64(address)), (size,), np.uint64)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_f32(address: int, size: int) -> NDArray[np.float32]:
-        """(size,) float32 at an address."""
-        return carray(_pointer(np.int64(address)), (size,), np.float32)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_f64(address: int, size: int) -> NDArray[np.float64]:
-        """(size,) float64 at an address."""
-        return carray(_pointer(np.int64(address)), (size,), np.float64)  # type: ignore[no-any-return]
-
-    @njit(inline="always")
-    def view_f64_cube(address: int, a: int, b: int, c: int) -> NDArray[np.float64]:
-        """(a, b, c) float64 at an address."""
-        return carray(_pointer(np.int64(address)), (a, b, c), np.float64)  # type: ignore[no-any-return]
+view_i32 = _viewer(np.int32)
+"""(size,) int32 at an address."""
+view_rows = _viewer(np.int32, 2)
+"""(rows, width) int32 at an address."""
+view_u32_rows = _viewer(np.uint32, 2)
+"""(rows, width) uint32 at an address."""
+view_u16 = _viewer(np.uint16)
+"""(size,) uint16 at an address."""
+view_u32 = _viewer(np.uint32)
+"""(size,) uint32 at an address."""
+view_i64 = _viewer(np.int64)
+"""(size,) int64 at an address."""
+view_i64_rows = _viewer(np.int64, 2)
+"""(rows, width) int64 at an address."""
+view_u64 = _viewer(np.uint64)
+"""(size,) uint64 at an address."""
+view_u64_rows = _viewer(np.uint64, 2)
+"""(rows, width) uint64 at an address."""
+view_f32 = _viewer(np.float32)
+"""(size,) float32 at an address."""
+view_f64 = _viewer(np.float64)
+"""(size,) float64 at an address."""
+view_f64_cube = _viewer(np.float64, 3)
+"""(a, b, c) float64 at an address."""

@@ -12,6 +12,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
+
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
 NUM_SOURCES = 10
 _CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT = 0, 2, 3, 6, 8, 9
@@ -46,7 +48,7 @@ def length_bucket(n: int) -> int:
     return 10 if n <= 39 else 11
 
 
-@njit(cache=True, nogil=True)
+@inner
 def count_bucket(n: int) -> int:
     """0 … 7 for counts 1, 2, 3, 4–5, 6–8, 9–16, 17–64, 65 and more."""
     if n <= 3:
@@ -60,7 +62,7 @@ def count_bucket(n: int) -> int:
     return 6 if n <= 64 else 7
 
 
-@njit(cache=True, nogil=True)
+@inner
 def distinct_bucket(n: int) -> int:
     """0 … 5 for 1, 2, 3, 4–5, 6–8, 9 and more distinct continuations."""
     if n <= 3:
@@ -77,13 +79,13 @@ def cell_of(source: int, length: int, total: int, distinct: int) -> int:
     return (c * COUNT_BUCKETS + count_bucket(total)) * DISTINCT_BUCKETS + distinct_bucket(distinct)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def level_weight(cells: NDArray[np.float32], cell: int, prior: float) -> float:
     """Share of the remaining mass that a level takes: learned, shrunk towards its prior."""
     return (np.float64(cells[cell, 0]) + PRIOR_WEIGHT * prior) / (np.float64(cells[cell, 1]) + PRIOR_WEIGHT)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def recency_weight(cells: NDArray[np.float32], cell: int) -> float:
     """Share of a level that goes to its most recent continuation, whatever its count."""
     return (np.float64(cells[cell, 2]) + 0.15 * PRIOR_WEIGHT) / (np.float64(cells[cell, 3]) + PRIOR_WEIGHT)

@@ -9,9 +9,12 @@ from numba import njit
 from retrieve_spec.kernels import views
 
 
-@njit
-def read(function, address, size):
-    return function(address, size).copy()
+def reader(view):
+    @njit
+    def read(address, size):
+        return view(address, size).copy()
+
+    return read
 
 
 @pytest.mark.parametrize(
@@ -26,13 +29,14 @@ def read(function, address, size):
     ],
 )
 def test_views_show_the_array_itself(view, dtype):
+    read = reader(view)
     array = np.array([0, 1, 2**15, 7], np.int64).astype(dtype)
-    seen = read(view, array.ctypes.data, len(array))
+    seen = read(array.ctypes.data, len(array))
     assert seen.dtype == dtype
     assert seen.tolist() == array.tolist()
     array[1] = 5
-    assert read(view, array.ctypes.data + array.itemsize, 2).tolist() == array[1:3].tolist()
-    assert len(read(view, array.ctypes.data, 0)) == 0
+    assert read(array.ctypes.data + array.itemsize, 2).tolist() == array[1:3].tolist()
+    assert len(read(array.ctypes.data, 0)) == 0
 
 
 @njit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,13 +11,13 @@ from pathlib import Path
 import numba
 import pytest
 
-from retrieve_spec.kernels.stale_code import drop_stale
+from retrieve_spec.kernels.compiled_code import WHY_IT_TAKES_LONG, compiling_logged, drop_stale, told_of_compiling
 
 CALLED = "from numba import njit\n@njit(cache=True)\ndef called(x):\n    return x + {}\n"
 CALLING = """
 import sys
 from pathlib import Path
-from retrieve_spec.kernels.stale_code import drop_stale
+from retrieve_spec.kernels.compiled_code import drop_stale
 from pair.called import called
 from numba import njit
 @njit(cache=True)
@@ -60,3 +61,22 @@ def test_only_older_code_is_dropped(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "future.py", "new.nbi", "old.nbc"]
     assert drop_stale(tmp_path, []) == 0
     assert drop_stale(tmp_path / "nowhere", [source]) == 0
+
+
+@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
+def test_compiling_is_logged_once_and_told_of_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    inner = numba.njit(lambda x: x + 1)
+    outer = numba.njit(lambda x: inner(x) * 2)
+    of_somebody_else = numba.njit(lambda x: x)
+    for kernel, name in ((inner, "inner"), (outer, "outer")):
+        kernel.py_func.__module__, kernel.py_func.__name__ = "retrieve_spec.kernels.made_up", name
+    told: list[str] = []
+    with caplog.at_level(logging.WARNING), told_of_compiling(told.append), compiling_logged():
+        assert of_somebody_else(1) == 1
+        assert told == [] and not caplog.records
+        assert outer(1) == 4
+        assert outer(2) == 6
+    assert told == ["outer", "inner"]
+    assert [record.message for record in caplog.records] == [WHY_IT_TAKES_LONG]
+    inner(1.5)
+    assert told == ["outer", "inner"], "told only of what is compiled in the block"

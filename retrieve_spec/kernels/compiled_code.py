@@ -1,0 +1,83 @@
+"""Compiled code of the kernels: dropped where it is older than its sources, told of while it is made."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from numba import config, njit
+from numba.core import event
+
+logger = logging.getLogger(__name__)
+_NO_DOOR: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inner = njit(nogil=True, **_NO_DOOR)
+"""Decorator of a kernel that only kernels call: it becomes part of each of them and has no door for Python, which is
+more than half of the work of compiling a small one."""
+WHY_IT_TAKES_LONG = "compiling the kernels, once on this machine: later starts take seconds"
+
+
+@njit(cache=True)
+def _beside() -> None:
+    """A kernel whose compiled code lies where that of all others does."""
+
+
+def drop_stale(folder: Path, sources: Iterable[Path]) -> int:
+    """Delete what Numba finds compiled code by, where it is older than any source; returns how many.
+
+    A kernel is compiled with the code of those it calls. When one of these changes in another file, as by `git pull`,
+    Numba would go on with the old code.
+    """
+    now = time.time_ns()  # files from the future, as another machine's clock makes them, would be newer for ever
+    newest = max((t for source in sources if (t := source.stat().st_mtime_ns) <= now), default=0)
+    stale = [index for index in folder.glob("*.nbi") if index.stat().st_mtime_ns < newest]
+    for index in stale:
+        index.unlink(missing_ok=True)
+    return len(stale)
+
+
+def drop_stale_kernels() -> None:
+    """`drop_stale` for this package, before its kernels are called first."""
+    if not config.DISABLE_JIT:
+        with contextlib.suppress(OSError):  # another process was faster, or the folder may only be read
+            drop_stale(Path(_beside.stats.cache_path), Path(__file__).parent.glob("*.py"))
+
+
+class _Told(event.Listener):  # type: ignore[misc]
+    """Passes on the names of this package's kernels as they are compiled."""
+
+    def __init__(self, tell: Callable[[str], Any]) -> None:
+        self._tell = tell
+
+    def on_start(self, happened: Any) -> None:
+        """A kernel was not found compiled."""
+        kernel = happened.data["dispatcher"].py_func
+        if kernel.__module__.startswith("retrieve_spec."):
+            self._tell(kernel.__name__)
+
+    def on_end(self, happened: Any) -> None:
+        """It is compiled."""
+
+
+@contextlib.contextmanager
+def told_of_compiling(tell: Callable[[str], Any]) -> Iterator[None]:
+    """Call `tell` with the name of every kernel that this process compiles in the block, not with those it loads."""
+    with event.install_listener("numba:compile", _Told(tell)):
+        yield
+
+
+@contextlib.contextmanager
+def compiling_logged() -> Iterator[None]:
+    """Log once why it takes long, when the first kernel is compiled in the block."""
+    said: list[str] = []
+
+    def tell(name: str) -> None:
+        if not said:
+            logger.warning(WHY_IT_TAKES_LONG)
+        said.append(name)
+
+    with told_of_compiling(tell):
+        yield
