@@ -58,11 +58,12 @@ test-vllm:
 		&& .venv-vllm/bin/pip install -q -e . hypothesis pytest pytest-timeout $(PIP_ARGS); }
 	NUMBA_CACHE_DIR=.venv-vllm/numba VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_engine.py $(ARGS)
 
-## make lint        ruff, mypy, and whether the generated parts of the docs are current
+## make lint        ruff, mypy, spelling, and whether the generated parts of the docs are current
 lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell retrieve_spec scripts tools docs datastores packaging *.md
 	$(BIN)/python scripts/generate_docs.py --check
 
 ## make fmt         format the code and fix what ruff can fix

@@ -29,7 +29,7 @@ from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import PassThreads, PromptThreads
-from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError
+from retrieve_spec.errors import ConfigError, TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated
 from retrieve_spec.generation.many import generate_many
@@ -105,6 +105,10 @@ def accelerate(
             type(model).__name__,
             "Load it with AutoModelForCausalLM.from_pretrained.",
         )
+    if isinstance(tokenizer, (str, os.PathLike)):
+        raise ConfigError("a tokenizer", repr(tokenizer), "Load it with AutoTokenizer.from_pretrained.")
+    if isinstance(datastores, (str, os.PathLike)):
+        raise ConfigError("a list of datastores", repr(datastores), f"Give datastores=[{str(datastores)!r}].")
     survive_forks()
     config = (config or SpeculationConfig()).with_options(**options)
     if tokenizer is not None:

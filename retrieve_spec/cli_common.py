@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import click
 
-SLOW_START_S = 20.0
-"""A start from compiled kernels is over by then, also on a busy machine of two cores."""
-SLOW_START = "Still getting ready: the first run compiles the kernels, which takes minutes; later runs take seconds."
-
 EXTRAS = {
-    "serve": ("starlette", "uvicorn", "pydantic", "sse_starlette", "prometheus_client", "pygls", "watchfiles"),
+    "serve": (
+        *("starlette", "uvicorn", "httptools", "pydantic", "sse_starlette", "prometheus_client", "pygls", "watchfiles"),
+    ),
     "share": ("fsspec",),
     "bench": ("matplotlib", "jinja2"),
     "parquet": ("pyarrow",),
@@ -47,8 +44,16 @@ class Seed(click.types.IntParamType):
         return number
 
 
+class WholeRange(click.IntRange):
+    """A range of whole numbers, called so in messages."""
+
+    name = "whole number"
+
+
 class FiniteRange(click.FloatRange):
     """A range of numbers without infinity and without NaN, which no comparison leaves out."""
+
+    name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Refuse what is not finite, then what is out of range."""
@@ -59,7 +64,7 @@ class FiniteRange(click.FloatRange):
 
 
 TEXT = Text()
-COUNT = click.IntRange(1, 1_000_000)
+COUNT = WholeRange(1, 1_000_000)
 SEED = Seed()
 
 
@@ -84,12 +89,25 @@ def loading_bars(shown: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained_wait(after_s: float = SLOW_START_S) -> Iterator[None]:
-    """Say on standard error why a start takes long, once it does."""
-    timer = threading.Timer(after_s, lambda: click.echo(SLOW_START, err=True))
-    timer.daemon = True
-    timer.start()
+def compiling_shown() -> Iterator[None]:
+    """Show a bar of the kernels that are compiled, from the first one on, where standard error is a terminal.
+
+    The line that says why comes from the drafter (`kernels/compiled_code.py`), through logging.
+    """
+    from tqdm import tqdm
+
+    from retrieve_spec.kernels.compiled_code import told_of_compiling
+
+    shown: list[tqdm[Any]] = []
+
+    def tell(_: str) -> None:
+        if not shown:
+            shown.append(tqdm(desc="compiling", unit=" kernels", disable=None, dynamic_ncols=True, leave=False))
+        shown[0].update()
+
     try:
-        yield
+        with told_of_compiling(tell):
+            yield
     finally:
-        timer.cancel()
+        for bar in shown:
+            bar.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from retrieve_spec.cli_common import EXTRAS, counted, explained_wait, loading_bars
+from retrieve_spec.cli_common import EXTRAS, compiling_shown, counted, loading_bars
 
 PROMPT = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
 TOKENS = 96
@@ -37,7 +37,7 @@ def doctor(model: str, dtype: str, device: str, as_json: bool) -> None:
 
     facts: dict[str, Any] = {"machine": machine_facts()}
     facts["missing_extras"] = [extra for extra, modules in EXTRAS.items() if not all(map(_is_there, modules))]
-    with explained_wait():
+    with compiling_shown():
         facts["kernels"] = _kernels()
         if model != "none":
             facts["model"] = {"name": model, **_examine(model, dtype, device)}

@@ -57,7 +57,9 @@ def editor(name: str, url: str, key_file: Path | None, write: bool, yes: bool) -
         return
     say(f"\n{remote.url} serves {health.get('model')}; fill-in-the-middle: {health.get('fim') or 'no'}.")
     if not health.get("fim"):
-        raise ServeError("a model that fills in the middle", str(health.get("fim_missing", "none")), "Serve another.")
+        raise ServeError(
+            "to fill in the middle", str(health.get("fim_missing", "the model cannot")), "Serve another model."
+        )
     completion, model_ms = editors.first_completion(remote)
     above, line, below = editors.PROBE
     say(f"A first completion ({model_ms:.0f} ms):\n")

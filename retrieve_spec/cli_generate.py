@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from retrieve_spec.cli_common import COUNT, SEED, TEXT, FiniteRange, explained_wait, loading_bars
+from retrieve_spec.cli_common import COUNT, SEED, TEXT, FiniteRange, WholeRange, compiling_shown, loading_bars
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.errors import PromptError
 
@@ -88,7 +88,7 @@ class Run:
 )
 @click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
 @click.option(
-    "--top-k", type=click.IntRange(0, 1_000_000), default=0, show_default=True, metavar="K", help="0 for no limit."
+    "--top-k", type=WholeRange(0, 1_000_000), default=0, show_default=True, metavar="K", help="0 for no limit."
 )
 @click.option("--seed", type=SEED, default=0, show_default=True, metavar="S", help="Same seed, same text.")
 @click.option("--draft", default=AUTO, show_default=True, metavar="auto|off|PRESET", help="Where drafts come from.")
@@ -116,7 +116,7 @@ def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, co
     import retrieve_spec as rs
     from retrieve_spec.datastore.store import open_datastore
 
-    with explained_wait():
+    with compiling_shown():
         lm, tokenizer = _load(model, options)
         request = _request(lm, tokenizer, text, options)
         datastores = [open_datastore(path, tokenizer=tokenizer) for path in options["stores"]]

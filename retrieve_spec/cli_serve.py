@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from retrieve_spec.cli_common import EXTRAS, loading_bars
+from retrieve_spec.cli_common import EXTRAS, FiniteRange, WholeRange, loading_bars
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 
@@ -62,7 +62,7 @@ def need_extra() -> None:
     for package in EXTRAS["serve"]:
         if find_spec(package) is None:
             raise ServeError(
-                "the packages of the server", f"no {package}", "Install them with: pip install 'retrieve-spec[serve]'"
+                "to run this command", f"{package} is not installed", "Run: pip install 'retrieve-spec[serve]'"
             )
 
 
@@ -72,18 +72,18 @@ def need_extra() -> None:
 @_licences
 @_store
 @click.option("--host", default=_DEFAULTS.host, show_default=True, help="Where to listen.")
-@click.option("--port", default=_DEFAULTS.port, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--port", default=_DEFAULTS.port, show_default=True, type=WholeRange(0, 65535))
 @click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Accepted API keys, one a line.")
 @click.option(
     "--origin", "origins", multiple=True, metavar="URL", help="A browser origin that may call (none may by default)."
 )
 @click.option(
-    "--ctx-size", default=0, type=click.IntRange(min=0), metavar="N", help="Tokens used of the model's positions (all)."
+    "--ctx-size", default=0, type=WholeRange(min=0), metavar="N", help="Tokens used of the model's positions (all)."
 )
 @click.option(
     "--fim-window",
     default=0,
-    type=click.IntRange(min=0),
+    type=WholeRange(min=0),
     metavar="N",
     help="Tokens shown around a cursor (as many as this machine reads in 150 ms, 2,048 at least).",
 )
@@ -91,23 +91,21 @@ def need_extra() -> None:
     "--prefix-share",
     default=_DEFAULTS.prefix_share,
     show_default=True,
-    type=click.FloatRange(0.1, 0.9),
+    type=FiniteRange(0.1, 0.9),
     help="Share of what stands before the cursor in them.",
 )
 @click.option(
     "--cache-mib",
     default=_DEFAULTS.cache_bytes >> 20,
     show_default=True,
-    type=click.IntRange(min=1),
+    type=WholeRange(min=1),
     help="Memory of the prompts that are kept warm.",
 )
-@click.option(
-    "--slots", default=_DEFAULTS.slots, show_default=True, type=click.IntRange(min=1), help="Prompts kept warm."
-)
+@click.option("--slots", default=_DEFAULTS.slots, show_default=True, type=WholeRange(min=1), help="Prompts kept warm.")
 @click.option(
     "--linger",
     default=0.0,
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     metavar="S",
     help="End when no editor has been connected (lsp --connect) for so many seconds; 0 is never.",
 )
@@ -154,10 +152,13 @@ def serve(
         slots=slots,
         workspace_licences=licences,
     )
-    if not quiet:
-        click.echo(f"http://{host}:{port} answers 503 while {model} is being loaded (Ctrl-C ends it).", err=True)
-        if model == "reference":
-            click.echo(_BUNDLED, err=True)
+
+    def say() -> None:
+        if not quiet:
+            click.echo(f"http://{host}:{port} answers 503 while {model} is being loaded (Ctrl-C ends it).", err=True)
+            if model == "reference":
+                click.echo(_BUNDLED, err=True)
+
     with loading_bars(not quiet):
         run(
             model,
@@ -168,6 +169,7 @@ def serve(
             dtype=dtype,
             device=device,
             linger_s=linger,
+            on_listening=say,
         )
 
 

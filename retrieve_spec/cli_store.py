@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from retrieve_spec.cli_common import loading_bars
+from retrieve_spec.cli_common import WholeRange, loading_bars
 from retrieve_spec.cli_store_read import ADMIT, JSON, LEFT_OUT, LICENCES, QUIET, STATED, STORE, print_report
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _Place(click.Path):
         return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
 
 
-_WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; all CPUs by default.")
+_WORKERS = click.option("--workers", type=WholeRange(min=1), metavar="N", help="Processes; all CPUs by default.")
 
 
 def _source_options(command: _F) -> _F:
@@ -54,7 +54,7 @@ def _source_options(command: _F) -> _F:
             click.option(
                 "--field", default="text", show_default=True, metavar="NAME", help="Text field of JSON Lines, Parquet."
             ),
-            click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Stop before exceeding N."),
+            click.option("--max-tokens", type=WholeRange(min=1), metavar="N", help="Stop before exceeding N."),
         ]
     ):
         command = option(command)
@@ -113,16 +113,16 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 )
 @click.option(
     "--automaton-tokens",
-    type=click.IntRange(min=0),
+    type=WholeRange(min=0),
     metavar="N",
     help="Segments of at most N tokens also get a static automaton, which draft 'sam' follows.",
 )
 @click.option("--dense", metavar="MODEL", help="Also index the model's hidden states; folder, hub id or 'reference'.")
 @click.option("--layer", default="last", show_default=True, metavar="last|N", help="Layer of the dense keys.")
 @click.option(
-    "--dims", type=click.IntRange(min=1), default=64, show_default=True, metavar="N", help="Numbers of a dense key."
+    "--dims", type=WholeRange(min=1), default=64, show_default=True, metavar="N", help="Numbers of a dense key."
 )
-@click.option("--max-vectors", type=click.IntRange(min=1), metavar="N", help="Dense keys at most; all by default.")
+@click.option("--max-vectors", type=WholeRange(min=1), metavar="N", help="Dense keys at most; all by default.")
 @click.option("--thin", is_flag=True, help="No dense keys where the longest match elsewhere predicts the next token.")
 @_WORKERS
 @_CLUSTER

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrieve_spec.cli_common import TEXT, counted, loading_bars
+from retrieve_spec.cli_common import TEXT, WholeRange, counted, loading_bars
 from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def verify(store: Path, quiet: bool, as_json: bool) -> None:
 @click.argument("text", type=TEXT)
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=WholeRange(min=1),
     default=10,
     show_default=True,
     metavar="N",

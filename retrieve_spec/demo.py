@@ -16,6 +16,7 @@ import click
 
 from retrieve_spec._version import __version__
 from retrieve_spec.bench.workloads import Prompt, builtin, loops
+from retrieve_spec.cli_common import WholeRange, compiling_shown
 from retrieve_spec.demo_screen import MIN_COLUMNS, Mode, Pane, PaneStreamer, Screen
 from retrieve_spec.errors import StoreError
 from retrieve_spec.paths import cache_dir
@@ -219,8 +220,8 @@ def runners_of(
 
 
 @click.command()
-@click.option("--files", type=click.IntRange(min=1), default=6, show_default=True, help="How many files.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=160, show_default=True)
+@click.option("--files", type=WholeRange(min=1), default=6, show_default=True, help="How many files.")
+@click.option("--max-new-tokens", type=WholeRange(min=1), default=160, show_default=True)
 @click.option(
     "--store/--no-store",
     default=True,
@@ -245,13 +246,14 @@ def main(files: int, max_new_tokens: int, store: bool, as_json: bool) -> None:
     say("Loading the bundled model (12.6 M parameters, trained on Python) …")
     model, tokenizer = load_model()
     found = stdlib_store(tokenizer, say, not as_json) if store else None
-    say("Getting ready: measuring passes; the first run compiles the kernels too, which takes minutes …")
+    say("Getting ready: measuring passes; the first run compiles the kernels too …")
     start = time.perf_counter()
-    runners = runners_of(model, tokenizer, [found] if found else [])
     prompts = choose(files)
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    for runner in runners:
-        runner.generate(tokenizer, prompts[0], {**options, "max_new_tokens": WARM_UP_TOKENS})
+    with compiling_shown():
+        runners = runners_of(model, tokenizer, [found] if found else [])
+        for runner in runners:
+            runner.generate(tokenizer, prompts[0], {**options, "max_new_tokens": WARM_UP_TOKENS})
     say(f"Ready in {time.perf_counter() - start:.1f} s, {torch.get_num_threads()} threads.")
     results = []
     for index, prompt in enumerate(prompts, 1):

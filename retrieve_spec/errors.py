@@ -12,18 +12,22 @@ def in_a_line(error: Exception, most: int = 160) -> str:
 class RetrieveSpecError(Exception):
     """Base of all errors raised by this library.
 
+    Its text is "expected …, got …. Do …." or, of something that was to be done, "could not …: why. Do …."
+
     Parameters
     ----------
     expected
-        What would have been right, as a noun phrase.
+        What would have been right, as a noun phrase; or what was to be done, as "to listen on port 8012".
     got
-        What was there instead.
+        What was there instead; or why it was not done.
     remedy
         What the user can do about it, as an imperative sentence.
     """
 
     def __init__(self, expected: str, got: str, remedy: str) -> None:
-        super().__init__(f"expected {expected}, got {got}. {remedy}")
+        done = expected.startswith("to ")
+        happened = f"could not {expected[3:]}: {got}" if done else f"expected {expected}, got {got}"
+        super().__init__(f"{happened}. {remedy}")
         self.expected = expected
         self.got = got
         self.remedy = remedy

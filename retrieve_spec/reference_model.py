@@ -84,7 +84,7 @@ def _explained(name: str) -> Iterator[None]:
         raise _not_found(name, error) from error
     except ValueError as error:
         raise UnsupportedModelError(
-            f"a causal language model at {name!r}", _first_line(error), "Give a decoder-only checkpoint."
+            f"to load {name!r} as a causal language model", _first_line(error), "Give another checkpoint."
         ) from error
 
 
@@ -130,7 +130,10 @@ def _device(device: str) -> torch.device:
         target = torch.device(device)
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError("a device torch can use here", repr(device), "Give 'auto', 'cpu' or 'cuda'.") from error
+        remedy = (
+            "Give 'auto', 'cpu' or 'cuda'." if torch.cuda.is_available() else "This torch finds no GPU: give 'cpu'."
+        )
+        raise ConfigError("a device torch can use here", repr(device), remedy) from error
     return target
 
 
@@ -146,7 +149,7 @@ def _dtype(dtype: str, name: str, device: torch.device) -> torch.dtype | str:
 
 def _not_found(name: str, error: Exception) -> ModelNotFoundError:
     remedy = "Give 'reference', a folder, or a hub id; a hub id needs the network once, and some need `hf auth login`."
-    return ModelNotFoundError(f"a model and its tokenizer at {name!r}", _first_line(error), remedy)
+    return ModelNotFoundError(f"to load model and tokenizer {name!r}", _first_line(error), remedy)
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,11 @@ DENSE_TOKENS = 500_000
 """Of the store that is drafted from, each with a key."""
 
 
+def terminal(args: argparse.Namespace) -> None:
+    """The README's recording of a terminal."""
+    script(args, "terminal", "scripts/record_terminal.py", *(["--new-tokens", "16"] if args.limit else []))
+
+
 def batches(args: argparse.Namespace) -> None:
     """Batches of the bundled model beside the original `generate`."""
     few = ["--rows", "1", "2", "--runs", "1", "--new-tokens", "16"]
@@ -27,6 +32,12 @@ def arrivals(args: argparse.Namespace) -> None:
     """Requests that arrive at random."""
     few = ["--arrivals", "4", "--within", "2", "--new-tokens", "16"]
     script(args, "arrivals", "scripts/bench_batches.py", *(few if args.limit else ["--arrivals", "32"]))
+
+
+def rollouts(args: argparse.Namespace) -> None:
+    """Rows that end one after the other, and epochs over the same prompts."""
+    few = ["--prompts", "2", "--samples", "2", "--new-tokens", "16", "--temperature", "1", "--epochs", "2"]
+    script(args, "rollouts", "scripts/bench_rollouts.py", *(few if args.limit else []))
 
 
 def passes(args: argparse.Namespace) -> None:

@@ -26,6 +26,7 @@ import benchmark_tables
 import census_tables
 import click
 import cost_tables
+import record_terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -154,6 +155,8 @@ def main() -> None:
             path.write_text(text, encoding="utf-8")
     if not check and benchmark_tables.speedup():
         benchmark_tables.draw_speedup()
+    if not check:
+        record_terminal.draw_recording()
     sys.exit(1 if check and found else 0)
 
 

@@ -197,6 +197,7 @@ def peers_times(args: argparse.Namespace) -> None:
 PARTS: dict[str, Part] = {
     "stores-build": Part(2, "the two stores that other parts draft from", stores),
     "reference": Part(5, "unseen files at T = 0, 0.7 and 1.0 (README)", reference),
+    "terminal": Part(1, "the recording of a terminal (README)", cost_parts.terminal),
     "builtin": Part(2, "the default workload: all five kinds, greedy", builtin),
     "stores": Part(5, "unseen files with stores of the standard library and of installed packages", with_stores),
     "presets": Part(4, "every preset and auto, cold and with everything kept", presets),
@@ -207,6 +208,7 @@ PARTS: dict[str, Part] = {
     "passes": Part(1, "what a pass costs", cost_parts.passes),
     "batches": Part(9, "batches beside the original generate", cost_parts.batches),
     "arrivals": Part(4, "requests that arrive at random", cost_parts.arrivals),
+    "rollouts": Part(9, "many answers to the same prompts: stragglers, and epochs with a memory", cost_parts.rollouts),
     "datastores": Part(6, "building, opening and walking a store of 100 M tokens", cost_parts.datastores),
     "datastores-segments": Part(5, "one cursor through ten segments of 100 M tokens", cost_parts.datastore_segments),
     "datastores-peers": Part(2, "what others make of the same text, 1 M tokens", cost_parts.datastore_peers),

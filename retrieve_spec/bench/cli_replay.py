@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from retrieve_spec.cli_common import FiniteRange, WholeRange
 from retrieve_spec.config import MAX_NODES
 
 
@@ -16,11 +17,11 @@ from retrieve_spec.config import MAX_NODES
 @click.option("--tokenizer", required=True, metavar="PATH|HUB_ID", help="tokenizer.json, a model folder or a hub id.")
 @click.option("--draft", default="auto", show_default=True, metavar="auto|PRESET", help="What drafts.")
 @click.option(
-    "--nodes", type=click.IntRange(1, MAX_NODES), default=60, show_default=True, metavar="N", help="Nodes per pass."
+    "--nodes", type=WholeRange(1, MAX_NODES), default=60, show_default=True, metavar="N", help="Nodes per pass."
 )
 @click.option(
     "--node-cost",
-    type=click.FloatRange(min=0.0),
+    type=FiniteRange(min=0.0),
     metavar="C",
     help="A node adds C of a pass without drafts: auto sizes its drafts by it, and the speed-up is reported.",
 )
@@ -38,13 +39,13 @@ from retrieve_spec.config import MAX_NODES
 )
 @click.option(
     "--siblings",
-    type=click.IntRange(min=2),
+    type=WholeRange(min=2),
     multiple=True,
     metavar="N",
     help="Replay N rows of each group at once, sharing and not; can be repeated. Prints JSON.",
 )
 @click.option("--by-task", is_flag=True, help="Also report each task.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="First N rows of the file.")
+@click.option("--limit", type=WholeRange(min=1), metavar="N", help="First N rows of the file.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
 def replay(**options: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from retrieve_spec.cli_common import COUNT, SEED, FiniteRange
+from retrieve_spec.cli_common import COUNT, SEED, FiniteRange, WholeRange
 
 CLI_NAME = "retrieve-spec"
 
@@ -54,10 +54,8 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
 @click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, metavar="T")
 @click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
 @click.option("--seed", type=SEED, default=0, show_default=True, metavar="S")
-@click.option("--runs", type=click.IntRange(min=1), default=1, show_default=True, metavar="R", help="Repetitions.")
-@click.option(
-    "--limit", type=click.IntRange(min=1), metavar="N", help="First N prompts; of the built-in ones N a kind."
-)
+@click.option("--runs", type=WholeRange(min=1), default=1, show_default=True, metavar="R", help="Repetitions.")
+@click.option("--limit", type=WholeRange(min=1), metavar="N", help="First N prompts; of the built-in ones N a kind.")
 @click.option(
     "--tasks",
     metavar="A,B,…",

@@ -52,7 +52,7 @@ def read_prompts(what: str, limit: int | None = None, tasks: Sequence[str] | Non
         raise TraceError("a file of prompts in UTF-8", f"other bytes in {path}", "Convert the file.") from error
     except OSError as error:
         raise TraceError(
-            "a file of prompts", f"{path}: {error.strerror}", "Give FILE.jsonl, spec-bench:PATH or builtin."
+            f"to read {path}", error.strerror or str(error), "Give FILE.jsonl, spec-bench:PATH or builtin."
         ) from error
     parse = _question if spec_bench else _prompt
     prompts = [parse(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]

@@ -76,7 +76,7 @@ def check_extra() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "matplotlib and jinja2 for the report", str(error), "Run: pip install 'retrieve-spec[bench]'"
+            "to write the report", f"{error.name} is not installed", "Run: pip install 'retrieve-spec[bench]'"
         ) from error
 
 

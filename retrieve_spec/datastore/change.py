@@ -132,7 +132,9 @@ def writer(store: Path) -> Iterator[WorkFolder]:
             lock.acquire()
         except Timeout as error:
             raise StoreLockedError(
-                f"{store} to be free", "another process writing to it", "Wait until it has finished, then try again."
+                f"to write to {store}",
+                "another process is writing to it",
+                "Wait until it has finished, then try again.",
             ) from error
         try:
             yield WorkFolder(store)

@@ -63,15 +63,19 @@ def cluster_runner(where: str, exchange: Exchange | None = None) -> Runner:
     kind, _, rest = where.partition(":")
     wrong = kind not in ("local", "ray", "slurm") or (kind == "slurm" and not rest)
     if wrong or (kind == "local" and rest and not (rest.isdigit() and int(rest) > 0)):
-        raise BuildError("a cluster as local:WORKERS, ray[:ADDRESS] or slurm:PARTITION", repr(where), "Correct it.")
+        raise BuildError(
+            "a cluster as local:WORKERS, ray[:ADDRESS] or slurm:PARTITION",
+            repr(where),
+            "Write it in one of these forms.",
+        )
     try:
         import_module("ray" if kind == "ray" else "datatrove")
     except ImportError as error:
-        remedy = "pip install ray." if kind == "ray" else "pip install 'retrieve-spec[cluster]'."
-        raise BuildError(f"{error.name} to build with --cluster {where}", "none", remedy) from error
+        remedy = "Run: pip install ray" if kind == "ray" else "Run: pip install 'retrieve-spec[cluster]'"
+        raise BuildError(f"to build with --cluster {where}", f"{error.name} is not installed", remedy) from error
     if kind == "slurm" and shutil.which("sbatch") is None:
         raise BuildError(
-            f"sbatch to build with --cluster {where}", "none", "Run this where jobs of Slurm are sent from."
+            f"to build with --cluster {where}", "there is no sbatch here", "Run this where jobs of Slurm are sent from."
         )
 
     def run(stages: Stages, stage: str, ranks: Sequence[int], size: int, tell: Callable[[Done], object]) -> None:
@@ -220,8 +224,8 @@ class _Stage:
         named = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
         why = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
         return BuildError(
-            f"stage {self.stage!r} to finish all its ranks",
-            f"nothing of rank {named}{why}",
+            f"to finish stage {self.stage!r}",
+            f"nothing came from rank {named}{why}",
             f"Logs are in {logs}. Continue with --resume: only what is missing is done.",
         )
 

@@ -53,7 +53,7 @@ def check_folder(store: Path) -> None:
         When there is a store, or files that a build might overwrite.
     """
     if existing_manifest(store) is not None:
-        raise BuildError(f"no datastore at {store}", "one that is there", "Use `add`, or choose another folder.")
+        raise BuildError(f"to build a datastore at {store}", "there is one", "Use `add`, or choose another folder.")
     foreign = next(_foreign(store), None)
     if foreign is not None:
         raise BuildError(f"an empty folder at {store}", f"one that holds {foreign.name}", "Choose another folder.")

@@ -149,7 +149,7 @@ def _feed(
 
 def _died(code: int, stage: str, rank: int) -> BuildError:
     return BuildError(
-        f"stage {stage!r} of rank {rank} to finish",
+        f"to finish stage {stage!r} of rank {rank}",
         f"its process ended with {f'signal {-code}' if code < 0 else f'code {code}'}",
         "Often memory ran out: continue with --resume and fewer --workers.",
     )

@@ -89,7 +89,7 @@ def load_recipe(
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BuildError(f"a recipe in {file}", error.strerror or str(error), "Check the path.") from error
+        raise BuildError(f"to read recipe {file}", error.strerror or str(error), "Check the path.") from error
     except ValueError as error:
         raise BuildError(f"a recipe in {file}", str(error), "See docs/datastores.md for the keys.") from error
     _check_keys(file, content, _KEYS)

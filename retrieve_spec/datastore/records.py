@@ -95,7 +95,7 @@ def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
         import pyarrow.parquet
     except ImportError as error:
         raise BuildError(
-            "pyarrow to read Parquet", f"{file.location} without it", "pip install 'retrieve-spec[parquet]'."
+            f"to read {file.location}", "pyarrow is not installed", "Run: pip install 'retrieve-spec[parquet]'"
         ) from error
     column = field.partition(".")[0]
     try:

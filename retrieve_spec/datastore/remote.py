@@ -57,12 +57,14 @@ def reach(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError as error:
-        raise BuildError("fsspec to reach other machines", "none", "pip install 'retrieve-spec[share]'.") from error
+        raise BuildError(
+            f"to reach {url}", "fsspec is not installed", "Run: pip install 'retrieve-spec[share]'"
+        ) from error
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         remedy = "Install the library that it names, as `pip install s3fs`."
-        raise BuildError(f"a library that reaches {url}", str(error), remedy) from error
+        raise BuildError(f"to reach {url}", str(error), remedy) from error
     return fs, root.rstrip("/")
 
 

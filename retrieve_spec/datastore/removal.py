@@ -73,7 +73,9 @@ def _matching(store: Datastore, where: str, paths: Sequence[str]) -> Chosen:
                 f"select segment, number, path from documents where removed = 0 and ({where})"
             ).fetchall()
         except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.Warning) as error:  # by version of Python
-            raise BuildError("an SQL condition over the documents table", f"{where!r} ({error})", "Mend it.") from error
+            raise BuildError(
+                "an SQL condition over the documents table", f"{where!r} ({error})", "Correct what follows --where."
+            ) from error
     patterns = [glob(path) for path in paths]
     chosen: Chosen = {}
     for segment, number, name in rows:

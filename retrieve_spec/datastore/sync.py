@@ -260,7 +260,9 @@ def watch_folders(
     try:
         from watchfiles import watch
     except ImportError as error:
-        raise BuildError("watchfiles to follow folders", "none", "pip install 'retrieve-spec[serve]'.") from error
+        raise BuildError(
+            "to watch folders", "watchfiles is not installed", "Run: pip install 'retrieve-spec[serve]'"
+        ) from error
     tell(sync_datastore(path, folders, **options))
     inside = os.path.join(Path(path).resolve(), "")
     for changes in watch(*(os.fspath(folder) for folder in folders), raise_interrupt=True):

@@ -69,7 +69,7 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
             # A change may have taken files away since the store was opened: then the new state is what counts.
             if read_manifest(store.path).generation == store.manifest.generation:
                 raise
-    raise StoreCorruptError(f"{path} to stay as it is", "changes by another process", "Verify it when they are done.")
+    raise StoreCorruptError(f"to verify {path}", "another process is changing it", "Verify it when that is done.")
 
 
 def _verify(store: Datastore, progress: bool) -> dict[str, Any]:

@@ -254,7 +254,7 @@ class Engine:
         me = threading.get_ident()
         if self.is_stepping:
             raise ConfigError(
-                "calls between passes", "one from inside a pass of the same model", "Make it when the pass is over."
+                "to do this inside a pass of the same model", "others wait for it", "Do it when the pass is over."
             )
         if self._driver == me:  # an interruption came when all was done
             self._driver, self._holder = 0, None

@@ -373,8 +373,8 @@ class Sequence:
             self.log.note(self.tree, self.walked, _NO_TIME, self.text.length)
         elif self._ready and not self.verifier.takes_back:
             raise InterruptedPassError(
-                "passes that run to their end",
-                "one that another generation's interruption cut short",
+                "to go on",
+                "another generation's interruption cut short the pass that this one shared",
                 "Start this generation again.",
             )
         self._stage = _BETWEEN

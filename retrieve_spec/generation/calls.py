@@ -40,7 +40,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     own = {name: kwargs.pop(name, None) for name in _OWN_OPTIONS}
     if reason := own_generate(self):  # its arguments are its own, too
         if own["return_logprobs"]:
-            raise ConfigError("the generate of transformers with return_logprobs=True", reason, "Leave it out.")
+            raise ConfigError("to return log-probabilities", reason, "Leave out return_logprobs=True.")
         with seeded(own["seed"], self):
             output, reason = decode_inside(
                 self, original(self), args, kwargs, lambda prepared: _decoded(self, prepared, own, {})

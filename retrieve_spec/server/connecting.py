@@ -39,12 +39,12 @@ class Connecting:
         folders = [part for root in roots for part in ("--workspace", str(root))]
         with self._lock:
             if self._closed:
-                raise ServeError(f"a server at {self._remote.url}", "closed", "Open the editor again.")
+                raise ServeError(f"to reach {self._remote.url}", "the editor has closed it", "Open the editor again.")
             start = starter(self._remote, [*self._arguments, *folders])
             completer = self._completer = RemoteCompleter(self._remote, start)
         if not completer.wait():
             remedy = "Check --connect, --model and its key."
-            raise ServeError(f"a server at {self._remote.url}", completer.trouble or "none", remedy)
+            raise ServeError(f"to reach {self._remote.url}", completer.trouble or "nobody answers", remedy)
         return completer
 
     def close(self) -> None:

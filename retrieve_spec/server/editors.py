@@ -113,21 +113,19 @@ def merged(name: str, text: str, path: Path) -> str:
     except FileNotFoundError:
         return text
     except (OSError, UnicodeDecodeError) as error:
-        raise ServeError("a settings file that can be read", f"{path} ({error})", "Paste the settings.") from error
+        raise ServeError(f"to read {path}", str(error), "Paste the settings that are shown without --write.") from error
     if not EDITORS[name].own:
         try:
             held = json.loads(old or "{}")
         except ValueError:
             held = None
         if not isinstance(held, dict):
-            raise ServeError(
-                "settings in plain JSON", f"{path}, which has comments or is damaged", "Paste the settings into it."
-            )
+            raise ServeError(f"to add settings to {path}", "it has comments or is damaged", "Paste them into it.")
         return (
             json.dumps(_joined(held, json.loads(text)), indent=4 if name == "vscode" else 2, ensure_ascii=False) + "\n"
         )
     if name == "continue" and old != text:
-        raise ServeError("no settings of Continue yet", f"{path}", "Paste the models into it.")
+        raise ServeError(f"to write {path}", "there are other settings in it", "Paste the models into it.")
     return text
 
 

@@ -152,7 +152,7 @@ class Engine:
         key = task.fingerprint()
         with self._changed:
             if self._closed:
-                raise ServeError("a running engine", "one that was closed", "Start the server again.")
+                raise ServeError("to take a request", "the server is ending", "Start it again.")
             job = self._twin(key)
             if job is None and self._overtaken(task):
                 sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))

@@ -59,7 +59,7 @@ class Remote:
         except ValueError:
             self.host, port = "", None
         if parts.scheme not in ("http", "https") or not self.host or parts.query:
-            raise ServeError("the address of a server, as http://127.0.0.1:8012", repr(url), "Check --connect.")
+            raise ServeError("the address of a server, as http://127.0.0.1:8012", repr(url), "Give one like it.")
         self.url, self._path, self._key = url.rstrip("/"), parts.path.rstrip("/"), key
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self.port = port or (443 if parts.scheme == "https" else 80)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +85,7 @@ def build_service(
     tell("loading the weights")
     model, tokenizer = load_model(model_name, dtype=dtype, device=device)
     name = display_name(model_name)
-    tell("making the model's passes ready; the first start on a machine compiles for minutes")
+    tell("making the model's passes ready; the first start on a machine compiles the kernels")
     return assemble(model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores)
 
 
@@ -191,7 +191,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ServeError(
             f"to listen on {host}, port {port}",
             error.strerror or str(error),
-            "Is another server running there? Choose another with --port.",
+            "End what listens there, or choose another with --port.",
         ) from error
     return listener
 
@@ -206,8 +206,11 @@ def serve(
     dtype: str = "auto",
     device: str = "auto",
     linger_s: float = 0.0,
+    on_listening: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until interrupted, or, where ``linger_s`` is given, until no editor has been there for so many seconds.
+
+    `on_listening` is called when nothing is left to be refused and the model is about to be loaded.
 
     Raises
     ------
@@ -245,6 +248,7 @@ def serve(
     starting = Starting(make, lambda: setattr(server, "should_exit", True))
     server = uvicorn.Server(server_settings(starting))
     log.info("listening on http://%s:%d", *listener.getsockname()[:2])
+    on_listening()
     server.run(sockets=[listener])
     if starting.error is not None:
         raise starting.error

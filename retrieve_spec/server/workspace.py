@@ -69,7 +69,9 @@ class Workspace:
         self.roots = [root.expanduser().resolve() for root in roots]
         for root in self.roots:
             if not root.is_dir():
-                raise ServeError("a folder as workspace", f"{root}", "Give an existing folder.")
+                raise ServeError(
+                    f"a folder at {root}", "a file" if root.exists() else "nothing there", "Give one as workspace."
+                )
         self.config = config
         self.texts: dict[Path, str] = {}
         self.chars = 0

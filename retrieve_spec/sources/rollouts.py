@@ -244,8 +244,8 @@ class RolloutMemory:
                 yield self.path
         except Timeout as error:
             raise StoreLockedError(
-                f"{self.path} to be free",
-                "another process writing to it",
+                f"to write to {self.path}",
+                "another process is writing to it",
                 "Wait until it has finished, then try again.",
             ) from error
 

@@ -75,7 +75,7 @@ class Ranks:
         values = sent.cpu().numpy()
         if values[0] == _FAILED:
             raise RankError(
-                "a decision of the first rank", "an exception there", "Look at that rank's output, then start again."
+                "to go on", "the first rank raised an exception", "Look at that rank's output, then start again."
             )
         return values
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import time
+import socket
 
 import pytest
 
-from retrieve_spec import cli, cli_common, cli_serve
-from retrieve_spec.errors import ModelNotFoundError
+from retrieve_spec import cli, cli_serve
+from retrieve_spec.acceleration import accelerate
+from retrieve_spec.errors import ConfigError, ModelNotFoundError, ServeError, UnsupportedModelError
 from retrieve_spec.reference_model import load_model
+from retrieve_spec.server.run import listen
 
 NOT_UTF8 = b"a\xffb".decode("utf-8", "surrogateescape")
 
@@ -47,6 +49,44 @@ def test_numbers_and_text_that_nothing_can_use_are_refused_before_a_model_loads(
     assert f"'{option}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "--prompt", "x", "--temperature", "hot"], "'hot' is not a valid number."),
+        (["generate", "--prompt", "x", "--max-new-tokens", "many"], "'many' is not a valid whole number."),
+        (["generate", "--prompt", "x", "--draft", "suffx"], "got 'suffx'. Did you mean 'suffix'?"),
+        (["serve", "--host", "0.0.0.0"], "got --host 0.0.0.0 without one. Give --api-key-file."),
+        (["serve", "--origin", "*"], "expected the origin of a page, as http://localhost:3000, got '*'."),
+        (["build", "store", "--recipe", "./nowhere.toml"], "could not read recipe nowhere.toml: No such file"),
+        (["editor", "vim", "--url", "nonsense"], "got 'nonsense'. Give one like it."),
+    ],
+)
+def test_a_mistake_is_said_first_and_alone(words, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(words) in (1, 2)
+    shown = capsys.readouterr().err
+    *before, message = [line for line in shown.splitlines() if line.strip()]
+    assert message.startswith("Error: ") and said in message
+    assert all(line.startswith(("Usage: ", "Try ")) for line in before), "nothing was begun"
+
+
+def test_what_was_to_be_done_and_could_not_is_said_so():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ServeError) as refused:
+        listen("127.0.0.1", taken.getsockname()[1])
+    port = refused.value.expected.rpartition(" ")[2]
+    said = f"could not listen on 127.0.0.1, port {port}: Address already in use. "
+    assert str(refused.value) == said + "End what listens there, or choose another with --port."
+
+
+def test_names_where_objects_belong_are_met_with_how_to_get_them(reference_model):
+    with pytest.raises(ConfigError, match=r"expected a tokenizer, got 'gpt2'. Load it with AutoTokenizer"):
+        accelerate(reference_model, "gpt2")
+    with pytest.raises(ConfigError, match=r"got 'mystore'. Give datastores=\['mystore'\]"):
+        accelerate(reference_model, datastores="mystore")
+    with pytest.raises(UnsupportedModelError, match=r"got str. Load it with AutoModelForCausalLM"):
+        accelerate("gpt2")
+
+
 def test_a_search_for_bytes_is_refused(tmp_path, capsys):
     assert cli.run(["search", str(tmp_path), NOT_UTF8]) == 2
     assert "expected text in UTF-8" in capsys.readouterr().err
@@ -71,16 +111,3 @@ def test_forget_without_the_servers_packages_says_what_to_install(monkeypatch, t
     monkeypatch.setattr(cli_serve, "find_spec", lambda name: None if name == "starlette" else found(name))
     assert cli.run(["forget", str(tmp_path)]) == 1
     assert "retrieve-spec[serve]" in capsys.readouterr().err
-
-
-def test_a_long_start_is_explained_and_a_short_one_is_not(capsys):
-    with cli_common.explained_wait(60):
-        pass
-    assert capsys.readouterr().err == ""
-    with cli_common.explained_wait(0.01):
-        deadline = time.monotonic() + 30
-        shown = ""
-        while not shown and time.monotonic() < deadline:
-            shown = capsys.readouterr().err
-            time.sleep(0.01)
-    assert "compiles the kernels" in shown

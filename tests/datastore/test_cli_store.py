@@ -117,7 +117,7 @@ def test_models_load_without_bars_where_nobody_watches(command, tmp_path, texts,
     ("arguments", "code", "message"),
     [
         (["info", "{tmp}/nowhere"], 1, "no such folder"),
-        (["build", "{tmp}/s", "{tmp}/texts", "--tokenizer", "reference"], 1, "one that is there"),
+        (["build", "{tmp}/s", "{tmp}/texts", "--tokenizer", "reference"], 1, "there is one"),
         (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "{tmp}/texts/a.txt"], 1, "tokenizer.json"),
         (["build", "{tmp}/texts/a.txt", "{tmp}/texts", "--tokenizer", "reference"], 1, "Name the store first"),
         (["build", "{tmp}/new", "{tmp}/texts"], 2, "--tokenizer"),

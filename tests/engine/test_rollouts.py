@@ -11,6 +11,7 @@ import torch
 from batch_rows import left_padded
 
 import retrieve_spec as rs
+from retrieve_spec import acceleration
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import ConfigError
@@ -186,3 +187,30 @@ def test_epochs(reference_model: Any, reference_tokenizer: Any) -> None:
         reports = [output.report for one in done for output in one.outputs]
         paces.append(sum(r.new_tokens for r in reports) / sum(r.passes for r in reports))
     assert min(paces[1:]) > paces[0], paces
+
+
+def test_an_optimiser_step_records_nothing_anew(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that a step changes in place are followed: the model is examined at most once for each step."""
+    examined: list[Any] = []
+    probe = acceleration._find_mode
+    monkeypatch.setattr(acceleration, "_find_mode", lambda model: examined.append(model) or probe(model))
+    before = {name: tensor.detach().clone() for name, tensor in tiny.state_dict().items()}
+    rs.accelerate(tiny, recorded_pass="always", nodes=16, rollouts=rs.RolloutMemory())
+    optimiser = torch.optim.SGD(tiny.parameters(), lr=0.1)
+    try:
+        tiny.generate(prompts(), **OPTIONS)
+        for step in range(3):
+            tiny.train()
+            tiny(prompts(), labels=prompts()).loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            tiny.eval()
+            examined.clear()
+            texts = [tiny.generate(prompts(), **OPTIONS | {"seed": step}, draft=draft) for draft in ("auto", "off")]
+            tiny.generate(prompts(), **OPTIONS)
+            assert torch.equal(*texts)
+            assert len(examined) <= 1
+            assert tiny.speculation.pass_kind == "recorded", tiny.speculation.pass_reason
+    finally:
+        tiny.load_state_dict(before)
+        tiny.zero_grad()

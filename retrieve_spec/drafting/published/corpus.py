@@ -37,7 +37,9 @@ def need_store(datastores: Sequence[Datastore], preset: str) -> None:
     if not any(len(segment.suffix_array) for store in datastores for segment in store.segments):
         got = "none" if not datastores else "only stores without an exact index"
         raise MissingSourceError(
-            f"a datastore with an exact index for draft={preset!r}", got, "Pass datastores=[…] or choose another draft."
+            f"a datastore with an exact index for draft={preset!r}",
+            got,
+            "Give one, or choose another draft.",
         )
 
 

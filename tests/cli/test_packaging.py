@@ -1,0 +1,109 @@
+"""What `packaging/` says of this package is true: paths, extras, commands, addresses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+
+from retrieve_spec import __version__, cli, cli_common
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.paths import CACHE_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def container() -> list[tuple[str, str]]:
+    """Instructions of the container file: name and words, lines joined, comments left out."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "packaging" / "Containerfile").read_text(), flags=re.MULTILINE)
+    lines = text.replace("\\\n", " ").splitlines()
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1].strip()) for line in lines if line.strip()]
+
+
+def words(instruction: str) -> list[str]:
+    """Words of the last instruction of that name, which is written as a list."""
+    return json.loads([given for name, given in container() if name == instruction][-1].removeprefix("CMD "))
+
+
+def parsed(arguments: list[str], **files: Path) -> click.Context:
+    """A command line as `serve` reads it, with files that stand for the container's."""
+    command = cli.cli.get_command(click.Context(cli.cli), "serve")
+    assert command is not None
+    return command.make_context("serve", [str(files.get(word.lstrip("/"), word)) for word in arguments])
+
+
+def test_the_container_serves_where_it_listens_and_says_how_it_is(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    program, verb, *arguments = words("ENTRYPOINT") + words("CMD")
+    assert program in PROJECT["scripts"] and verb == "serve"
+    given = parsed(arguments, keys=keys).params
+    assert given["host"] == "0.0.0.0" and given["key_file"] == keys
+    port = str(ServeConfig().port)
+    assert dict(container())["EXPOSE"] == port
+    from retrieve_spec.server.guard import OPEN_PATHS, check_binding, read_keys
+
+    check_binding(given["host"], read_keys(keys))
+    (url,) = re.findall(r"'http://127.0.0.1:(\d+)(/[a-z]+)'", dict(container())["HEALTHCHECK"])
+    assert url[0] == port and url[1] in OPEN_PATHS
+
+
+def test_the_container_copies_what_there_is_and_runs_as_nobody_special():
+    copied = [given.split()[:-1] for name, given in container() if name == "COPY" and not given.startswith("--from")]
+    assert all((ROOT / path).exists() for paths in copied for path in paths)
+    users = [given for name, given in container() if name == "USER"]
+    assert users and users[-1] != "root"
+    installed = next(given for name, given in container() if name == "RUN" and "pip install" in given)
+    (extra,) = re.findall(r"\.\[(\w+)\]", installed)
+    assert extra in PROJECT["optional-dependencies"]
+    settings = dict(container())["ENV"]
+    assert CACHE_VARIABLE in settings and "NUMBA_CACHE_DIR" in settings
+    (python,) = set(re.findall(r"python:(\d\.\d+)-slim", " ".join(given for _, given in container())))
+    assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd")
+def test_systemd_takes_the_unit(tmp_path):
+    program = tmp_path / "retrieve-spec"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    text = (ROOT / "packaging" / "retrieve-spec.service").read_text()
+    unit = tmp_path / "retrieve-spec.service"
+    unit.write_text(text.replace("%h/.local/bin/retrieve-spec", str(program)))
+    assert str(program) in unit.read_text()
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    said = subprocess.run(
+        ["systemd-analyze", "verify", "--user", "--man=no", str(unit)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert unit.name not in said.stderr, said.stderr
+    (options,) = re.findall(r'^Environment="SERVE_OPTIONS=(.*)"', text, re.MULTILINE)
+    assert parsed(shlex.split(options)).params["model"] == "reference"
+
+
+def test_the_first_release_of_the_changelog_is_this_one_and_dated():
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert len(lines) <= 80
+    (newest, *_) = [line for line in lines if line.startswith("## ")]
+    assert re.fullmatch(rf"## {re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)", newest)
+
+
+def test_a_missing_package_of_an_extra_is_noticed():
+    """What commands look for before they say which extra to install is what the extra brings, by its import name."""
+    named = {"sse-starlette": "sse_starlette", "prometheus-client": "prometheus_client"}
+    for extra, modules in cli_common.EXTRAS.items():
+        wanted = {
+            re.match(r"[a-z0-9-]+", word)[0] for word in PROJECT["optional-dependencies"][extra] if ";" not in word
+        }
+        assert {named.get(word, word) for word in wanted} == set(modules), extra
