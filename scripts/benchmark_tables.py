@@ -72,8 +72,17 @@ def speedup() -> str:
         "",
         text,
         "",
+        *_recording(),
     ]
     return "\n".join(lines + _larger_models())
+
+
+def _recording() -> list[str]:
+    """The recording of a terminal, once there is one."""
+    made = measured("terminal")
+    if made is None:
+        return []
+    return [f"![A real run: {made['file']}, plain and with drafts](docs/terminal.svg)", ""]
 
 
 def _larger_models() -> list[str]:

@@ -45,6 +45,36 @@ def batches() -> str:
     return "\n".join([*origin(made), *markdown_table(head, rows), "", said, ""])
 
 
+def rollouts() -> str:
+    """Speed over the original `generate` in each epoch, and what the last tenth of the rows take alone."""
+    made = measured("rollouts")
+    if made is None:
+        return missing("rollouts")
+    rows = [
+        [f"T = {found['temperature']:g}", str(number), f"{plain['seconds']:.1f} s", *_epoch(siblings), *_epoch(memory)]
+        for found in made["epochs"]
+        for number, (plain, siblings, memory) in enumerate(
+            zip(found["plain"], found["siblings"], found["memory"], strict=True), 1
+        )
+    ]
+    head = ["", "epoch", "`generate`", "siblings", "tokens/pass", "and memory", "tokens/pass"]
+    lines = [*origin(made), *markdown_table(head, rows), ""]
+    ends = [
+        [f"T = {found['temperature']:g}", str(found["rows"]), *_ends(found["plain"]), *_ends(found["drafts"])]
+        for found in made["stragglers"]
+    ]
+    head = ["", "rows", "`generate`, all", "the last tenth", "drafts, all", "the last tenth"]
+    return "\n".join([*lines, *markdown_table(head, ends), ""])
+
+
+def _epoch(figures: dict[str, float]) -> list[str]:
+    return [f"{figures['ratio']:.2f}", f"{figures['tokens_per_pass']:.2f}"]
+
+
+def _ends(figures: dict[str, float]) -> list[str]:
+    return [f"{figures['seconds']:.1f} s", f"{figures['tail_s']:.1f} s"]
+
+
 def arrivals() -> str:
     """Seconds until all are answered, and that one waits, for each way to serve them."""
     made = measured("arrivals")
@@ -267,6 +297,7 @@ TABLES = {
     "passes": passes,
     "batches": batches,
     "arrivals": arrivals,
+    "rollouts": rollouts,
     "datastores": datastores,
     "datastores-segments": datastore_segments,
     "datastores-peers": datastore_peers,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -82,6 +84,15 @@ SCRIPTS = {
         "arrivals": {"requests": 4, "within_s": 2.0, "auto": dict.fromkeys(("total_s", "p50_s", "p95_s"), 1.0)},
         "new_tokens": 16,
     },
+    "scripts/bench_rollouts.py": {
+        "epochs": [{"temperature": 1.0, "plain": [{"seconds": 3.0}], **{
+            name: [{"seconds": 1.5, "ratio": 2.0, "tokens_per_pass": 4.0}] for name in ("siblings", "memory")}}],
+        "stragglers": [{"temperature": 1.0, "rows": 4, **{
+            name: {"seconds": 2.0, "tail_s": 1.0} for name in ("plain", "drafts")}}],
+    },
+    "scripts/record_terminal.py": {
+        "file": "a.py", "identical": True, "tokens_per_pass": 2.0, "runs": [
+            {"title": title, "tokens": 2, "seconds": 1.0, "lines": [["<a & b>", 0.5], ["", 1.0]]} for title in "ab"]},
     "scripts/bench_pass.py": {"passes": [{"context": 256, "pass": "plain", "ms": 2.0, "ratio": 1.0},
                                          {"context": 256, "pass": "static 4", "ms": 1.5, "ratio": 0.75},
                                          {"context": 256, "pass": "ordinary 4", "ms": 2.5, "ratio": 1.25}]},
@@ -226,6 +237,9 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "5.0% (median)" in tables.expectation()
     costs = scripts[4]
     assert "| 256 tokens, the model's own forward | 2.0 ms | 1.25 |" in costs.passes()
+    assert "| T = 1 | 1 | 3.0 s | 2.00 | 4.00 | 2.00 | 4.00 |" in costs.rollouts()
+    assert "| T = 1 | 4 | 2.0 s | 1.0 s | 2.0 s | 1.0 s |" in costs.rollouts()
+    assert "(docs/terminal.svg)" in tables.speedup()
     assert "| exact index | 6.10 bytes per token |" in costs.datastores()
     larger = "| 0.12 B | auto | 1.50 (1.50-1.50) | 1.50 | 1.75 | 0 of 1 | 30.0 | 2.00 | 4.0 | 1/1 |"
     assert larger in costs.larger()
@@ -252,7 +266,18 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert not any(str(Path.cwd()) in path.read_text() for path in (tmp_path / "data").glob("*.json"))
 
 
-@pytest.mark.parametrize("name", ["pass", "datastore", "dense", "dense_drafting", "typing", "step"])
+def test_a_recording_is_a_picture_of_itself_alone(scripts):
+    drawing = importlib.import_module("record_terminal").draw
+    made = SCRIPTS["scripts/record_terminal.py"]
+    picture = drawing(made)
+    assert picture == drawing(made)
+    root = ElementTree.fromstring(picture)
+    assert "<a & b>" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert re.findall(r"(?:href|src|url)\W", picture) == []
+    assert "prefers-color-scheme:dark" in picture and "prefers-reduced-motion" in picture
+
+
+@pytest.mark.parametrize("name", ["pass", "datastore", "dense", "dense_drafting", "typing"])
 def test_scripts_that_parts_run_find_what_they_import(scripts, name):
     assert callable(importlib.import_module(f"bench_{name}").main)
 
