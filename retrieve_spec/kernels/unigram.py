@@ -185,7 +185,7 @@ def extend(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32], gener
     )
 
 
-@inner
+@njit(cache=True, nogil=True)
 def listed(table: NDArray[np.int64], s: int) -> int:
     """How many tokens the list of a source holds."""
     return np.int64(_meta(table, s)[NUM_LISTED])
