@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.unigrams import Unigrams
+from retrieve_spec.sources.unigrams import token_classes
 
 
 class Unfed(SuffixAutomaton):
@@ -41,6 +42,8 @@ class FreshDrafter:
         What `build_drafter` takes.
     without
         Names of sources that `auto` is to do without.
+    tokenizer
+        Of the model that answers, if it is known: `auto` tells words from marks by it.
 
     Raises
     ------
@@ -48,8 +51,20 @@ class FreshDrafter:
         No such source, or the preset is not `auto`.
     """
 
-    def __init__(self, config: SpeculationConfig, datastores: Sequence[Any] = (), without: Sequence[str] = ()) -> None:
-        self._make: Callable[[], Any] = lambda: _deprived(build_drafter(config, datastores=datastores), without)
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        datastores: Sequence[Any] = (),
+        without: Sequence[str] = (),
+        tokenizer: Any = None,
+    ) -> None:
+        classes = token_classes(tokenizer)
+
+        def make() -> Any:
+            calibration = Calibration(classes=classes)
+            return _deprived(build_drafter(config, datastores=datastores, calibration=calibration), without)
+
+        self._make: Callable[[], Any] = make
         self.renew()
 
     def renew(self) -> None:
@@ -69,7 +84,7 @@ class FreshDrafter:
 
 def _no_context(drafter: MixtureDrafter) -> None:
     drafter.context = Unfed()
-    drafter.unigrams = Unigrams(drafter.calibration.rates, mute=True)
+    drafter.unigrams = drafter.calibration.unigrams(mute=True)
 
 
 def _no_session(drafter: MixtureDrafter) -> None:

@@ -162,7 +162,7 @@ class Bench:
                 config = SpeculationConfig(draft=method.kind, nodes=nodes, session=session)
                 drafter = None
                 if method.kind != OFF:
-                    drafter = self._drafters[method.name] = FreshDrafter(config, datastores, method.without)
+                    drafter = self._drafters[method.name] = FreshDrafter(config, datastores, method.without, tokenizer)
                 rs.accelerate(model, tokenizer, datastores=datastores, drafter=drafter, config=config)
                 self._states[method.name] = model.speculation
 

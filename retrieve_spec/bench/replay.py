@@ -256,7 +256,7 @@ def replay_trace(
 
     encoder = load_tokenizer(tokenizer)
     opened = [open_datastore(store, tokenizer=encoder) for store in stores]
-    fresh = FreshDrafter(SpeculationConfig(draft=draft, session=session), opened, without)
+    fresh = FreshDrafter(SpeculationConfig(draft=draft, session=session), opened, without, encoder)
     if not isinstance(fresh.drafter, FeedingDrafter):
         raise ConfigError(
             "a preset that can be fed text it did not draft", repr(draft), "Replay `auto` or another preset."

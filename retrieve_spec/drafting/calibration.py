@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError, in_a_line
 from retrieve_spec.kernels.scale import SCALE_BINS
-from retrieve_spec.kernels.unigram import RATES
+from retrieve_spec.kernels.unigram import CLASSES, PLACES, RATES
 from retrieve_spec.kernels.weights import CELLS, NUM_SOURCES
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.phrases import PhraseMemory
+from retrieve_spec.sources.unigrams import Unigrams
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
@@ -28,7 +29,9 @@ _DRAFT_PRIOR, _DRAFT_MEMORY = 10.0, 300.0
 """Accepted tokens that the promise of a new drafter counts for, and after how many the oldest fade."""
 _PROMISES = (0.3, 1.3)
 """What a promise is worth at least and at most."""
-_SIZE = CELLS * 4 + 2 * NUM_SOURCES * (SCALE_BINS + 1) * 2 + RATES * 2 + 2 * 2
+_FACTORS = (CLASSES + PLACES) * CLASSES * 2
+_SIZE = CELLS * 4 + 2 * NUM_SOURCES * (SCALE_BINS + 1) * 2 + RATES * 2 + _FACTORS + 2 * 2
+_NO_CLASSES = np.empty(0, np.uint8)
 
 
 class Calibration:
@@ -38,6 +41,8 @@ class Calibration:
     ----------
     path
         File to warm-start from, if it exists, and to keep the tables in; None keeps them in memory alone.
+    classes
+        (≤ vocabulary,) uint8 class of each token (`retrieve_spec.sources.unigrams.token_classes`), if known.
 
     Attributes
     ----------
@@ -49,6 +54,9 @@ class Calibration:
         decoding and then for sampling with known noise.
     rates
         (RATES, 2) float32: how often tokens without context came, of how many chances.
+    factors
+        (CLASSES + PLACES, 2 · CLASSES) float32: how often those of a class came, and were expected, behind one and
+        two other classes.
     drafts
         Draft tokens accepted and expected, greedy and with known noise; old ones fade. Plain numbers: two are changed
         per pass, and arrays would take longer.
@@ -56,10 +64,12 @@ class Calibration:
         What the answers of several requests had in common, kept in a file of its own beside `path`.
     """
 
-    def __init__(self, path: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path | None = None, classes: NDArray[np.uint8] = _NO_CLASSES) -> None:
         self.cells: NDArray[np.float32] = np.zeros((CELLS, 4), np.float32)
         self.scale: NDArray[np.float32] = np.zeros((2 * NUM_SOURCES, SCALE_BINS + 1, 2), np.float32)
         self.rates: NDArray[np.float32] = np.zeros((RATES, 2), np.float32)
+        self.factors: NDArray[np.float32] = np.zeros((CLASSES + PLACES, 2 * CLASSES), np.float32)
+        self.classes = classes
         self.drafts = [[0.0, 0.0], [0.0, 0.0]]
         self.path = None if path is None else Path(path)
         self.phrases = PhraseMemory()
@@ -68,6 +78,10 @@ class Calibration:
             if self.path.exists():
                 self._load(self.path)
             self._load_phrases(_phrases_path(self.path))
+
+    def unigrams(self, mute: bool = False) -> Unigrams:
+        """Tokens without a context of one text, ranked by what is learned here."""
+        return Unigrams(self.rates, self.factors, self.classes, mute)
 
     def promise(self, noise: bool) -> float:
         """How many tokens were accepted for each one that drafts made whole promised.
@@ -114,7 +128,8 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write all tables as one flat ``.npy``, put in place at once."""
-        tables = [self.cells.ravel(), self.scale.ravel(), self.rates.ravel(), np.ravel(self.drafts)]
+        learned = (self.cells, self.scale, self.rates, self.factors, np.array(self.drafts))
+        tables = [table.ravel() for table in learned]
         put_array(Path(path), np.concatenate(tables, dtype=np.float32))
 
     def statistics(self) -> dict[str, tuple[float, float]]:
@@ -133,11 +148,10 @@ class Calibration:
             raise _damaged(path, f"{flat.dtype} of shape {flat.shape}")
         if not np.isfinite(flat).all() or (flat < 0).any():
             raise _damaged(path, "entries that are no counts")
-        ends = np.cumsum([self.cells.size, self.scale.size, self.rates.size])
-        cells, scale, rates, drafts = np.split(flat, ends)
-        self.rates[:] = rates.reshape(self.rates.shape)
-        self.cells[:] = cells.reshape(self.cells.shape)
-        self.scale[:] = scale.reshape(self.scale.shape)
+        tables = (self.cells, self.scale, self.rates, self.factors)
+        *kept, drafts = np.split(flat, np.cumsum([table.size for table in tables]))
+        for table, values in zip(tables, kept, strict=True):
+            table[:] = values.reshape(table.shape)
         self.drafts = drafts.reshape(2, 2).tolist()
 
     def _load_phrases(self, path: Path) -> None:

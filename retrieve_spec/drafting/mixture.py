@@ -70,7 +70,7 @@ class MixtureDrafter(OpenSources):
         self.calibration = calibration or Calibration()
         phrases = self.calibration.phrases if self.config.phrases == AUTO else None
         dense = self.config.dense == AUTO
-        super().__init__(session, datastores, recycling, dense, phrases, self.calibration.rates)
+        super().__init__(session, datastores, recycling, dense, phrases, self.calibration.unigrams())
         self.top_k = self.recycling.k if self.recycling else 0
         self._says_where = self.config.provenance and bool(self.stores.exact or self.dense)
         self._queries = None if self.dense is None else DenseQueries(self.dense)

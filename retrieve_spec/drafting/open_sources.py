@@ -79,8 +79,8 @@ class OpenSources:
         Use the target's own top tokens; use the stores' dense indexes.
     phrases
         What earlier requests had in common, or None.
-    rates
-        What is learned about tokens without context (`retrieve_spec.kernels.unigram`).
+    unigrams
+        Tokens without a context (`Calibration.unigrams`).
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class OpenSources:
         recycling: bool,
         dense: bool,
         phrases: PhraseMemory | None,
-        rates: NDArray[np.float32],
+        unigrams: Unigrams,
     ) -> None:
         self.context = SuffixAutomaton(4096, shortest=1)
-        self.unigrams = Unigrams(rates)
+        self.unigrams = unigrams
         self.alignments: Alignments | None = Alignments()
         self.phrases = phrases
         self.session = session

@@ -100,5 +100,5 @@ def build_drafter(
         remedy = f"Did you mean {close[0]!r}?" if close else "Use one of these names."
         raise UnknownPresetError(f"draft to be one of {names}", repr(config.draft), remedy)
     if session is None and config.session:
-        session = SessionMemory(config.session_tokens)
+        session = SessionMemory(config.session_tokens, exact=config.draft != AUTO)
     return factory(config, datastores, session, calibration)

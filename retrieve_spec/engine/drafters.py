@@ -16,6 +16,7 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.rollouts import RolloutMemory
 from retrieve_spec.sources.session import SessionMemory
+from retrieve_spec.sources.unigrams import token_classes
 
 OFF = "off"
 KEPT = 8
@@ -35,17 +36,24 @@ class Drafters:
         What drafts in place of the configured preset.
     model_key
         Name under which what was learned about the model is kept beside a store.
+    tokenizer
+        The model's, if it is known: `auto` tells words from marks by it.
     """
 
     def __init__(
-        self, config: SpeculationConfig, datastores: Sequence[Any], given: Drafter | None, model_key: str
+        self,
+        config: SpeculationConfig,
+        datastores: Sequence[Any],
+        given: Drafter | None,
+        model_key: str,
+        tokenizer: Any = None,
     ) -> None:
         if not isinstance(config.rollouts, RolloutMemory | None):
             got = type(config.rollouts).__name__
             raise ConfigError("rollouts to be a RolloutMemory", got, "Make one: rs.RolloutMemory(path).")
         self.datastores = list(datastores)
         self.given = given
-        self._config, self._model_key = config, model_key
+        self._config, self._model_key, self._tokenizer = config, model_key, tokenizer
         self._made: dict[str, list[Drafter]] = {}
         self._lent: set[int] = set()
         # What drafters have themselves that draft from siblings meanwhile.
@@ -153,7 +161,9 @@ class Drafters:
                 self.rollouts.forget()
 
     def _first(self, name: str) -> Drafter:
-        return self._build(name, None, calibration_for(self.datastores, self._model_key))
+        calibration = calibration_for(self.datastores, self._model_key)
+        calibration.classes = token_classes(self._tokenizer if name == AUTO else None)
+        return self._build(name, None, calibration)
 
     def _like(self, name: str, old: Drafter) -> Drafter:
         return self._build(name, *self._own_of(old))

@@ -90,7 +90,7 @@ class Speculation:
         self.ranks: Ranks | None = None
         self._passes = passes
         self._make_verifier: Callable[[], Verifier] = passes
-        self.drafters = Drafters(config, datastores, drafter, model_key)
+        self.drafters = Drafters(config, datastores, drafter, model_key, tokenizer)
         self.engine = Engine(Costs())
         self.company = Company(self.engine)
         self._said: set[str] = set()

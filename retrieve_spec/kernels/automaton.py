@@ -6,14 +6,18 @@ State row, (5,) int32: suffix link, length, then three fields whose meaning depe
 only successor, followed by its target state and count (most states). ``TOKEN = -1``: no successor. ``TOKEN <= -2``:
 ``-TOKEN`` successors in a list, followed by the list's head and the total count.
 
-Edge row, (6,) int32: owner state, token, target state, count, next and previous edge of the owner's list, which is kept
-most recent first. ``slots`` is an open-addressing hash table over (owner, token) that holds edge indices, -1 when free.
+Edge row, (6,) int32: owner state, token, target state, count, next and previous edge of the owner's list. ``slots`` is
+an open-addressing hash table over (owner, token) that holds edge indices, -1 when free.
 
-``meta``, (6,) int64: number of states, number of edges, the state of the whole text, the state of its longest suffix of
-at most `COUNTED` tokens, that suffix's length, tokens appended.
+``meta``, (`META`,) int64: number of states, number of edges, the state of the whole text, the state of its longest
+suffix of at most `COUNTED` tokens, that suffix's length, tokens appended, how counts are kept.
 
-Counts are exact for contexts of at most `COUNTED` tokens; longer contexts count once per distinct continuation. This
-bounds the work per token on periodic text, where the chain of suffix links is as long as the text.
+Counts of contexts of at most `COUNTED` tokens are kept in one of two ways. `EXACT`: how often a token followed; lists
+are most recent first. `EXCLUDING`: how often it followed where no longer context knew it (the update exclusion of
+prediction by partial matching), since what a longer one knows is not asked of the shorter one; the most recent
+successor is first in its list, behind it the most frequent come first, as far as `RANKED`. Longer contexts count once
+per distinct continuation. This bounds the work per token on periodic text, where the chain of suffix links is as long
+as the text.
 """
 
 from __future__ import annotations
@@ -27,9 +31,13 @@ from retrieve_spec.kernels.views import borrowed
 
 LINK, LENGTH, TOKEN, TARGET, COUNT = range(5)
 E_OWNER, E_TOKEN, E_TARGET, E_COUNT, E_NEXT, E_PREV = range(6)
-M_STATES, M_EDGES, M_LAST, M_UPD, M_UPD_LEN, M_TOKENS = range(6)
+M_STATES, M_EDGES, M_LAST, M_UPD, M_UPD_LEN, M_TOKENS, M_COUNTS = range(7)
+META = 7
+EXACT, EXCLUDING = 0, 1
 COUNTED = 32
-"""Longest context whose continuations are counted exactly."""
+"""Longest context whose continuations are counted again."""
+RANKED = 32
+"""Successors of a list that are kept by count."""
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -86,8 +94,11 @@ def advance(states: I32, edges: I32, slots: I32, state: int, matched: int, token
 
 
 @njit(cache=True, nogil=True)
-def successors(states: I32, edges: I32, state: int, limit: int, out_tokens: I32, out_counts: I32) -> int:
-    """Write up to ``limit`` successors, most recent first; returns how many."""
+def successors(states: I32, edges: I32, state: int, limit: int, fewest: float, out_tokens: I32, out_counts: I32) -> int:
+    """Write up to ``limit`` successors, most recent first; returns how many.
+
+    Behind the first, it ends with the first one that has a count below ``fewest``.
+    """
     first = states[state, TOKEN]
     if first >= 0:
         out_tokens[0] = first
@@ -96,7 +107,7 @@ def successors(states: I32, edges: I32, state: int, limit: int, out_tokens: I32,
     n = 0
     if first < -1:
         e = states[state, TARGET]
-        while e >= 0 and n < limit:
+        while e >= 0 and n < limit and (n == 0 or edges[e, E_COUNT] >= fewest):
             out_tokens[n] = edges[e, E_TOKEN]
             out_counts[n] = edges[e, E_COUNT]
             n += 1

@@ -14,16 +14,19 @@ from retrieve_spec.kernels.automaton import (
     E_PREV,
     E_TARGET,
     E_TOKEN,
+    EXCLUDING,
     I32,
     I64,
     LENGTH,
     LINK,
+    M_COUNTS,
     M_EDGES,
     M_LAST,
     M_STATES,
     M_TOKENS,
     M_UPD,
     M_UPD_LEN,
+    RANKED,
     TARGET,
     TOKEN,
     find_edge,
@@ -85,16 +88,40 @@ def _add_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token:
     states[state, TOKEN] = min(states[state, TOKEN] - 1, -2)
     states[state, COUNT] += 1
     _list_edge(states, edges, slots, meta, state, token, target, 1)
+    if meta[M_COUNTS] == EXCLUDING:
+        _rank(states, edges, state)
 
 
 @inner
-def _touch(states: I32, edges: I32, slots: I32, state: int, token: int) -> None:
-    """Count an existing successor once more and make it the most recent one."""
-    states[state, COUNT] += 1
+def _rank(states: I32, edges: I32, state: int) -> None:
+    """Move the second of a list, which was the most recent one until now, behind those that came more often."""
+    e = edges[states[state, TARGET], E_NEXT]
+    at = e
+    for _ in range(RANKED):
+        nxt = edges[at, E_NEXT]
+        if nxt < 0 or edges[nxt, E_COUNT] <= edges[e, E_COUNT]:
+            break
+        at = nxt
+    if at == e:
+        return
+    prev, nxt, after = edges[e, E_PREV], edges[e, E_NEXT], edges[at, E_NEXT]
+    edges[prev, E_NEXT] = nxt
+    edges[nxt, E_PREV] = prev
+    edges[at, E_NEXT] = e
+    edges[e, E_PREV] = at
+    edges[e, E_NEXT] = after
+    if after >= 0:
+        edges[after, E_PREV] = e
+
+
+@inner
+def _touch(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, more: int) -> None:
+    """Count an existing successor ``more`` times and make it the most recent one."""
+    states[state, COUNT] += more
     if states[state, TOKEN] >= 0:
         return
     e = find_edge(edges, slots, state, token)
-    edges[e, E_COUNT] += 1
+    edges[e, E_COUNT] += more
     prev = edges[e, E_PREV]
     if prev < 0:
         return
@@ -107,6 +134,8 @@ def _touch(states: I32, edges: I32, slots: I32, state: int, token: int) -> None:
     edges[e, E_NEXT] = head
     edges[e, E_PREV] = -1
     states[state, TARGET] = e
+    if meta[M_COUNTS] == EXCLUDING:
+        _rank(states, edges, state)
 
 
 @inner
@@ -131,9 +160,9 @@ def _new_state(states: I32, meta: I64, length: int, link: int) -> int:
 
 @njit(cache=True, nogil=True)
 def reset(states: I32, slots: I32, meta: I64) -> None:
-    """Empty automaton: the root alone."""
+    """Empty automaton: the root alone. How counts are kept stays as it is."""
     slots[:] = -1
-    meta[:] = 0
+    meta[:M_COUNTS] = 0
     _new_state(states, meta, np.int64(0), np.int32(-1))
 
 
@@ -190,10 +219,13 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
     while upd > 0 and states[states[upd, LINK], LENGTH] >= upd_len:
         upd = states[upd, LINK]
     # From the counted suffix upwards, count the successors that exist already.
+    more = np.int64(1)
     p = upd
     while p >= 0:
         if step(states, edges, slots, p, token) >= 0:
-            _touch(states, edges, slots, p, token)
+            _touch(states, edges, slots, meta, p, token, more)
+            if meta[M_COUNTS] == EXCLUDING:
+                more = np.int64(0)
         p = states[p, LINK]
     q = step(states, edges, slots, last, token)
     if q >= 0:

@@ -230,6 +230,8 @@ def expand(
                     continue
                 p = path_p * scaled(scale, noise[0] * NUM_SOURCES + table[credit[i], NUMBER], np.float64(probs[i]))
                 p = min(p, CERTAIN)
+                if p < cutoff:
+                    continue
                 pool_p[pool] = p
                 pool_ids[pool, 0] = tokens[i]
                 pool_ids[pool, 1] = n - 1
@@ -238,7 +240,8 @@ def expand(
                 ranks[_rank(p)] += 1
                 size += 1
                 pool += 1
-            cutoff = _cutoff(ranks, max_nodes)
+            if pool >= max_nodes:
+                cutoff = _cutoff(ranks, max_nodes)
         if size == 0 or n >= max_nodes:
             break
         top = heap[0]

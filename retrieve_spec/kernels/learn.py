@@ -75,7 +75,7 @@ def _share_of(
         weight = span_weights(table, s)
         return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
     if table[s, KIND] == UNIGRAM:
-        return unigram.share_of(table, s, token), 0.0
+        return unigram.share_of(table, s, handle, token), 0.0
     k = table[s, RECYCLING_K]
     ids = recycling_tokens(table, s, handle)
     p = recycling_probs(table, s, handle)
@@ -129,7 +129,7 @@ def learn_weights(
         r = joint[i] / total
         use[levels[i, 0]] += r / USE_MEMORY
         if table[levels[i, 0], KIND] == UNIGRAM:
-            unigram.learn(table, levels[i, 0], token, reached, r)
+            unigram.learn(table, levels[i, 0], levels[i, 1], token, reached, r)
         seen = np.float64(cells[cell, 1])
         keep = 1.0 if seen < CELL_MEMORY else 1.0 - reached / CELL_MEMORY
         cells[cell, 0] = np.float64(cells[cell, 0]) * keep + r

@@ -94,7 +94,7 @@ def open_row(
     if table[s, KIND] == AUTOMATON:
         return _long_enough(table, s, *_first_useful(states_of(table, s), cursors[c, 0], cursors[c, 1]))
     if table[s, KIND] == UNIGRAM:
-        return np.int64(0), np.int64(0) if unigram.listed(table, s) > 0 else np.int64(-1)
+        return cursors[c, 0], np.int64(0) if unigram.listed(table, s) > 0 else np.int64(-1)
     if table[s, KIND] == ALIGNMENT:
         return alignment.open_level(table, s, cursors, c)
     if table[s, KIND] == PREDICTION:
@@ -236,7 +236,10 @@ def read_level(
     Where the most probable stand first, those with a share below ``least`` are left out.
     """
     if table[s, KIND] == AUTOMATON:
-        n = automaton.successors(states_of(table, s), edges_of(table, s), handle, READ_LIMIT, out_tokens, out_counts)
+        fewest = least * total / (1.0 - recency)
+        n = automaton.successors(
+            states_of(table, s), edges_of(table, s), handle, READ_LIMIT, fewest, out_tokens, out_counts
+        )
         for i in range(n):
             out_p[i] = (1.0 - recency) * out_counts[i] / total
         if n > 0:
@@ -253,7 +256,7 @@ def read_level(
             n += 1
         return n
     if table[s, KIND] == UNIGRAM:
-        return unigram.read(table, s, least, out_tokens, out_p)
+        return unigram.read(table, s, handle, least, out_tokens, out_p)
     if table[s, KIND] == NGRAM:
         counts = ngram_counts(table, s)
         first, end = ngram_part(table, s, handle)
@@ -289,6 +292,8 @@ def advance_row(
         out[o, 0], out[o, 1] = automaton.advance(
             states_of(table, s), edges_of(table, s), slots_of(table, s), cursors[c, 0], cursors[c, 1], token
         )
+    elif table[s, KIND] == UNIGRAM:
+        out[o, 0] = unigram.place_after(table, s, cursors[c, 0], token)
     elif table[s, KIND] == ALIGNMENT:
         alignment.advance(table, s, cursors, c, token, out, o)
     elif table[s, KIND] == PREDICTION:

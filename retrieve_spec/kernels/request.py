@@ -88,12 +88,15 @@ def use_of(request: NDArray[np.int64], rows: int) -> NDArray[np.float64]:
 
 @njit(cache=True, nogil=True)
 def catch_up(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
-    """Take over cursors that sources keep themselves: the text's, the best alignment, and those of an expected text."""
+    """Take over cursors that the text alone decides: those of the text, the best alignment and an expected text."""
     cursors = cursors_of(request, len(table))
     c = request[CONTEXT]
     last = meta_of(table, c)[automaton.M_LAST]
     cursors[c, 0] = last
     cursors[c, 1] = states_of(table, c)[last, automaton.LENGTH]
+    newest = newest_of(request)
+    cursors[c + 1, 0] = unigram.place_after(table, c + 1, np.int64(0), newest[0, 1])
+    cursors[c + 1, 0] = unigram.place_after(table, c + 1, cursors[c + 1, 0], newest[0, 0])
     if request[ALIGNED] >= 0:
         alignment.best(table, request[ALIGNED], cursors, request[ALIGNED])
     if request[PREDICTED] == 1:

@@ -10,7 +10,7 @@ kind        cursor
 AUTOMATON   state, tokens matched
 RECYCLING   none: looked up by the newest tokens
 PHRASES     none: looked up by the newest tokens
-UNIGRAM     none: the same at every node
+UNIGRAM     classes of the two newest tokens
 ALIGNMENT   outcomes and place, three replacements (`kernels/alignment.py`)
 PREDICTION  position of the next expected token, tokens matched (-1: not followed)
 NGRAM       none: looked up by the newest tokens
@@ -25,7 +25,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import ngram
+from retrieve_spec.kernels import automaton, ngram
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors, sa_token
 from retrieve_spec.kernels.views import (
@@ -53,6 +53,7 @@ EXACT_TOP, EXACT_TOP_SIZE, EXACT_TOP_BITS, EXACT_MIN_DEPTH, EXACT_SEGMENT = 11, 
 EXACT_GRAMS, EXACT_NUM_GRAMS = 16, 17
 UNIGRAM_TOKENS, UNIGRAM_SHARES, UNIGRAM_CELLS, UNIGRAM_META, UNIGRAM_RATES = 2, 3, 4, 5, 6
 UNIGRAM_STATS, UNIGRAM_NUM_STATS, UNIGRAM_RECENT, UNIGRAM_FREQUENT = 7, 8, 9, 10
+UNIGRAM_FACTORS, UNIGRAM_BY_CLASSES, UNIGRAM_VERSIONS = 11, 12, 13
 ALIGNMENT_TEXT, ALIGNMENT_PLACES, ALIGNMENT_KEPT, ALIGNMENT_META = 2, 3, 4, 5
 DENSE_SPANS, DENSE_NUM_SPANS, DENSE_WIDTH, DENSE_SIMILARITY, DENSE_WEIGHTS, DENSE_ORIGINS = 2, 3, 4, 5, 6, 7
 """Columns by kind (phrases: those of recycling); an array's is its address. `EXACT_SEGMENT` numbers segments over all
@@ -89,8 +90,8 @@ def slots_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
 
 @inner
 def meta_of(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
-    """(6,) sizes and newest states of an automaton."""
-    return view_i64(table[s, AUTOMATON_META], 6)
+    """(META,) sizes and newest states of an automaton."""
+    return view_i64(table[s, AUTOMATON_META], automaton.META)
 
 
 @inner

@@ -2,12 +2,17 @@
 
 Listed are the `RECENT` tokens that came last and the `FREQUENT` most frequent ones. A token's share is the rate at
 which tokens of its cell (age, count, said in the answer or only in the prompt) came when no longer context explained
-the next token, divided by the sum over the list. Rates are learned online, over all requests.
+the next token, times how much more often than that tokens of its class (a word that begins, a comma, a digit) came
+behind tokens of the classes of the last two, divided by the sum over the list. Both are learned online, over all
+requests. Where no tokenizer is known, all tokens are of one class.
 
-``stats`` (vocabulary, 3) int32: 1 + position of the last occurrence (0: never), count, whether it was generated.
+``stats`` (vocabulary, 4) int32: 1 + position of the last occurrence (0: never), count, whether it was generated, class.
 ``recent`` (RECENT,) and ``frequent`` (FREQUENT,) int32 token ids, newest first and most frequent first. ``meta``
-(META,) int64: tokens, distinct tokens, recent tokens, frequent tokens, listed tokens, highest id. ``rates`` (2 ·
-RATES,) float32: how often tokens of a cell came, of how many chances.
+(META,) int64: tokens, distinct tokens, recent tokens, frequent tokens, listed tokens, highest id, number of the
+list. ``rates`` (2 · RATES,) float32: how often tokens of a cell came, of how many chances. ``factors`` (CLASSES +
+PLACES, 2 · CLASSES) float32: how often tokens of a class came, and were expected by rates alone; behind a class, then
+behind two. A place is both of them, ``16 · older + newer``. ``by_classes`` (PLACES, LISTED) float32: shares at a place,
+as of the list that ``versions`` (PLACES,) int64 says.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.source_table import (
+    UNIGRAM_BY_CLASSES,
     UNIGRAM_CELLS,
+    UNIGRAM_FACTORS,
     UNIGRAM_FREQUENT,
     UNIGRAM_META,
     UNIGRAM_NUM_STATS,
@@ -27,19 +34,25 @@ from retrieve_spec.kernels.source_table import (
     UNIGRAM_SHARES,
     UNIGRAM_STATS,
     UNIGRAM_TOKENS,
+    UNIGRAM_VERSIONS,
 )
 from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_rows
 
-RECENT, FREQUENT = 32, 24
+RECENT, FREQUENT = 32, 32
 LISTED = RECENT + FREQUENT
 """Tokens of the list at most."""
 AGES, COUNTS = 14, 9
 RATES = AGES * COUNTS * 2
 RATE_PRIOR, RATE_MEMORY = 20.0, 4000.0
 """Chances that the prior of a rate counts for, and after how many a rate forgets as fast as it learns."""
-LAST, COUNT, GENERATED = range(3)
-TOKENS, DISTINCT, NUM_RECENT, NUM_FREQUENT, NUM_LISTED, HIGHEST = range(6)
-META = 6
+CLASSES = 16
+PLACES = CLASSES * CLASSES
+FACTOR_PRIOR = 2.0
+"""Expected tokens that the prior of a factor counts for: one behind a class, that behind the newer class behind two."""
+LAST, COUNT, GENERATED, CLASS = range(4)
+STATS = 4
+TOKENS, DISTINCT, NUM_RECENT, NUM_FREQUENT, NUM_LISTED, HIGHEST, VERSION = range(7)
+META = 7
 
 
 @inner
@@ -135,7 +148,7 @@ def rank(
     cells: NDArray[np.int32],
     shares: NDArray[np.float32],
 ) -> None:
-    """Write the list, most likely first: (LISTED,) token ids, their cells and shares, which add up to one."""
+    """Write the list: (LISTED,) token ids, ``CLASSES`` times their cells plus classes, shares, which add up to one."""
     n = 0
     total = 0.0
     now = meta[TOKENS] + 1
@@ -149,16 +162,12 @@ def rank(
         prior = 0.7 * count / now + 0.3 / (age + 16.0)
         share = (np.float64(rates[2 * cell]) + RATE_PRIOR * prior) / (np.float64(rates[2 * cell + 1]) + RATE_PRIOR)
         total += share
-        kept = np.float32(share)
-        at = n
-        while at > 0 and shares[at - 1] < kept:
-            tokens[at], cells[at], shares[at] = tokens[at - 1], cells[at - 1], shares[at - 1]
-            at -= 1
-        tokens[at], cells[at], shares[at] = token, cell, kept
+        tokens[n], cells[n], shares[n] = token, cell * CLASSES + stats[token, CLASS], share
         n += 1
     for i in range(n):
         shares[i] = np.float64(shares[i]) / total
     meta[NUM_LISTED] = n
+    meta[VERSION] += 1
 
 
 @inner
@@ -167,9 +176,21 @@ def _meta(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
 
 
 @njit(cache=True, nogil=True)
+def _stats(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
+    return view_rows(table[s, UNIGRAM_STATS], table[s, UNIGRAM_NUM_STATS], STATS)
+
+
+@njit(cache=True, nogil=True)
+def place_after(table: NDArray[np.int64], s: int, place: int, token: int) -> int:
+    """The place behind one more token."""
+    known = 0 <= token < table[s, UNIGRAM_NUM_STATS]
+    return place % CLASSES * CLASSES + (np.int64(_stats(table, s)[token, CLASS]) if known else np.int64(0))
+
+
+@njit(cache=True, nogil=True)
 def extend(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32], generated: int) -> None:
     """Take tokens (n,) into the text of a source, ``generated`` (1) or not (0), and rank anew."""
-    stats = view_rows(table[s, UNIGRAM_STATS], table[s, UNIGRAM_NUM_STATS], 3)
+    stats = _stats(table, s)
     recent, frequent = view_i32(table[s, UNIGRAM_RECENT], RECENT), view_i32(table[s, UNIGRAM_FREQUENT], FREQUENT)
     meta = _meta(table, s)
     append(stats, recent, frequent, meta, token_ids, generated)
@@ -199,37 +220,86 @@ def evidence(table: NDArray[np.int64], s: int) -> tuple[int, int]:
 
 
 @inner
+def _factors(table: NDArray[np.int64], s: int, row: int) -> NDArray[np.float32]:
+    return view_f32(table[s, UNIGRAM_FACTORS] + 8 * CLASSES * row, 2 * CLASSES)
+
+
+@inner
+def shares_at(table: NDArray[np.int64], s: int, place: int) -> NDArray[np.float32]:
+    """(LISTED,) shares of the listed tokens at a place; computed when it is first asked for."""
+    meta, versions = _meta(table, s), view_i64(table[s, UNIGRAM_VERSIONS], PLACES)
+    here = view_f32(table[s, UNIGRAM_BY_CLASSES] + 4 * LISTED * place, LISTED)
+    if versions[place] == meta[VERSION]:
+        return here
+    versions[place] = meta[VERSION]
+    one, two = _factors(table, s, place % CLASSES), _factors(table, s, CLASSES + place)
+    factors = np.empty(CLASSES, np.float64)
+    for k in range(CLASSES):
+        factor = (np.float64(one[2 * k]) + FACTOR_PRIOR) / (np.float64(one[2 * k + 1]) + FACTOR_PRIOR)
+        factors[k] = (np.float64(two[2 * k]) + FACTOR_PRIOR * factor) / (np.float64(two[2 * k + 1]) + FACTOR_PRIOR)
+    cells, shares = view_i32(table[s, UNIGRAM_CELLS], LISTED), view_f32(table[s, UNIGRAM_SHARES], LISTED)
+    total = 0.0
+    for i in range(meta[NUM_LISTED]):
+        share = np.float64(shares[i]) * factors[cells[i] % CLASSES]
+        here[i] = share
+        total += share
+    for i in range(meta[NUM_LISTED]):
+        here[i] = np.float64(here[i]) / total
+    return here
+
+
+@inner
 def read(
-    table: NDArray[np.int64], s: int, least: float, out_tokens: NDArray[np.int32], out_p: NDArray[np.float32]
+    table: NDArray[np.int64],
+    s: int,
+    place: int,
+    least: float,
+    out_tokens: NDArray[np.int32],
+    out_p: NDArray[np.float32],
 ) -> int:
     """Write the tokens of the list with a share of at least ``least``, and their shares; returns how many."""
-    tokens, shares = view_i32(table[s, UNIGRAM_TOKENS], LISTED), view_f32(table[s, UNIGRAM_SHARES], LISTED)
+    tokens, shares = view_i32(table[s, UNIGRAM_TOKENS], LISTED), shares_at(table, s, place)
     n = 0
-    while n < listed(table, s) and shares[n] >= least:
-        out_tokens[n] = tokens[n]
-        out_p[n] = shares[n]
-        n += 1
+    for i in range(listed(table, s)):
+        if shares[i] >= least:
+            out_tokens[n] = tokens[i]
+            out_p[n] = shares[i]
+            n += 1
     return n
 
 
 @njit(cache=True, nogil=True)
-def share_of(table: NDArray[np.int64], s: int, token: int) -> float:
-    """Share of a token, 0 when it is not listed."""
+def share_of(table: NDArray[np.int64], s: int, place: int, token: int) -> float:
+    """Share of a token at a place, 0 when it is not listed."""
     tokens = view_i32(table[s, UNIGRAM_TOKENS], LISTED)
     for i in range(listed(table, s)):
         if tokens[i] == token:
-            return np.float64(view_f32(table[s, UNIGRAM_SHARES], LISTED)[i])
+            return np.float64(shares_at(table, s, place)[i])
     return 0.0
 
 
 @njit(cache=True, nogil=True)
-def learn(table: NDArray[np.int64], s: int, token: int, reached: float, explained: float) -> None:
-    """Learn rates from a token that came: the list was reached, and explained it, with these probabilities."""
+def _fade(of: NDArray[np.float32], at: int) -> float:
+    """What is kept of a pair of counts when one more is added."""
+    return 1.0 - 1.0 / RATE_MEMORY if of[at + 1] > RATE_MEMORY else 1.0
+
+
+@njit(cache=True, nogil=True)
+def learn(table: NDArray[np.int64], s: int, place: int, token: int, reached: float, explained: float) -> None:
+    """Learn from a token that came at a place: the list was reached, and explained it, with these probabilities."""
     tokens, cells = view_i32(table[s, UNIGRAM_TOKENS], LISTED), view_i32(table[s, UNIGRAM_CELLS], LISTED)
-    rates = view_f32(table[s, UNIGRAM_RATES], 2 * RATES)
+    shares, rates = view_f32(table[s, UNIGRAM_SHARES], LISTED), view_f32(table[s, UNIGRAM_RATES], 2 * RATES)
+    expected = np.zeros(2 * CLASSES, np.float64)
     for i in range(listed(table, s)):
-        at = 2 * cells[i]
-        keep = 1.0 - 1.0 / RATE_MEMORY if rates[at + 1] > RATE_MEMORY else 1.0
+        at, k = 2 * (cells[i] // CLASSES), 2 * (cells[i] % CLASSES)
+        keep = _fade(rates, at)
         came = explained if tokens[i] == token else 0.0
         rates[at] = np.float64(rates[at]) * keep + came
         rates[at + 1] = np.float64(rates[at + 1]) * keep + reached
+        expected[k] += came
+        expected[k + 1] += reached * np.float64(shares[i])
+    for factors in (_factors(table, s, place % CLASSES), _factors(table, s, CLASSES + place)):
+        for k in range(0, 2 * CLASSES, 2):
+            keep = _fade(factors, k)
+            factors[k] = np.float64(factors[k]) * keep + expected[k]
+            factors[k + 1] = np.float64(factors[k + 1]) * keep + expected[k + 1]

@@ -26,14 +26,18 @@ class SuffixAutomaton:
         Tokens to make room for at first; the arrays grow as needed.
     shortest
         Shortest context that the mixture reads.
+    exact
+        Count every continuation of a context, as published rules do. The mixture asks shorter contexts only for what
+        longer ones do not know, and counts them with that exclusion.
 
     Notes
     -----
-    Blumer et al. 1985, with occurrence counts on transitions instead of states; contexts longer than
-    `retrieve_spec.kernels.automaton.COUNTED` tokens count their continuations once.
+    Blumer et al. 1985, with occurrence counts on transitions instead of states (`retrieve_spec.kernels.automaton`);
+    contexts longer than `retrieve_spec.kernels.automaton.COUNTED` tokens count their continuations once. Update
+    exclusion: Moffat, "Implementing the PPM data compression scheme", 1990.
     """
 
-    def __init__(self, capacity: int = 1024, shortest: int = 0) -> None:
+    def __init__(self, capacity: int = 1024, shortest: int = 0, exact: bool = False) -> None:
         self._capacity = max(capacity, 16)
         self._shortest = shortest
         self.moved = 0
@@ -42,7 +46,8 @@ class SuffixAutomaton:
         self.states: NDArray[np.int32] = np.empty((2 * self._capacity, 5), np.int32)
         self.edges: NDArray[np.int32] = np.empty((self._capacity, 6), np.int32)
         self.slots: NDArray[np.int32] = np.empty(_power_of_two(self._capacity * 4 // 3 + 1), np.int32)
-        self.meta: NDArray[np.int64] = np.zeros(6, np.int64)
+        self.meta: NDArray[np.int64] = np.zeros(kernels.META, np.int64)
+        self.meta[kernels.M_COUNTS] = kernels.EXACT if exact else kernels.EXCLUDING
         growth.reset(self.states, self.slots, self.meta)
 
     def __len__(self) -> int:
@@ -108,9 +113,9 @@ class SuffixAutomaton:
         return state, matched
 
     def successors(self, state: int, limit: int = 64) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-        """Continuations of a state: token ids and counts, most recent first, and the total count."""
+        """Continuations of a state: token ids and counts, the most recent one first, and the total count."""
         ids, counts = np.empty(limit, np.int32), np.empty(limit, np.int32)
-        n = kernels.successors(self.states, self.edges, state, limit, ids, counts)
+        n = kernels.successors(self.states, self.edges, state, limit, 0.0, ids, counts)
         return ids[:n], counts[:n], int(self.states[state, kernels.COUNT])
 
     def row(self, number: int) -> Row:

@@ -47,11 +47,14 @@ class SessionMemory:
     ----------
     max_tokens
         Tokens kept at most.
+    exact
+        As for `SuffixAutomaton`.
     """
 
-    def __init__(self, max_tokens: int = 1_000_000) -> None:
+    def __init__(self, max_tokens: int = 1_000_000, exact: bool = False) -> None:
         self.max_tokens = max_tokens
-        self.automata = [SuffixAutomaton(1024), SuffixAutomaton(1024)]
+        self._exact = exact
+        self.automata = [SuffixAutomaton(1024, exact=exact), SuffixAutomaton(1024, exact=exact)]
         self._texts: list[list[NDArray[np.int32]]] = [[], []]
         self._lock = threading.RLock()
         self._busy = 0  # readers and writers of the thread that has the lock, one inside the other
@@ -95,7 +98,7 @@ class SessionMemory:
         if not len(text) or not half:
             return
         if len(self.automata[1]) + len(text) > half:
-            self.automata = [self.automata[1], SuffixAutomaton(1024)]
+            self.automata = [self.automata[1], SuffixAutomaton(1024, exact=self._exact)]
             self._texts = [self._texts[1], []]
         kept = text[max(len(text) - half, 0) :].copy()
         self._texts[1].append(kept)

@@ -106,7 +106,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
     session_text = [*rng.integers(0, alphabet, 14).tolist(), BOUNDARY, *rng.integers(0, alphabet, 14).tolist()]
     expected = rng.integers(0, alphabet, 12).tolist()
     context, session = SuffixAutomaton(16, shortest=1), SuffixAutomaton(16)
-    naive_context, naive_session = NaiveText(), NaiveText()
+    naive_context, naive_session = NaiveText(exact=False), NaiveText(exact=False)
     for automaton, twin, tokens in ((context, naive_context, text), (session, naive_session, session_text)):
         automaton.extend(np.array(tokens, np.int32))
         twin.extend(tokens)
@@ -125,7 +125,13 @@ def make_world(rng, alphabet, stores=(), documents=()):
         said = of_these.integers(0, alphabet, 10).tolist()
         phrases.learn(np.array(said, np.int32))
         naive_phrases.learn(said[: loop_start(np.array(said, np.int32))])
-    unigrams, naive_unigrams = Unigrams(of_these.gamma(1, 5, (RATES, 2)).astype(np.float32)), NaiveUnigrams()
+    expected_of_class = of_these.gamma(1, 3, (unigram.CLASSES + unigram.PLACES, unigram.CLASSES))
+    came = expected_of_class * of_these.uniform(0.5, 1.5, expected_of_class.shape)
+    factors = np.stack([came, expected_of_class], axis=-1).reshape(len(came), -1).astype(np.float32)
+    classes = of_these.integers(0, unigram.CLASSES, alphabet).astype(np.uint8)
+    unigrams = Unigrams(of_these.gamma(1, 5, (RATES, 2)).astype(np.float32), factors, classes)
+    naive_unigrams = NaiveUnigrams(dict(enumerate(classes.tolist())))
+    naive_unigrams.factors = factor_rows(factors)
     naive_unigrams.rates = {cell: unigrams.rates[row].tolist() for cell, row in rate_rows().items()}
     alignments, naive_alignments = Alignments(), NaiveAlignments()
     split = int(of_these.integers(0, len(text) + 1))
@@ -155,6 +161,8 @@ def make_world(rng, alphabet, stores=(), documents=()):
     cursors = np.zeros((len(rows), source_table.CURSOR), np.int64)
     cursors[0, :2] = position, matched
     alignment.best(table, len(rows) - 1, cursors, len(rows) - 1)
+    for token in [0, 0, *text][-2:]:
+        cursors[-2, 0] = unigram.place_after(table, len(rows) - 2, int(cursors[-2, 0]), token)
     cursors[1, :2] = context.root()
     state = matched = 0
     for token in text:
@@ -169,6 +177,15 @@ def rate_rows():
     """Rows of the kernel's rates by the naive cells (age, count, generated)."""
     places = itertools.product(enumerate(AGES), enumerate(COUNTS), (False, True))
     return {(i, j, said): unigram.cell_of(age, count, int(said)) for (i, age), (j, count), said in places}
+
+
+def factor_rows(factors):
+    """{(classes behind, class): (came, expected)} of the kernel's factors."""
+    found = {}
+    for row, pairs in enumerate(factors.reshape(-1, unigram.CLASSES, 2).tolist()):
+        behind = (row,) if row < unigram.CLASSES else divmod(row - unigram.CLASSES, unigram.CLASSES)
+        found |= {(behind, k): tuple(pair) for k, pair in enumerate(pairs)}
+    return found
 
 
 def learned(rng, strength=5.0):

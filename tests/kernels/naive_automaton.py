@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 
 BOUNDARY = -1
+COUNTED = 32
 
 
 class NaiveText:
-    """Documents, one token at a time; the last one is still being written."""
+    """Documents, one token at a time; the last one is still being written.
 
-    def __init__(self):
+    Exact: every context counts every token that follows. Else the longest one (of at most `COUNTED` tokens) that knows
+    the token counts it, with those that ended at the same places only; shorter ones just take it for the most recent.
+    """
+
+    def __init__(self, exact=True):
+        self.exact = exact
         self.documents = [[]]
         self.counts = defaultdict(dict)  # context → {token: count}, most recent continuation last
         self.ends = defaultdict(set)  # context → {(document, end)}
@@ -21,9 +27,15 @@ class NaiveText:
             self.documents.append([])
             return self._end()
         document = self.documents[-1]
+        known = None  # where the longest context that knows the token has ended
         for start in range(len(document) + 1):
-            counts = self.counts[tuple(document[start:])]
-            counts[token] = counts.pop(token, 0) + 1
+            context = tuple(document[start:])
+            counts = self.counts[context]
+            more = 1
+            if token in counts and len(context) <= COUNTED and not self.exact:
+                known = known or self.ends[context]
+                more = int(self.ends[context] == known)
+            counts[token] = counts.pop(token, 0) + more
         document.append(token)
         return self._end()
 
@@ -41,8 +53,9 @@ class NaiveText:
         return list(self.ends)
 
     def continuations(self, context):
-        """[(token, count)], most recent first."""
-        return list(self.counts.get(tuple(context), {}).items())[::-1]
+        """[(token, count)], most recent first; where counts are not exact, the others by count."""
+        found = list(self.counts.get(tuple(context), {}).items())[::-1]
+        return found if self.exact else found[:1] + sorted(found[1:], key=lambda item: -item[1])
 
     def longest_suffix(self, text):
         """Length of the longest end of `text` that occurs inside a document."""

@@ -288,8 +288,11 @@ def depth_first(nodes):
     return list(below(-1))
 
 
-def learn_weights(cells, trust, use, levels, token):
-    """Credit every level, and every source, with its part of the token's probability (modifies all but the levels)."""
+def learn_weights(cells, trust, use, levels, token, sources=(), text=()):
+    """Credit every level, and every source, with its part of the token's probability (modifies all but the levels).
+
+    Sources that learn themselves do so.
+    """
     mass, given, parts = 1.0, [], []
     for _row, weight, _cell, recency, shares, recent, *_ in levels:
         count_part = (1 - recency) * dict(shares).get(token, 0.0)
@@ -303,6 +306,8 @@ def learn_weights(cells, trust, use, levels, token):
     for (row, _weight, cell, *_, (number, length, learned)), joint, part in zip(levels, given, parts, strict=True):
         r = joint / total
         use[row] += r / USE_MEMORY
+        if sources and hasattr(sources[row], "learn"):
+            sources[row].learn(token, reached, r, text)
         keep = 1 - reached / CELL_MEMORY if cells[cell][1] >= CELL_MEMORY else 1.0
         old = [float(value) for value in cells[cell]]
         cells[cell][0] = old[0] * keep + r

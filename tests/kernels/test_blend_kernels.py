@@ -118,7 +118,7 @@ def test_known_noise_decides_between_the_candidates(world, seed):
         levels = naive.merged(w.sources, w.text + emitted[:i], expected_cells, naive.Trust(), 0.01)
         coupled = naive.couple(naive.distribution(levels), noise(i))
         naive.learn_scale(expected_scale, w.sources, coupled, 0.002, token, first=weights.NUM_SOURCES)
-        naive.learn_weights(expected_cells, trust, use.copy(), levels, token)
+        naive.learn_weights(expected_cells, trust, use.copy(), levels, token, w.sources, w.text + emitted[:i])
     w.learn(cells, scale, use, emitted, 0.002, given)
     np.testing.assert_allclose(cells, expected_cells, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(scale, expected_scale, rtol=1e-3, atol=1e-3)
@@ -173,7 +173,7 @@ def test_learning_is_expectation_maximisation(world, seed, every):
         merged = naive.merged(sources, w.text + emitted[:i], expected_cells, naive.Trust(), 0.01)
         naive.learn_scale(expected_scale, sources, naive.distribution(merged, naive.NEGLIGIBLE * 0.002), 0.002, token)
         before = expected_use.copy()
-        naive.learn_weights(expected_cells, expected_trust, expected_use, merged, token)
+        naive.learn_weights(expected_cells, expected_trust, expected_use, merged, token, sources, w.text + emitted[:i])
         silent = [isinstance(s, naive.Silent) for s in sources]
         expected_use[silent] = before[silent]
     table = w.table.copy()

@@ -9,21 +9,33 @@ from naive_unigrams import NaiveUnigrams
 
 from retrieve_spec.kernels import unigram as kernels
 from retrieve_spec.sources.rows import SourceTable
-from retrieve_spec.sources.unigrams import Unigrams
+from retrieve_spec.sources.unigrams import Unigrams, token_classes
 
 
-def listed(unigrams):
-    n = int(unigrams.meta[kernels.NUM_LISTED])
-    return dict(zip(unigrams.tokens[:n].tolist(), unigrams.shares[:n].tolist(), strict=True))
+def place_behind(words, text):
+    place = 0
+    for token in [0, 0, *text][-2:]:
+        place = kernels.place_after(words, 0, place, token)
+    return place
+
+
+def listed(unigrams, text=()):
+    """{token: share} behind the tokens of a text."""
+    words = SourceTable([unigrams.row(0)]).words
+    n = kernels.listed(words, 0)
+    shares = kernels.shares_at(words, 0, place_behind(words, text))
+    return dict(zip(unigrams.tokens[:n].tolist(), shares[:n].tolist(), strict=True))
 
 
 def say(unigrams, tokens, generated):
     kernels.extend(SourceTable([unigrams.row(0)]).words, 0, tokens, int(generated))
 
 
-def pair():
+def pair(classes=()):
     rates = np.zeros((kernels.RATES, 2), np.float32)
-    return Unigrams(rates), NaiveUnigrams()
+    factors = np.zeros((kernels.CLASSES + kernels.PLACES, 2 * kernels.CLASSES), np.float32)
+    classes = np.array(classes, np.uint8)
+    return Unigrams(rates, factors, classes), NaiveUnigrams(dict(enumerate(classes.tolist())))
 
 
 @settings(max_examples=80, deadline=None)
@@ -40,25 +52,27 @@ def test_the_list_as_defined(alphabet, seed, parts):
         say(unigrams, tokens, generated)
         naive.extend(tokens.tolist(), generated)
         assert listed(unigrams) == pytest.approx(naive.shares() if naive.text else {})
-        assert sorted(listed(unigrams).values(), reverse=True) == list(listed(unigrams).values())
         assert unigrams.meta[:2].tolist() == [len(naive.text), len(set(naive.text))]
 
 
-def test_rates_are_learned_as_defined():
+@pytest.mark.parametrize("classes", [1, 3, 16])
+def test_rates_and_factors_are_learned_as_defined(classes):
     rng = np.random.default_rng(1)
-    unigrams, naive = pair()
+    unigrams, naive = pair(rng.integers(0, classes, 80))
     words = SourceTable([unigrams.row(0)]).words
     for _ in range(150):
         token = int(min(rng.geometric(0.05), 90))
         say(unigrams, np.array([token], np.int32), bool(token % 2))
         naive.extend([token], bool(token % 2))
         came, reached = int(min(rng.geometric(0.05), 90)), float(rng.random())
-        assert kernels.share_of(words, 0, came) == pytest.approx(naive.shares().get(came, 0.0), rel=1e-4)
-        kernels.learn(words, 0, came, reached, reached / 2)
+        place = place_behind(words, naive.text)
+        assert kernels.share_of(words, 0, place, came) == pytest.approx(naive.shares().get(came, 0.0), rel=1e-4)
+        kernels.learn(words, 0, place, came, reached, reached / 2)
         naive.learn(came, reached, reached / 2)
     say(unigrams, np.array([5], np.int32), True)
     naive.extend([5], True)
-    assert listed(unigrams) == pytest.approx(naive.shares(), rel=1e-3)
+    for text in (naive.text, [3], [7, 40]):
+        assert listed(unigrams, text) == pytest.approx(naive.shares(text), rel=1e-3)
     assert unigrams.rates.sum() == pytest.approx(sum(sum(rate) for rate in naive.rates.values()), rel=1e-4)
 
 
@@ -67,8 +81,9 @@ def test_rates_are_bounded():
     say(unigrams, np.array([1], np.int32), True)
     words = SourceTable([unigrams.row(0)]).words
     for _ in range(int(kernels.RATE_MEMORY) + 500):
-        kernels.learn(words, 0, 1, 1.0, 1.0)
+        kernels.learn(words, 0, 0, 1, 1.0, 1.0)
     assert unigrams.rates.max() <= kernels.RATE_MEMORY + 1
+    assert kernels.RATE_MEMORY <= unigrams.factors.max() <= kernels.RATE_MEMORY + 1
 
 
 def test_ages_are_learned():
@@ -78,12 +93,65 @@ def test_ages_are_learned():
     rng = np.random.default_rng(0)
     text = [10, 11]
     for _ in range(600):
-        kernels.learn(words, 0, text[-1], 1.0, 1.0)
+        kernels.learn(words, 0, 0, text[-1], 1.0, 1.0)
         say(unigrams, np.array(text[-1:], np.int32), True)
         text.append(text[-2] if rng.random() < 0.7 else int(rng.integers(10, 30)))
     say(unigrams, np.array([8, 9], np.int32), True)
     shares = listed(unigrams)
     assert max(shares, key=shares.get) == 8 and shares[8] > 0.4
+
+
+def test_which_kinds_of_tokens_follow_each_other_is_learned():
+    """Marks (odd) come behind words (even) and words behind marks, whichever they are."""
+    unigrams, _ = pair([i % 2 for i in range(40)])
+    words = SourceTable([unigrams.row(0)]).words
+    rng = np.random.default_rng(0)
+    text = [0]
+    for _ in range(400):
+        token = 2 * int(rng.integers(0, 20)) + (text[-1] + 1) % 2
+        kernels.learn(words, 0, place_behind(words, text), token, 1.0, 1.0)
+        text.append(token)
+        say(unigrams, np.array([token], np.int32), True)
+    for newest in (6, 7):
+        shares = listed(unigrams, [newest + 1, newest])
+        assert sum(share for token, share in shares.items() if (token + newest) % 2) > 0.9
+
+
+def test_shares_are_those_of_the_list_as_it_is():
+    unigrams, naive = pair([0, 1])
+    for text in ([1, 1, 0], [0], [2, 1]):
+        say(unigrams, np.array(text, np.int32), True)
+        naive.extend(text, True)
+        assert listed(unigrams, [1, 0]) == pytest.approx(naive.shares([1, 0]))
+    unigrams.reset()
+    say(unigrams, np.array([1], np.int32), True)
+    assert listed(unigrams, [1, 0]) == {1: 1.0}
+
+
+class Vocabulary:
+    def __init__(self, *strings):
+        self.strings = strings
+
+    def get_vocab(self):
+        return {string: i for i, string in enumerate(self.strings)}
+
+
+def test_the_same_strings_are_of_one_class_in_every_spelling_of_white_space():
+    bytes_as_letters = token_classes(
+        Vocabulary("Ġthe", "the", "The", "ĠThe", "Ċ", "ĊĊ", "ĠĠ", "12", "Ġ(", ")", ",", ".Ċ")
+    )
+    pieces = token_classes(
+        Vocabulary("▁the", "the", "The", "▁The", "<0x0A>", "\n\n", "▁▁", "12", "▁(", ")", ",", ".\n")
+    )
+    assert bytes_as_letters.tolist() == pieces.tolist()
+    assert len(set(pieces.tolist())) == 11  # only the two line breaks are alike
+    assert pieces.max() < kernels.CLASSES
+
+
+def test_a_tokenizer_that_tells_nothing_leaves_all_tokens_alike():
+    for tokenizer in (None, object(), Vocabulary()):
+        assert len(token_classes(tokenizer)) == 0
+    assert token_classes(Vocabulary("", "<s>", "<0xzz>")).tolist() == [0, 0, 0]
 
 
 def test_another_text_begins_with_nothing():
@@ -98,6 +166,7 @@ def test_another_text_begins_with_nothing():
 
 def test_constants():
     assert (kernels.RECENT, kernels.FREQUENT) == (naive_unigrams.RECENT, naive_unigrams.FREQUENT)
+    assert kernels.FACTOR_PRIOR == naive_unigrams.FACTOR_PRIOR
     assert (len(naive_unigrams.AGES), len(naive_unigrams.COUNTS)) == (kernels.AGES, kernels.COUNTS)
 
 

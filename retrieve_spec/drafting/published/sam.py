@@ -48,7 +48,7 @@ class Sam(PublishedDrafter):
 
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
         super().__init__(session)
-        self._context = SuffixAutomaton(4096)
+        self._context = SuffixAutomaton(4096, exact=True)
         self._static = static_automata(datastores)
         self._corpus = self._static or Corpus(datastores)
 

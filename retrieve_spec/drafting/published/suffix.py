@@ -35,7 +35,7 @@ class SuffixDecoding(PublishedDrafter):
 
     def __init__(self, session: SessionMemory | None = None) -> None:
         super().__init__(session)
-        self._context = SuffixAutomaton(4096)
+        self._context = SuffixAutomaton(4096, exact=True)
         self._nodes = np.empty((2, MAX_NODES, 2), np.int32)
         self._node_p = np.empty((2, MAX_NODES), np.float64)
 
