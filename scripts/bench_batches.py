@@ -34,6 +34,7 @@ import torch
 import retrieve_spec as rs
 from retrieve_spec.bench.machine import OtherWork, machine_facts
 from retrieve_spec.bench.workloads import builtin
+from retrieve_spec.engine.threads import PassThreads
 from retrieve_spec.reference_model import load_model
 
 TASKS = ("unseen", "edit", "structured", "prose")
@@ -199,10 +200,23 @@ def others_compute(cores: int) -> Iterator[None]:
             process.wait()
 
 
+class Kept(PassThreads):
+    """A number of threads that stays; `torch.set_num_threads` would fix MKL's for all methods behind it."""
+
+    def __init__(self, like: PassThreads, number: int) -> None:
+        super().__init__(like.most, like._set)
+        self.chosen = number
+
+    def observe(self, seconds: float, expected: float) -> None:
+        """Learn nothing."""
+
+
 def busy(model: Any, rows: list[torch.Tensor], options: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second with chosen and with kept numbers of threads, in turns, over texts that no turn had before."""
     engine, most = model.speculation.engine, torch.get_num_threads()
     choosing = engine.threads
+    if choosing is None:
+        raise SystemExit("threads cannot be chosen here: torch's OpenMP runtime was not found")
     methods: dict[str, tuple[str | None, int]] = {"plain": (None, 0)}
     for draft in ("auto", "off"):
         methods |= {f"{draft}, chosen": (draft, 0)} | {f"{draft}, {n}": (draft, n) for n in range(1, most + 1)}
@@ -213,8 +227,7 @@ def busy(model: Any, rows: list[torch.Tensor], options: argparse.Namespace) -> d
         for run, row in enumerate(rows):
             for name in sorted(methods, key=lambda name: random.Random(f"{run}{name}").random()):
                 draft, kept = methods[name]
-                torch.set_num_threads(kept or most)
-                engine.threads, engine.costs = None if kept else choosing, costs[name]
+                engine.threads, engine.costs = Kept(choosing, kept) if kept else choosing, costs[name]
                 given = {"input_ids": row[None], **sampling(0.0, options.new_tokens)}
                 if draft is None:
                     took, _ = timed(lambda given=given: type(model).generate(model, **given), run)
@@ -224,7 +237,6 @@ def busy(model: Any, rows: list[torch.Tensor], options: argparse.Namespace) -> d
                     speed[name].append(options.new_tokens / took[0])
                 if name == "auto, chosen":
                     chosen.append(model.speculation.last.threads)
-    torch.set_num_threads(most)
     better = [max(kept) for kept in zip(*(speed[f"auto, {n}"] for n in range(1, most + 1)), strict=True)]
     drafted = [a / b for a, b in zip(speed["auto, chosen"], better, strict=True)]
     plainly = [a / b for a, b in zip(speed["off, chosen"], speed["plain"], strict=True)]
