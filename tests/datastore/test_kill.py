@@ -127,6 +127,7 @@ def test_kill_at_any_moment(verbs, verb):
     target, (base, change) = verbs[0], verbs[1][verb]
     prepare(target, base)
     old = state(target)
+    children.run(os.getpid)  # the server that starts children is slow once
     started = time.perf_counter()
     run(change)
     duration = time.perf_counter() - started
@@ -139,7 +140,7 @@ def test_kill_at_any_moment(verbs, verb):
         if run(change, float(random.uniform(0, duration))):
             kills += 1
         else:
-            duration *= 0.98  # it took less time than the first run
+            duration *= 0.8  # it took less time than the first run
         assert state(target) in (old, new)
         resumable = verb != "remove" and trial % 2 == 0
         if resumable and trial % 4 == 0:  # what is resumed may be killed again
