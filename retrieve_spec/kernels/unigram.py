@@ -224,7 +224,7 @@ def _factors(table: NDArray[np.int64], s: int, row: int) -> NDArray[np.float32]:
     return view_f32(table[s, UNIGRAM_FACTORS] + 8 * CLASSES * row, 2 * CLASSES)
 
 
-@inner
+@njit(cache=True, nogil=True)
 def shares_at(table: NDArray[np.int64], s: int, place: int) -> NDArray[np.float32]:
     """(LISTED,) shares of the listed tokens at a place; computed when it is first asked for."""
     meta, versions = _meta(table, s), view_i64(table[s, UNIGRAM_VERSIONS], PLACES)

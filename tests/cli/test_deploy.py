@@ -1,4 +1,4 @@
-"""What `packaging/` says of this package is true: paths, extras, commands, addresses."""
+"""What `tools/deploy/` says of this package is true: paths, extras, commands, addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def container() -> list[tuple[str, str]]:
     """Instructions of the container file: name and words, lines joined, comments left out."""
-    text = re.sub(r"^\s*#.*\n", "", (ROOT / "packaging" / "Containerfile").read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "tools" / "deploy" / "Containerfile").read_text(), flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1].strip()) for line in lines if line.strip()]
 
@@ -75,7 +75,7 @@ def test_systemd_takes_the_unit(tmp_path):
     program = tmp_path / "retrieve-spec"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    text = (ROOT / "packaging" / "retrieve-spec.service").read_text()
+    text = (ROOT / "tools" / "deploy" / "retrieve-spec.service").read_text()
     unit = tmp_path / "retrieve-spec.service"
     unit.write_text(text.replace("%h/.local/bin/retrieve-spec", str(program)))
     assert str(program) in unit.read_text()
