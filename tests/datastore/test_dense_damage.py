@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import hashlib
 import shutil
 from pathlib import Path
@@ -161,15 +162,17 @@ def test_a_continuation_in_damaged_documents_is_an_error(store):
 
 @pytest.mark.parametrize("name", [*DENSE_FILES, "suffix_array.bin", "manifest.json", "document_paths.bin"])
 def test_files_that_may_not_be_read(store, name, monkeypatch, capfd):
-    opened = Path.open
+    def refusing(opened):
+        def refuse(path, *arguments, **options):
+            if Path(path).name == name:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return opened(path, *arguments, **options)
 
-    def refuse(path, *arguments, **options):
-        if path.name == name:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return opened(path, *arguments, **options)
+        return refuse
 
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(StoreError, match=rf"to read .*{name}, got Permission denied"):
+    monkeypatch.setattr(Path, "open", refusing(Path.open))
+    monkeypatch.setattr(os, "open", refusing(os.open))
+    with pytest.raises(StoreError, match=rf"could not read .*{name}: Permission denied"):
         open_datastore(store)
     assert run(["verify", str(store)]) == 1
     assert "Permission denied" in capfd.readouterr().err

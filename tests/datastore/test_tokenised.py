@@ -172,7 +172,7 @@ def test_a_remote_that_breaks_ends_the_build(name, tokenizer, tmp_path, monkeypa
         memory.pipe({"/data/r.jsonl": b'{"text": "one record"}\n', "/data/a.txt": b"a text"})
         with monkeypatch.context() as patch:
             patch.setattr(type(memory), "open", broken)
-            with pytest.raises(BuildError, match=f"to reach memory:.*{name}, got the line is dead"):
+            with pytest.raises(BuildError, match=f"could not reach memory:.*{name}: the line is dead"):
                 build_datastore(tmp_path / "s", "memory://data", tokenizer)
         build_datastore(tmp_path / "s", resume=True)
         assert set(contents(tmp_path / "s")) == {"r.jsonl#1", "a.txt"}
