@@ -6,6 +6,7 @@ What counts is the document tables; what a folder said last time (`folder_state`
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from retrieve_spec.errors import BuildError
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
 _REWRITTEN = 900_000
+_PART = re.compile(r"(.*)#part([0-9]+)", re.DOTALL)
+"""Name of a part of a long text: a file may be called ``notes#party.txt``."""
 _Place = tuple[int, str, str]
 """Where a text is: number of the folder, file, name of the text behind that of the file."""
 
@@ -167,9 +170,10 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: dict[str, list[_Pla
             root = numbers.get(source)
             stays = root is None  # of another source
             if root is not None:  # later parts of a long text go with the first: their hashes say nothing
-                name, _, part = path.partition("#part")
+                part = _PART.fullmatch(path)
+                name, which = part.groups() if part else (path, "")
                 key = (root, name)
-                stays = first.get(key, False) if part not in ("", "1") else digest == places.get(key)
+                stays = first.get(key, False) if which not in ("", "1") else digest == places.get(key)
                 first[key] = stays
             if stays:
                 held.add(digest)

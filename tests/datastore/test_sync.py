@@ -182,6 +182,17 @@ def test_what_other_rules_said_of_a_name_is_said_again(folder, tokenizer, tmp_pa
     assert "prod.env.txt" not in contents(tmp_path / "s")
 
 
+def test_a_deleted_file_named_like_a_part_does_not_stay_with_another(tokenizer, tmp_path):
+    folder, store = tmp_path / "f", tmp_path / "s"
+    folder.mkdir()
+    (folder / "notes").write_text("this one stays")
+    (folder / "notes#party.txt").write_text("this one goes")
+    sync_datastore(store, [folder], tokenizer)
+    (folder / "notes#party.txt").unlink()
+    sync_datastore(store, [folder])
+    assert contents(store) == {"notes": "this one stays"}
+
+
 def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
     store = folder / "store"
     sync_datastore(store, [folder], tokenizer)
