@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 import hashlib
+import os
 import shutil
 from pathlib import Path
 
