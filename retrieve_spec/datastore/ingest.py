@@ -117,7 +117,10 @@ def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer, decoder: Callable[[]
         ids, content = decoder().decode(text.content, f"{text.file.location} (document {text.path})")
         text = replace(text, content=content)
     content, size, skip = gate.read(text)
-    size = size if ids is None else read
+    if ids is not None:
+        size = read
+        if not skip and (plain := decoder().plain(ids)) != content:  # a token inside must not cut a secret in two
+            skip = gate.read(replace(text, content=plain))[2]
     licence, source = text.file.licence, gate.source.path
     if gate.rule is not None and not skip:
         is_file = source != STDIN and text.path == text.file.path and not is_address(text.file.location)

@@ -206,3 +206,8 @@ class Decoder:
         plain = np.flatnonzero(~np.isin(ids, self._special))
         ids = ids[plain[0] : plain[-1] + 1] if len(plain) else ids[:0]
         return ids, self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def plain(self, ids: NDArray[np.uint32]) -> str:
+        """Text of ids without any special tokens."""
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return text

@@ -79,8 +79,11 @@ def test_in_a_folder_the_files_beside_one_are_no_documents(encoded, tokenizer, m
     assert set(contents(tmp_path / "s")) == {"a.ds#1", "b.ds", "b.ds.index.txt"}
 
 
-def test_secrets_in_tokenised_text_stay_out(tokenizer, model, tmp_path):
+@pytest.mark.parametrize("cut", [False, True])
+def test_secrets_in_tokenised_text_stay_out(cut, tokenizer, model, tmp_path):
     secret = tokenizer.encode("key = 'hf_" + "aB3" * 12 + "'").ids
+    if cut:  # by a special token inside
+        secret[20:20] = [tokenizer.token_to_id("<|end|>")]
     path = write(tmp_path / "a.ds", [secret, tokenizer.encode("plain").ids], model)
     report = build_datastore(tmp_path / "s", str(path), str(model))
     assert report.skipped_by_reason == {"holds a key or token": 1}
