@@ -70,7 +70,9 @@ def _least_bits(gap: float) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
-    """Draw an index of `logits` (v,) with probability softmax(logits / temperature); -inf is never drawn.
+    """Draw an index of `logits` (v,) with probability softmax(logits / temperature).
+
+    -inf and NaN are never drawn, but for index 0 where there is nothing else.
 
     Beside the most probable token most others cannot win with the noise they have: they cost a hash and no logarithm.
     """
@@ -82,6 +84,8 @@ def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int
         if logits[i] > logits[best]:
             best = i
     best_score = np.float64(logits[best] / heat) - np.log(-np.log(uniform(key, best)))
+    if np.isnan(best_score):
+        best_score = -np.inf
     for first in range(0, size, BLOCK):
         end = min(first + BLOCK, size)
         highest = logits[first]
