@@ -117,6 +117,8 @@ class HFVerifier:
             self.model, self.interface, inputs.input_ids, kwargs, inputs.past_length, self._uncached
         )
         self.whole_prompts = self._ignores_state or bool(self._inputs.extras.kind)
+        if self._state is not None and self._inputs.is_padded:
+            self.whole_prompts = True  # such layers do not look at the mask of a lone token
         self._kind = CallKind.of(self.model, self._inputs, self._past + self._uncached)
         self._steps = None
         self._mode_here = weaker(self._model_mode, cache_mode(self._cache))

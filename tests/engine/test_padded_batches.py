@@ -160,6 +160,18 @@ def test_recurrent_states_of_a_batch_are_handed_back(
                 torch.testing.assert_close(getattr(layer, name)[i], state, atol=1e-4, rtol=1e-3)
 
 
+def test_padding_behind_a_recurrent_prompt_is_not_read_alone() -> None:
+    """Pieces of five leave a lone token, of which such layers do not see that it is masked."""
+    model = small_model("mamba2", **_MAMBA2)
+    ids = 3 + torch.arange(22).reshape(2, 11)
+    mask = torch.ones_like(ids)
+    mask[0, 10] = 0
+    inputs, options = {"input_ids": ids, "attention_mask": mask}, {"max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    rs.accelerate(model, recorded_pass="off", prefill_chunk=5)
+    assert torch.equal(model.generate(**inputs, **options), plain)
+
+
 def test_samples_of_a_recurrent_model_are_those_of_each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("qwen3_5_text", **_QWEN)
     inputs = left_padded((5, 9))
