@@ -155,6 +155,8 @@ class Layouts:
 
     def of(self, weight: torch.Tensor) -> Layout | None:
         """Layout of a (out, d) weight, None when it stays as it is."""
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
+            return None  # also of one that was copied before: a model may be cast or moved in place
         layout = self._of_weight.get(id(weight))
         if layout is None:
             layout = self._choose(weight)
@@ -166,8 +168,6 @@ class Layouts:
 
     def _choose(self, weight: torch.Tensor) -> Layout | None:
         """Copy a weight into the layout that is faster here, within what memory is left."""
-        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
-            return None
         if weight.ndim != 2 or weight.nbytes > self._most - self.nbytes:
             return None
         plain = weight.detach()
