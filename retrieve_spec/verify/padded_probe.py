@@ -44,6 +44,8 @@ def why_not_together(model: Any, interface: ModelInterface) -> str:
         with evaluating(model), torch.no_grad():
             if why := _problem(model, interface, longest + 3 if longest <= _REACH else 9):
                 return why
+            if interface.recurrent and _reads_padding(model):
+                return "what stands in front of a row as padding changes its recurrent state"
         if longest <= _REACH:
             return ""
         small, why = shrunk(model)
@@ -58,6 +60,15 @@ def why_not_together(model: Any, interface: ModelInterface) -> str:
     except Exception as error:  # whatever a model's own code raises
         logger.debug("a shared pass failed", exc_info=True)
         return f"a pass that texts share fails ({in_a_line(error)})"
+
+
+def _reads_padding(model: Any) -> bool:
+    """Whether padding in front of a text changes its logits, as where layers add a bias behind the mask."""
+    ids = sample_tokens(model, 9)
+    mask = (torch.arange(ids.shape[1], device=ids.device) >= 4).long()[None]
+    padded = model(input_ids=ids, attention_mask=mask).logits[0, -1].float()
+    wanted = model(input_ids=ids[:, 4:]).logits[0, -1].float()
+    return not float((padded - wanted).abs().max() / wanted.std()) <= _DEVIATION.get(model.dtype, _DEVIATION_HALF)
 
 
 def _problem(model: Any, interface: ModelInterface, length: int) -> str:

@@ -172,6 +172,19 @@ def test_padding_behind_a_recurrent_prompt_is_not_read_alone() -> None:
     assert torch.equal(model.generate(**inputs, **options), plain)
 
 
+def test_a_batch_whose_padding_is_read_is_left_to_generate() -> None:
+    """Mixers mask what they are given; a bias of their projections stands behind the mask."""
+    model = small_model("mamba2", **_MAMBA2, use_bias=True)
+    with torch.no_grad():
+        for layer in model.backbone.layers:
+            layer.mixer.in_proj.bias.normal_()
+    inputs, options = left_padded(), {"max_new_tokens": 16, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    rs.accelerate(model, recorded_pass="off")
+    assert torch.equal(model.generate(**inputs, **options), plain)
+    assert "padding" in model.speculation.last.reason
+
+
 def test_samples_of_a_recurrent_model_are_those_of_each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("qwen3_5_text", **_QWEN)
     inputs = left_padded((5, 9))
