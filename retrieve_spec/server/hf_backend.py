@@ -83,16 +83,22 @@ class LoneText:
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._taken = stream, list[int]()
+        self._error: Exception | None = None
         self.over = False
 
     def step(self) -> None:
-        """Decode all of it."""
-        for run in self._stream:
-            self._taken += run.token_ids.tolist()
+        """Decode all of it; what it fails with is its own, as others are in the same pass."""
+        try:
+            for run in self._stream:
+                self._taken += run.token_ids.tolist()
+        except Exception as error:
+            self._error = error
         self.over = True
 
     def take(self) -> list[int]:
-        """Tokens that were accepted since the last call."""
+        """Tokens that were accepted since the last call; raises what the text failed with."""
+        if self._error is not None:
+            raise self._error
         taken, self._taken = self._taken, []
         return taken
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from scripted import Collector
+
+import retrieve_spec.server.hf_backend as hf_backend
+from retrieve_spec.server.jobs import Task
+from retrieve_spec.server.samplers import Sampling
+from retrieve_spec.server.stopping import StopRules
 
 SOURCE = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    "
 INFILL = {"input_prefix": SOURCE, "input_suffix": "\n", "prompt": "", "n_predict": 12}
@@ -121,3 +127,22 @@ def test_a_deadline_that_ends_something_says_so(reference_live):
     body = {"prompt": SOURCE * 20, "n_predict": 400, "deadline_ms": 1}
     assert reference_live.post("/completion", body).json()["deadline"] is True
     assert "deadline" not in reference_live.post("/completion", COMPLETION).json()
+
+
+def test_a_text_that_fails_beside_others_fails_alone_where_the_original_generate_decodes(reference_live, monkeypatch):
+    def broken(**_):
+        def processor(ids, scores):
+            raise RuntimeError("no such token")
+
+        return processor
+
+    service, sinks = reference_live.service, [Collector(), Collector()]
+    monkeypatch.setattr(hf_backend, "open_sequence", lambda *_, **__: None)
+    monkeypatch.setattr(service.backend, "_infill", broken)
+    prompt, rules = tuple(service.codec.encode(SOURCE)), StopRules(max_tokens=4)
+    fails = Task(prompt, rules, Sampling(temperature=1.0, chain=("infill",)), scope="one")
+    with service.engine._changed:  # both begin before the first pass
+        service.engine.submit(fails, sinks[0])
+        service.engine.submit(Task(prompt, rules, scope="other"), sinks[1])
+    assert "no such token" in sinks[0].result().error
+    assert sinks[1].result().outcome == "done"
