@@ -24,7 +24,8 @@ log = logging.getLogger("retrieve_spec.server")
 
 _MOST_TYPING = 16
 """Completions at a cursor that are under way beside one another."""
-_CHORE_S = 10.0
+_PATIENCE = 1.0
+"""Seconds after which somebody who waits for the model's thread looks whether it is still there."""
 
 
 class QueueFullError(ServeError):
@@ -125,15 +126,18 @@ class Engine:
 
         def chore() -> None:
             nonlocal count
-            count = self._pool.forget(scope)
-            self.backend.forget(scope)
-            done.set()
+            try:
+                count = self._pool.forget(scope)
+                self.backend.forget(scope)
+            finally:
+                done.set()
 
-        if not self._thread.is_alive():
-            chore()
-        else:
+        if self._thread.is_alive():
             self.run_when_idle(chore)
-            done.wait(_CHORE_S)
+            while self._thread.is_alive() and not done.wait(_PATIENCE):
+                pass  # a pass is under way, however long it takes
+        if not done.is_set():
+            chore()
         return count
 
     def caches(self, scope: str) -> int:

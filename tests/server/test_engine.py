@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from scripted import Collector, ScriptedBackend
 from waiting import wait_for
 
+import retrieve_spec.server.engine as module
 from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.engine import Engine, QueueFullError
 from retrieve_spec.server.jobs import Task, same_document
@@ -352,6 +354,22 @@ def test_a_failing_model_fails_one_task(engine, backend):
     assert "out of memory" in done.error
     backend.fail = False
     assert ask(engine, [500]).result().outcome == "done"
+
+
+def test_forgetting_waits_for_a_pass_however_long_it_takes(engine, backend, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE", 0.001)
+    ask(engine, [500, 501], scope="me").result()
+    backend.gate = threading.Semaphore(0)
+    long = ask(engine, [600])
+    wait_for(lambda: engine.busy)
+    with ThreadPoolExecutor() as threads:
+        forgotten = threads.submit(engine.forget, "me")
+        wait_for(lambda: engine._chores)
+        early = wait([forgotten], 0.05).done
+        backend.gate.release(100)
+    assert not early and forgotten.result() == 1
+    assert long.result().outcome == "done"
+    assert engine.caches("me") == 0
 
 
 def test_alternatives_are_finished_to_the_end_of_their_line(engine, backend, codec):
