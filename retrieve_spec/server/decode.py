@@ -93,10 +93,12 @@ class Decode:
     def close(self) -> None:
         """End the work, however far it is, and give the cache back."""
         self.text = None
-        self._steps.close()
-        if self._slot is not None:
-            self.pool.release(self._slot)
-            self._slot = None
+        try:
+            self._steps.close()
+        finally:
+            slot, self._slot = self._slot, None
+            if slot is not None:
+                self.pool.release(slot)
 
     def drop(self) -> None:
         """The same, and forget the cache: nobody knows what it holds after a failure."""

@@ -371,7 +371,10 @@ class Engine:
 
     def _fail(self, job: Job, error: Exception) -> None:
         """End a task that failed, and forget all caches: what failed may have been the memory."""
-        job.begun.drop()
+        try:
+            job.begun.drop()
+        except Exception:
+            log.exception("a completion that failed could not be ended")
         self._pool.clear()
         self._finish(job, Completion("failed", error=f"{type(error).__name__}: {error}"))
 

@@ -5,7 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
-from scripted import Collector, ScriptedBackend
+from scripted import Collector, ScriptedBackend, ScriptedText
 from waiting import wait_for
 
 import retrieve_spec.server.engine as module
@@ -427,3 +427,16 @@ def test_common_prefix():
     assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
     assert common_prefix([], [1]) == 0
     assert common_prefix([1, 2], [1, 2, 3]) == 2
+
+
+def test_a_text_that_fails_and_cannot_be_ended_does_not_end_the_engine(engine, backend, monkeypatch):
+    def close(self):
+        raise RuntimeError("nor can it be ended")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ScriptedText, "close", close)
+        backend.fail = True
+        assert "out of memory" in ask(engine, [500]).result(10).error
+    backend.fail = False
+    assert ask(engine, [500]).result(10).outcome == "done"
+    assert not engine._pool.held_bytes and engine.begun == 0
