@@ -7,6 +7,7 @@ it can be left aside, so that somebody at a cursor need not wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from time import monotonic
 
 import numpy as np
@@ -98,6 +99,8 @@ class Decode:
         finally:
             slot, self._slot = self._slot, None
             if slot is not None:
+                if self.job.forgotten:
+                    self.pool.drop(slot)
                 self.pool.release(slot)
 
     def drop(self) -> None:
@@ -115,6 +118,8 @@ class Decode:
         if task.warm:
             return (yield from self._warm(slot, cached))
         hints = task.hints() if task.drafting else DraftHints(enabled=False)
+        if self.job.forgotten:
+            hints = replace(hints, session=None)  # it would keep what is said
         text = self.backend.decode(
             slot.cache,
             task.prompt_ids,

@@ -121,12 +121,17 @@ class Engine:
             self._changed.notify_all()
 
     def forget(self, scope: str) -> int:
-        """Forget all caches of a scope, and what was learned from its text; how many caches there were."""
+        """Forget all caches of a scope, and what was learned from its text; how many caches there were.
+
+        What waits or is under way is answered, but nothing of it is kept.
+        """
         count, done = 0, Event()
 
         def chore() -> None:
             nonlocal count
             try:
+                for job in list(self._jobs):
+                    job.forgotten |= job.task.scope == scope
                 count = self._pool.forget(scope)
                 self.backend.forget(scope)
             finally:

@@ -161,6 +161,8 @@ class Job:
         The task's fingerprint.
     begun
         Its work so far, None before it begins (`retrieve_spec.server.decode.Decode`).
+    forgotten
+        Whether its user had everything forgotten meanwhile: nothing of it is kept.
     """
 
     def __init__(self, task: Task, key: bytes, sink: Sink, submitted: float) -> None:
@@ -171,6 +173,7 @@ class Job:
         self.begun: Any = None
         self.cancel = Event()
         self.superseded = False
+        self.forgotten = False
         self.waiters = [Waiter(task, sink)]
         self.text = ""
         self.token_ids: list[int] = []

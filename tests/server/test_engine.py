@@ -9,6 +9,7 @@ from scripted import Collector, ScriptedBackend, ScriptedText
 from waiting import wait_for
 
 import retrieve_spec.server.engine as module
+from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.engine import Engine, QueueFullError
 from retrieve_spec.server.jobs import Task, same_document
@@ -440,3 +441,18 @@ def test_a_text_that_fails_and_cannot_be_ended_does_not_end_the_engine(engine, b
     backend.fail = False
     assert ask(engine, [500]).result(10).outcome == "done"
     assert not engine._pool.held_bytes and engine.begun == 0
+
+
+def test_what_waits_while_its_user_forgets_is_not_kept_either(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    ask(engine, [600], typing=True)
+    wait_for(lambda: engine.busy)
+    waiting = ask(engine, [500], scope="me", hints=lambda: DraftHints(session="a new one"))
+    with ThreadPoolExecutor() as threads:
+        forgotten = threads.submit(engine.forget, "me")
+        wait_for(lambda: engine._chores)
+        backend.gate.release(100)
+        forgotten.result()
+    assert waiting.result().outcome == "done"
+    assert engine.caches("me") == 0
+    assert backend.hints[-1].session is None
