@@ -159,28 +159,30 @@ class Engine:
         """
         gone: list[Waiter] = []
         key = task.fingerprint()
-        with self._changed:
-            if self._closed:
-                raise ServeError("to take a request", "the server is ending", "Start it again.")
-            job = self._twin(key)
-            if job is None and self._overtaken(task):
-                sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
-                return Ticket(lambda: None)
-            if job is not None:
-                if job.text or job.token_ids:
-                    sink(Delta(job.text, tuple(job.token_ids)))
-                waiter = Waiter(task, sink)
-                job.waiters.append(waiter)
-                gone += self._supersede(task, besides=job)
-            else:
-                gone += self._supersede(task)
-                gone += self._make_room(task)
-                job = Job(task, key, sink, monotonic())
-                waiter = job.waiters[0]
-                self._jobs.append(job)
-                self._changed.notify_all()
-        for other in gone:
-            self._tell(other, Completion("superseded", prompt_tokens=len(other.task.prompt_ids)))
+        try:
+            with self._changed:
+                if self._closed:
+                    raise ServeError("to take a request", "the server is ending", "Start it again.")
+                job = self._twin(key)
+                if job is None and self._overtaken(task):
+                    sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
+                    return Ticket(lambda: None)
+                if job is not None:
+                    if job.text or job.token_ids:
+                        sink(Delta(job.text, tuple(job.token_ids)))
+                    waiter = Waiter(task, sink)
+                    job.waiters.append(waiter)
+                    gone += self._supersede(task, besides=job)
+                else:
+                    gone += self._supersede(task)
+                    gone += self._make_room(task)
+                    job = Job(task, key, sink, monotonic())
+                    waiter = job.waiters[0]
+                    self._jobs.append(job)
+                    self._changed.notify_all()
+        finally:  # also where the queue is full
+            for other in gone:
+                self._tell(other, Completion("superseded", prompt_tokens=len(other.task.prompt_ids)))
         return Ticket(lambda: self._leave(job, waiter))
 
     def _twin(self, key: bytes) -> Job | None:

@@ -456,3 +456,14 @@ def test_what_waits_while_its_user_forgets_is_not_kept_either(engine, backend):
     assert waiting.result().outcome == "done"
     assert engine.caches("me") == 0
     assert backend.hints[-1].session is None
+
+
+def test_whoever_is_replaced_by_a_request_that_finds_the_queue_full_is_told(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    ask(engine, [500], typing=True)
+    wait_for(lambda: engine.busy)
+    mine, _ = ask(engine, [510], client="me"), ask(engine, [510], client="you")
+    ask(engine, [520]), ask(engine, [530])
+    with pytest.raises(QueueFullError):
+        ask(engine, [540], client="me")
+    assert mine.result(5).outcome == "superseded"
