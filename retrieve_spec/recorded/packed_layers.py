@@ -31,7 +31,8 @@ def _somebody_watches() -> bool:
         return True
     if (functional.linear, nn.Linear.forward) != _LINEAR or not torch._C._is_torch_function_enabled():
         return True
-    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 class _Rows:
