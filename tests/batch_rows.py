@@ -21,6 +21,12 @@ _SMALL: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
     "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+]
+"""Small models whose batches differ most: rotary positions, a window, positions learned."""
 
 
 def left_padded(lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:

@@ -108,25 +108,17 @@ class Exchange:
         The cut is put there for ranks that need it.
         """
         work = stages.work
+        shared = {"plan": stages.plan, "tokenizer": asdict(_entry(work.store / stages.plan["tokenizer"]))}
         if stage == "segment":
             entry = _entry(work.path / CUT)
             self.remote.send(work.path / CUT, self._name(CUT), entry, _silent)
-            return {
-                "plan": stages.plan,
-                "tokenizer": _packed(work.store / stages.plan["tokenizer"]),
-                "cut": asdict(entry),
-            }
+            return {**shared, "cut": asdict(entry)}
         lines = {}
         for rank in ranks:
             at, size = stages.places[rank]
             line = json.dumps(work.input((at, size)))
             lines[str(rank)] = [at, size, hashlib.sha256(line.encode()).hexdigest()]
-        return {
-            "plan": stages.plan,
-            "tokenizer": _packed(work.store / stages.plan["tokenizer"]),
-            "inputs": self._inputs_place(_entry(work.path / INPUTS)),
-            "lines": lines,
-        }
+        return {**shared, "inputs": self._inputs_place(_entry(work.path / INPUTS)), "lines": lines}
 
     @_reaching
     def collect(self, work: WorkFolder, stage: str, ranks: Iterable[int]) -> None:
@@ -249,10 +241,6 @@ def _sealed(content: dict[str, Any]) -> bytes:
 
 def _entry(path: Path) -> FileEntry:
     return FileEntry(path.stat().st_size, sha256_of(path))
-
-
-def _packed(path: Path) -> dict[str, Any]:
-    return asdict(_entry(path))
 
 
 def _mark(stage: str, rank: int) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_rows import left_padded, script, small_model
+from batch_rows import KINDS, left_padded, script, small_model
 from transformers import TextStreamer
 
 import retrieve_spec as rs
@@ -125,14 +125,7 @@ def test_streamers_get_a_token_of_every_row_at_a_time(
 
 
 @pytest.mark.parametrize("recorded_pass", ["always", "off"])
-@pytest.mark.parametrize(
-    ("model_type", "extra"),
-    [
-        ("llama", {}),
-        ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
-        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "extra"), KINDS)
 def test_padding_anywhere(
     model_type: str, extra: dict[str, Any], recorded_pass: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_rows import left_padded, script, small_model
+from batch_rows import KINDS, left_padded, script, small_model
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
@@ -31,14 +31,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("recorded_pass", ["always", "off"])
-@pytest.mark.parametrize(
-    ("model_type", "extra"),
-    [
-        ("llama", {}),
-        ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
-        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "extra"), KINDS)
 def test_prompts_are_read_together(
     model_type: str,
     extra: dict[str, Any],
