@@ -83,7 +83,7 @@ def look_all(batch: list[Sequence]) -> list[Sequence]:
         if len(together) == 1:
             continue  # it reads alone
         try:
-            found = read_side_by_side([sequence.seen_logits for sequence in together], top_k)
+            found = read_side_by_side([sequence.seen.every_logit for sequence in together], top_k)
         except Exception:
             logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
             continue

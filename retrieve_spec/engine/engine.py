@@ -140,12 +140,12 @@ class Engine:
         for sequence in batch:
             sequence.steps.append(self.steps)
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
-            sequence.log.note(sequence.tree, sequence.walked, share, sequence.text.length)
-            nodes, context = nodes + len(sequence.tree), context + sequence.text.length
+            sequence.log.note(sequence.seen.tree, sequence.seen.walked, share, sequence.text.length)
+            nodes, context = nodes + len(sequence.seen.tree), context + sequence.text.length
         if pads(batch):
-            nodes = len(batch) * max(len(sequence.tree) for sequence in batch)
+            nodes = len(batch) * max(len(sequence.seen.tree) for sequence in batch)
         if self.costs.path_share:
-            more = sum(max(sequence.tree.paths - 1, 0) for sequence in batch)
+            more = sum(max(sequence.seen.tree.paths - 1, 0) for sequence in batch)
             forward -= min(more * self._path_seconds, forward / 2)
         if usual:
             self._learn_cost(self.costs.of(len(batch)), nodes, context, forward, drafted + committed + learned)

@@ -26,10 +26,11 @@ from retrieve_spec.engine.limits import Limits
 from retrieve_spec.engine.pass_log import PassLog
 from retrieve_spec.engine.reader import Reader
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.seen_pass import SeenPass
 from retrieve_spec.engine.shared_prompt import SharedPrompt
 from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.errors import InterruptedPassError
-from retrieve_spec.sampling.acceptance import Sampler, walk
+from retrieve_spec.sampling.acceptance import Sampler
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.sampling.text import RowText
@@ -115,7 +116,6 @@ class Sequence:
         self.report = GenerationReport()
         self.log = PassLog(self.report, self.text.prompt_length, limits.provenance)
         self.reader = Reader(waits_for_reader)
-        self._place = 0  # of what the pass under way shows, among what the reader is shown
         self.cancelled = self.stopped = self.ended = False
         self.error: BaseException | None = None
         self.cache: Any = None
@@ -132,15 +132,11 @@ class Sequence:
         self.unread = inputs.uncached_ids
         self._prompt = prompt
         self._read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
-        self._borrowed = False  # whether the pass under way is that one
         self._siblings = siblings
         self._call = call
         self._stage = _BETWEEN
-        self._path: list[int] = []
         self._started = self._ready = False  # whether the verifier's start has begun, and all of it is done
-        self.tree = NO_DRAFT
-        self._output: VerifierOutput | None = None
-        self._logits: PassLogits | None = None
+        self._seen: SeenPass | None = None
 
     @property
     def is_reading(self) -> bool:
@@ -248,8 +244,7 @@ class Sequence:
         self.saw(NO_DRAFT, output, first_row, borrowed)
         self.look()
         self.accept()
-        assert self._logits is not None
-        self.lent.read(prompt, self._logits)
+        self.lent.read(prompt, self.seen.logits)
         self.learn(prompt=True)
 
     def draft(self, most: int = MAX_NODES, cost: NDArray[np.float32] | None = None) -> DraftTree:
@@ -281,9 +276,14 @@ class Sequence:
 
         A pass that is `borrowed` from another sequence has left nothing in the cache.
         """
-        self.tree, self._output, self._first_row, self._begun = tree, output, first_row, self.text.length
-        self._path, self._place, self._borrowed = [], self.reader.shown, borrowed
+        self._seen = SeenPass(tree, output, first_row, self.text.length, self.reader.shown, borrowed)
         self._stage = _WALKING
+
+    @property
+    def seen(self) -> SeenPass:
+        """The pass under way, or the last."""
+        assert self._seen is not None
+        return self._seen
 
     @property
     def wants_hidden(self) -> Layer | None:
@@ -295,59 +295,49 @@ class Sequence:
         """How many of the most probable tokens of every row it looks at."""
         return self.lent.top_k if self.lent.drafter is not None else 1
 
-    @property
-    def seen_logits(self) -> torch.Tensor:
-        """(rows, vocab) of the pass under way."""
-        assert self._output is not None
-        return self._output.logits
-
     def look(self, read: PassLogits | None = None) -> None:
         """Bring over what the walk and the drafter need of the pass's logits, unless they are `read` already.
 
         Waits for the device.
         """
-        if read is None:
-            read = self.sampler.read(self.seen_logits, self._first_row, self.tree, self.text, self.top_k)
-        self._logits = read
+        self.seen.look(self.sampler, self.text, self.top_k, read)
 
     def accept(self) -> None:
         """Follow the target's choices down the tree, keep what was walked and show it."""
-        assert self._logits is not None
-        self.walked = walk(
-            self.tree, self._logits, self._first_row, self.sampler, self.text, self._stopper, self._path, self._begun
-        )
+        self.seen.walk(self.sampler, self.text, self._stopper)
         self._stage = _COMMITTING
         self._keep()
 
     def _keep(self) -> None:
         """Let the cache keep the nodes that were walked, and show them; done twice it is the same."""
-        self._commit(self.walked.path)
-        if self._prompt is not None and self._output is not None:
-            self._prompt.keep(self.verifier, self._output, self._first_row)
+        seen, walked = self.seen, self.seen.walked
+        self._commit(walked.path)
+        if self._prompt is not None and seen.output is not None:
+            self._prompt.keep(self.verifier, seen.output, seen.first_row)
             self._prompt = None
         self.unread = self.unread[:0]
-        self.stopped = self.walked.stopped
+        self.stopped = walked.stopped
         if not self.report.passes:  # the prompt's pass
-            self.report.passes, self.report.new_tokens = 1, len(self.walked.emitted)
+            self.report.passes, self.report.new_tokens = 1, len(walked.emitted)
             if self.lent.drafter is not None and self.verifier.reason != self.report.reason:  # what the prompt showed
                 self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
-        self.reader.show(self.walked.emitted, self._place)
+        self.reader.show(walked.emitted, seen.place)
         self._read_before = None
         self._stage = _LEARNING
 
     def _commit(self, path: NDArray[np.int32]) -> None:
         """Let the cache keep the nodes of a path."""
-        if not self._borrowed:
+        if not self.seen.borrowed:
             self.verifier.commit(path)
 
     def learn(self, prompt: bool = False) -> None:
         """Tell the drafter what the pass showed; of the `prompt` it has seen the top tokens."""
+        seen, walked = self.seen, self.seen.walked
         if self._siblings is not None:
-            self._siblings.hear(id(self), self.walked.emitted)
-        assert self._logits is not None and self._output is not None
-        walked = self.walked
-        self.lent.observe(self.tree, walked.path, walked.emitted, self._logits, self._output, self._first_row, prompt)
-        self._output = None
+            self._siblings.hear(id(self), walked.emitted)
+        assert seen.output is not None
+        self.lent.observe(seen.tree, walked.path, walked.emitted, seen.logits, seen.output, seen.first_row, prompt)
+        seen.output = None
         self._stage = _BETWEEN
 
     def recover(self) -> None:
@@ -370,7 +360,7 @@ class Sequence:
             else:
                 self._keep()
             self.learn()
-            self.log.note(self.tree, self.walked, _NO_TIME, self.text.length)
+            self.log.note(self.seen.tree, self.seen.walked, _NO_TIME, self.text.length)
         elif self._ready and not self.verifier.takes_back:
             raise InterruptedPassError(
                 "to go on",
@@ -402,7 +392,7 @@ class Sequence:
         stage = self._stage
         if self._started:
             if stage in (_WALKING, _COMMITTING):
-                self._commit(np.array(self._path, np.int32))
+                self._commit(np.array(self.seen.path, np.int32))
             elif stage == _KEEPING:
                 self.verifier.commit(NO_DRAFT.parent)
             self.report.pass_kind, self.report.pass_reason = self.verifier.pass_kind, self.verifier.pass_reason
