@@ -22,7 +22,7 @@ from retrieve_spec.generation.arguments import row_predictions
 from retrieve_spec.generation.logprobs import check_call, of_original
 from retrieve_spec.generation.outputs import result_of
 from retrieve_spec.generation.own_generate import decode_inside, own_generate, why_not_inside
-from retrieve_spec.generation.request import prepare, setting
+from retrieve_spec.generation.request import is_one_row, prepare
 from retrieve_spec.verify.steps import sample_tokens
 
 BEFORE = "_generate_before_speculation"
@@ -56,7 +56,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     speculation.drafter(own["draft"])  # an unknown preset is an error
     if own["return_logprobs"]:
         check_call(self, arguments)
-    prepared = prepare_call(self, arguments, "" if _is_one_row(self, arguments) else speculation.why_alone())
+    prepared = prepare_call(self, arguments, "" if is_one_row(self, arguments) else speculation.why_alone())
     if isinstance(prepared, str):
         speculation.delegated(prepared)
         with seeded(own["seed"], self):
@@ -91,19 +91,13 @@ def seeded(seed: int | None, model: Any) -> Iterator[None]:
         yield
 
 
-def _is_one_row(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a call asks for one row, as far as its arguments tell."""
-    ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
-    one = isinstance(ids, torch.Tensor) and ids.ndim == 2 and len(ids) == 1
-    return one and (setting(model, arguments, "num_return_sequences") or 1) == 1
-
-
 def prepare_call(model: Any, arguments: dict[str, Any], alone: str = "it asks for more than one row") -> Prepared | str:
-    """Prepare a call, or say why the original `generate` decodes it; `alone`: why more than one row would be."""
+    """Prepare a call, or say why the original `generate` decodes it; `alone`: why more than one row would be.
+
+    The model's class has no `generate` of its own (`own_generate`).
+    """
     if model.speculation.engine.is_stepping:
         return "it is asked for in the middle of another generation"
-    if reason := own_generate(model):
-        return reason
     return prepare(model, original(model), model.speculation.interface, arguments, alone)
 
 

@@ -156,6 +156,13 @@ def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
     return None
 
 
+def is_one_row(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a call asks for one row, as far as its arguments tell."""
+    ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
+    one = isinstance(ids, torch.Tensor) and ids.ndim == 2 and len(ids) == 1
+    return one and (setting(model, arguments, "num_return_sequences") or 1) == 1
+
+
 def reason_from_arguments(model: Any, arguments: dict[str, Any], alone: str) -> str:
     """Why a call must be delegated, as far as its arguments tell."""
     if why := why_in_step(model):

@@ -23,7 +23,6 @@ from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.extras import says_nothing
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import input_device
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 CHUNK = 256
@@ -56,8 +55,7 @@ class RecordedVerifier:
         self.not_recorded = ""
         """Why this generation does not use the recorded pass; empty when it does."""
         self._ordinary, self.recorded, self._state = ordinary, recorded, state
-        self._device = input_device(model)
-        self._mask = TreeMask(recorded.groups, model.dtype, self._device)
+        self._mask = TreeMask(recorded.groups, model.dtype, recorded.device)
         self._slabs: KVBuffer | None = None
         self._loaded = False  # whether all rows have moved to the slabs
         self._past = self._unread = self._pending = 0

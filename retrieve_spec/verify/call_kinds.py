@@ -48,12 +48,12 @@ class CallKind:
     beyond: int = 0
 
     @classmethod
-    def of(cls, model: Any, inputs: PassInputs, length: int) -> CallKind:
-        """The kind of a call with a prompt of `length` tokens, cached ones included."""
+    def of(cls, config: Any, inputs: PassInputs, length: int) -> CallKind:
+        """The kind of a call with a prompt of `length` tokens, cached ones included, of a model of this `config`."""
         names = inputs.extras.kind
         if not names:
             return cls(names)
-        return cls(names, inputs.is_padded, sum(length > other for other in lengths_of(model.config).values()))
+        return cls(names, inputs.is_padded, sum(length > other for other in lengths_of(config).values()))
 
 
 @dataclass(slots=True)

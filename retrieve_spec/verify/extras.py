@@ -36,8 +36,6 @@ class Extras:
 
     Parameters
     ----------
-    model
-        The model.
     given
         The arguments.
 
@@ -47,8 +45,7 @@ class Extras:
         Whether some of them have a place for every row of a pass, so that they are made anew for each.
     """
 
-    def __init__(self, model: Any, given: dict[str, Any]) -> None:
-        self._model = model
+    def __init__(self, given: dict[str, Any]) -> None:
         self.given = given
         self.by_rows = False
         self._grown: dict[str, tuple[torch.Tensor, int, int]] = {}
@@ -66,12 +63,10 @@ class Extras:
         return {name: value[..., :slots] if name in types and isinstance(value, torch.Tensor) else value
                 for name, value in self.given.items()}  # fmt: skip
 
-    def went_on(self, outputs: Any) -> None:
+    def went_on(self, model: Any, outputs: Any) -> None:
         """Let the model say what becomes of the arguments behind the prompt, which it has just read."""
-        if not self.kind:
-            return
         before = dict(self.given)
-        after = kwargs_behind(self._model, outputs, {**before, "use_cache": True})
+        after = kwargs_behind(model, outputs, {**before, "use_cache": True})
         caches = ("past_key_values", "cache_params", "use_cache")
         self.given = {name: value for name, value in after.items() if name not in caches or name in before}
         for name, value in self.given.items():

@@ -114,12 +114,12 @@ class HFVerifier:
         self._fed = 0  # tokens given to forward since start
         self._uncached = inputs.input_ids.shape[1] - (inputs.past_length if inputs.holds_past else 0)
         self._inputs = PassInputs(
-            self.model, self.interface, inputs.input_ids, kwargs, inputs.past_length, self._uncached
+            self.model, self.interface, self._device, inputs.input_ids, kwargs, inputs.past_length, self._uncached
         )
         self.whole_prompts = self._ignores_state or bool(self._inputs.extras.kind)
         if self._state is not None and self._inputs.is_padded:
             self.whole_prompts = True  # such layers do not look at the mask of a lone token
-        self._kind = CallKind.of(self.model, self._inputs, self._past + self._uncached)
+        self._kind = CallKind.of(self.model.config, self._inputs, self._past + self._uncached)
         self._steps = None
         self._mode_here = weaker(self._model_mode, cache_mode(self._cache))
         if self._inputs.is_padded and not self.interface.takes_padding:
@@ -191,7 +191,8 @@ class HFVerifier:
     def _behind_prompt(self, roots: int, outputs: Any) -> None:
         """See how a text goes on whose prompt has just been read, and what its kind of call allows."""
         past = self._past + roots
-        self._inputs.extras.went_on(outputs)
+        if self._inputs.extras.kind:
+            self._inputs.extras.went_on(self.model, outputs)
         self._inputs.behind_prompt(self._cache, past)
         if self._kinds is None or not (self._kind.names or self.reason == _PADDED):
             return

@@ -12,7 +12,7 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
 from retrieve_spec.verify.extras import SET_EACH_PASS, Extras
-from retrieve_spec.verify.interface import ModelInterface, input_device
+from retrieve_spec.verify.interface import ModelInterface
 
 _NO_TREE = DraftTree()
 
@@ -27,6 +27,8 @@ class PassInputs:
     ----------
     model, interface
         The model, and what its forward takes.
+    device
+        Where token ids go to.
     prompt
         (1, L) long.
     given
@@ -44,20 +46,20 @@ class PassInputs:
         self,
         model: Any,
         interface: ModelInterface,
+        device: torch.device,
         prompt: torch.Tensor,
         given: dict[str, Any],
         past: int,
         uncached: int,
     ) -> None:
         self._model, self._interface, self._prompt = model, interface, prompt
-        self._device = input_device(model)
-        self._on_host = self._device.type == "cpu"
+        self._device, self._on_host = device, device.type == "cpu"
         given = dict(given)
         self._attention_mask = given.pop(interface.mask_name, None)
         self._position_ids = given.pop(interface.positions_name, None)
         given.pop("logits_to_keep", None)
         given.pop("use_cache", None)
-        self.extras = Extras(model, given)
+        self.extras = Extras(given)
         self._uncached = uncached
         self._length = past + uncached  # of the prompt
         self._template: dict[str, Any] | None = None
