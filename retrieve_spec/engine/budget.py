@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from retrieve_spec.engine.cost import CostModel
 Seconds = NDArray[np.float32]
 _DOUBT = 4.0
 """Passes of one token each that a sequence is taken to have behind it, so that a few passes say little of its pace."""
+_LOOKS = 8
+"""Looks at the same few sequences of many before others are looked at."""
 _IMPATIENCE = 4.0
 """How much more a row counts that needs more passes to its end: this power of their number."""
 
@@ -216,16 +219,20 @@ class Rest:
     """Passes over several sequences without drafts, the more the longer drafting has not paid.
 
     Looking for drafts takes time, too: where many are sampled at a high temperature it is all that drafting would do.
+    Until drafting has paid, a few of many sequences are asked in place of all.
 
     Parameters
     ----------
     longest
         Passes at most until drafts are looked for again.
+    few
+        How many are asked where more share passes.
     """
 
-    def __init__(self, longest: int = 8) -> None:
-        self._longest = longest
-        self._left = self._misses = 0
+    def __init__(self, longest: int = 8, few: int = 8) -> None:
+        self._longest, self._few = longest, few
+        self._left = self._misses = self._looks = 0
+        self._pays = False
 
     def takes(self) -> bool:
         """Whether the next pass goes without drafts; to be asked once a pass."""
@@ -235,8 +242,21 @@ class Rest:
 
     def looked(self, pays: bool) -> None:
         """Be told whether the drafts that were looked for pay."""
+        self._pays = pays
         self._misses = 0 if pays else self._misses + 1
         self._left = min(self._misses // 2, self._longest)
+
+    def samples(self, sequences: int) -> bool:
+        """Whether some of so many sequences are asked in place of all."""
+        return sequences > self._few and not self._pays
+
+    def sample(self, batch: list[Any]) -> list[Any]:
+        """Those of a batch to ask for drafts: spread over it, and others after a few looks."""
+        if not self.samples(len(batch)):
+            return batch
+        self._looks += 1
+        stride = len(batch) // self._few
+        return batch[self._looks // _LOOKS % stride :: stride][: self._few]
 
 
 def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:

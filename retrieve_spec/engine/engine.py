@@ -84,8 +84,10 @@ class Engine:
             each([s for s in self._sequences if s.was_cut_short and not s.is_over], Sequence.recover)
             going = [s for s in self._sequences if s.may_go_on and (s.climate == here or s in own)]
             decoding = [sequence for sequence in going if not sequence.is_reading]
-            piece = PASS.prompt_piece if decoding else 0
-            read_all([sequence for sequence in going if sequence.is_reading], piece, self.prompt_threads)
+            reading = [sequence for sequence in going if sequence.is_reading]
+            if self._rest.samples(len(going)):
+                each(reading, lambda sequence: sequence.lent.wait())
+            read_all(reading, PASS.prompt_piece if decoding else 0, self.prompt_threads)
             for batch in passes_over(decoding):
                 self._pass(batch)
 
@@ -105,18 +107,21 @@ class Engine:
 
     def _draft(self, batch: list[Sequence]) -> tuple[list[Sequence], list[DraftTree]]:
         """A tree for every sequence within one budget for all, and the sequences whose drafters did not fail."""
-        if not any(sequence.lent.drafter for sequence in batch):
+        if not any(sequence.lent.drafts for sequence in batch):
             return batch, [NO_DRAFT] * len(batch)
-        seconds, padded = None, pads(batch)
+        seconds, padded, asked = None, pads(batch), batch
         if not (self.in_step and len(batch) > 1) and all(sequence.limits.nodes is None for sequence in batch):
             context = sum(sequence.text.length for sequence in batch)
             seconds = self.costs.of(len(batch)).seconds(context, MAX_NODES)
             if len(batch) > 1 and self._rest.takes():
                 return batch, [NO_DRAFT] * len(batch)
+            asked = self._rest.sample(batch)
         cost = None if seconds is None else row_cost(seconds, len(batch), padded)
         most = room(len(batch), PASS.max_rows) // (len(batch) if padded else 1)
-        began, trees = perf_counter(), list[DraftTree]()
-        drafted = each(batch, lambda sequence: trees.append(sequence.draft(most, cost)))
+        began, own = perf_counter(), dict.fromkeys(map(id, batch), NO_DRAFT)
+        failed = set(map(id, asked)) - set(map(id, each(asked, lambda s: own.update({id(s): s.draft(most, cost)}))))
+        drafted = [sequence for sequence in batch if id(sequence) not in failed]
+        trees = [own[id(sequence)] for sequence in drafted]
         if cost is not None and self.costs.path_share:
             trees = [fewer_paths(tree, cost, self._path_seconds) for tree in trees]
         worths = worth([sequence.progress for sequence in drafted], seconds)

@@ -50,7 +50,7 @@ def sequences_of(
     context_ids = prepared.context_ids if context_ids is None else context_ids
     if siblings not in (None, "share", "off"):
         raise ConfigError("siblings to be 'share' or 'off'", repr(siblings), "Leave it at 'share'.")
-    speculation.drafter(draft)  # an unknown preset is an error now
+    like = speculation.drafter(draft)  # an unknown preset is an error now
     cache_name, ranks = speculation.interface.cache_name, speculation.ranks
     rows = rows_of(prepared, cache_name, speculation.new_cache)
     seed = _seed(prepared, seed)
@@ -61,6 +61,9 @@ def sequences_of(
     verifiers = speculation.verifiers(len(rows), together is not None)  # looks at the model, then its interface is read
     wants_dict = bool(prepared.config.return_dict_in_generate)
     call = uuid4().hex if len(rows) > 1 else None
+    # One that others watch, or that must see every pass, comes at once.
+    may_wait = like is not None and like is not speculation.drafters.given and like.wants_hidden is None
+    may_wait &= most is None and ranks is None and on_pass is None and on_loan is None
     shared: list[Family | None] = [None] * len(rows)
     if siblings != "off" and most != 0 and draft != OFF:
         shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary)
@@ -94,6 +97,7 @@ def sequences_of(
             prompt=None if together is None else together.of(row.inputs),
             siblings=family.siblings if family is not None and family.heard else None,
             call=call,
+            may_wait=may_wait,
         )
         made.append(sequence)
     return made

@@ -1,4 +1,8 @@
-"""Lent drafter: what drafts for one sequence, asked for trees that fit its text and told what passes showed."""
+"""Lent drafter: what drafts for one sequence, asked for trees that fit its text and told what passes showed.
+
+Where so many sequences share passes that drafting hardly pays, one may wait for its drafter until it is first asked for
+a tree: the drafter then reads at once what it would have been told pass by pass.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from retrieve_spec.engine.limits import Limits
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.verify.verifier import VerifierOutput
 
+_NO_PATH = np.empty(0, np.int32)
+
 
 class LentDrafter:
     """What drafts for one sequence, from its start to its end.
@@ -29,15 +35,19 @@ class LentDrafter:
         (m,) int32 text the output is expected to follow.
     on_pass
         Called with what each pass showed the drafter, the prompt's first.
+    may_wait
+        Whether the drafter may come later than the text.
 
     Attributes
     ----------
     drafter
-        None before the start, and where nothing drafts, or nothing any more.
+        None before the start, while one is waited for, and where nothing drafts, or nothing any more.
     wants_hidden
         The layer whose hidden states it is shown.
     started
-        Whether it has read the text.
+        Whether it has read the text, or nothing drafts.
+    waits
+        Whether it comes when it is first asked for a tree.
     spoiled
         Whether an interruption hit it amid its work.
     """
@@ -48,24 +58,43 @@ class LentDrafter:
         context_ids: NDArray[np.int32],
         prediction_ids: NDArray[np.int32] | None,
         on_pass: Callable[[VerifiedPass], None] | None,
+        may_wait: bool = False,
     ) -> None:
         self._lend, self._on_pass = lend, on_pass
         self._context_ids, self._prediction_ids = context_ids, prediction_ids
         self._lent: Drafter | None = None
         self.drafter: Drafter | None = None
         self.wants_hidden: Layer | None = None
-        self.started = self.spoiled = False
+        self.started = self.spoiled = self.waits = False
+        self._may_wait = may_wait
+        self._told: list[NDArray[np.int32]] = []  # emitted while it waits
+
+    def wait(self) -> None:
+        """Let the drafter come when it is first asked for a tree, if it may and has not come yet."""
+        self.waits = self._may_wait and not self.started and not self.spoiled
 
     def start(self) -> str:
         """Take the drafter, and let it read the text; why there is none, else empty. It can be done twice."""
+        return "" if self.waits else self._begin()
+
+    def _begin(self) -> str:
         lent = self._lent or self._lend()
         if isinstance(lent, str):
+            self.waits = False
             return lent
         self.drafter = self._lent = lent
         self.wants_hidden = lent.wants_hidden
         lent.start(self._context_ids, self._prediction_ids)
+        if self._told:
+            lent.observe(VerifiedPass(DraftTree(), _NO_PATH, np.concatenate(self._told)))
+        self._told, self.waits = [], False
         self.started = True
         return ""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it may be asked for a tree."""
+        return self.drafter is not None or self.waits
 
     @property
     def top_k(self) -> int:
@@ -81,7 +110,10 @@ class LentDrafter:
         noise: tuple[int, int, int] | None,
     ) -> DraftTree:
         """A tree that fits everything a text of `length` tokens may still become; the others as for `Budget`."""
-        assert self.drafter is not None
+        if self.waits:
+            self._begin()
+        if self.drafter is None:
+            return DraftTree()
         depth = min(limits.max_depth, limits.max_length - length - 1)
         if limits.draft_end:
             depth = min(depth, limits.draft_end - length)
@@ -106,6 +138,8 @@ class LentDrafter:
         prompt: bool,
     ) -> None:
         """Tell it what a pass showed, whose row `first_row` follows the root; of the `prompt` it has the top tokens."""
+        if self.waits:
+            self._told.append(emitted)
         if self.drafter is None:
             return
         top = self.drafter.top_k > 0
@@ -123,12 +157,15 @@ class LentDrafter:
 
     def spoil(self) -> None:
         """Draft no more: an interruption hit the drafter amid its work."""
-        self.drafter, self.spoiled = None, True
+        self.drafter, self.spoiled, self.waits = None, True, False
 
-    def take_back(self) -> Drafter | None:
-        """The drafter that is to finish its request; None where there is none, or a spoiled one."""
-        drafter, self.drafter = self.drafter, None
-        return drafter if self.started and not self.spoiled else None
+    def finish(self) -> None:
+        """Let the drafter finish its request; one that was waited for comes to take in what there is."""
+        if self.waits and self._told:
+            self._begin()
+        drafter, self.drafter, self.waits = self.drafter, None, False
+        if drafter is not None and self.started and not self.spoiled:
+            drafter.finish()
 
 
 def _host(hidden: torch.Tensor | None, row: int) -> NDArray[np.float32] | None:

@@ -77,6 +77,8 @@ class Sequence:
         Other samples of its prompt, which hear what it writes.
     call
         Names the call that it is a row of, where that has several.
+    may_wait
+        Whether its drafter may come when the first draft is asked for.
 
     Attributes
     ----------
@@ -111,6 +113,7 @@ class Sequence:
         prompt: SharedPrompt | None = None,
         siblings: Siblings | None = None,
         call: str | None = None,
+        may_wait: bool = False,
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
@@ -121,7 +124,7 @@ class Sequence:
         self.cache: Any = None
         self.verifier = verifier
         self.lent = LentDrafter(
-            lend, _prompt_ids(inputs) if context_ids is None else context_ids, prediction_ids, on_pass
+            lend, _prompt_ids(inputs) if context_ids is None else context_ids, prediction_ids, on_pass, may_wait
         )
         self.limits = limits
         self.sampler, self._stopper = sampler, stopper
@@ -257,7 +260,7 @@ class Sequence:
         cost
             (n + 1,) seconds of a pass over 0 … n drafted nodes, or None.
         """
-        if self.lent.drafter is None or self.verifier.mode == "plain":
+        if not self.lent.drafts or self.verifier.mode == "plain":
             return NO_DRAFT
         self._stage = _DRAFTING
         noise = self.sampler.noise_at(self.text)
@@ -319,7 +322,7 @@ class Sequence:
         self.stopped = walked.stopped
         if not self.report.passes:  # the prompt's pass
             self.report.passes, self.report.new_tokens = 1, len(walked.emitted)
-            if self.lent.drafter is not None and self.verifier.reason != self.report.reason:  # what the prompt showed
+            if self.lent.drafts and self.verifier.reason != self.report.reason:  # what the prompt showed
                 self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
         self.reader.show(walked.emitted, seen.place)
         self._read_before = None
@@ -399,11 +402,9 @@ class Sequence:
             self.cache = self.verifier.finish()
         if stage in (_DRAFTING, _LEARNING) or (stage == _READING and not self.lent.started):
             self.lent.spoil()
-        drafter = self.lent.take_back()
-        if drafter is not None:
-            self._stage = _LEARNING  # it takes in the text as a whole, or is not used again
-            drafter.finish()
-            self._stage = _BETWEEN
+        self._stage = _LEARNING  # the drafter takes in the text as a whole, or is not used again
+        self.lent.finish()
+        self._stage = _BETWEEN
 
 
 def _prompt_ids(inputs: VerifierInputs) -> NDArray[np.int32]:

@@ -36,8 +36,9 @@ class RecyclingTable:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.sets[:] = 0
-        self.clock[:] = 0
+        if self.clock[0]:  # else there is nothing
+            self.sets[:] = 0
+            self.clock[:] = 0
 
     def learn(self, tails: Ids, tail_lens: Ids, ids: Ids, logits: NDArray[np.float32]) -> None:
         """Remember the target's top tokens after m contexts.

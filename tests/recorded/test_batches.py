@@ -326,6 +326,19 @@ def test_rests_grow_while_drafts_do_not_pay_and_end_when_they_do() -> None:
     assert not rest.takes()
 
 
+def test_a_few_of_many_are_asked_until_drafts_pay() -> None:
+    rest = Rest(few=4)
+    batch = list(range(22))
+    assert not rest.samples(4) and rest.sample(batch[:4]) == batch[:4]
+    asked = [rest.sample(batch) for _ in range(20)]
+    assert asked[0] == asked[6] == [0, 5, 10, 15]
+    assert asked[7] == [1, 6, 11, 16] and asked[15] == [2, 7, 12, 17]
+    rest.looked(True)
+    assert not rest.samples(22) and rest.sample(batch) == batch
+    rest.looked(False)
+    assert len(rest.sample(batch)) == 4
+
+
 def test_passes_rest_where_drafts_do_not_pay(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not drafted is not looked for; the text stays what it is."""
     looks: list[int] = []

@@ -1,0 +1,130 @@
+"""Lent drafters that come late: told at once what they would have been told pass by pass, or never asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batch_rows import small_model
+
+import retrieve_spec as rs
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.engine.lent_drafter import LentDrafter
+from retrieve_spec.engine.limits import Limits
+from retrieve_spec.sampling.pass_logits import PassLogits
+from retrieve_spec.sources.session import loop_start
+from retrieve_spec.verify.verifier import VerifierOutput
+
+PROMPT = np.array([4, 5, 6], np.int32)
+
+
+class Noted:
+    """A drafter that notes what it is told."""
+
+    top_k, wants_hidden = 2, None
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def start(self, prompt_ids: Any, prediction_ids: Any = None) -> None:
+        self.said.append(("start", prompt_ids.tolist()))
+
+    def observe_prompt(self, token_ids: Any, top_ids: Any, top_logits: Any) -> None:
+        self.said.append(("prompt", len(token_ids)))
+
+    def propose(self, budget: Budget) -> DraftTree:
+        self.said.append("propose")
+        return DraftTree()
+
+    def observe(self, verified: VerifiedPass) -> None:
+        self.said.append(("observe", verified.emitted.tolist()))
+
+    def finish(self) -> None:
+        self.said.append("finish")
+
+
+def lent(drafter: Any, may_wait: bool = True) -> LentDrafter:
+    """One that is told to wait, and has been shown two passes."""
+    made = LentDrafter(lambda: drafter, PROMPT, None, None, may_wait)
+    made.wait()
+    assert made.start() == ""
+    logits = PassLogits(None, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))  # type: ignore[arg-type]
+    for token in (7, 8):
+        output = VerifierOutput(torch.zeros(1, 9), None)
+        emitted = np.array([token], np.int32)
+        made.observe(DraftTree(), emitted[:0], emitted, logits, output, 0, prompt=token == 7)
+    return made
+
+
+def ask(made: LentDrafter) -> DraftTree:
+    return made.propose(Limits(max_length=50, nodes=None, max_depth=8), 5, 8, None, None)
+
+
+def test_a_drafter_that_was_waited_for_is_told_everything_at_once() -> None:
+    drafter = Noted()
+    made = lent(drafter)
+    assert drafter.said == [] and made.drafts and made.top_k == 0
+    ask(made)
+    assert drafter.said == [("start", [4, 5, 6]), ("observe", [7, 8]), "propose"]
+    assert made.top_k == 2
+    made.finish()
+    assert drafter.said[3:] == ["finish"] and not made.drafts
+
+
+def test_one_that_is_never_asked_takes_in_the_text_at_the_end() -> None:
+    drafter = Noted()
+    lent(drafter).finish()
+    assert drafter.said == [("start", [4, 5, 6]), ("observe", [7, 8]), "finish"]
+
+
+def test_who_may_not_wait_comes_at_the_start() -> None:
+    drafter = Noted()
+    lent(drafter, may_wait=False)
+    assert drafter.said == [("start", [4, 5, 6]), ("observe", [7]), ("observe", [8])]
+
+
+def test_one_that_was_interrupted_or_cannot_be_had_is_not_asked_again() -> None:
+    drafter = Noted()
+    made = lent(drafter)
+    made.spoil()
+    assert not made.drafts and len(ask(made)) == 0
+    made.finish()
+    assert drafter.said == []
+    refused = lent("drafting is off")
+    assert len(ask(refused)) == 0 and not refused.drafts
+    refused.finish()
+
+
+@pytest.mark.parametrize("packed", ["always", "off"])
+def test_many_rows_that_gain_nothing_lend_few_drafters(monkeypatch: pytest.MonkeyPatch, packed: str) -> None:
+    """A few rows are asked for drafts; what all of them wrote is remembered."""
+    model, at_once, most = small_model("llama"), [], []
+    ids = torch.tensor([[3 + (i * 37 + 11 * row) % 190 for i in range(7)] for row in range(24)])
+    mask = torch.ones_like(ids)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(ids, attention_mask=mask, **options)
+    rs.accelerate(model, recorded_pass=packed, session=True)
+    monkeypatch.setattr(CostModel, "seconds", lambda self, context, most: 1.0 + 9.0 * np.arange(most + 1, dtype="f4"))
+    lend, give_back = Drafters.lend, Drafters.give_back
+
+    def lending(self: Drafters, *given: Any, **named: Any) -> Any:
+        at_once.append(1)
+        most.append(len(at_once))
+        return lend(self, *given, **named)
+
+    def giving_back(self: Drafters, *given: Any, **named: Any) -> None:
+        at_once.pop()
+        give_back(self, *given, **named)
+
+    monkeypatch.setattr(Drafters, "lend", lending)
+    monkeypatch.setattr(Drafters, "give_back", giving_back)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **options), plain)
+    assert max(most) <= 17  # eight, others after eight looks, and one at a time at the end
+    assert len(most) == 24 and not at_once
+    written = [row[: loop_start(row)].tolist() for row in plain[:, 7:].numpy()]
+    assert sorted(text.tolist() for text in model.speculation.session().texts) == sorted(written)
