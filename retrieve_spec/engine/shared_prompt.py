@@ -72,7 +72,8 @@ class SharedPrompt:
         if self._output is None or self._rows is None:
             return inputs, None
         kwargs = {**inputs.model_kwargs, self._cache_name: same_rows(self._rows)}
-        behind = replace(inputs, model_kwargs=kwargs, past_length=inputs.input_ids.shape[1], holds_past=True)
+        past = inputs.input_ids.shape[1]
+        behind = replace(inputs, model_kwargs=kwargs, past_length=past, holds_past=True, common_rows=True)
         return behind, (self._output, self._first_row)
 
 

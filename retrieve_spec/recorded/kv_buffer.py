@@ -102,6 +102,9 @@ class KVBuffer(Cache):  # type: ignore[misc]
         By layer, the index of its slab, and its place there.
     layer_slabs
         By layer, its part of the slab's tensors.
+    prefixes
+        (layers, 3) int64: where keys and values, (kv_heads, n, head_dim) float32 each, of the first n rows lie that
+        other texts begin with too, and n; 0 where there are none.
 
     Raises
     ------
@@ -117,6 +120,8 @@ class KVBuffer(Cache):  # type: ignore[misc]
         self.slabs = [Slab(len(layers), self.windows[layers[0]], capacity) for layers in of_slab]
         super().__init__(layers=[PreallocatedLayer(self, i, self.slabs[s]) for i, s in enumerate(self.slab_of)])
         self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(_NO_ROWS, _NO_ROWS)] * len(windows)
+        self.prefixes: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)
+        self._common: list[torch.Tensor] = []  # what these point to
         self._stale = False  # whether those of a slab whose tensors are being replaced are missing
         self._moved: tuple[object, list[list[torch.Tensor]]] = (None, [])  # by slab, rows that a commit moves
 
@@ -200,11 +205,14 @@ class KVBuffer(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.length = length
 
-    def load(self, cache: DynamicCache, length: int) -> None:
+    def load(self, cache: DynamicCache, length: int, common: bool = False) -> None:
         """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards.
 
-        A layer that is empty has been taken over: what was cut short goes on from there.
+        A layer that is empty has been taken over: what was cut short goes on from there. Of rows that other texts begin
+        with too (`common`), it is noted where all of them find them.
         """
+        if all(layer.keys is not None for layer in cache.layers):
+            self._forget_common()
         for k, slab in enumerate(self.slabs):
             for i in (i for i, at in enumerate(self.slab_of) if at == k):
                 theirs = cache.layers[i]
@@ -219,12 +227,27 @@ class KVBuffer(Cache):  # type: ignore[misc]
                 for part, states in zip(parts, (theirs.keys, theirs.values), strict=True):
                     part[:, :, :held] = states
                 self.layers[i].is_initialized = True
+                if common and not slab.window:
+                    self._note_common(i, theirs.keys, theirs.values)
                 theirs.keys = theirs.values = None
         self.refresh()
         self.set_length(length)
 
+    def _note_common(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Note where a layer's rows (1, kv_heads, n, head_dim) that other texts begin with too are found."""
+        both = (keys, values)
+        if all(x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in both):
+            self._common += both
+            self.prefixes[layer] = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+
+    def _forget_common(self) -> None:
+        """Let another text begin, which has no rows in common with others."""
+        self.prefixes[:] = 0
+        self._common.clear()
+
     def restart(self, states: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Let a text begin that has no rows yet; `states` are keys and values of the layers, of any length."""
+        self._forget_common()
         for slab in self.slabs:
             slab.restart(0)
         for layer, (keys, values) in zip(self.layers, states, strict=True):
@@ -258,6 +281,7 @@ class KVBuffer(Cache):  # type: ignore[misc]
         """Let go of the tensors: whoever has rows of them keeps them alone."""
         self.layers: list[Any] = []
         self.layer_slabs = []
+        self._forget_common()
 
 
 def _spread(windows: tuple[int, ...]) -> list[int]:

@@ -96,6 +96,7 @@ class RecordedVerifier:
         self._ordinary.start(inputs)
         self._slabs, self._loaded = None, False
         self._max_length, self._returns_cache = inputs.max_length, inputs.returns_cache
+        self._common_rows = inputs.common_rows
         self._past = inputs.past_length
         self._unread = len(inputs.uncached_ids)
         self._kept = (self._past, self._unread)
@@ -231,7 +232,7 @@ class RecordedVerifier:
                 self._graphs = self.pool.take(windows, room)
             self._slabs = KVBuffer(windows, room) if self._graphs is None else self._graphs.cache
         if self._past:
-            self._slabs.load(self._cache, self._past)
+            self._slabs.load(self._cache, self._past, self._common_rows)
         else:
             self._slabs.restart(self.recorded.no_states())
         self._layers, self._loaded = self._slabs.layers, True

@@ -36,10 +36,14 @@ class RowAttention:
     ) -> None:
         self._recorded, self._spans, self._parts = recorded, spans, parts
         single = [i for i, text in enumerate(laid) if _is_served(text)]
+        single.sort(key=lambda i: laid[i].cache.prefixes[:, 0].tobytes())  # those with one prompt side by side
         self._others = sorted(set(range(len(laid))) - set(single))
         self._rows = np.array([spans[i].start for i in single], np.int64)
         self._laid = [laid[i] for i in single]
         self._weights = np.empty(1 + max((text.held for text in self._laid), default=0), np.float32)
+        self._prefixes = [
+            np.array(by_text) for by_text in zip(*(text.cache.prefixes for text in self._laid), strict=True)
+        ]
         self._places = [self._of_slab(k) for k in range(len(laid[0].cache.slabs))] if single else []
 
     def _of_slab(self, k: int) -> NDArray[np.int64]:
@@ -68,9 +72,18 @@ class RowAttention:
         places[:, :2] += cache.layer_in_slab[layer] * places[:, 2:3] * np.array(sizes)
         asked, new_keys, new_values = (x[0].contiguous().numpy() for x in (query, keys, values))
         attend_single_rows(
-            asked, new_keys, new_values, self._rows, places, self._weights, rule.scale, rule.softcap, rule.window,
+            asked,
+            new_keys,
+            new_values,
+            self._rows,
+            places,
+            self._prefixes[layer],
+            self._weights,
+            rule.scale,
+            rule.softcap,
+            rule.window,
             out[0].numpy(),
-        )  # fmt: skip
+        )
         for i, part in parts.items():
             out[:, self._spans[i]] = part
         return out

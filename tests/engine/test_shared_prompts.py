@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
 import retrieve_spec as rs
 from retrieve_spec.engine import joining
 from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.recorded import row_attention
 from retrieve_spec.sampling.samplers import make_sampler
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 4, "max_new_tokens": 16}
@@ -68,6 +69,28 @@ def test_a_prompt_is_read_once(tiny: Any, recorded: str, read: list[int]) -> Non
     assert read == [30, 30], "two prompts, each once"
     tiny.generate(ids, **options, draft="auto")
     assert read == [30] * 4
+
+
+def test_samples_attend_to_their_prompt_at_one_place(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that did not read it themselves; samples of one prompt stand side by side, however the call has them."""
+    seen: list[list[list[int]]] = []
+    attend = row_attention.attend_single_rows
+
+    def noted(*given: Any) -> None:
+        seen.append(given[5].tolist())
+        attend(*given)
+
+    monkeypatch.setattr(row_attention, "attend_single_rows", noted)
+    rs.accelerate(tiny, recorded_pass="always", draft="off")
+    requests = [{"inputs": prompt_of(30, row=i % 2)[0].tolist(), "max_new_tokens": 9} for i in range(6)]
+    expected = [tiny.generate(prompt_of(30, row=row), max_new_tokens=9)[0, 30:].tolist() for row in range(2)]
+    seen.clear()
+    done = list(rs.generate_many(tiny, requests))
+    assert [one.outputs[0].token_ids.tolist() for one in done] == expected * 3
+    for prefixes in seen[-4:]:
+        assert sorted(rows for *_, rows in prefixes) == [0, 0, 30, 30, 30, 30]
+        keys = [keys for keys, _, rows in prefixes if rows]
+        assert keys[0] == keys[1] != keys[2] == keys[3]
 
 
 def test_windows_hold_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:

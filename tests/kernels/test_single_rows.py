@@ -18,15 +18,27 @@ from retrieve_spec.kernels.single_rows import attend_single_rows
     held=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     softcap=st.sampled_from([0.0, 3.0]),
     window=st.sampled_from([0, 1, 5, 100]),
+    common=st.integers(0, 30),
 )
 def test_rows_attend_to_what_they_hold(
-    seed: int, kv_heads: int, groups: int, widths: tuple[int, int], held: list[int], softcap: float, window: int
+    seed: int,
+    kv_heads: int,
+    groups: int,
+    widths: tuple[int, int],
+    held: list[int],
+    softcap: float,
+    window: int,
+    common: int,
 ) -> None:
-    """The naive twin; rows of the pass that are none of these texts' stay as they were, and so do other kept rows."""
+    """The naive twin; rows of the pass that are none of these texts' stay as they were, and so do other kept rows.
+
+    Most texts begin with the same rows; what their own slabs hold in these places is not looked at.
+    """
     draw = np.random.default_rng(seed)
     d, dv = widths
     heads, texts, all_rows = kv_heads * groups, len(held), 2 * len(held) + 1
     slabs = [tuple(draw.standard_normal((kv_heads, n + 3, w), np.float32) for w in widths) for n in held]
+    shared = tuple(draw.standard_normal((kv_heads, common, w), np.float32) for w in widths)
     before = [tuple(part.copy() for part in slab) for slab in slabs]
     query = draw.standard_normal((heads, all_rows, d), np.float32)
     keys = draw.standard_normal((kv_heads, all_rows, d), np.float32)
@@ -35,11 +47,16 @@ def test_rows_attend_to_what_they_hold(
     places = np.array([[*(p.ctypes.data for p in slab), n + 3, n] for slab, n in zip(slabs, held, strict=True)])
     out = np.full((all_rows, heads, dv), 7.0, np.float32)
     weights = np.empty(max(held) + 1, np.float32)
-    attend_single_rows(query, keys, values, rows, places, weights, 0.6, softcap, window, out)
-    for (own_keys, own_values), (old_keys, old_values), n, row in zip(slabs, before, held, rows, strict=True):
+    begins = [common if n >= common and i % 3 else 0 for i, n in enumerate(held)]
+    prefixes = np.array([[*(p.ctypes.data for p in shared), n] for n in begins])
+    attend_single_rows(query, keys, values, rows, places, prefixes, weights, 0.6, softcap, window, out)
+    for (own_keys, own_values), (old_keys, old_values), n, m, row in zip(
+        slabs, before, held, begins, rows, strict=True
+    ):
         old_keys[:, n], old_values[:, n] = keys[:, row], values[:, row]
         np.testing.assert_array_equal(own_keys, old_keys)
         np.testing.assert_array_equal(own_values, old_values)
+        old_keys[:, :m], old_values[:, :m] = (part[:, :m] for part in shared)
         first = max(n + 1 - window, 0) if window else 0
         for head in range(heads):
             score = 0.6 * (old_keys[head // groups, first : n + 1].astype(np.float64) @ query[head, row])
