@@ -43,6 +43,7 @@ class Siblings(SessionMemory):
         super().__init__(max_tokens)
         self._session = session
         self._heard: dict[int, tuple[list[int], int]] = {}
+        self._news: dict[int, None] = {}  # who has written what is not read yet
         own = SuffixAutomaton(1024)
         self.automata = [*(session.automata if session is not None else ()), *earlier, own]
 
@@ -50,6 +51,8 @@ class Siblings(SessionMemory):
         super().__enter__()
         if self._session is not None:
             self._session.__enter__()
+        while self._busy == 1 and self._news:
+            self._read(self._news.popitem()[0])
         return self
 
     def __exit__(
@@ -65,14 +68,19 @@ class Siblings(SessionMemory):
             self._session.remember(token_ids)
 
     def hear(self, sample: int, token_ids: NDArray[np.int32]) -> None:
-        """Read what a sample has written next, (n,) int32."""
-        own = self.automata[-1]
+        """Take down what a sample has written next, (n,) int32; it is read when somebody looks."""
         text, known = self._heard.get(sample, ([], 0))
-        text += token_ids.tolist()
-        if len(text) - known >= (EAGER if len(own) < MUCH else PATIENT):
-            run = np.array([*text[max(known - OVERLAP, 0) :], BOUNDARY], np.int32)
-            text, known = text[-OVERLAP:], len(text[-OVERLAP:])
-            if len(own) + len(run) <= self.max_tokens:
-                with self:
-                    own.extend(run)
-        self._heard[sample] = text, known
+        self._heard[sample] = [*text, *token_ids.tolist()], known
+        self._news[sample] = None
+
+    def _read(self, sample: int) -> None:
+        """Read what a sample has written since the last time."""
+        own = self.automata[-1]
+        text, known = self._heard[sample]
+        if len(text) - known < (EAGER if len(own) < MUCH else PATIENT):
+            return
+        run = np.array([*text[max(known - OVERLAP, 0) :], BOUNDARY], np.int32)
+        if len(own) + len(run) <= self.max_tokens:
+            own.extend(run)
+        text = text[-OVERLAP:]
+        self._heard[sample] = text, len(text)
