@@ -1,11 +1,11 @@
 """Measures many answers to the same prompts: a batch whose rows end one after the other, and epochs with a memory.
 
-    python scripts/bench_rollouts.py [--prompts 8] [--samples 8] [--new-tokens 160] [--temperature 0.7 1] [--epochs 3]
+    python scripts/bench_rollouts.py [--prompts 8 1] [--samples 8] [--new-tokens 160] [--temperature 0.7 1] [--epochs 3]
 
 Stragglers: every sample has a length of its own, most short and some long, so that the batch gets small; noted is when
 each row ended, for the original `generate` and for drafts that siblings share. Epochs: the same prompts again, with
-other seeds, and a rollout memory that keeps the answers; without it each epoch is the first. The last line is one JSON
-object.
+other seeds, and a rollout memory that keeps the answers; without it each epoch is the first. They are made for each of
+the numbers of prompts, stragglers for the first. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -81,57 +81,55 @@ def _ended(at: list[float]) -> dict[str, Any]:
     }
 
 
-def epochs(
-    model: Any, tokenizer: Any, rows: list[torch.Tensor], options: argparse.Namespace, t: float
-) -> dict[str, Any]:
-    """Seconds and tokens per pass of every epoch: plain, with siblings, and with a memory of the epochs before."""
+def epochs(rows: list[torch.Tensor], options: argparse.Namespace, t: float) -> dict[str, Any]:
+    """Seconds and tokens per pass of every epoch, in turn: plain, with siblings, and with a memory of those before."""
     many = padded([row for row in rows for _ in range(options.samples)])
     one = padded(rows)
     words = sampling(t, options.new_tokens)
-    found: dict[str, Any] = {"temperature": t}
-    for name in ("plain", "siblings", "memory"):
-        rs.restore(model)
-        if name != "plain":
-            rs.accelerate(model, tokenizer, rollouts=rs.RolloutMemory() if name == "memory" else None)
-            model.generate(**padded(rows[:1]), **sampling(t, 8))
-        made = []
-        for epoch in range(options.epochs):
+    models = {"siblings": _accelerated(None), "memory": _accelerated(rs.RolloutMemory())}
+    found: dict[str, Any] = {"temperature": t, "prompts": len(rows), "plain": [], "siblings": [], "memory": []}
+    for model in models.values():
+        model.generate(**padded(rows[:1]), **sampling(t, 8))
+    for epoch in range(options.epochs):
+        torch.manual_seed(epoch)
+        began = time.perf_counter()
+        type(model).generate(model, **many, **words)
+        found["plain"].append({"seconds": round(time.perf_counter() - began, 3)})
+        for name, model in models.items():
             torch.manual_seed(epoch)
             began = time.perf_counter()
-            if name == "plain":
-                model.generate(**many, **words)
-            else:
-                model.generate(**one, **words, num_return_sequences=options.samples)
+            model.generate(**one, **words, num_return_sequences=options.samples)
             seconds = round(time.perf_counter() - began, 3)
-            last = None if name == "plain" else model.speculation.last
-            made.append(
-                {"seconds": seconds} | ({} if last is None else {"tokens_per_pass": round(last.tokens_per_pass, 3)})
-            )
-        found[name] = made
+            per_pass = round(model.speculation.last.tokens_per_pass, 3)
+            found[name].append({"seconds": seconds, "tokens_per_pass": per_pass})
     plain = statistics.median(epoch["seconds"] for epoch in found["plain"])
-    for name in ("siblings", "memory"):
-        for epoch in found[name]:
-            epoch["ratio"] = round(plain / epoch["seconds"], 3)
+    for name in models:
+        for figures in found[name]:
+            figures["ratio"] = round(plain / figures["seconds"], 3)
     return found
+
+
+def _accelerated(memory: rs.RolloutMemory | None) -> Any:
+    return rs.accelerate(*load_model("reference"), rollouts=memory)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8, 1])
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.7, 1.0])
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
     model, tokenizer = load_model("reference")
-    rows = prompts(tokenizer, options.prompts)
+    rows = prompts(tokenizer, options.prompts[0])
     facts, others = machine_facts(), OtherWork()
     results: dict[str, Any] = {"stragglers": [], "epochs": []}
     for temperature in options.temperature:
         rs.accelerate(model, tokenizer)
         model.generate(**padded(rows[:2]), **sampling(temperature, 16))
         results["stragglers"].append(stragglers(model, rows, options, temperature))
-        results["epochs"].append(epochs(model, tokenizer, rows, options, temperature))
+        results["epochs"] += [epochs(prompts(tokenizer, count), options, temperature) for count in options.prompts]
     sizes = {name: getattr(options, name) for name in ("prompts", "samples", "new_tokens")}
     print(json.dumps({**results, **sizes, "machine": {**facts, "others": others.cores()}}))
 

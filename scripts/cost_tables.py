@@ -51,13 +51,20 @@ def rollouts() -> str:
     if made is None:
         return missing("rollouts")
     rows = [
-        [f"T = {found['temperature']:g}", str(number), f"{plain['seconds']:.1f} s", *_epoch(siblings), *_epoch(memory)]
+        [
+            f"T = {found['temperature']:g}",
+            str(found["prompts"]),
+            str(number),
+            f"{plain['seconds']:.1f} s",
+            *_epoch(siblings),
+            *_epoch(memory),
+        ]
         for found in made["epochs"]
         for number, (plain, siblings, memory) in enumerate(
             zip(found["plain"], found["siblings"], found["memory"], strict=True), 1
         )
     ]
-    head = ["", "epoch", "`generate`", "siblings", "tokens/pass", "and memory", "tokens/pass"]
+    head = ["", "prompts", "epoch", "`generate`", "siblings", "tokens/pass", "and memory", "tokens/pass"]
     lines = [*origin(made), *markdown_table(head, rows), ""]
     ends = [
         [f"T = {found['temperature']:g}", str(found["rows"]), *_ends(found["plain"]), *_ends(found["drafts"])]
