@@ -238,5 +238,9 @@ def _parts(result: Tokenised, limit: int) -> Iterator[tuple[str, str, NDArray[np
         yield result.path, result.sha256, result.ids
         return
     for number, start in enumerate(range(0, len(result.ids), limit), 1):
-        digest = result.sha256 if number == 1 else sha256(f"{result.sha256}#{number}".encode()).hexdigest()
-        yield f"{result.path}#part{number}", digest, result.ids[start : start + limit]
+        yield f"{result.path}#part{number}", part_hash(result.sha256, number), result.ids[start : start + limit]
+
+
+def part_hash(text: str, number: int) -> str:
+    """Content hash of a part of a long text, by the hash of the text: that of the text itself for the first."""
+    return text if number == 1 else sha256(f"{text}#{number}".encode()).hexdigest()

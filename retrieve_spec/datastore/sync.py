@@ -24,6 +24,7 @@ from retrieve_spec.datastore.manifest import SegmentEntry, read_manifest
 from retrieve_spec.datastore.removal import Chosen, without
 from retrieve_spec.datastore.shards import file_shards, segment_shards
 from retrieve_spec.datastore.sources import Source, SourceFile, kind_of, readable
+from retrieve_spec.datastore.stages import part_hash
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
@@ -31,8 +32,8 @@ from retrieve_spec.errors import BuildError
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
 _REWRITTEN = 900_000
-_PART = re.compile(r"(.*)#part([0-9]+)", re.DOTALL)
-"""Name of a part of a long text: a file may be called ``notes#party.txt``."""
+_PART = re.compile(r"(.*)#part([1-9][0-9]{0,9})", re.DOTALL)
+"""Name of a part of a long text; a file may be called so too."""
 _Place = tuple[int, str, str]
 """Where a text is: number of the folder, file, name of the text behind that of the file."""
 
@@ -161,25 +162,34 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: dict[str, list[_Pla
     gone: Chosen = {}
     held = set()
     numbers = {root: number for number, root in enumerate(roots)}
-    places = {
-        (number, readable(name) + behind): digest for digest, found in wanted.items() for number, name, behind in found
-    }
-    first: dict[tuple[int, str], bool] = {}
+    said: dict[tuple[int, str], set[str]] = {}  # two files may have one readable name
+    for digest, found in wanted.items():
+        for number, name, behind in found:
+            said.setdefault((number, readable(name) + behind), set()).add(digest)
+    parts: dict[str, list[tuple[str, int, str]]] = {}
     for segment in store.segments:
         for number, path, source, digest in segment.documents.texts():
             root = numbers.get(source)
-            stays = root is None  # of another source
-            if root is not None:  # later parts of a long text go with the first: their hashes say nothing
-                part = _PART.fullmatch(path)
-                name, which = part.groups() if part else (path, "")
-                key = (root, name)
-                stays = first.get(key, False) if which not in ("", "1") else digest == places.get(key)
-                first[key] = stays
-            if stays:
+            if root is None or digest in said.get((root, path), ()):
                 held.add(digest)
+            elif text := _divided(said, root, path, digest):
+                parts.setdefault(text, []).append((segment.name, number, digest))
             else:
                 gone.setdefault(segment.name, set()).add(number)
+    for found_parts in parts.values():
+        for name, number, digest in found_parts:
+            if len(found_parts) > 1:
+                held.add(digest)
+            else:  # not all of it, or a whole file that was called so
+                gone.setdefault(name, set()).add(number)
     return gone, held
+
+
+def _divided(said: dict[tuple[int, str], set[str]], root: int, path: str, digest: str) -> str:
+    """Hash of the long text of a folder that a document is a part of, "" for none: a file may be called so too."""
+    part = _PART.fullmatch(path)
+    texts = () if part is None else said.get((root, part[1]), ())
+    return next((text for text in texts if part and part_hash(text, int(part[2])) == digest), "")
 
 
 def _file(roots: Sequence[Path], sources: tuple[Source, ...], number: int, name: str) -> SourceFile:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from test_build import contents
 
 from retrieve_spec.cli import run
+from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import entry_filter, folder_state, sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
@@ -191,6 +192,44 @@ def test_a_deleted_file_named_like_a_part_does_not_stay_with_another(tokenizer, 
     (folder / "notes#party.txt").unlink()
     sync_datastore(store, [folder])
     assert contents(store) == {"notes": "this one stays"}
+
+
+def test_files_called_like_parts_and_records_are_files(tokenizer, tmp_path):
+    folder, store = tmp_path / "f", tmp_path / "s"
+    folder.mkdir()
+    long = "a long text in three parts"
+    (folder / "notes").write_text(long)
+    (folder / "notes#part2").write_text("no part")
+    (folder / "list.jsonl").write_text('{"text": "a record"}\n')
+    (folder / "list.jsonl#1").write_text("no record")
+
+    def texts():
+        return sorted((document.path, document.sha256) for document in open_datastore(store).documents())
+
+    sync_datastore(store, [folder], tokenizer, config=StoreConfig(segment_tokens=11))
+    before = texts()
+    assert [path for path, _ in before].count("notes#part2") == 2 and len(before) == 6
+    for _ in range(2):
+        assert sync_datastore(store, [folder]).documents == 0 and texts() == before
+    (folder / "notes#part2").unlink()
+    sync_datastore(store, [folder])
+    assert [path for path, _ in texts()] == [
+        "list.jsonl#1",
+        "list.jsonl#1",
+        "notes#part1",
+        "notes#part2",
+        "notes#part3",
+    ]
+    (folder / "list.jsonl#1").rename(folder / "list.jsonl#part1")
+    sync_datastore(store, [folder])
+    (folder / "list.jsonl#part1").replace(folder / "list.jsonl")
+    sync_datastore(store, [folder])
+    (folder / "notes").write_text("short")
+    (folder / "x#part1").write_text("whole")
+    sync_datastore(store, [folder])
+    (folder / "x#part1").rename(folder / "x")
+    sync_datastore(store, [folder])
+    assert contents(store) == {"notes": "short", "x": "whole"}
 
 
 def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
