@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -50,6 +51,14 @@ class WholeRange(click.IntRange):
     name = "whole number"
 
 
+class Place(click.Path):
+    """A folder, or an address (``s3://…``) as it was given."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Leave an address alone: a path would lose one of its slashes."""
+        return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
+
+
 class FiniteRange(click.FloatRange):
     """A range of numbers without infinity and without NaN, which no comparison leaves out."""
 
@@ -64,6 +73,7 @@ class FiniteRange(click.FloatRange):
 
 
 TEXT = Text()
+PLACE = Place(path_type=Path)
 COUNT = WholeRange(1, 1_000_000)
 SEED = Seed()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from retrieve_spec.cli_common import EXTRAS, FiniteRange, WholeRange, loading_bars
+from retrieve_spec.cli_common import EXTRAS, FiniteRange, Place, WholeRange, loading_bars
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 
@@ -37,7 +37,7 @@ _store = click.option(
     "--store",
     "stores",
     multiple=True,
-    type=click.Path(exists=True, path_type=Path),
+    type=Place(exists=True, path_type=Path),
     metavar="S",
     help="A datastore to draft from; may be given more than once.",
 )
@@ -116,7 +116,7 @@ def serve(
     model: str,
     workspaces: tuple[Path, ...],
     licences: tuple[str, ...],
-    stores: tuple[Path, ...],
+    stores: tuple[Path | str, ...],
     host: str,
     port: int,
     key_file: Path | None,
@@ -191,7 +191,7 @@ def lsp(
     model: str,
     workspaces: tuple[Path, ...],
     licences: tuple[str, ...],
-    stores: tuple[Path, ...],
+    stores: tuple[Path | str, ...],
     connect: str | None,
     key_file: Path | None,
     dtype: str,

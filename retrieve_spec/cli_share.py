@@ -18,7 +18,7 @@ from retrieve_spec.cli_store_read import JSON, QUIET, STORE, print_report
 @click.option("--keep-paths", is_flag=True, help="Let places of this machine go with it.")
 @QUIET
 @JSON
-def push(store: Path, url: str, keep_paths: bool, quiet: bool, as_json: bool) -> None:
+def push(store: Path | str, url: str, keep_paths: bool, quiet: bool, as_json: bool) -> None:
     """Make URL (s3://…, gs://…, hf://…, file://…) hold what STORE holds; only what is missing there travels."""
     from retrieve_spec.datastore.share import push_datastore
 
@@ -37,7 +37,7 @@ def push(store: Path, url: str, keep_paths: bool, quiet: bool, as_json: bool) ->
 @STORE
 @QUIET
 @JSON
-def pull(url: str, store: Path, quiet: bool, as_json: bool) -> None:
+def pull(url: str, store: Path | str, quiet: bool, as_json: bool) -> None:
     """Bring what URL holds into STORE, which is made when there is none; only what is missing here travels."""
     from retrieve_spec.datastore.share import pull_datastore
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from retrieve_spec.cli_common import WholeRange, loading_bars
+from retrieve_spec.cli_common import PLACE, WholeRange, loading_bars
 from retrieve_spec.cli_store_read import ADMIT, JSON, LEFT_OUT, LICENCES, QUIET, STATED, STORE, print_report
 
 if TYPE_CHECKING:
@@ -28,13 +28,6 @@ _CLUSTER = click.option(
     help="Run the stages there (extra 'cluster', or Ray); all machines see the folder of the store, or STORE is an "
     "address.",
 )
-
-
-class _Place(click.Path):
-    """A folder, or an address as it was given."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
 
 
 _WORKERS = click.option("--workers", type=WholeRange(min=1), metavar="N", help="Processes; all CPUs by default.")
@@ -66,11 +59,11 @@ def _bars(quiet: bool, loads_model: bool) -> AbstractContextManager[None]:
     return loading_bars(not quiet) if loads_model else nullcontext()
 
 
-def _has_dense(*stores: Path) -> bool:
+def _has_dense(*stores: Path | str) -> bool:
     """Whether a change of these stores runs the model of their dense indexes."""
-    from retrieve_spec.datastore.manifest import read_manifest
+    from retrieve_spec.datastore.remote_read import manifest_at
 
-    return any(read_manifest(store).dense is not None for store in stores)
+    return any(manifest_at(store).dense is not None for store in stores)
 
 
 def _was_given(option: str) -> bool:
@@ -94,7 +87,7 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 
 
 @click.command(short_help="Build a datastore from files, folders or a recipe.")
-@click.argument("store", type=_Place(path_type=Path))
+@click.argument("store", type=PLACE)
 @_source_options
 @click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'.")
 @click.option(
@@ -206,7 +199,7 @@ def build(
 @QUIET
 @JSON
 def add(
-    store: Path,
+    store: Path | str,
     resume: bool,
     quiet: bool,
     as_json: bool,
@@ -215,7 +208,7 @@ def add(
     max_tokens: int | None,
     **options: Any,
 ) -> None:
-    """Add documents to the datastore STORE; texts it already holds are skipped."""
+    """Add documents to the datastore STORE, a folder or an address (s3://…); texts it already holds are skipped."""
     from retrieve_spec.datastore.build import add_documents
 
     sources = _sources(options)
@@ -240,7 +233,7 @@ def add(
 @click.option("--where", default="", metavar="SQL", help="Condition over the catalogue's documents table.")
 @QUIET
 @JSON
-def remove(store: Path, documents: tuple[str, ...], where: str, quiet: bool, as_json: bool) -> None:
+def remove(store: Path | str, documents: tuple[str, ...], where: str, quiet: bool, as_json: bool) -> None:
     """Remove documents, by path or glob, or those for which an SQL condition holds; nothing is drafted from them."""
     from retrieve_spec.datastore.edit import remove_documents
 
@@ -250,12 +243,12 @@ def remove(store: Path, documents: tuple[str, ...], where: str, quiet: bool, as_
 
 
 @click.command(short_help="Join several datastores into a new one.")
-@click.argument("out", type=click.Path(path_type=Path))
-@click.argument("stores", nargs=-1, type=click.Path(path_type=Path), metavar="STORE...")
+@click.argument("out", type=PLACE)
+@click.argument("stores", nargs=-1, type=PLACE, metavar="STORE...")
 @_RESUME
 @QUIET
 @JSON
-def merge(out: Path, stores: tuple[Path, ...], resume: bool, quiet: bool, as_json: bool) -> None:
+def merge(out: Path | str, stores: tuple[Path | str, ...], resume: bool, quiet: bool, as_json: bool) -> None:
     """Join STOREs that were built with one tokenizer into the new datastore OUT."""
     from retrieve_spec.datastore.edit import merge_datastores
 
@@ -271,7 +264,7 @@ def merge(out: Path, stores: tuple[Path, ...], resume: bool, quiet: bool, as_jso
 @_RESUME
 @QUIET
 @JSON
-def compact(store: Path, resume: bool, quiet: bool, as_json: bool) -> None:
+def compact(store: Path | str, resume: bool, quiet: bool, as_json: bool) -> None:
     """Rewrite a datastore into as few segments as possible, without the text of removed documents."""
     from retrieve_spec.datastore.edit import compact_datastore
 
@@ -284,7 +277,7 @@ def compact(store: Path, resume: bool, quiet: bool, as_json: bool) -> None:
 @STORE
 @QUIET
 @JSON
-def convert(store: Path, quiet: bool, as_json: bool) -> None:
+def convert(store: Path | str, quiet: bool, as_json: bool) -> None:
     """Bring STORE, which the version before wrote, up to the format of this one; its arrays stay."""
     from retrieve_spec.datastore.convert import convert_datastore
 
@@ -299,7 +292,7 @@ def convert(store: Path, quiet: bool, as_json: bool) -> None:
 @QUIET
 @JSON
 def retokenize(
-    store: Path, tokenizer: str | None, workers: int | None, resume: bool, quiet: bool, as_json: bool
+    store: Path | str, tokenizer: str | None, workers: int | None, resume: bool, quiet: bool, as_json: bool
 ) -> None:
     """Rewrite a datastore for another tokenizer, from its own text."""
     from retrieve_spec.datastore.edit import retokenize_datastore

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrieve_spec.cli_common import TEXT, WholeRange, counted, loading_bars
+from retrieve_spec.cli_common import PLACE, TEXT, WholeRange, counted, loading_bars
 from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _NAMED = 3
 """Paths listed of what was skipped for one reason; `--json` and the catalogue have all."""
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bars.")
-STORE = click.argument("store", type=click.Path(path_type=Path))
+STORE = click.argument("store", type=PLACE)
 LICENCES = click.option(
     "--licence",
     "--license",
@@ -49,11 +49,11 @@ LEFT_OUT = click.option("--left-out", is_flag=True, help="List everything that w
 @click.command(short_help="Show what a datastore holds.")
 @STORE
 @JSON
-def info(store: Path, as_json: bool) -> None:
+def info(store: Path | str, as_json: bool) -> None:
     """Show what a datastore holds; reads its manifest only."""
-    from retrieve_spec.datastore.manifest import read_manifest
+    from retrieve_spec.datastore.remote_read import manifest_at
 
-    manifest = read_manifest(store)
+    manifest = manifest_at(store)
     if as_json:
         click.echo(json.dumps(manifest.to_json()))
         return
@@ -79,7 +79,7 @@ def info(store: Path, as_json: bool) -> None:
     "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where, instead of catalog.sqlite in STORE."
 )
 @JSON
-def catalog(store: Path, out: Path | None, as_json: bool) -> None:
+def catalog(store: Path | str, out: Path | None, as_json: bool) -> None:
     """Make an SQLite database of the documents of STORE, or bring it up to date, and print where it is."""
     from retrieve_spec.datastore.catalog import write_catalog
 
@@ -91,7 +91,7 @@ def catalog(store: Path, out: Path | None, as_json: bool) -> None:
 @STORE
 @QUIET
 @JSON
-def verify(store: Path, quiet: bool, as_json: bool) -> None:
+def verify(store: Path | str, quiet: bool, as_json: bool) -> None:
     """Check checksums and structure, and compare sampled queries with a scan of the text."""
     from retrieve_spec.datastore.verify import verify_datastore
 
@@ -116,7 +116,7 @@ def verify(store: Path, quiet: bool, as_json: bool) -> None:
 @click.option("--dense", is_flag=True, help="Find the places most like the end of TEXT to the model instead.")
 @click.option("--model", metavar="MODEL", help="With --dense: where the model is; by default where the build had it.")
 @JSON
-def search(store: Path, text: str, limit: int, dense: bool, model: str | None, as_json: bool) -> None:
+def search(store: Path | str, text: str, limit: int, dense: bool, model: str | None, as_json: bool) -> None:
     """Find the longest end of TEXT that occurs, what followed it, and in which documents."""
     if not text:
         raise click.UsageError("Give some TEXT to search for.")
@@ -150,7 +150,7 @@ def search(store: Path, text: str, limit: int, dense: bool, model: str | None, a
         click.echo(f"  {document.path}{licence} @ {place.position - document.start}: {place.continuation!r}")
 
 
-def _search_dense(store: Path, text: str, limit: int, model: str | None, as_json: bool) -> None:
+def _search_dense(store: Path | str, text: str, limit: int, model: str | None, as_json: bool) -> None:
     from retrieve_spec.datastore.dense_search import search_dense
     from retrieve_spec.datastore.store import open_datastore
 

@@ -21,7 +21,7 @@ from retrieve_spec.cli_store_read import ADMIT, JSON, LEFT_OUT, LICENCES, QUIET,
 @QUIET
 @JSON
 def sync(
-    store: Path,
+    store: Path | str,
     folders: tuple[str, ...],
     tokenizer: str | None,
     licence: str,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import tokenised
+from retrieve_spec.datastore.addresses import is_address
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
@@ -28,7 +29,6 @@ from retrieve_spec.datastore.licences import allow_list
 from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.pool import Runner, pool_runner
 from retrieve_spec.datastore.progress import Bar, Stopwatch
-from retrieve_spec.datastore.remote import is_address
 from retrieve_spec.datastore.shards import file_shards
 from retrieve_spec.datastore.sources import Source, SourceFile, check_sources, list_files
 from retrieve_spec.datastore.stages import Done, Stages
@@ -136,15 +136,23 @@ def add_documents(
 ) -> ChangeReport:
     """Add documents to a datastore as new segments; texts it already has are skipped as duplicates.
 
-    Parameters and errors are those of `build_datastore`; the tokenizer is the store's own.
+    Parameters and errors are those of `build_datastore`; the tokenizer is the store's own. A store at an address needs
+    no cluster: new segments are made here otherwise, and sent there (`retrieve_spec.datastore.remote_add`).
     """
     store = Path(path)
     runner_of(cluster, 1)
+    if is_address(path):
+        from retrieve_spec.datastore.remote_add import add_remote
+
+        wished = as_sources(sources, licence) if not resume else ()
+        return add_remote(
+            str(path), wished, config, cluster, max_tokens, workers=workers, resume=resume, progress=progress
+        )
     read_manifest(store)
 
     def make_plan() -> tuple[dict[str, Any], Inputs]:
         settings = checked(config or config_of(manifest), manifest.fingerprint)
-        plan, inputs = _plan(work, as_sources(sources, licence), settings, max_tokens, manifest.fingerprint)
+        plan, inputs = plan_of(work, as_sources(sources, licence), settings, max_tokens, manifest.fingerprint)
         return plan | {"tokenizer": manifest.tokenizer_name}, inputs
 
     with writer(store) as work:
@@ -192,13 +200,14 @@ def first_plan(
     recipe: str,
 ) -> tuple[dict[str, Any], Inputs]:
     """Plan of a new store, whose tokenizer is put into its folder, and the inputs."""
-    plan, inputs = _plan(work, sources, config, max_tokens, tokenizer)
+    plan, inputs = plan_of(work, sources, config, max_tokens, tokenizer)
     return plan | {"recipe": recipe, "tokenizer": write_tokenizer(work.store, tokenizer)}, inputs
 
 
-def _plan(
+def plan_of(
     work: WorkFolder, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None, tokenizer: Any
 ) -> tuple[dict[str, Any], Inputs]:
+    """Plan of new documents, and the inputs."""
     check_sources(sources)
     plan = {"sources": [asdict(source) for source in sources], "config": asdict(config), "max_tokens": max_tokens}
     return plan, file_shards(work, _of(tokenizer, list_files(sources, work.store)))

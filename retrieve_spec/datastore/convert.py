@@ -18,6 +18,7 @@ import numpy as np
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.change import ChangeReport, publish, utc_now, writer
 from retrieve_spec.datastore.dense import DENSE_FILES
 from retrieve_spec.datastore.documents import Origin, Row, table_arrays
@@ -63,7 +64,7 @@ def convert_datastore(path: str | os.PathLike[str], *, progress: bool = False) -
     StoreCorruptError
         When its catalogue or a file is damaged.
     """
-    store = Path(path)
+    store = folder_of(path, "convert")
     with writer(store) as work:
         raw = checked_body(store, _BEFORE)
         recorded = (raw["history"][0].get("config") if raw["history"] else None) or {}

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.build import checked, grow
 from retrieve_spec.datastore.change import (
     ChangeReport,
@@ -30,6 +31,7 @@ from retrieve_spec.datastore.fresh import (
     write_tokenizer,
 )
 from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.remote_read import local_folder
 from retrieve_spec.datastore.removal import choose_documents, remove_chosen
 from retrieve_spec.datastore.shards import check_text, conversion_shards, segment_shards
 from retrieve_spec.datastore.store import check_tokenizer, open_datastore
@@ -65,7 +67,7 @@ def remove_documents(
     BuildError
         When nothing matches, the condition is no SQL, or the store keeps n-grams only.
     """
-    store = Path(path)
+    store = folder_of(path, "remove")
     read_manifest(store)
     with writer(store) as work:
         opened = open_datastore(store)
@@ -107,7 +109,7 @@ def compact_datastore(
     StoreLockedError
         When another process is writing to it.
     """
-    store = Path(path)
+    store = folder_of(path, "compact")
     read_manifest(store)
 
     def make_plan() -> tuple[dict[str, Any], Inputs]:
@@ -151,7 +153,7 @@ def merge_datastores(
     out
         Folder to create.
     stores
-        Folders of the stores, in order; not needed to resume.
+        Folders of the stores, or addresses of remotes, in order; not needed to resume.
     resume, progress
         As for `compact_datastore`.
 
@@ -162,14 +164,14 @@ def merge_datastores(
     BuildError
         When there is a store at `out` already or no store is given.
     """
-    target = Path(out)
+    target = folder_of(out, "merge into")
     if not resume:
         check_folder(target)
     with writer(target) as work:
 
         def make_plan() -> tuple[dict[str, Any], Inputs]:
             check_not_begun(target, work)
-            return _plan_merge(work, [Path(store) for store in stores])
+            return _plan_merge(work, [local_folder(store) for store in stores], [str(store) for store in stores])
 
         plan = begin_or_resume(work, existing_manifest(target), "merge", resume, make_plan)
         if plan is None:
@@ -180,7 +182,7 @@ def merge_datastores(
         return unite(work, manifest, plan, [Path(place) for place in plan["places"]], progress)
 
 
-def _plan_merge(work: WorkFolder, stores: list[Path]) -> tuple[dict[str, Any], Inputs]:
+def _plan_merge(work: WorkFolder, stores: list[Path], names: list[str]) -> tuple[dict[str, Any], Inputs]:
     if not stores:
         raise BuildError("at least one store to merge", "none", "Give the folders of the stores.")
     manifests = [read_manifest(store) for store in stores]
@@ -196,7 +198,7 @@ def _plan_merge(work: WorkFolder, stores: list[Path]) -> tuple[dict[str, Any], I
     replace_file(work.store / tokenizer, (stores[widest] / tokenizer).read_bytes())
     config = replace(config_of(manifests[0]), dense=dense)
     plan = {
-        "stores": [str(store) for store in stores],
+        "stores": names,
         "places": [os.path.abspath(store) for store in stores],  # to resume from any folder
         "tokenizer": tokenizer,
         "vocabulary": max(manifest.vocabulary for manifest in manifests),
@@ -237,7 +239,7 @@ def retokenize_datastore(
     StoreLockedError
         When another process is writing to it.
     """
-    store = Path(path)
+    store = folder_of(path, "retokenize")
     read_manifest(store)
 
     def make_plan() -> tuple[dict[str, Any], Inputs]:

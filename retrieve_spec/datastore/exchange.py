@@ -1,4 +1,4 @@
-"""Exchange: the work folder of a build at a remote, for machines that share no folder.
+"""Exchange: the work folder of a change at a remote, for machines that share no folder.
 
 What stages read and write travels through ``URL/work``: the plan, the inputs, tokens of shards, the cut; segments go to
 their place at once, ``URL/segments/HASH``. Every file arrives whole or not at all and is compared with its hash where
@@ -16,15 +16,17 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from retrieve_spec.datastore.addresses import explain_remote_errors
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
 from retrieve_spec.datastore.manifest import PLAN, SEGMENTS, WORK, content_name
-from retrieve_spec.datastore.remote import Remote, explain_remote_errors
+from retrieve_spec.datastore.remote import Remote
 from retrieve_spec.datastore.stages import CUT, Stages, part_of
 from retrieve_spec.datastore.work import INPUTS, WorkFolder
 from retrieve_spec.errors import StoreCorruptError, StoreIncompleteError
 
 _AGAIN = "Delete it, and continue with --resume: it is made again."
 _TOKENIZER = "tokenizer"
+_ANNOUNCED = "announced"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -46,7 +48,7 @@ class Exchange:
     Parameters
     ----------
     url
-        Folder of the store that is being built.
+        Folder of the store.
     """
 
     def __init__(self, url: str) -> None:
@@ -55,13 +57,16 @@ class Exchange:
     # What the process does that plans.
 
     @_reaching
-    def is_begun(self) -> bool:
-        """Whether a build is in progress there, or was interrupted."""
-        return bool(self.remote.fs.exists(self._place(PLAN)))
+    def plan(self) -> dict[str, Any] | None:
+        """Plan of the change that is in progress there, or was interrupted; None for none."""
+        if not self.remote.fs.exists(self._place(PLAN)):
+            return None
+        plan: dict[str, Any] = self._opened(PLAN)["plan"]
+        return plan
 
     @_reaching
     def begin(self, work: WorkFolder) -> None:
-        """Put the plan there with all that it needs, unless another process has begun a build there.
+        """Put the plan there with all that it needs, unless another process has begun a change there.
 
         Raises
         ------
@@ -81,25 +86,22 @@ class Exchange:
             raise self.begun() from error
 
     def begun(self) -> StoreIncompleteError:
-        """Error about a build that is there already."""
+        """Error about a change that is there already."""
         return StoreIncompleteError(
             f"nothing begun at {self.url}",
-            "an interrupted build, or one that is running",
+            "an interrupted change, or one that is running",
             f"Wait for it, continue it with --resume, or delete {self.url}/{WORK}.",
         )
 
     @_reaching
-    def resume(self, work: WorkFolder) -> bool:
-        """Bring what an interrupted build planned into the work folder; whether there was one."""
-        if not self.is_begun():
-            return False
+    def resume(self, work: WorkFolder) -> None:
+        """Bring what an interrupted change planned into the work folder."""
         body = self._opened(PLAN)
         entries = {name: FileEntry(**entry) for name, entry in body["files"].items()}
         work.path.mkdir(parents=True)
         self._fetch(self._inputs_place(entries[INPUTS]), work.path / INPUTS, entries[INPUTS])
         self._fetch(body["plan"]["tokenizer"], work.store / body["plan"]["tokenizer"], entries[_TOKENIZER])
         replace_file(work.path / PLAN, json.dumps(body["plan"]).encode())
-        return True
 
     @_reaching
     def needs(self, stages: Stages, stage: str, ranks: Iterable[int]) -> dict[str, Any]:
@@ -150,9 +152,20 @@ class Exchange:
                 self.remote.fs.rm_file(self._place(_error(stage, rank)))
 
     @_reaching
+    def announce(self, content: str) -> None:
+        """Write down what the store is going to hold, before it does (`Manifest.content`)."""
+        self.remote.write(self._place(_ANNOUNCED), content.encode())
+
+    @_reaching
+    def announced(self) -> str:
+        """What the change in progress was about to make of the store, "" for nothing yet."""
+        place = self._place(_ANNOUNCED)
+        return bytes(self.remote.fs.cat_file(place)).decode() if self.remote.fs.exists(place) else ""
+
+    @_reaching
     def end(self) -> None:
         """Remove the work folder; the plan goes first."""
-        if self.is_begun():
+        if self.remote.fs.exists(self._place(PLAN)):
             self.remote.fs.rm_file(self._place(PLAN))
         if self.remote.fs.exists(self._place()):
             self.remote.fs.rm(self._place(), recursive=True)

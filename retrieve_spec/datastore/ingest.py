@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from retrieve_spec.datastore.addresses import is_address
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, refused
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.datastore.records import Text, content_of
-from retrieve_spec.datastore.remote import is_address
 from retrieve_spec.datastore.sources import STDIN, Source
 from retrieve_spec.datastore.tokenised import Decoder
 

@@ -15,8 +15,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore import tokenised
+from retrieve_spec.datastore.addresses import open_file
 from retrieve_spec.datastore.entry_filter import Reason
-from retrieve_spec.datastore.remote import open_file
 from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
 

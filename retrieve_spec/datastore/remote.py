@@ -8,95 +8,22 @@ store.
 
 from __future__ import annotations
 
-import io
 import os
 import posixpath
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
 
+from retrieve_spec.datastore.addresses import explain_remote_errors, reach
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import MANIFEST, Manifest, content_of, manifest_of
-from retrieve_spec.errors import BuildError, RetrieveSpecError, StoreCorruptError, StoreLockedError, StoreNotFoundError
+from retrieve_spec.errors import StoreCorruptError, StoreLockedError, StoreNotFoundError
 
 VERSIONS = "versions"
 _BLOCK = 1 << 22
 _REMEDY = "Push the store again from a sound copy."
-
-
-@contextmanager
-def explain_remote_errors(url: str) -> Iterator[None]:
-    """Turn what a remote's library raises into a `BuildError` that names it; a missing file stays what it is."""
-    try:
-        yield
-    except (RetrieveSpecError, FileNotFoundError, FileExistsError):
-        raise
-    except Exception as error:  # every library raises its own
-        got = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise BuildError(
-            f"to reach {url}", got, "Run the command again when it can be reached: what was moved is not moved again."
-        ) from error
-
-
-def is_address(path: object) -> bool:
-    """Whether something is the address of a remote (``s3://…``) rather than a path of this machine."""
-    return isinstance(path, str) and "://" in path
-
-
-def reach(url: str) -> tuple[Any, str]:
-    """The file system of an address, and the place there.
-
-    Raises
-    ------
-    BuildError
-        When no installed library reaches it.
-    """
-    try:
-        import fsspec
-    except ImportError as error:
-        raise BuildError(
-            f"to reach {url}", "fsspec is not installed", "Run: pip install 'retrieve-spec[share]'"
-        ) from error
-    try:
-        fs, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        remedy = "Install the library that it names, as `pip install s3fs`."
-        raise BuildError(f"to reach {url}", str(error), remedy) from error
-    return fs, root.rstrip("/")
-
-
-@contextmanager
-def open_file(location: str) -> Iterator[IO[bytes]]:
-    """Open a file for reading, by its path or its address; errors are those of `open`, of remotes `BuildError`."""
-    if not is_address(location):
-        with open(location, "rb") as file:
-            yield file
-        return
-    with explain_remote_errors(location):
-        fs, place = reach(location)
-        with fs.open(place, "rb") as file, io.BufferedReader(file) as buffered:  # not all of them read lines in full
-            yield buffered
-
-
-def size_of(location: str) -> int:
-    """Bytes of a file, by its path or its address."""
-    if not is_address(location):
-        return os.stat(location).st_size
-    with explain_remote_errors(location):
-        fs, place = reach(location)
-        return int(fs.info(place)["size"])
-
-
-def exists(location: str) -> bool:
-    """Whether there is a file, by its path or its address."""
-    if not is_address(location):
-        return os.path.exists(location)
-    with explain_remote_errors(location):
-        fs, place = reach(location)
-        return bool(fs.exists(place))
 
 
 class Remote:
@@ -254,23 +181,50 @@ class Remote:
             When it is not there, or does not hold what the manifest says.
         """
         part = target.with_name(target.name + ".part")
-        digest = sha256()
         try:
-            with self.fs.open(self.path(place), "rb") as read, part.open("wb") as written:
-                while block := read.read(_BLOCK):
-                    digest.update(block)
+            with part.open("wb") as written:
+                for block in self.blocks(place, expected):
                     written.write(block)
                     tick(len(block))
                 written.flush()
                 os.fsync(written.fileno())
+        except StoreCorruptError:
+            part.unlink()
+            raise
+        os.replace(part, target)
+
+    def blocks(self, place: str, expected: FileEntry) -> Iterator[bytes]:
+        """Content of a file, piece by piece; errors are those of `fetch`, that of a wrong checksum after the last."""
+        digest = sha256()
+        try:
+            with self.fs.open(self.path(place), "rb") as read:
+                while block := read.read(_BLOCK):
+                    digest.update(block)
+                    yield block
         except FileNotFoundError as error:
             raise StoreCorruptError(f"{place} at {self.url}", "no such file", _REMEDY) from error
         if digest.hexdigest() != expected.sha256:
-            part.unlink()
             raise StoreCorruptError(
                 f"checksum {expected.sha256[:12]} of {place} at {self.url}", digest.hexdigest()[:12], _REMEDY
             )
-        os.replace(part, target)
+
+
+def read_remote(url: str) -> tuple[Remote, int, Manifest]:
+    """A remote, the number of its newest version, and what that holds.
+
+    Raises
+    ------
+    StoreNotFoundError
+        When the remote holds no store.
+    StoreCorruptError
+        When the manifest there is damaged.
+    BuildError
+        When the remote cannot be reached.
+    """
+    with explain_remote_errors(url):
+        remote = Remote(url)
+        version = remote.newest()
+        return remote, version, remote.manifest(version)
 
 
 def changed(url: str, expected: str, got: str) -> StoreLockedError:

@@ -7,12 +7,13 @@ alone. What comes out is what a build in a folder and a push of it would have pu
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.addresses import explain_remote_errors
 from retrieve_spec.datastore.build import first_plan, make_segments
 from retrieve_spec.datastore.card import Told, name_of, public_manifest, store_card
 from retrieve_spec.datastore.change import (
@@ -28,7 +29,6 @@ from retrieve_spec.datastore.exchange import Exchange
 from retrieve_spec.datastore.fresh import first_manifest
 from retrieve_spec.datastore.manifest import WORK, content_name
 from retrieve_spec.datastore.progress import Stopwatch
-from retrieve_spec.datastore.remote import explain_remote_errors
 from retrieve_spec.datastore.sources import STDIN, Source
 from retrieve_spec.datastore.stages import Stages
 from retrieve_spec.datastore.work import WorkFolder
@@ -52,8 +52,9 @@ def build_remote(
     exchange = Exchange(url)
     with explain_remote_errors(url):
         newest = exchange.remote.newest()
-    if newest and not (resume and exchange.is_begun()):
-        remedy = "Choose another address, or pull it, `add` and push."
+    begun = exchange.plan()
+    if newest and not (resume and begun is not None and begun["verb"] == "build"):
+        remedy = "Choose another address, or `add` to it."
         raise BuildError(f"no datastore at {url}", f"version {newest} of one", remedy)
     if newest:  # it had taken effect, and only tidying up was left
         exchange.end()
@@ -61,7 +62,11 @@ def build_remote(
         return ChangeReport("build", done.documents, done.tokens, len(done.segments))
     with tempfile.TemporaryDirectory(prefix="retrieve-spec-") as folder:
         work = WorkFolder(Path(folder))
-        plan = _plan(work, exchange, sources, tokenizer, config, max_tokens, resume, recipe)
+
+        def make_plan() -> tuple[dict[str, Any], Inputs]:
+            return first_plan(work, sources, tokenizer, config, max_tokens, recipe)
+
+        plan = plan_at(work, exchange, "build", resume, make_plan)
         watch = Stopwatch(progress)
         stages, entries, cut = make_segments(work, watch, 1, (), cluster, exchange)
         if not entries:
@@ -75,7 +80,7 @@ def build_remote(
         event = {"generation": 1, **event_of(plan, report)}
         manifest = public_manifest(base.following(tuple(named.values()), event))
         with explain_remote_errors(url):
-            card = store_card(_told(stages, cut), manifest)
+            card = store_card(told_of_cut(stages, cut), manifest)
             exchange.remote.write(exchange.remote.path("README.md"), card.encode())
             exchange.remote.add_version(1, manifest)
         exchange.end()
@@ -88,39 +93,52 @@ def _check(url: str, sources: tuple[Source, ...], config: StoreConfig, cluster: 
         raise BuildError(f"--cluster for a store that is built at {url}", "none", instead)
     if config.dense is not None:
         raise BuildError(f"a store without a dense index at {url}", "one with --dense", instead)
+    check_sources_travel(sources)
+
+
+def check_sources_travel(sources: tuple[Source, ...]) -> None:
+    """Check that every machine of a cluster can read some sources."""
     if any(source.path == STDIN for source in sources):
-        raise BuildError("sources that all machines can read", "standard input", instead)
+        raise BuildError("sources that all machines can read", "standard input", "Save it to a file first.")
 
 
-def _plan(
+def plan_at(
     work: WorkFolder,
     exchange: Exchange,
-    sources: tuple[Source, ...],
-    tokenizer: Any,
-    config: StoreConfig,
-    max_tokens: int | None,
+    verb: str,
     resume: bool,
-    recipe: str,
+    make_plan: Callable[[], tuple[dict[str, Any], Inputs]],
 ) -> dict[str, Any]:
-    """The plan, in the work folder and at the remote."""
+    """The plan of a change at an address, in the work folder and there; `make_plan` makes that of a new one.
 
-    def make_plan() -> tuple[dict[str, Any], Inputs]:
-        return first_plan(work, sources, tokenizer, config, max_tokens, recipe)
-
+    Raises
+    ------
+    BuildError
+        When there is none to resume, it is of another verb, or was begun by another version or under other rules.
+    StoreIncompleteError
+        When one has been begun there and is not to be resumed.
+    """
+    begun = exchange.plan()
     if not resume:
-        if exchange.is_begun():
+        if begun is not None:
             raise exchange.begun()
-        begin_or_resume(work, None, "build", False, make_plan)
+        begin_or_resume(work, None, verb, False, make_plan)
         exchange.begin(work)
-    elif not exchange.resume(work):
-        raise BuildError(f"an interrupted build at {exchange.url}", "none", "Run the command again without --resume.")
+    elif begun is None or begun["verb"] != verb:
+        got, remedy = "none", "Run the command again without --resume."
+        if begun is not None:
+            got = f"an interrupted {begun['verb']}"
+            remedy = f"Continue that one with `retrieve-spec {begun['verb']} {exchange.url} --resume`."
+        raise BuildError(f"an interrupted {verb} at {exchange.url}", got, remedy)
+    else:
+        exchange.resume(work)
     plan = work.plan()
     assert plan is not None, "a change in progress"
     check_same_rules(plan, "build", f"{exchange.url}/{WORK}")
     return plan
 
 
-def _told(stages: Stages, cut: Cut) -> Iterator[Told]:
+def told_of_cut(stages: Stages, cut: Cut) -> Iterator[Told]:
     """What the card counts, from the records of the shards."""
     for segment in cut.segments:
         for number, ranges in segment.pieces:

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore import tokenised
+from retrieve_spec.datastore.addresses import is_address
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry
-from retrieve_spec.datastore.remote import is_address
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.sources import STDIN, SourceFile
 from retrieve_spec.datastore.store import check_files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieve_spec._version import __version__
+from retrieve_spec.datastore.addresses import explain_remote_errors, folder_of
 from retrieve_spec.datastore.card import public_manifest, store_card, told_of, without_lists
 from retrieve_spec.datastore.change import ChangeReport, existing_manifest, utc_now, writer
 from retrieve_spec.datastore.dense import TRANSFORM
@@ -19,12 +19,11 @@ from retrieve_spec.datastore.files import FileEntry, replace_file
 from retrieve_spec.datastore.fresh import check_folder, first_manifest
 from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, Manifest, write_manifest
 from retrieve_spec.datastore.progress import progress_bar
-from retrieve_spec.datastore.remote import Remote, changed, explain_remote_errors
-from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
+from retrieve_spec.datastore.remote import Remote, changed, read_remote
+from retrieve_spec.datastore.store import check_tokenizer, open_datastore
 from retrieve_spec.datastore.union import unite
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
-from retrieve_spec.paths import cache_dir
 
 REMOTES = "remotes.json"
 _PULL = "pull"
@@ -79,7 +78,7 @@ def push_datastore(
     BuildError
         When the remote cannot be reached or written.
     """
-    folder = Path(path)
+    folder = folder_of(path, "push")
     store = open_datastore(folder)
     manifest = without_lists(store.manifest if keep_paths else public_manifest(store.manifest))
     with explain_remote_errors(url):
@@ -91,7 +90,7 @@ def push_datastore(
                 seen = _seen(folder).get(url, {}).get("version", 0)
                 raise changed(url, f"version {seen or 'none'}", f"version {newest}, which this store has not seen")
         there_sizes = remote.sizes()
-        files = list(_files(folder, manifest))
+        files = list(files_of(folder, manifest))
         missing = [(place, source, file) for place, source, file in files if there_sizes.get(place) != file.bytes]
         total = sum(file.bytes for _, _, file in missing)
         with progress_bar("pushing", total, "B", progress) as bar:
@@ -103,7 +102,7 @@ def push_datastore(
     return PushReport(url, newest + 1, len(missing), total, len(files) - len(missing))
 
 
-def _files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Path, FileEntry]]:
+def files_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Path, FileEntry]]:
     """Every file of a store: its place below the root, where it is, and its record."""
     yield manifest.tokenizer_name, folder / manifest.tokenizer_name, manifest.tokenizer
     for entry in manifest.segments:
@@ -159,11 +158,8 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
     BuildError
         When the remote cannot be reached.
     """
-    store = Path(path)
-    with explain_remote_errors(url):
-        remote = Remote(url)
-        version = remote.newest()
-        there = remote.manifest(version)
+    store = folder_of(path, "pull")
+    remote, version, there = read_remote(url)
     mine = existing_manifest(store)
     if mine is None:
         check_folder(store)
@@ -195,7 +191,7 @@ def _assemble(work: WorkFolder, remote: Remote, there: Manifest, mine: Manifest 
     """A store in the work folder that is what the remote holds; what this store has is linked, the rest fetched."""
     folder = work.path / _PULL
     held = {entry.name for entry in mine.segments} if mine else set()
-    wanted = [(folder / place, place, file) for place, _, file in _files(folder, there)]
+    wanted = [(folder / place, place, file) for place, _, file in files_of(folder, there)]
     missing = [one for one in wanted if not (one[0].exists() and one[0].stat().st_size == one[2].bytes)]
     with progress_bar("pulling", sum(file.bytes for *_, file in missing), "B", progress) as bar:
         for target, place, file in missing:
@@ -238,19 +234,3 @@ def _check_dense(store: Path, mine: Manifest, there: Manifest) -> None:
             "others",
             "Pull into another folder and join the two with `retrieve-spec merge`, which computes them anew.",
         )
-
-
-def open_remote(url: str, *, tokenizer: Any = None) -> Datastore:
-    """Open the store that a remote holds, from a copy in the cache folder that is brought up to date first.
-
-    Where the remote cannot be reached, the copy is opened as it is. Errors are those of `pull_datastore` and
-    `open_datastore`.
-    """
-    folder = cache_dir() / "remotes" / hashlib.sha256(url.encode()).hexdigest()[:24]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        pull_datastore(url, folder)
-    except BuildError:
-        if existing_manifest(folder) is None:
-            raise
-    return open_datastore(folder, tokenizer=tokenizer)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retrieve_spec.datastore import tokenised
+from retrieve_spec.datastore.addresses import explain_remote_errors, is_address, reach
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
 from retrieve_spec.datastore.generated import generated_name
 from retrieve_spec.datastore.git_rules import passed_over
-from retrieve_spec.datastore.remote import explain_remote_errors, is_address, reach
 from retrieve_spec.datastore.secret_rules import secret_name
 from retrieve_spec.errors import BuildError
 

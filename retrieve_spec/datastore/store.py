@@ -178,7 +178,7 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
         When the store was built with another tokenizer.
     """
     if isinstance(path, str) and "://" in path:
-        from retrieve_spec.datastore.share import open_remote  # imports what opening a folder need not wait for
+        from retrieve_spec.datastore.remote_read import open_remote  # imports what opening a folder need not wait for
 
         return open_remote(str(path), tokenizer=tokenizer)
     folder = Path(path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.build import build_datastore, checked, grow
 from retrieve_spec.datastore.change import ChangeReport, Inputs, begin_change, existing_manifest, publish, writer
 from retrieve_spec.datastore.entry_filter import admitted_parts, refused
@@ -88,7 +89,7 @@ def sync_datastore(
     StoreLockedError
         When another process is writing to it.
     """
-    store = Path(path)
+    store = folder_of(path, "sync")
     roots = [_root(folder) for folder in folders]
     if not roots:
         raise BuildError("at least one folder to follow", "none", "Give folders.")

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from retrieve_spec.datastore.addresses import exists, open_file, size_of
 from retrieve_spec.datastore.fingerprint import PREFIX, tokenizer_fingerprint
-from retrieve_spec.datastore.remote import exists, open_file, size_of
 from retrieve_spec.errors import BuildError, TokenizerMismatchError
 
 SUFFIX = ".ds"

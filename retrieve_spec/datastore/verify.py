@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.datastore.addresses import is_address
 from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import FileEntry, check_content
@@ -26,6 +27,7 @@ from retrieve_spec.datastore.manifest import (
 )
 from retrieve_spec.datastore.ngrams import NgramTable, build_grams, suffix_beginnings
 from retrieve_spec.datastore.progress import progress_bar
+from retrieve_spec.datastore.remote_read import verify_remote
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.datastore.tombstones import COPIES, DOCUMENTS, RANKS, document_tokens, find_ranks, tombstones_of
@@ -45,7 +47,7 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     Parameters
     ----------
     path
-        Folder of the store.
+        Folder of the store; of the address of a remote, the checksums of all files there are compared.
     progress
         Show a bar on standard error.
 
@@ -61,6 +63,8 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     StoreNotFoundError, StoreIncompleteError, StoreVersionError
         As `open_datastore`.
     """
+    if isinstance(path, str) and is_address(path):
+        return verify_remote(path, progress=progress)
     for _ in range(_ATTEMPTS):
         store = open_datastore(path)
         try:

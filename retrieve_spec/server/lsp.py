@@ -272,7 +272,7 @@ def serve_stdio(
     config: ServeConfig,
     *,
     workspaces: Sequence[Path] = (),
-    stores: Sequence[Path] = (),
+    stores: Sequence[Path | str] = (),
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:

@@ -55,7 +55,7 @@ def build_service(
     *,
     shared: bool = False,
     workspaces: Sequence[Path] = (),
-    stores: Sequence[Path] = (),
+    stores: Sequence[Path | str] = (),
     dtype: str = "auto",
     device: str = "auto",
     progress: Progress | None = None,
@@ -97,7 +97,7 @@ def assemble(
     *,
     shared: bool = False,
     workspaces: Sequence[Path] = (),
-    stores: Sequence[Path] = (),
+    stores: Sequence[Path | str] = (),
 ) -> Served:
     """Put everything around a loaded model; parameters as in `build_service`."""
     from retrieve_spec.acceleration import accelerate
@@ -201,7 +201,7 @@ def serve(
     config: ServeConfig,
     *,
     workspaces: Sequence[Path] = (),
-    stores: Sequence[Path] = (),
+    stores: Sequence[Path | str] = (),
     key_file: Path | None = None,
     dtype: str = "auto",
     device: str = "auto",

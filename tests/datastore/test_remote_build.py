@@ -8,7 +8,7 @@ from __future__ import annotations
 import fsspec
 import pytest
 from test_build import contents
-from test_share import bucket, url  # noqa: F401 (fixtures)
+from test_share import bucket, gs_bucket, url  # noqa: F401 (fixtures)
 
 from retrieve_spec.cli import run as run_command
 from retrieve_spec.config import StoreConfig
@@ -158,7 +158,7 @@ def test_a_rank_whose_output_was_lost_is_run_again(memory, sources, tokenizer, a
 
 
 def test_of_two_that_begin_at_once_one_is_told(memory, sources, tokenizer, machines, monkeypatch):
-    monkeypatch.setattr(Exchange, "is_begun", lambda self: False)
+    monkeypatch.setattr(Exchange, "plan", lambda self: None)
 
     def second():
         with pytest.raises(StoreIncompleteError, match="one that is running"):
@@ -177,7 +177,7 @@ def test_what_cannot_be_built_at_an_address(memory, texts, tokenizer, machines, 
     (texts / "a.txt").write_text(" ")
     with pytest.raises(BuildError, match="none: left out 1 empty"):
         build_datastore(memory, str(texts / "a.txt"), tokenizer, cluster="ray")
-    assert not Exchange(memory).is_begun()
+    assert Exchange(memory).plan() is None
     with pytest.raises(BuildError, match="could not reach nothing"):
         build_datastore("nothing://x", str(texts), tokenizer, cluster="ray")
     command = ["build", memory, str(texts), "--tokenizer", "reference", "--cluster", "ray", "-q"]

@@ -1,0 +1,100 @@
+"""Addresses: what stands at one (``s3://…``), reached through fsspec as a file or folder of this machine is."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from retrieve_spec.errors import BuildError, RetrieveSpecError
+
+
+@contextmanager
+def explain_remote_errors(url: str) -> Iterator[None]:
+    """Turn what a remote's library raises into a `BuildError` that names it; a missing file stays what it is."""
+    try:
+        yield
+    except (RetrieveSpecError, FileNotFoundError, FileExistsError):
+        raise
+    except Exception as error:  # every library raises its own
+        got = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise BuildError(
+            f"to reach {url}", got, "Run the command again when it can be reached: what was moved is not moved again."
+        ) from error
+
+
+def is_address(path: object) -> bool:
+    """Whether something is the address of a remote (``s3://…``) rather than a path of this machine."""
+    return isinstance(path, str) and "://" in path
+
+
+def folder_of(path: str | os.PathLike[str], verb: str) -> Path:
+    """Path of a store's folder, for what is not done at an address.
+
+    Raises
+    ------
+    BuildError
+        When it is an address.
+    """
+    if isinstance(path, str) and is_address(path):
+        then = {"push": "push that", "pull": f"`retrieve-spec push FOLDER {path}`"}
+        first = "Pull into a folder" if verb == "pull" else f"Run `retrieve-spec pull {path} FOLDER`"
+        done = then.get(verb, f"{verb} that, and `retrieve-spec push FOLDER {path}`")
+        raise BuildError(f"a folder to {verb}", f"the address {path}", f"{first}, then {done}.")
+    return Path(path)
+
+
+def reach(url: str) -> tuple[Any, str]:
+    """The file system of an address, and the place there.
+
+    Raises
+    ------
+    BuildError
+        When no installed library reaches it.
+    """
+    try:
+        import fsspec
+    except ImportError as error:
+        raise BuildError(
+            f"to reach {url}", "fsspec is not installed", "Run: pip install 'retrieve-spec[share]'"
+        ) from error
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        remedy = "Install the library that it names, as `pip install s3fs`."
+        raise BuildError(f"to reach {url}", str(error), remedy) from error
+    return fs, root.rstrip("/")
+
+
+@contextmanager
+def open_file(location: str) -> Iterator[IO[bytes]]:
+    """Open a file for reading, by its path or its address; errors are those of `open`, of remotes `BuildError`."""
+    if not is_address(location):
+        with open(location, "rb") as file:
+            yield file
+        return
+    with explain_remote_errors(location):
+        fs, place = reach(location)
+        with fs.open(place, "rb") as file, io.BufferedReader(file) as buffered:  # not all of them read lines in full
+            yield buffered
+
+
+def size_of(location: str) -> int:
+    """Bytes of a file, by its path or its address."""
+    if not is_address(location):
+        return os.stat(location).st_size
+    with explain_remote_errors(location):
+        fs, place = reach(location)
+        return int(fs.info(place)["size"])
+
+
+def exists(location: str) -> bool:
+    """Whether there is a file, by its path or its address."""
+    if not is_address(location):
+        return os.path.exists(location)
+    with explain_remote_errors(location):
+        fs, place = reach(location)
+        return bool(fs.exists(place))
