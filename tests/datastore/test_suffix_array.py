@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from retrieve_spec.datastore.segment import bits_of
 from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.kernels.induced_sort import sort_suffixes
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
 from retrieve_spec.kernels.suffix_search import sa_extend, sa_longest, sa_search, sa_top_table
 
@@ -20,7 +21,29 @@ def index(tokens, dtype=np.uint16, bits=3):
     return array, sa, sa_top_table(array, sa, bits)
 
 
-@given(TEXTS, st.sampled_from([1, 255, 256, 60_000, 70_000, 17_000_000]))
+def fibonacci(length):
+    """A text that repeats itself at every scale: names of its borders are sorted in turn, many times over."""
+    one, two = [1], [1, 2]
+    while len(two) < length:
+        one, two = two, two + one
+    return two[:length]
+
+
+REPEATED = st.builds(
+    lambda part, times, end: part * times + end,
+    st.lists(st.integers(0, 3), max_size=9),
+    st.integers(1, 9),
+    st.lists(st.integers(0, 3), max_size=4),
+)
+
+
+@given(TEXTS | REPEATED | st.integers(0, 200).map(fibonacci), st.sampled_from([np.uint16, np.uint32, np.int32]))
+def test_induced_sort_is_the_order_of_suffixes(tokens, dtype):
+    expected = sorted(range(len(tokens)), key=lambda at: tokens[at:])
+    assert sort_suffixes(np.array(tokens, dtype), max(tokens, default=0) + 1).tolist() == expected
+
+
+@given(TEXTS, st.sampled_from([1, 255, 256, 60_000, 70_000, 1_000_000]))
 def test_sort_is_the_order_of_tokens_for_every_token_width(tokens, scale):
     scaled = [token * scale // 6 if token else 0 for token in tokens]
     dtype = np.uint16 if max(scaled) < 1 << 16 else np.uint32

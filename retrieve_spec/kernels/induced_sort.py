@@ -1,0 +1,268 @@
+"""Induced sorting: from an array of integers to its suffix array, in time linear in its length.
+
+SA-IS (Nong, Zhang, Chan 2009) in the form that keeps all but a few small arrays in the suffix array itself. A suffix is
+of type S when it is smaller than the one that begins a token later, else of type L; those of type S behind one of type
+L are *borders* (LMS in the papers). Borders are sorted by the text up to the next one and named by their rank; where
+names repeat, the text of names is sorted in turn. From sorted borders the order of all other suffixes follows in two
+passes over the array. What is behind the end counts as smaller than any token.
+
+Entries that a pass has still to do something with are marked by their sign: ``~j`` is j, put off. The passes read the
+text in random order, so each asks for what it is going to need some entries ahead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.views import prefetch
+
+_AHEAD, _NEAR = 32, 16
+"""Entries between asking for a line of the text, or for the place of a token read from it, and reading it."""
+
+
+def sort_suffixes(text: NDArray[Any], size: int) -> NDArray[np.int32]:
+    """Positions of a text in the order of the suffixes that begin there.
+
+    Parameters
+    ----------
+    text
+        (n,) unsigned or int32, n < 2^31.
+    size
+        Its tokens are in ``[0, size)``.
+
+    Returns
+    -------
+    numpy.ndarray
+        (n,) int32. Takes about four bytes per token beside text and result, and eight per number below `size`.
+    """
+    out = np.zeros(len(text), np.int32)
+    _sort_into(text, size, out)
+    return out
+
+
+def _sort_into(text: NDArray[Any], size: int, sa: NDArray[np.int32]) -> None:
+    """Sort the suffixes of a text into zeros."""
+    n = len(text)
+    if n < 2:
+        return  # the one position is 0
+    counts = count_tokens(text, size)
+    borders = find_borders(text, np.empty(n // 2 + 1, np.int32))
+    m = len(borders)
+    if m > 1:
+        order_borders(text, sa, counts, borders)
+        names = name_borders(text, sa, borders)
+        if names < m:
+            reduced = sa[n - m :]
+            sa[:m] = 0
+            _sort_into(reduced, names, sa[:m])
+        borders_of_ranks(sa, borders, names)
+    else:
+        sa[:m] = borders
+    induce(text, sa, counts, m)
+
+
+@njit(cache=True, nogil=True)
+def count_tokens(text, size):  # type: ignore[no-untyped-def]
+    """How often each token stands in a text."""
+    counts = np.zeros(size, np.int32)
+    for i in range(len(text)):
+        counts[text[i]] += 1
+    return counts
+
+
+@njit(cache=True, nogil=True)
+def find_borders(text, buffer):  # type: ignore[no-untyped-def]
+    """Borders of a text, rising, written to the end of a buffer."""
+    at = len(buffer)
+    is_s, following = False, text[len(text) - 1]
+    for i in range(len(text) - 2, -1, -1):
+        token = text[i]
+        was_s = is_s
+        is_s = (token < following) | ((token == following) & is_s)
+        following = token
+        buffer[at - 1] = i + 1  # no branch: types change at random
+        at -= was_s & (not is_s)
+    return buffer[at:]
+
+
+@inner
+def _starts(counts, out):  # type: ignore[no-untyped-def]
+    """Where the suffixes of each first token begin."""
+    total = 0
+    for token in range(len(counts)):
+        out[token] = total
+        total += counts[token]
+
+
+@inner
+def _ends(counts, out):  # type: ignore[no-untyped-def]
+    """Where the suffixes of each first token end."""
+    total = 0
+    for token in range(len(counts)):
+        total += counts[token]
+        out[token] = total
+
+
+@inner
+def _ask(text, position):  # type: ignore[no-untyped-def]
+    """Ask for the line of a position that is still to be done."""
+    if position > 0:
+        prefetch(np.int64(text.ctypes.data) + text.itemsize * np.int64(position - 1))
+
+
+@inner
+def _ask_place(text, places, position):  # type: ignore[no-untyped-def]
+    """Ask for where the suffix at a position goes; its token has been asked for."""
+    if position >= 0:
+        prefetch(np.int64(places.ctypes.data) + places.itemsize * np.int64(text[position]))
+
+
+@njit(cache=True, nogil=True)
+def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
+    """Put the borders at the beginning of zeros, sorted by the text up to the next border; zeros behind."""
+    n, m = len(text), len(borders)
+    places = np.empty(len(counts), np.int32)
+    _ends(counts, places)
+    for i in range(m - 1, 0, -1):  # the first one is in front of no other
+        token = text[borders[i]]
+        places[token] -= 1
+        sa[places[token]] = borders[i] - 1
+    # Entries are positions in front of those they stand for. First all of type L behind a border, rising …
+    _starts(counts, places)
+    token = text[n - 1]
+    sa[places[token]] = ~(n - 2) if text[n - 2] < token else n - 2
+    places[token] += 1
+    for i in range(n):
+        if i + _AHEAD < n:
+            _ask(text, sa[i + _AHEAD])
+            _ask_place(text, places, sa[i + _NEAR])
+        j = sa[i]
+        if j > 0:
+            token = text[j]
+            j -= 1
+            at = places[token]
+            places[token] = at + 1
+            sa[at] = ~j if text[j] < token else j
+            sa[i] = 0
+        elif j < 0:
+            sa[i] = ~j
+    # … then all of type S, falling; of these the borders stay, marked.
+    _ends(counts, places)
+    for i in range(n - 1, -1, -1):
+        if i >= _AHEAD:
+            _ask(text, sa[i - _AHEAD])
+            _ask_place(text, places, sa[i - _NEAR])
+        j = sa[i]
+        if j > 0:
+            token = text[j]
+            j -= 1
+            at = places[token] - 1
+            places[token] = at
+            sa[at] = ~(j + 1) if text[j] > token else j
+            sa[i] = 0
+    found = 0
+    for i in range(n):
+        j = sa[i]
+        if j < 0:
+            sa[i] = 0
+            sa[found] = ~j
+            found += 1
+
+
+@njit(cache=True, nogil=True)
+def name_borders(text, sa, borders):  # type: ignore[no-untyped-def]
+    """Write the text of the borders' names to the end, given them in order; returns how many names there are."""
+    n, m = len(text), len(borders)
+    for i in range(m - 1):
+        sa[m + (borders[i] >> 1)] = borders[i + 1] - borders[i] + 1
+    sa[m + (borders[m - 1] >> 1)] = n - borders[m - 1]
+    names = 0
+    before = length_before = 0
+    for i in range(m):
+        if i + _AHEAD < m:
+            ahead = sa[i + _AHEAD]
+            _ask(text, ahead)
+            _ask(sa, m + (ahead >> 1))
+        at = sa[i]
+        length = sa[m + (at >> 1)]
+        same = length == length_before and before + length < n
+        if same:
+            k = 0
+            while k < length and text[at + k] == text[before + k]:
+                k += 1
+            same = k == length
+        if not same:
+            names += 1
+        before, length_before = at, length
+        sa[m + (at >> 1)] = names
+    for i in range(m - 1, -1, -1):
+        name = sa[m + (borders[i] >> 1)]
+        sa[n - m + i] = name - 1
+    return names
+
+
+@njit(cache=True, nogil=True)
+def borders_of_ranks(sa, borders, names):  # type: ignore[no-untyped-def]
+    """Replace what the text of names sorted to, at the beginning, by the borders that it stands for."""
+    n, m = len(sa), len(borders)
+    if names == m:  # each name is a rank
+        for i in range(m):
+            sa[sa[n - m + i]] = borders[i]
+    else:
+        for i in range(m):
+            if i + _AHEAD < m:
+                _ask(borders, sa[i + _AHEAD] + 1)
+            sa[i] = borders[sa[i]]
+
+
+@njit(cache=True, nogil=True)
+def induce(text, sa, counts, m):  # type: ignore[no-untyped-def]
+    """Make the suffix array of a text, given its borders in order at the beginning."""
+    n = len(text)
+    places = np.empty(len(counts), np.int32)
+    _ends(counts, places)
+    sa[m:] = 0
+    for i in range(m - 1, -1, -1):  # no border moves down
+        if i >= _AHEAD:
+            _ask(text, sa[i - _AHEAD] + 1)
+            _ask_place(text, places, sa[i - _NEAR])
+        j = sa[i]
+        sa[i] = 0
+        token = text[j]
+        places[token] -= 1
+        sa[places[token]] = j
+    _starts(counts, places)
+    token = text[n - 1]
+    sa[places[token]] = ~(n - 1) if text[n - 2] < token else n - 1
+    places[token] += 1
+    for i in range(n):
+        if i + _AHEAD < n:
+            _ask(text, sa[i + _AHEAD])
+            _ask_place(text, places, sa[i + _NEAR] - 1)
+        j = sa[i]
+        sa[i] = ~j
+        if j > 0:
+            j -= 1
+            token = text[j]
+            at = places[token]
+            places[token] = at + 1
+            sa[at] = ~j if j > 0 and text[j - 1] < token else j
+    _ends(counts, places)
+    for i in range(n - 1, -1, -1):
+        if i >= _AHEAD:
+            _ask(text, sa[i - _AHEAD])
+            _ask_place(text, places, sa[i - _NEAR] - 1)
+        j = sa[i]
+        if j > 0:
+            j -= 1
+            token = text[j]
+            at = places[token] - 1
+            places[token] = at
+            sa[at] = ~j if j == 0 or text[j - 1] > token else j
+        else:
+            sa[i] = ~j
