@@ -130,10 +130,10 @@ def _synchronised(
         state = found[str(root)] = look(source, before, work.store)
         rule = LicenceRule([root], source.licences, source.licence) if source.licences else None
         for name, behind, digest, reason, own in _said(state):
-            path = None if behind else root / name  # records are not under the licence of their collection
-            if rule is not None and digest and (refusal := refused(rule, rule.licence(path, own))):
-                skipped.append((readable(name) + behind, str(root), refusal))
-            elif digest:
+            if rule is not None and digest:
+                path = None if behind else root / name  # records are not under the licence of their collection
+                reason = str(refused(rule, rule.licence(path, own)) or "")
+            if digest and not reason:
                 wanted.setdefault(digest, []).append((number, name, behind))
             else:
                 skipped.append((readable(name) + behind, str(root), reason))
