@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,9 +97,17 @@ def write_array(path: Path, array: NDArray[Any]) -> FileEntry:
     return FileEntry(array.nbytes, digest.hexdigest(), dtype)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Put a file in place at once: readers see the old content or the new, never a part."""
+def replace_file(path: Path, content: bytes, private: bool = False) -> None:
+    """Put a file in place at once: readers see the old content or the new, never a part.
+
+    Nobody else may read a `private` one, unless its owner has let them.
+    """
     temporary = path.with_name(path.name + ".tmp")
+    if private:
+        temporary.unlink(missing_ok=True)
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        if path.exists():
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
     write_bytes(temporary, content)
     os.replace(temporary, path)
     sync_folder(path.parent)

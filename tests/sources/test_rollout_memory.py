@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieve_spec.errors import ConfigError, PromptError, StoreCorruptError, StoreVersionError
-from retrieve_spec.sources import rollout_file
+from retrieve_spec.sources import answer_file
 from retrieve_spec.sources.rollouts import RolloutMemory
 
 
@@ -194,8 +194,8 @@ def test_every_altered_byte_is_noticed(tmp_path: Path) -> None:
 def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
     """Also behind a right checksum."""
     path = tmp_path / "rollouts.bin"
-    whole = rollout_file.packed({b"k" * 16: (ids(3, 4),)})
-    head = rollout_file._HEAD
+    whole = answer_file.packed({b"k" * 16: [ids(3, 4).tobytes()]})
+    head = answer_file._HEAD
     import zlib
 
     for body in (whole[head.size :] + b"\0\0\0\0", whole[head.size : -4], whole[head.size : -4] + b"\xff" * 4):
