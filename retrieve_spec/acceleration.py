@@ -60,9 +60,10 @@ def accelerate(
     Sampled output depends on the seed alone, not on drafts, and has the same distribution; it is another draw than
     plain `generate` makes with that seed.
 
-    `model.generate` takes six more keyword arguments: `draft` ("auto", "off" or a preset), `nodes` (the budget per
+    `model.generate` takes seven more keyword arguments: `draft` ("auto", "off" or a preset), `nodes` (the budget per
     pass), `prediction` (text or token ids the output is expected to follow), `seed` (of sampling; by default it is
-    drawn from torch's generator), `siblings` ("share": samples of one prompt draft from what the others write, or
+    drawn from torch's generator), `scope` (whose text this is: sessions draft from answers of the same scope alone),
+    `siblings` ("share": samples of one prompt draft from what the others write, or
     "off") and `return_logprobs` (with `return_dict_in_generate=True` the output has the fields `logprobs` and
     `raw_logprobs`, see `retrieve_spec.generation.logprobs.DecoderOnlyOutput`). What cannot be sped up is left to the
     original `generate`; `model.speculation.last` says what happened and why.
@@ -90,11 +91,11 @@ def accelerate(
     UnsupportedModelError
         The object cannot generate, or its adapter changes the prompt.
     TokenizerMismatchError
-        The tokenizer has tokens the model does not know, or a store was built with another one.
+        The tokenizer has tokens the model does not know, or a store or session was made with another one.
     ModelMismatchError
         A store's dense index was built with another model (`dense="off"` drafts from the rest of the store).
     StoreError
-        A folder holds no store, or a damaged or unfinished one.
+        A folder holds no store, or a damaged or unfinished one; the session's file is damaged or something else.
     ConfigError
         An option is unknown or out of range; also for an unknown preset or one that misses a source.
     """
@@ -121,8 +122,9 @@ def accelerate(
     read_ahead(stores)
     check_stores = functools.partial(_check_stores, model, config)
     check_stores(stores)
+    known = embedded_tokens(model)
     passes = VerifierFactory(model, config, _wanted_layer(drafter, stores, config), _find_mode, finding)
-    speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model))
+    speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model), known)
     speculation.check_stores = check_stores
     speculation.ranks = Ranks.of(model)
     speculation.engine.in_step = speculation.ranks is not None
@@ -132,7 +134,6 @@ def accelerate(
     text_config = model.config.get_text_config(decoder=True)
     speculation.new_cache = functools.partial(DynamicCache, config=text_config)
     speculation.bytes_per_token = _bytes_per_token(text_config, model.dtype)
-    speculation.vocabulary = embedded_tokens(model)
     speculation.prepare_seconds = loading
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
@@ -212,6 +213,7 @@ def restore(model: Any) -> Any:
     wrapper, model = model, base_model(model)
     if isinstance(getattr(model, "speculation", None), Speculation):
         model.speculation.invalidate()
+        model.speculation.drafters.keep(at_once=True)
         original = model.__dict__.pop(BEFORE, None)
         model.__dict__.pop("generate", None)
         if original is not None:

@@ -96,6 +96,12 @@ class Run:
     "--nodes", callback=parse_nodes, default=AUTO, show_default=True, metavar="auto|N", help="Draft nodes per pass."
 )
 @click.option("--store", "stores", multiple=True, metavar="DIR", help="A datastore to draft from; can be repeated.")
+@click.option(
+    "--session",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Keep the answers in this file, and draft from those that are there.",
+)
 @click.option("--provenance", is_flag=True, help="Say where accepted drafts stand in the datastores.")
 @click.option("--compare", is_flag=True, help="Run plain generation too; report speed-up and identity.")
 @click.option(
@@ -111,6 +117,7 @@ def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, co
     """Continue a prompt; the text streams to standard output, figures go to standard error."""
     text = read_prompt(prompt, prompt_file)
     config = SpeculationConfig().with_options(**{name: options[name] for name in ("draft", "nodes", "provenance")})
+    config = config.with_options(session=options["session"] or False)
     _check(config, options["stores"])  # what can fail fails before the model loads
 
     import retrieve_spec as rs
@@ -184,7 +191,7 @@ def _check(config: SpeculationConfig, stores: Sequence[str]) -> None:
 
     datastores = [open_datastore(path) for path in stores]
     if config.draft != OFF:
-        build_drafter(config, datastores=datastores)
+        build_drafter(config.with_options(session=False), datastores=datastores)
 
 
 def _load(model: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -41,7 +41,12 @@ _store = click.option(
     metavar="S",
     help="A datastore to draft from; may be given more than once.",
 )
-
+_session = click.option(
+    "--session",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Keep the model's answers in this file, each for whoever asked, and draft from those that are there.",
+)
 _licences = click.option(
     "--licence",
     "--license",
@@ -71,6 +76,7 @@ def need_extra() -> None:
 @_workspace
 @_licences
 @_store
+@_session
 @click.option("--host", default=_DEFAULTS.host, show_default=True, help="Where to listen.")
 @click.option("--port", default=_DEFAULTS.port, show_default=True, type=WholeRange(0, 65535))
 @click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Accepted API keys, one a line.")
@@ -117,6 +123,7 @@ def serve(
     workspaces: tuple[Path, ...],
     licences: tuple[str, ...],
     stores: tuple[Path | str, ...],
+    session: Path | None,
     host: str,
     port: int,
     key_file: Path | None,
@@ -165,6 +172,7 @@ def serve(
             config,
             workspaces=workspaces,
             stores=stores,
+            session=session,
             key_file=key_file,
             dtype=dtype,
             device=device,
@@ -178,6 +186,7 @@ def serve(
 @_workspace
 @_licences
 @_store
+@_session
 @click.option(
     "--connect",
     metavar="URL",
@@ -192,6 +201,7 @@ def lsp(
     workspaces: tuple[Path, ...],
     licences: tuple[str, ...],
     stores: tuple[Path | str, ...],
+    session: Path | None,
     connect: str | None,
     key_file: Path | None,
     dtype: str,
@@ -211,12 +221,13 @@ def lsp(
     if connect is not None:
         options = {"--model": [model], "--licence": licences, "--store": stores, "--dtype": [dtype]}
         options |= {"--device": [device], "--api-key-file": [key_file] if key_file is not None else []}
+        options |= {"--session": [session.absolute()] if session is not None else []}
         arguments = [str(part) for name, values in options.items() for value in values for part in (name, value)]
         connect_stdio(Remote(connect, client_key(key_file)), arguments, workspaces)
         return
     with loading_bars():
         config = replace(_DEFAULTS, workspace_licences=licences)
-        serve_stdio(model, config, workspaces=workspaces, stores=stores, dtype=dtype, device=device)
+        serve_stdio(model, config, workspaces=workspaces, stores=stores, session=session, dtype=dtype, device=device)
 
 
 @click.command(short_help="Delete what is kept about workspaces.")

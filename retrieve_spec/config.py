@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -47,9 +48,10 @@ class SpeculationConfig:
     prefill_chunk
         Prompt tokens read per pass, so that a stream can be closed in between (0: the whole prompt at once).
     session
-        Keep the text of earlier generations of this model object and draft from it.
+        Keep the text of earlier generations of this model object and draft from it; with a path, also keep it in that
+        file, for later processes.
     session_tokens
-        Bound of the session's memory, in tokens.
+        Bound of the session's memory, in tokens; each scope has one.
     provenance
         Record where every accepted drafted run stands in the stores.
     dense
@@ -71,7 +73,7 @@ class SpeculationConfig:
     min_path_probability: float = 0.0005
     prompt_logits: int = 32
     prefill_chunk: int = 0
-    session: bool = False
+    session: bool | str | os.PathLike[str] = False
     session_tokens: int = 1_000_000
     provenance: bool = False
     dense: Literal["auto", "off"] = AUTO
@@ -88,6 +90,8 @@ class SpeculationConfig:
                 raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")
         if (kind := self.recorded_pass) not in (AUTO, "always", "off"):
             raise ConfigError("recorded_pass 'auto', 'always' or 'off'", repr(kind), "Leave it at 'auto'.")
+        if not isinstance(self.session, bool | str | os.PathLike):
+            raise ConfigError("session True, False or a path", repr(self.session), "Name a file, or leave it out.")
         for name in ("dense", "phrases"):
             if getattr(self, name) not in (AUTO, "off"):
                 raise ConfigError(f"{name} 'auto' or 'off'", repr(getattr(self, name)), "Leave it at 'auto'.")

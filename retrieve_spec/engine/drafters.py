@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from retrieve_spec.drafting.calibration import Calibration, calibration_for, kep
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
+from retrieve_spec.engine.sessions import Sessions
 from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources.automaton import SuffixAutomaton
@@ -38,6 +40,8 @@ class Drafters:
         Name under which what was learned about the model is kept beside a store.
     tokenizer
         The model's, if it is known: `auto` tells words from marks by it.
+    vocabulary
+        Tokens that the model knows.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Drafters:
         given: Drafter | None,
         model_key: str,
         tokenizer: Any = None,
+        vocabulary: int = 1 << 31,
     ) -> None:
         if not isinstance(config.rollouts, RolloutMemory | None):
             got = type(config.rollouts).__name__
@@ -56,11 +61,15 @@ class Drafters:
         self._config, self._model_key, self._tokenizer = config, model_key, tokenizer
         self._made: dict[str, list[Drafter]] = {}
         self._lent: set[int] = set()
-        # What drafters have themselves that draft from siblings meanwhile.
-        self._own: dict[int, tuple[SessionMemory | None, Calibration]] = {}
+        # What drafters have themselves that draft from siblings, or for a scope, meanwhile.
+        self._own: dict[int, tuple[SessionMemory | None, Any]] = {}
+        self._scopes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self.sessions = Sessions(config, tokenizer, vocabulary)
         self.rollouts: RolloutMemory | None = config.rollouts
         self._rollouts_calibration: Calibration | None = None
         self._lock = threading.RLock()
+        self._learned: list[Calibration] = []  # of the session's file
+        weakref.finalize(self, _keep, self.sessions, self._learned)
 
     def of(self, draft: str | None = None) -> Drafter | None:
         """Drafter that the next sequence gets: the one given, a preset's, or None when drafting is off.
@@ -86,12 +95,12 @@ class Drafters:
             return made[-1]
 
     def lend(
-        self, draft: str | None = None, call: str | None = None, siblings: Siblings | None = None
+        self, draft: str | None = None, call: str | None = None, siblings: Siblings | None = None, scope: str = ""
     ) -> Drafter | str:
         """The same, kept from others until it is given back; or why the sequence goes without.
 
-        Sequences of one ``call`` are one asker: what they alone have in common is no phrase (`sources/phrases.py`).
-        It drafts from what ``siblings`` write, if it can.
+        It drafts from what was said to its ``scope``, and from what ``siblings`` write, if it can. Sequences of one
+        scope or one ``call`` are one asker: what they alone have in common is no phrase (`sources/phrases.py`).
         """
         with self._lock:
             drafter = self.of(draft)
@@ -99,16 +108,30 @@ class Drafters:
                 return "drafting is off"
             if id(drafter) in self._lent:
                 return "the given drafter is at work for another sequence"
-            if call is not None and isinstance(drafter, MixtureDrafter):
-                drafter.asker = drafter.asker or call
+            if isinstance(drafter, MixtureDrafter):
+                drafter.asker = drafter.asker or scope or call
             try:
                 self._lent.add(id(drafter))
+                self._enter(drafter, scope)
                 if siblings is not None and isinstance(drafter, MixtureDrafter):
                     self._share(drafter, siblings)
             except BaseException:
                 self.give_back(drafter)
                 raise
             return drafter
+
+    def _enter(self, drafter: Drafter, scope: str) -> None:
+        """Let a drafter see the text of one scope only: its session, and no logits of another's text."""
+        if getattr(drafter, "recycling", None) is not None:
+            if self._scopes.get(drafter, "") != scope:
+                _forget_logits(drafter)
+            self._scopes[drafter] = scope
+        if scope and drafter is not self.given and hasattr(drafter, "session"):
+            self._own[id(drafter)] = drafter.session, getattr(drafter, "calibration", None)
+            drafter.session = self._session(drafter, scope)
+
+    def _session(self, drafter: Drafter, scope: str) -> SessionMemory | None:
+        return self.sessions.of(scope, exact=not isinstance(drafter, MixtureDrafter))
 
     def _share(self, drafter: MixtureDrafter, siblings: Siblings) -> None:
         """Let a drafter draft from what siblings write until it is given back."""
@@ -117,7 +140,7 @@ class Drafters:
             calibration = self._calibration_of_rollouts(calibration)
         if drafter.session is None and drafter.recycling is not None:
             drafter.recycling.reset()  # as it does itself without a session
-        self._own[id(drafter)] = drafter.session, drafter.calibration
+        self._own.setdefault(id(drafter), (drafter.session, drafter.calibration))
         drafter.session, drafter.calibration = siblings, calibration
 
     def _calibration_of_rollouts(self, other: Calibration) -> Calibration:
@@ -131,12 +154,14 @@ class Drafters:
     def give_back(self, drafter: Drafter, spoiled: bool = False) -> None:
         """Take a drafter back; one that was interrupted amid its work is not used again."""
         with self._lock:
-            if id(drafter) in self._own and isinstance(drafter, MixtureDrafter):
-                lent = drafter.calibration
-                drafter.session, drafter.calibration = self._own[id(drafter)]
+            if id(drafter) in self._own:
+                session, own = self._own[id(drafter)]
+                drafter.session = session  # type: ignore[attr-defined]
+                if isinstance(drafter, MixtureDrafter):
+                    lent, drafter.calibration = drafter.calibration, own
+                    if lent is not own:  # which has counted no request, but has the phrases
+                        own.keep()
                 del self._own[id(drafter)]  # behind it: done twice it is the same
-                if lent is not drafter.calibration:  # which has counted no request, but has the phrases
-                    drafter.calibration.keep()
             self._lent.discard(id(drafter))
             for made in self._made.values():
                 if any(drafter is one for one in made) and (spoiled or len(made) > KEPT):
@@ -152,18 +177,46 @@ class Drafters:
         """Drop all drafters that were made here, with what they learned; phrases also where they are kept."""
         with self._lock:
             known = [getattr(drafter, "calibration", None) for made in self._made.values() for drafter in made]
-            for calibration in [*known, calibration_for(self.datastores, self._model_key)]:
+            for calibration in [*known, self._kept_calibration()]:
                 if isinstance(calibration, Calibration):
                     calibration.forget()
             self._made.clear()
+            self._learned.clear()
             self._rollouts_calibration = None
+            self.sessions.forget()
             if self.rollouts is not None:
                 self.rollouts.forget()
 
+    def forget_scope(self, scope: str) -> None:
+        """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""
+        with self._lock:
+            for drafter, last in list(self._scopes.items()):
+                if last == scope:
+                    _forget_logits(drafter)
+            self.sessions.forget(scope)
+            calibration = getattr(self.of(), "calibration", None)
+            if isinstance(calibration, Calibration):
+                calibration.forget()
+
+    def keep(self, at_once: bool = False) -> None:
+        """Write files of answers if that is due; with `at_once` the session's file and its calibration in any case."""
+        if self.rollouts is not None:
+            self.rollouts.keep()
+        _keep(self.sessions, self._learned if at_once else (), at_once)
+
     def _first(self, name: str) -> Drafter:
-        calibration = calibration_for(self.datastores, self._model_key)
+        calibration = self._kept_calibration()
+        if self.sessions.file is not None:
+            self._learned.append(calibration)
         calibration.classes = token_classes(self._tokenizer if name == AUTO else None)
-        return self._build(name, None, calibration)
+        return self._build(name, self.sessions.of(exact=name != AUTO), calibration)
+
+    def _kept_calibration(self) -> Calibration:
+        """What is known of the model, kept beside the first writable store or else beside the session's file."""
+        calibration = calibration_for(self.datastores, self._model_key)
+        if calibration.path is None and self.sessions.file is not None:
+            return kept_calibration(self.sessions.file.beside(self._model_key))
+        return calibration
 
     def _like(self, name: str, old: Drafter) -> Drafter:
         return self._build(name, *self._own_of(old))
@@ -172,14 +225,30 @@ class Drafters:
         """Session and calibration that a drafter has when it is not lent."""
         return self._own.get(id(drafter)) or (getattr(drafter, "session", None), getattr(drafter, "calibration", None))
 
-    def siblings(self, draft: str | None = None, earlier: Sequence[SuffixAutomaton] = ()) -> Siblings:
+    def siblings(self, draft: str | None = None, earlier: Sequence[SuffixAutomaton] = (), scope: str = "") -> Siblings:
         """A memory for samples of one prompt, around the session that their drafters have and `earlier` answers."""
         with self._lock:
             drafter = self.of(draft)
             session = None if drafter is None else self._own_of(drafter)[0]
+            if scope and drafter is not None and drafter is not self.given:
+                session = self._session(drafter, scope)
             session = session if isinstance(session, SessionMemory) else None
             return Siblings(session, self._config.session_tokens, earlier)
 
     def _build(self, name: str, session: Any, calibration: Any) -> Drafter:
         config = self._config.with_options(draft=name)
         return build_drafter(config, datastores=self.datastores, session=session, calibration=calibration)
+
+
+def _forget_logits(drafter: Any) -> None:
+    if (recycling := getattr(drafter, "recycling", None)) is not None:
+        recycling.reset()
+
+
+def _keep(sessions: Sessions, learned: Sequence[Calibration], at_once: bool = True) -> None:
+    """Write what is new since the last time, also when the process ends."""
+    if sessions.file is None:
+        return
+    sessions.file.keep(at_once)
+    for calibration in learned:
+        calibration.keep(at_once=True)

@@ -40,11 +40,12 @@ class Family:
 
 
 def families(
-    rows: Sequence[Row], drafters: Drafters, draft: str | None, cache_name: str, vocabulary: int
+    rows: Sequence[Row], drafters: Drafters, draft: str | None, cache_name: str, vocabulary: int, scope: str = ""
 ) -> list[Family | None]:
     """By row, what those with its prompt share; None for a row that has nothing but its own text.
 
-    `vocabulary`: tokens that the model knows. A prompt of more than tokens has no answers in a memory of rollouts.
+    `vocabulary`: tokens that the model knows; `scope`: whose rows these are. A prompt of more than tokens has no
+    answers in a memory of rollouts.
     """
     prompts = [_shown(row) for row in rows]
     keys = [prompt.tobytes() for prompt in prompts]
@@ -55,7 +56,7 @@ def families(
         rollouts = drafters.rollouts if whole else None
         if key not in made and (counts[key] > 1 or rollouts is not None):
             earlier = [] if rollouts is None else rollouts.automata(prompt, vocabulary)
-            made[key] = Family(drafters.siblings(draft, earlier), counts[key] > 1, prompt, rollouts)
+            made[key] = Family(drafters.siblings(draft, earlier, scope), counts[key] > 1, prompt, rollouts)
     return [made.get(key) for key in keys]
 
 

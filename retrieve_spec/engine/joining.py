@@ -36,6 +36,7 @@ def sequences_of(
     seed: int | None = None,
     on_pass: Callable[[VerifiedPass], None] | None = None,
     siblings: str | None = None,
+    scope: str | None = None,
     return_logprobs: bool = False,
     together: SharedPrompts | None = None,
     on_loan: Callable[[Drafter], None] | None = None,
@@ -50,6 +51,8 @@ def sequences_of(
     context_ids = prepared.context_ids if context_ids is None else context_ids
     if siblings not in (None, "share", "off"):
         raise ConfigError("siblings to be 'share' or 'off'", repr(siblings), "Leave it at 'share'.")
+    if not isinstance(scope, str | None):
+        raise ConfigError("scope to be a string", repr(scope), "Name whoever the text belongs to.")
     like = speculation.drafter(draft)  # an unknown preset is an error now
     cache_name, ranks = speculation.interface.cache_name, speculation.ranks
     rows = rows_of(prepared, cache_name, speculation.new_cache)
@@ -66,10 +69,10 @@ def sequences_of(
     may_wait &= most is None and ranks is None and on_pass is None and on_loan is None
     shared: list[Family | None] = [None] * len(rows)
     if siblings != "off" and most != 0 and draft != OFF:
-        shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary)
+        shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary, scope or "")
     made = []
     for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
-        lend, give_back = loan(speculation, OFF if most == 0 else draft, call, family, on_loan)
+        lend, give_back = loan(speculation, OFF if most == 0 else draft, call, family, on_loan, scope or "")
         stopper = Stopper(criteria)
         sampler = make_sampler(
             row.processors,
@@ -109,13 +112,14 @@ def loan(
     call: str | None,
     family: Family | None,
     on_loan: Callable[[Drafter], None] | None = None,
+    scope: str = "",
 ) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
     """What lends a sequence its drafter, and what takes it back when it has ended."""
     lent: list[Drafter] = []
     drafters, stores, ranks = speculation.drafters, speculation.datastores, speculation.ranks
 
     def lend() -> Drafter | str:
-        drafter = drafters.lend(draft, call, None if family is None else family.siblings)
+        drafter = drafters.lend(draft, call, None if family is None else family.siblings, scope)
         if isinstance(drafter, str):
             return drafter
         lent.append(drafter)

@@ -75,6 +75,7 @@ class Speculation:
         datastores: Many[Any] = (),
         drafter: Drafter | None = None,
         model_key: str = "model",
+        vocabulary: int = 1 << 31,
     ) -> None:
         self.config = config
         self.mode: str = finding.mode
@@ -84,13 +85,13 @@ class Speculation:
         self.model_key = model_key
         self.prepare_seconds = 0.0
         self.bytes_per_token = 0
-        self.vocabulary = 1 << 31
+        self.vocabulary = vocabulary
         self.new_cache: Callable[[], Any] = DynamicCache
         self.check_stores: Callable[[Many[Any]], None] = lambda stores: None
         self.ranks: Ranks | None = None
         self._passes = passes
         self._make_verifier: Callable[[], Verifier] = passes
-        self.drafters = Drafters(config, datastores, drafter, model_key, tokenizer)
+        self.drafters = Drafters(config, datastores, drafter, model_key, tokenizer, vocabulary)
         self.engine = Engine(Costs())
         self.company = Company(self.engine)
         self._said: set[str] = set()
@@ -193,10 +194,13 @@ class Speculation:
         with self.engine.alone():
             return load_session(self.session(), store)
 
-    def forget(self) -> None:
-        """Drop what was learned from earlier generations (texts, calibration); measured costs stay."""
+    def forget(self, scope: str | None = None) -> None:
+        """Drop what was learned from earlier generations (texts, calibration), in files, too; measured costs stay.
+
+        Of one `scope`: its texts, and all phrases, since whose they are is not kept.
+        """
         with self.engine.alone():
-            self.drafters.forget()
+            self.drafters.forget() if scope is None else self.drafters.forget_scope(scope)
 
     def delegated(self, reason: str) -> GenerationReport:
         """Report a call that the original `generate` decodes; the first time for each reason, say so in the log."""
@@ -219,8 +223,7 @@ class Speculation:
 
     def ended(self, *sequences: Sequence) -> None:
         """Let `last` be the report of a generation of these sequences; what they wrote may be due to be saved."""
-        if self.drafters.rollouts is not None:
-            self.drafters.rollouts.keep()
+        self.drafters.keep()
         if len(sequences) == 1:
             self.last = sequences[0].log.summary()
             return

@@ -28,7 +28,7 @@ from retrieve_spec.verify.steps import sample_tokens
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-_OWN_OPTIONS = ("draft", "nodes", "prediction", "seed", "siblings", "return_logprobs")
+_OWN_OPTIONS = ("draft", "nodes", "prediction", "seed", "siblings", "scope", "return_logprobs")
 
 
 @functools.wraps(GenerationMixin.generate)

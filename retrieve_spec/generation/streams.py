@@ -39,6 +39,7 @@ def generate_stream(
     draft: str | None = None,
     nodes: int | str | None = None,
     seed: int | None = None,
+    scope: str | None = None,
     return_logprobs: bool = False,
     skip_special_tokens: bool = True,
     **kwargs: Any,
@@ -59,7 +60,7 @@ def generate_stream(
         To encode text and to decode the output; by default the one given to `accelerate`.
     past_key_values
         A cache to continue from; it ends as plain `generate` would leave it.
-    prediction, draft, nodes, seed
+    prediction, draft, nodes, seed, scope
         As for `model.generate`, see `accelerate`.
     context_ids
         (n,) what the drafter reads in place of the prompt: other texts, the most relevant last, and at the end what
@@ -99,6 +100,7 @@ def generate_stream(
         "draft": draft,
         "nodes": nodes,
         "seed": seed,
+        "scope": scope,
         "context_ids": None if context_ids is None else known_ids(context_ids, "context_ids", model),
         "on_pass": on_pass,
         "return_logprobs": return_logprobs,
@@ -121,6 +123,7 @@ def open_sequence(
     on_loan: Callable[[Drafter], None] | None = None,
     draft: str | None = None,
     seed: int | None = None,
+    scope: str | None = None,
     **kwargs: Any,
 ) -> Sequence | None:
     """The sequence of a row (1, L) for whoever takes it from pass to pass: `speculation.engine` joins and advances it.
@@ -139,6 +142,7 @@ def open_sequence(
         [prediction_ids(prediction, tokenizer, model)],
         draft=draft,
         seed=seed,
+        scope=scope,
         context_ids=read,
         on_pass=on_pass,
         on_loan=on_loan,

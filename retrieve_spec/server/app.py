@@ -66,7 +66,7 @@ def create_app(
         yield
         if service.workspace is not None:
             service.workspace.close()
-        service.engine.close()
+        service.close()
 
     routes = [
         route("/infill", h.infill, "POST"),

@@ -128,4 +128,4 @@ class LocalCompleter:
         """End the engine and the index."""
         if self.workspace is not None:
             self.workspace.close()
-        self.service.engine.close()
+        self.service.close()

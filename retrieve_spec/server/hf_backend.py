@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.shared_prompt import CopiesRows
@@ -135,7 +133,6 @@ class HuggingFaceBackend:
         self.token_bytes = int(model.speculation.bytes_per_token)
         self._infill: Any = None
         self._grammars: Grammars | None = None
-        self._scopes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         config = model.config.get_text_config()
         self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
         if ctx_size:
@@ -214,6 +211,7 @@ class HuggingFaceBackend:
             "tokenizer": self.tokenizer,
             "past_key_values": cache,
             "max_new_tokens": max_tokens,
+            "scope": hints.scope,
             **sampling.generate_kwargs(self._infill, guide),
         }
         if end_ids:
@@ -247,26 +245,10 @@ class HuggingFaceBackend:
                 text.step()
 
     def _draft_for(self, hints: DraftHints, drafter: Any) -> None:
-        """Let a drafter see the text of one scope only: its session, and no logits of another's text."""
+        """Let a drafter draft from all that the editors of its scope have shown."""
         if hasattr(drafter, "session"):
             drafter.session = hints.session
-        if hasattr(drafter, "asker"):
-            drafter.asker = hints.scope or None
-        if self._scopes.get(drafter, hints.scope) != hints.scope:
-            self._forget_logits(drafter)
-        self._scopes[drafter] = hints.scope
 
     def forget(self, scope: str) -> None:
         """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""
-        for drafter, last in list(self._scopes.items()):
-            if last == scope:
-                self._forget_logits(drafter)
-        calibration = getattr(self.model.speculation.drafter(), "calibration", None)
-        if isinstance(calibration, Calibration):
-            calibration.forget()
-
-    @staticmethod
-    def _forget_logits(drafter: Any) -> None:
-        recycling = getattr(drafter, "recycling", None)
-        if recycling is not None:
-            recycling.reset()
+        self.model.speculation.drafters.forget_scope(scope)

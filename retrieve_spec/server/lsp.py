@@ -273,6 +273,7 @@ def serve_stdio(
     *,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
+    session: Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
@@ -281,7 +282,9 @@ def serve_stdio(
     def make(roots: Sequence[Path]) -> Completer:
         from retrieve_spec.server.run import build_service
 
-        served = build_service(model_name, config, workspaces=roots, stores=stores, dtype=dtype, device=device)
+        served = build_service(
+            model_name, config, workspaces=roots, stores=stores, session=session, dtype=dtype, device=device
+        )
         return LocalCompleter(served.service)
 
     create_server(make, workspaces).start_io()

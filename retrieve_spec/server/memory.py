@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +90,8 @@ class Memory:
         Tokens of accepted completions that the drafter reads with every request.
     session_tokens
         Bound of the drafter's own memory of chunks, buffers and completions.
+    open_session
+        Gives that memory, where the model's answers in it are kept for later; None keeps it here.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Memory:
         max_chars: int = 2_000_000,
         accepted_tokens: int = 512,
         session_tokens: int = 1_000_000,
+        open_session: Callable[[], SessionMemory | None] | None = None,
     ) -> None:
         self.codec = codec
         self.workspace = workspace
@@ -110,6 +113,7 @@ class Memory:
         self.accepted = RecentTexts(max_chars // 4)
         self._answers: OrderedDict[str, str] = OrderedDict()
         self._session = SessionMemory(session_tokens)
+        self._opened = open_session
         self._unread: deque[str] = deque()
         self._encoded: list[NDArray[np.int32]] = []
         self._read: set[int] = set()
@@ -172,7 +176,7 @@ class Memory:
                 "buffers": len(self.buffers),
                 "accepted": len(self.accepted),
                 "answers": len(self._answers),
-                "session_tokens": len(self._session),
+                "session_tokens": len(self._drafted()),
             }
 
     def encode_new(self) -> None:
@@ -230,13 +234,18 @@ class Memory:
             self._read.add(key)
             self._unread.append(text)
 
+    def _drafted(self) -> SessionMemory:
+        """The drafter's memory, wherever it is kept."""
+        opened = None if self._opened is None else self._opened()
+        return self._session if opened is None else opened
+
     def _session_now(self) -> SessionMemory:
         """The drafter's memory with everything read so far; for the engine's thread only."""
         with self._lock:
             encoded, self._encoded = self._encoded, []
-            session = self._session
+            session = self._drafted()
         for ids in encoded:
-            session.remember(ids)
+            session.read(ids)
         return session
 
     def _accepted(self) -> list[list[int]]:

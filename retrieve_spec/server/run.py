@@ -56,6 +56,7 @@ def build_service(
     shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
+    session: Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
     progress: Progress | None = None,
@@ -72,6 +73,8 @@ def build_service(
         Folders to draft from.
     stores
         Datastores to draft from.
+    session
+        File in which the model's answers are kept, each for whoever asked; None keeps none.
     dtype, device
         As in `retrieve_spec.reference_model.load_model`.
     shared
@@ -86,7 +89,9 @@ def build_service(
     model, tokenizer = load_model(model_name, dtype=dtype, device=device)
     name = display_name(model_name)
     tell("making the model's passes ready; the first start on a machine compiles the kernels")
-    return assemble(model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores)
+    return assemble(
+        model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores, session=session
+    )
 
 
 def assemble(
@@ -98,6 +103,7 @@ def assemble(
     shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
+    session: Path | None = None,
 ) -> Served:
     """Put everything around a loaded model; parameters as in `build_service`."""
     from retrieve_spec.acceleration import accelerate
@@ -108,7 +114,8 @@ def assemble(
     from retrieve_spec.server.hf_backend import HuggingFaceBackend
 
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
-    accelerate(model, tokenizer, datastores=given)
+    accelerate(model, tokenizer, datastores=given, session=session or False)
+    drafters = model.speculation.drafters
     prepare_sampling()  # else the first request with a temperature waits for its kernels
     backend = HuggingFaceBackend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
@@ -120,7 +127,9 @@ def assemble(
         if metrics is not None:
             metrics.completion(task, done)
 
-    service = Service(backend, tokenizer, name, config, workspace, on_done, shared=shared)
+    service = Service(
+        backend, tokenizer, name, config, workspace, on_done, shared=shared, drafters=drafters if session else None
+    )
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     backend.set_infill(make_infill_processor(service.codec, service.end_ids, end_of_text))
     backend.set_grammars(service.grammars)
@@ -202,6 +211,7 @@ def serve(
     *,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
+    session: Path | None = None,
     key_file: Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
@@ -237,6 +247,7 @@ def serve(
             shared=bool(keys),
             workspaces=workspaces,
             stores=stores,
+            session=session,
             dtype=dtype,
             device=device,
             progress=progress,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.server.accounts import Account, Accounts
 from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.engine import Engine
@@ -99,6 +101,8 @@ class Service:
         Called with every finished task.
     shared
         Several users with keys of their own share the server: none may fill the queue, or forget for the others.
+    drafters
+        The model's, where the answers of their sessions are kept in a file.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Service:
         on_done: Callable[[Task, Completion], None] | None = None,
         *,
         shared: bool = False,
+        drafters: Drafters | None = None,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
         self.workspace = workspace
@@ -130,18 +135,30 @@ class Service:
             on_done=on_done,
         )
         self.grammars = Grammars(tokenizer, self.end_ids)
-        self._shared = shared
+        self._shared, self._drafters = shared, drafters
         self._accounts = Accounts(self._open_account)
         self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
 
     def _open_account(self, scope: str) -> Account:
         config, codec = self.config, self.codec.apart()
         window, share = config.fim_window or _FIM_WINDOW, config.prefix_share
+        sessions = None if self._drafters is None else self._drafters.sessions
         memory = Memory(
-            codec, self.workspace, scope=scope, max_chars=config.memory_chars, accepted_tokens=config.accepted_tokens
+            codec,
+            self.workspace,
+            scope=scope,
+            max_chars=config.memory_chars,
+            accepted_tokens=config.accepted_tokens,
+            open_session=None if sessions is None else partial(sessions.of, scope),
         )
         assembler = FimAssembler(codec, self.fim, self.backend.n_ctx, window, share) if self.fim else None
         return Account(scope, codec, assembler, memory)
+
+    def close(self) -> None:
+        """End the engine; what it answered is kept for later, where it is to be."""
+        self.engine.close()
+        if self._drafters is not None:
+            self._drafters.keep(at_once=True)
 
     def account(self, scope: str) -> Account:
         """What is kept of one user."""

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.errors import ConfigError, StoreLockedError, in_a_line
+from retrieve_spec.errors import ConfigError, RetrieveSpecError, StoreLockedError, in_a_line
 from retrieve_spec.sources.answer_file import Kind, packed, unpacked
 from retrieve_spec.sources.session import loop_start
 from retrieve_spec.sources.token_ids import token_ids_of
@@ -131,7 +131,7 @@ class KeptAnswers:
             return  # busy: the garbage collector ended a generation in the middle of a save
         try:
             self.save()
-        except OSError as error:  # a full disk must not end a training run
+        except (OSError, RetrieveSpecError) as error:  # a full disk must not end a training run
             logger.warning("%s are not saved: %s", self._kind.name, in_a_line(error))
             self._drop_gone()
 

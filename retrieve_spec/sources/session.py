@@ -84,7 +84,11 @@ class SessionMemory:
             return sum(len(a) for a in self.automata)
 
     def remember(self, token_ids: NDArray[np.int32]) -> None:
-        """Add one generated text, (n,) int32.
+        """Add one generated text, (n,) int32."""
+        self.read(token_ids)
+
+    def read(self, token_ids: NDArray[np.int32]) -> None:
+        """Add a text (n,) int32, whoever wrote it.
 
         It waits while kernels read, even where the garbage collector ends a request in the middle of another's step.
         """

@@ -1,0 +1,75 @@
+"""With the bundled model: answers that a server keeps in a file are drafted by the next one for the same key alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import Live
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.server.run import assemble
+from retrieve_spec.sources.session_file import SessionFile
+
+ALICE, BOB = b"alice", b"bob"
+CHAT = {"messages": [{"role": "user", "content": "def area(width, height):\n"}], "max_tokens": 40, "temperature": 0}
+CHUNK = {"text": "def unheard_of_helper():\n    return 42\n", "filename": "h.py"}
+
+
+@pytest.fixture
+def serve(reference: Any, tmp_path: Path) -> Any:
+    """Start a server on the file, end it as a process does that is told to."""
+    from retrieve_spec.reference_model import load_model
+
+    model, tokenizer = load_model("reference")
+    started: list[Live] = []
+
+    def start() -> Live:
+        own = assemble(model, tokenizer, "reference", ServeConfig(), shared=True, session=tmp_path / "day.bin")
+        started.append(Live(own.service.backend, tokenizer, service=own.service, keys=(ALICE, BOB)))
+        return started[-1]
+
+    yield start
+    started[-1].stop()
+
+
+def ask(server: Live, key: bytes, method: str, path: str, body: Any = None) -> Any:
+    headers = {b"authorization": b"Bearer " + key}
+    answer = httpx.request(method, server.url + path, json=body, headers=headers, timeout=120, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def kept(server: Live, key: bytes) -> int:
+    tokens: int = ask(server, key, "GET", "/v1/workspace")["session_tokens"]
+    return tokens
+
+
+def test_answers_are_kept_by_key_and_forgotten_on_demand(serve: Any, tmp_path: Path) -> None:
+    server = serve()
+    said = ask(server, ALICE, "POST", "/v1/chat/completions", CHAT)["choices"][0]["message"]["content"]
+    infill = {"input_prefix": "x = 1\n", "input_suffix": "", "prompt": "", "n_predict": 4, "input_extra": [CHUNK]}
+    ask(server, ALICE, "POST", "/infill", infill)
+    shown = kept(server, ALICE)
+    assert kept(server, BOB) == 0
+    server.stop()
+    server = serve()
+    assert 20 <= kept(server, ALICE) < shown, "answers are kept, what editors have shown is not"
+    assert kept(server, BOB) == 0
+    again = ask(server, ALICE, "POST", "/v1/chat/completions", CHAT)["choices"][0]["message"]["content"]
+    assert again == said
+    ask(server, ALICE, "DELETE", "/v1/workspace")
+    assert kept(server, ALICE) == 0
+    assert len(SessionFile(tmp_path / "day.bin", _tokenizer(server), 1000)) == 0
+    ask(server, ALICE, "POST", "/v1/chat/completions", CHAT)
+    server.stop()
+    server = serve()
+    assert kept(server, ALICE) >= 20, "what is said afterwards is kept again"
+
+
+def _tokenizer(server: Live) -> str:
+    from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
+
+    return tokenizer_fingerprint(server.service.tokenizer)
