@@ -5,8 +5,8 @@
     python scripts/bench_second_day.py TRACE.jsonl --tokenizer TOKENIZER.json [--nodes 60] [--scopes 8]
 
 Halves share no group. Prints one JSON object: tokens per pass of the second half with nothing kept, with a session that
-begins empty, and with the first half's file; then the size of the file and the seconds of processor time that opening it
-takes. With --scopes, rows are dealt out to so many users, whose answers are kept apart.
+begins empty, and with the first half's file; how large that is, and the processor time that opening it takes. With
+--scopes, rows are dealt out to so many users, whose answers are kept apart.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def sources_replay(args: argparse.Namespace) -> None:
     words = ["bench", "replay", str(trace), "--tokenizer", tokenizer, "--session", "--store", str(store), *few(args)]
     commands = {}
     for nodes in (16, 60):
-        for left_out in ("", "context", "session", "ngram", "exact", "ngram exact"):
+        for left_out in ("", "context", "session", "phrases", "alignment", "ngram", "exact", "ngram exact"):
             without = [word for name in left_out.split() for word in ("--without", name)]
             commands[f"{nodes} {left_out}".strip()] = [*words, "--nodes", str(nodes), *without]
     replays(args, "sources-replay", {"store": OTHER_ANSWERS}, commands)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peers import GIVEN, KEPT, PEERS, ArcticSuffix, ours
+from peers import GIVEN, KEPT, PEERS, PHRASES, ArcticSuffix, ours
 from sources import ARCTIC, LLAMA, VLLM, Skipped
 from table import table
 from tokenizers import Tokenizer
@@ -69,8 +69,9 @@ def drafters(only: list[str], workload: Workload, store: Any) -> dict[str, Facto
         found[f"ours: auto, {few} nodes"] = found["ours: auto"]
     for price in PRICES:
         found[f"ours: auto{price}"] = found["ours: auto"]
+    found[f"ours: auto{PHRASES}"] = lambda: ours("auto", phrases=True)
     for preset in ("suffix", "auto"):
-        found[f"ours: {preset}{KEPT}"] = lambda preset=preset: ours(preset, session=True)
+        found[f"ours: {preset}{KEPT}"] = lambda preset=preset: ours(preset, session=True, phrases=True)
     found[f"suffix-decoding tree, wide{GIVEN}"] = lambda: ArcticSuffix(
         tree=True, keep=False, factor=4.0, least=0.0, answers=workload.answers
     )

@@ -17,7 +17,7 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 
 Ids = NDArray[np.int32]
-KEPT, GIVEN = ", answers kept", ", other answers given"
+KEPT, GIVEN, PHRASES = ", answers kept", ", other answers given", ", phrases learned"
 """Endings of names: what a drafter knows beside the text so far."""
 LOOKUP_TOKENS = 10  # candidates of every prompt lookup, transformers' default
 SCRIPT = 7  # index in SOURCE_NAMES that is credited
@@ -217,12 +217,17 @@ class ArcticSuffix(Peer):
         return as_tree(np.array(best.token_ids, np.int32), np.array(best.parents, np.int32), best.probs)
 
 
-def ours(preset: str, session: bool = False, datastores: Sequence[Any] = ()) -> Any:
-    """A preset of this library; only `auto` also drafts without the logits that a replay does not have."""
+def ours(preset: str, session: bool = False, datastores: Sequence[Any] = (), phrases: bool = False) -> Any:
+    """A preset of this library; only `auto` also drafts without the logits that a replay does not have.
+
+    `phrases`: learn from one row to the next what several have in common, as `auto` does unless it is told not to.
+    """
     from retrieve_spec.config import SpeculationConfig
     from retrieve_spec.drafting.presets import build_drafter
 
-    drafter = build_drafter(SpeculationConfig(draft=preset, session=session), datastores=datastores)
+    drafter = build_drafter(
+        SpeculationConfig(draft=preset, session=session, phrases="auto" if phrases else "off"), datastores=datastores
+    )
     if drafter.top_k > 0 and preset != "auto":
         raise Skipped("it learns from the model's logits, which a replay does not have")
     return drafter

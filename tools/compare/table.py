@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from peers import GIVEN, KEPT
+from peers import GIVEN, KEPT, PHRASES
 
 from retrieve_spec.bench.machine import summary
 
@@ -141,4 +141,4 @@ def envelope(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def knowledge(name: str) -> str:
     """What a drafter knows beside the text so far, as the end of its name says."""
-    return next((end for end in (KEPT, GIVEN) if name.endswith(end)), "")
+    return next((end for end in (KEPT, GIVEN, PHRASES) if name.endswith(end)), "")
