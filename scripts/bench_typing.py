@@ -332,6 +332,7 @@ def measure_overhead(package: Path, requests: int = 300) -> dict[str, dict[str, 
 
     class NoModel:
         n_ctx = 2048
+        heals = True
 
     config = ServeConfig()
     workspace = Workspace([package], config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from time import monotonic
 
 from retrieve_spec.server.backend import Backend, DraftHints, Text
@@ -39,7 +40,7 @@ class Alternatives:
         self._over, self._until = over, monotonic() + _SECONDS
         rules = task.rules
         length = _TOKENS if rules.max_tokens < 0 else min(_TOKENS, rules.max_tokens)
-        self._rules = StopRules(length, rules.end_ids, rules.words, rules.min_indent, newline_after_s=-1.0)
+        self._rules = StopRules(length, rules.end_ids, rules.words, rules.min_indent, -1.0, rules.begun)
 
     def of(
         self, branches: Sequence[Branch], slot: Slot, done: Completion, emitted: Sequence[int]
@@ -48,13 +49,15 @@ class Alternatives:
 
         Yields texts that are to take part in the next pass.
         """
-        texts: list[str] = []
+        texts, rules = list[str](), self._rules
         for branch in branches:
             if len(texts) == self._task.alternatives:
                 break
             if branch.at >= len(done.token_ids) and branch.at > 0:
                 continue
             said = [*emitted[: branch.at], *branch.token_ids]
+            if not self._codec.decode(said).startswith(rules.begun):
+                continue  # verification looks at what the text must begin with on its path only
             if branch.token_ids[0] in self._rules.end_ids or "\n" in self._codec.decode(emitted[: branch.at]):
                 continue
             text = yield from self._finished(slot, said)
@@ -89,7 +92,7 @@ class Alternatives:
             prompt,
             max_tokens=self._rules.max_tokens,
             end_ids=self._rules.end_ids,
-            sampling=self._task.sampling,
+            sampling=replace(self._task.sampling, begun=""),  # it has been said
             hints=DraftHints(enabled=self._task.drafting, scope=self._task.scope),
         )
         try:

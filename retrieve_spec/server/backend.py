@@ -98,6 +98,8 @@ class Backend(Protocol):
     """Positions of the model."""
     token_bytes: int
     """Memory that keys and values of a token take."""
+    heals: bool
+    """Whether a text begins with what `Sampling.begun` says."""
 
     def new_cache(self) -> Any:
         """An empty key-value cache."""

@@ -37,6 +37,8 @@ class Decode:
         Tokens of the prompt read per pass.
     publish
         Called with what became visible.
+    clock
+        Seconds, monotonic.
 
     Attributes
     ----------
@@ -54,6 +56,7 @@ class Decode:
         job: Job,
         piece: int,
         publish: Callable[[Job, Delta], None],
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend, self.codec, self.pool, self.publish = backend, codec, pool, publish
         self.job, self.task = job, job.task
@@ -61,8 +64,9 @@ class Decode:
         self.text: Text | None = None
         self._piece = piece
         self._slot: Slot | None = None
-        self._scanner = StopScanner(codec, job.task.rules)
-        self._worked, self._noted_at = 0.0, monotonic()
+        self._scanner = StopScanner(codec, job.task.rules, clock)
+        self._clock = clock
+        self._worked, self._noted_at = 0.0, clock()
         self._steps = self._all_steps()
 
     @property
@@ -88,7 +92,7 @@ class Decode:
 
     def _since(self) -> float:
         """Seconds since the last that were noted."""
-        before, self._noted_at = self._noted_at, monotonic()
+        before, self._noted_at = self._noted_at, self._clock()
         return self._noted_at - before
 
     def close(self) -> None:
@@ -120,6 +124,8 @@ class Decode:
         hints = task.hints() if task.drafting else DraftHints(enabled=False)
         if self.job.forgotten:
             hints = replace(hints, session=None)  # it would keep what is said
+        if hints.enabled and not hints.prediction:
+            hints = replace(hints, prediction=self._said_before(slot))
         text = self.backend.decode(
             slot.cache,
             task.prompt_ids,
@@ -138,6 +144,15 @@ class Decode:
                 self.backend, self.codec, self.pool, task, lambda: self.job.cancel.is_set() or self._expired()
             )
             self.done.alternatives = yield from beside.of(text.branches(), slot, self.done, emitted)
+
+    def _said_before(self, slot: Slot) -> tuple[int, ...]:
+        """What was said behind this prompt before, in part perhaps, if it agrees with what has been typed since.
+
+        Where the model is sure it says the same again: it is verified in one pass instead of decoded again.
+        """
+        tokens = tuple(slot.behind.tolist())
+        text, begun = self.codec.decode(tokens), self.task.rules.begun
+        return tokens if text.startswith(begun) or begun.startswith(text) else ()
 
     def _warm(self, slot: Slot, read: int) -> Generator[None, None, None]:
         """Only read the prompt."""

@@ -55,6 +55,8 @@ class Engine:
         Tokens of prompts read per pass.
     on_done
         Called with every finished task and its completion, in the engine's thread.
+    clock
+        Seconds, monotonic; a simulation gives its own.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         share: int | None = None,
         prefill_chunk: int = 512,
         on_done: Callable[[Task, Completion], None] | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend = backend
         self.codec = codec
@@ -76,7 +79,7 @@ class Engine:
         self._max_queue, self._max_begun, self._most_bytes = max_queue, max_begun, cache_bytes
         self._share = max_queue if share is None else share
         self._chunk = prefill_chunk
-        self._on_done = on_done
+        self._on_done, self._clock = on_done, clock
         self._changed = Condition()
         self._jobs: list[Job] = []  # in the order they came
         self._read_s = 0.0  # how much longer prompts were read than texts decoded, while both were to be done
@@ -176,7 +179,7 @@ class Engine:
                 else:
                     gone += self._supersede(task)
                     gone += self._make_room(task)
-                    job = Job(task, key, sink, monotonic())
+                    job = Job(task, key, sink, self._clock())
                     waiter = job.waiters[0]
                     self._jobs.append(job)
                     self._changed.notify_all()
@@ -256,17 +259,23 @@ class Engine:
             with self._changed:
                 while not (self._jobs or self._closed or self._chores):
                     self._changed.wait()
-                chores, self._chores = self._chores, []
-                jobs = list(self._jobs)
-                if self._closed and not jobs and not chores:
+                if self._closed and not (self._jobs or self._chores):
                     return
-            for chore in chores:
-                try:
-                    chore()
-                except Exception:
-                    log.exception("a task between requests failed")
-            jobs = [job for job in jobs if not (job.cancel.is_set() and self._proceed(job))]
-            self._pass(self._begin(jobs))
+            self.go_on()
+
+    def go_on(self) -> bool:
+        """One pass and what is to be done before it, for the one thread that has the model; whether there is more."""
+        with self._changed:
+            chores, self._chores = self._chores, []
+            jobs = list(self._jobs)
+        for chore in chores:
+            try:
+                chore()
+            except Exception:
+                log.exception("a task between requests failed")
+        jobs = [job for job in jobs if not (job.cancel.is_set() and self._proceed(job))]
+        self._pass(self._begin(jobs))
+        return bool(self._jobs or self._chores)
 
     def _begin(self, jobs: list[Job]) -> list[Job]:
         """Begin the tasks whose turn it is and that there is room for; all that are under way."""
@@ -277,8 +286,8 @@ class Engine:
             with self._changed:
                 if job not in self._jobs:
                     continue  # its client has gone
-                job.waited = monotonic() - job.submitted
-                job.begun = Decode(self.backend, self.codec, self._pool, job, self._chunk, self.publish)
+                job.waited = self._clock() - job.submitted
+                job.begun = Decode(self.backend, self.codec, self._pool, job, self._chunk, self.publish, self._clock)
             late = job.task.stale_s is not None and job.waited > job.task.stale_s
             if late:
                 self._finish(job, Completion("superseded", prompt_tokens=len(job.task.prompt_ids)))
@@ -339,7 +348,7 @@ class Engine:
         """One pass of the model for those whose turn it is."""
         if not under_way:
             return
-        turn, since = self._turn(under_way), monotonic()
+        turn, since = self._turn(under_way), self._clock()
         unread = sum(self._unread(job) for job in turn)
         try:
             texts = [job.begun.text for job in turn if job.begun.text is not None]
@@ -350,7 +359,7 @@ class Engine:
             for job in turn:
                 self._fail(job, error)
             return
-        seconds = monotonic() - since
+        seconds = self._clock() - since
         self._read_s += seconds if unread else -seconds
         if unread >= self._chunk:
             self._token_s += (seconds / self._chunk - self._token_s) / 8

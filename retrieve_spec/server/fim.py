@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from retrieve_spec.server.fim_formats import FimVocabulary
+from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.text import TextCodec
 
 SNIPPET = "\n\n--- snippet ---\n\n"
@@ -48,25 +49,24 @@ class FimPrompt:
         before the cursor says more about what comes next than the suffix that ends the prompt.
     truncated
         Whether a part had to be cut.
+    begun
+        The end of the prefix that is not in the prompt: the model says it again, in tokens of its own.
     """
 
     token_ids: list[int]
     context_ids: list[int]
     truncated: bool
+    begun: str = ""
 
 
-def stable_tail(text: str, max_chars: int) -> str:
-    """The last lines of a text, cut where the next keystrokes will cut it too.
+def stable_start(text: str, first: int, last: int) -> int | None:
+    """A line start between two places, chosen by what the lines say; None where there is none.
 
-    A window that ends at the cursor would start one token later with every key and make the model read everything
-    again. Among the line starts that keep three quarters of the budget or more, the one whose line has the smallest
-    checksum is taken (winnowing; Schleimer, Wilkerson, Aiken, 2003): it stays the same while the window slides.
+    That whose line has the smallest checksum is taken (winnowing; Schleimer, Wilkerson, Aiken, 2003): it stays the same
+    while the places slide.
     """
-    if len(text) <= max_chars:
-        return text
-    first, last = len(text) - max_chars, len(text) - max_chars * 3 // 4
     best: tuple[int, int] | None = None
-    at = text.find("\n", first - 1)
+    at = text.find("\n", max(first - 1, 0))
     while 0 <= at < last - 1:
         end = text.find("\n", at + 1)
         line = text[at + 1 : end if end >= 0 else len(text)]
@@ -74,7 +74,29 @@ def stable_tail(text: str, max_chars: int) -> str:
         if line.strip() and (best is None or score < best[0]):
             best = (score, at + 1)
         at = end
-    return text[best[1] if best else first :]
+    return best[1] if best else None
+
+
+def stable_tail(text: str, max_chars: int) -> str:
+    """The last lines of a text, three quarters of a budget or more, cut where the next keystrokes will cut it too.
+
+    A window that ends at the cursor would start one token later with every key and make the model read everything
+    again.
+    """
+    if len(text) <= max_chars:
+        return text
+    first = len(text) - max_chars
+    start = stable_start(text, first, len(text) - max_chars * 3 // 4)
+    return text[first if start is None else start :]
+
+
+def anchor(prefix: str, most: int) -> int:
+    """Where the lines begin that are shown as the beginning of the middle: one place for many keystrokes."""
+    line = prefix.rfind("\n") + 1
+    if len(prefix) <= most:
+        return 0
+    start = stable_start(prefix, len(prefix) - most, min(line, len(prefix) - most // 2))
+    return line if start is None else start
 
 
 def _head(text: str, max_chars: int) -> str:
@@ -109,15 +131,30 @@ class FimAssembler:
         Tokens of prefix and suffix together, at most.
     prefix_share
         Share of the prefix in them.
+    beginnings
+        Lets the model say again what was begun; None, or for a vocabulary that cannot, all of the prefix is shown.
+    most_behind
+        Characters left of the cursor that stand behind the suffix at most, and twice as many as they have tokens.
+
+    Notes
+    -----
+    The suffix does not change while somebody types, but where it stands behind the prefix it is read again with every
+    key. So the last lines of the prefix stand behind it, as the beginning of the middle: what is typed is then read
+    behind what a cache holds. The place where they begin is chosen as in `stable_tail`. A middle that goes on in the
+    middle of a word is nothing that models were trained on, as they were on prefixes which end there; that word is
+    left to healing.
     """
 
     def __init__(
-        self, codec: TextCodec, vocabulary: FimVocabulary, n_ctx: int, window: int, prefix_share: float = 0.75
-    ) -> None:
+        self, codec: TextCodec, vocabulary: FimVocabulary, n_ctx: int, window: int, prefix_share: float = 0.75,
+        beginnings: Beginnings | None = None, most_behind: int = 320,
+    ) -> None:  # fmt: skip
         self.codec = codec
         self.vocabulary = vocabulary
         self.n_ctx = n_ctx
         self.window = min(window, n_ctx // 2)
+        self._beginnings = beginnings if beginnings is not None and beginnings.possible else None
+        self._most_behind = most_behind
         self._before = int(self.window * prefix_share)
         self._after = self.window - self._before
 
@@ -129,9 +166,8 @@ class FimAssembler:
         v, fmt = self.vocabulary, self.vocabulary.fmt
         prefix_text = stable_tail(parts.prefix, self._before * _CHARS_PER_TOKEN)
         suffix_text = _head(parts.suffix, self._after * _CHARS_PER_TOKEN)
-        line = prefix_text.rfind("\n") + 1  # encoded apart, as llama.cpp does: the text above stays as it was
-        above = self.codec.encode_cached(prefix_text[:line], grows=True)
-        prefix = self._capped([*above, *self.codec.encode(prefix_text[line:])], self._before)
+        begun = self._beginnings.of(prefix_text[prefix_text.rfind("\n") + 1 :]) if self._beginnings else ""
+        prefix, middle = self._divided(prefix_text[: len(prefix_text) - len(begun)])
         suffix = self.codec.encode_cached(suffix_text)[: self._after]
         room = max(0, self.n_ctx - self.window - 2 * max(n_predict, 16) - 16)
         room = min(room, _EXTRA_WINDOWS * self.window)
@@ -148,9 +184,24 @@ class FimAssembler:
         # A begin-of-text token stands before the fill-in-the-middle part, behind the other files (llama.cpp #11106).
         ids = [*extra, *bos, *body] if extra else [*bos, *body]
         if v.middle is not None:
-            ids.append(v.middle)
+            ids += [v.middle, *middle]
         cut = len(prefix_text) < len(parts.prefix) or len(suffix_text) < len(parts.suffix)
-        return FimPrompt(ids, [*extra, *suffix, *prefix], dropped or cut)
+        return FimPrompt(ids, [*extra, *suffix, *prefix, *middle], dropped or cut, begun)
+
+    def _divided(self, text: str) -> tuple[list[int], list[int]]:
+        """The text left of the cursor as what stands before the suffix, and behind it."""
+        most = min(self._most_behind, self._before)
+        if self._beginnings is not None and not self.vocabulary.fmt.suffix_first:
+            at = anchor(text, most)
+            middle = self._encode_lines(text[at:]) if len(text) - at <= most else []
+            if 0 < len(middle) <= most // 2:
+                return self._capped(self._encode_lines(text[:at]), self._before - most // 2), middle
+        return self._capped(self._encode_lines(text), self._before), []
+
+    def _encode_lines(self, text: str) -> list[int]:
+        """Token ids of a text whose last line is being typed: encoded apart, it leaves those above as they were."""
+        line = text.rfind("\n") + 1
+        return [*self.codec.encode_cached(text[:line], grows=True), *self.codec.encode(text[line:])]
 
     def _capped(self, ids: list[int], limit: int) -> list[int]:
         """Drop whole blocks from the front, so that the cut moves once in many keystrokes."""

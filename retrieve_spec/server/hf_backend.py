@@ -17,6 +17,7 @@ from retrieve_spec.generation.streams import generate_stream, open_sequence
 from retrieve_spec.server.backend import DraftHints, PassFigures, ReadingCost, Text
 from retrieve_spec.server.branches import Branch, BranchCollector
 from retrieve_spec.server.grammar import Grammars
+from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.samplers import Sampling
 
 _MEASURED = 256
@@ -127,12 +128,15 @@ class HuggingFaceBackend:
         Positions used at most; 0 for all the model has.
     """
 
+    heals = True
+
     def __init__(self, model: Any, tokenizer: Any, ctx_size: int = 0) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.token_bytes = int(model.speculation.bytes_per_token)
         self._infill: Any = None
         self._grammars: Grammars | None = None
+        self._beginnings: Beginnings | None = None
         config = model.config.get_text_config()
         self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
         if ctx_size:
@@ -145,6 +149,10 @@ class HuggingFaceBackend:
     def set_grammars(self, grammars: Grammars) -> None:
         """Give what makes processors of grammars."""
         self._grammars = grammars
+
+    def set_beginnings(self, beginnings: Beginnings) -> None:
+        """Give what makes processors of texts that were begun."""
+        self._beginnings = beginnings
 
     def new_cache(self) -> Any:
         """An empty key-value cache."""
@@ -204,15 +212,17 @@ class HuggingFaceBackend:
     ) -> Text:  # fmt: skip
         """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet."""
         ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
-        guide = None
+        guides = []
+        if sampling.begun and self._beginnings is not None:
+            guides.append(self._beginnings.processor(sampling.begun, len(prompt_ids)))
         if sampling.grammar and self._grammars is not None:
-            guide = self._grammars.processor(sampling.grammar, len(prompt_ids))
+            guides.append(self._grammars.processor(sampling.grammar, len(prompt_ids)))
         options: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "past_key_values": cache,
             "max_new_tokens": max_tokens,
             "scope": hints.scope,
-            **sampling.generate_kwargs(self._infill, guide),
+            **sampling.generate_kwargs(self._infill, guides),
         }
         if end_ids:
             options["eos_token_id"] = sorted(end_ids)

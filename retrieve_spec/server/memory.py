@@ -209,15 +209,18 @@ class Memory:
         best = sorted({hit.text: hit for hit in reversed(found)}.values(), key=lambda hit: -hit.matched)
         return best[:_CANDIDATES]
 
-    def hints(self, left: str, right: str, context_ids: Sequence[int], expected: Sequence[int] = ()) -> DraftHints:
+    def hints(
+        self, left: str, right: str, context_ids: Sequence[int], expected: Sequence[int] = (), begun: str = ""
+    ) -> DraftHints:
         """What to draft a completion between two texts from.
 
         ``context_ids`` are what the model was shown, the text left of the cursor last. A continuation found by
         characters is encoded on its own, as the model will write it, and stands in the context behind a copy of the
         last tokens, where the drafter's own search finds it among the others: as the expected text it would be
-        trusted too much, even after a long match.
+        trusted too much, even after a long match. Of the text left of the cursor the model says again what was
+        ``begun``.
         """
-        candidates = [self.codec.encode(hit.text) for hit in self.continuations(left, right)]
+        candidates = [self.codec.encode(begun + hit.text) for hit in self.continuations(left, right)]
         tail = list(context_ids[-_TAIL_TOKENS:])
         context = [i for ids in self._accepted() for i in ids]
         for ids in reversed(candidates):

@@ -82,6 +82,8 @@ class Prompts:
             return [*ids[:prefix], *ids[prefix + 1 : suffix]], ids[suffix + 1 : last]
         return [*ids[:suffix], *ids[prefix + 1 : last]], ids[suffix + 1 : prefix]
 
-    def expected(self, request: Common) -> list[int]:
-        """Tokens of the text a client expects; what the model could not say for its length is left out."""
-        return self.codec.encode(request.prediction.as_text()[: self.most_chars]) if request.prediction else []
+    def expected(self, request: Common, begun: str = "") -> list[int]:
+        """Tokens of the text a client expects, behind what was begun; what is too long to be said is left out."""
+        if not request.prediction:
+            return []
+        return self.codec.encode(begun + request.prediction.as_text()[: self.most_chars])

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -104,8 +105,9 @@ def assemble(
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
     session: Path | None = None,
+    clock: Callable[[], float] = monotonic,
 ) -> Served:
-    """Put everything around a loaded model; parameters as in `build_service`."""
+    """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
     from retrieve_spec.acceleration import accelerate
     from retrieve_spec.datastore.store import open_datastore
     from retrieve_spec.drafting.drafter import Preparable
@@ -127,12 +129,12 @@ def assemble(
         if metrics is not None:
             metrics.completion(task, done)
 
-    service = Service(
-        backend, tokenizer, name, config, workspace, on_done, shared=shared, drafters=drafters if session else None
-    )
+    kept = drafters if session else None
+    service = Service(backend, tokenizer, name, config, workspace, on_done, shared=shared, drafters=kept, clock=clock)
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     backend.set_infill(make_infill_processor(service.codec, service.end_ids, end_of_text))
     backend.set_grammars(service.grammars)
+    backend.set_beginnings(service.beginnings)
     metrics = Metrics(lambda: service.engine.queue_length, lambda: service.engine.begun)
     if workspace is not None:
 
@@ -150,7 +152,7 @@ def assemble(
 def _fit(backend: HuggingFaceBackend, config: ServeConfig) -> ServeConfig:
     """How much is shown to the model: what this machine reads in time, and what its caches may hold.
 
-    While somebody types, the suffix is read anew with every key; the prefix is in a cache, but for its last tokens.
+    While somebody types, the suffix is read anew with every key at worst; the prefix is in a cache.
     """
     cost = backend.measure()
     most = int(config.cache_bytes / cost.bytes) if cost.bytes else backend.n_ctx

@@ -26,6 +26,8 @@ class Sampling:
         Noise is keyed by it, so that the same request gives the same text.
     grammar
         What the text must be (`retrieve_spec.server.grammar`); empty for any.
+    begun
+        What the text must begin with (`retrieve_spec.server.healing`).
     """
 
     temperature: float = 0.0
@@ -35,15 +37,16 @@ class Sampling:
     chain: tuple[str, ...] = field(default=_DEFAULT_CHAIN)
     seed: int = 0
     grammar: str = ""
+    begun: str = ""
 
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.top_k == 1 or (self.temperature <= 0.0 and "infill" not in self.chain)
 
-    def generate_kwargs(self, infill: Any = None, guide: Any = None) -> dict[str, Any]:
-        """Arguments of ``generate`` for this choice; ``infill`` makes that processor, ``guide`` is the grammar's."""
-        guides = [] if guide is None else [guide]
+    def generate_kwargs(self, infill: Any = None, guides: Sequence[Any] = ()) -> dict[str, Any]:
+        """Arguments of ``generate`` for this choice; ``infill`` makes that processor, ``guides`` come before it."""
+        guides = list(guides)
         if self.greedy:
             return {"do_sample": False, **({"logits_processor": guides} if guides else {})}
         kwargs: dict[str, Any] = {

@@ -18,6 +18,7 @@ from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
 from retrieve_spec.server.fim_formats import find_format, missing_tokens
 from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.jobs import Completion, Task
 from retrieve_spec.server.memory import Memory
 from retrieve_spec.server.prompts import Prompts
@@ -103,6 +104,8 @@ class Service:
         Several users with keys of their own share the server: none may fill the queue, or forget for the others.
     drafters
         The model's, where the answers of their sessions are kept in a file.
+    clock
+        The engine's seconds.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Service:
         *,
         shared: bool = False,
         drafters: Drafters | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
         self.workspace = workspace
@@ -133,8 +137,10 @@ class Service:
             share=max(1, config.max_queue // 2) if shared else None,
             prefill_chunk=config.prefill_chunk,
             on_done=on_done,
+            clock=clock,
         )
         self.grammars = Grammars(tokenizer, self.end_ids)
+        self.beginnings = Beginnings(self.codec)
         self._shared, self._drafters = shared, drafters
         self._accounts = Accounts(self._open_account)
         self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
@@ -151,7 +157,10 @@ class Service:
             accepted_tokens=config.accepted_tokens,
             open_session=None if sessions is None else partial(sessions.of, scope),
         )
-        assembler = FimAssembler(codec, self.fim, self.backend.n_ctx, window, share) if self.fim else None
+        assembler = None
+        if self.fim:
+            beginnings = self.beginnings if self.backend.heals else None
+            assembler = FimAssembler(codec, self.fim, self.backend.n_ctx, window, share, beginnings)
         return Account(scope, codec, assembler, memory)
 
     def close(self) -> None:
@@ -221,7 +230,7 @@ class Service:
             raise Refusal(501, self.no_fim(), "not_supported_error")
         forgotten = account.memory.times_forgotten
         prompt = account.assembler.assemble(parts, 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8))
-        memory, expected = account.memory, self.prompts.expected(request)
+        memory, expected = account.memory, self.prompts.expected(request, prompt.begun)
         memory.note_chunks([(chunk.filename, chunk.text) for chunk in parts.extra])
         memory.note_typed(parts.prefix)
         memory.encode_new()
@@ -232,8 +241,9 @@ class Service:
             caller,
             document=parts.prefix,
             typing=True,
-            hints=lambda: memory.hints(parts.prefix, parts.suffix, prompt.context_ids, expected),
+            hints=lambda: memory.hints(parts.prefix, parts.suffix, prompt.context_ids, expected, prompt.begun),
             alternatives=alternatives,
+            begun=prompt.begun,
         )
         return Prepared(task, memory, prompt.truncated, parts.prefix, len(expected), forgotten)
 
@@ -295,6 +305,7 @@ class Service:
         document: str | None = None,
         typing: bool = False,
         alternatives: int = 0,
+        begun: str = "",
     ) -> Task:
         config = self.config
         limit = config.max_predict if wanted < 0 else min(wanted, config.max_predict)
@@ -311,8 +322,9 @@ class Service:
                 words,
                 request.n_indent or 0,
                 late / 1000 if late is not None and late > 0 else None,
+                begun,
             ),
-            self._sampling(request),
+            replace(self._sampling(request), begun=begun),
             hints,
             scope=caller.scope,
             typing=typing,

@@ -24,7 +24,8 @@ class Slot:
     """One cache, the (n,) int64 tokens whose keys and values it holds, and whose they are.
 
     While a slot is `held` by a task under way nobody else works on it, and what it holds may only be `copied`, if at
-    all; one that was `dropped` is not kept any longer than that.
+    all; one that was `dropped` is not kept any longer than that. What the cache held `behind` the prompt that it was
+    taken for was said there before, or stood there.
     """
 
     cache: Any
@@ -35,6 +36,7 @@ class Slot:
     held: bool = True
     dropped: bool = False
     copied: Callable[[], Any] | None = None
+    behind: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def common_prefix(a: ArrayLike, b: ArrayLike) -> int:
@@ -81,8 +83,9 @@ class SlotPool:
                 if n > shared or (n == shared and best is not None and best.held):
                     best, shared = slot, n
         keep = min(shared, len(prompt) - 1)
+        behind = best.token_ids[len(prompt) :] if best is not None and shared == len(prompt) else prompt[:0]
         slot, keep = self._prepare(best, keep, scope)
-        slot.token_ids = prompt[:keep]
+        slot.token_ids, slot.behind = prompt[:keep], behind
         slot.used, slot.held, slot.size = self._ticks, True, max(slot.size, size)
         self._shrink()
         return slot, keep

@@ -32,6 +32,8 @@ class StopRules:
         A line indented less ends the text (0: off). The line's own characters are cut, its indentation stays.
     newline_after_s
         Seconds after the first token from which the next newline ends the text (None: off).
+    begun
+        What the tokens say first and the client has already; no part of the text.
     """
 
     max_tokens: int = -1
@@ -39,6 +41,7 @@ class StopRules:
     words: tuple[str, ...] = ()
     min_indent: int = 0
     newline_after_s: float | None = None
+    begun: str = ""
 
 
 class StopScanner:
@@ -59,6 +62,7 @@ class StopScanner:
         self._clock = clock
         self._detokenizer = IncrementalText(codec)
         self._first_token_at: float | None = None
+        self._begun = len(rules.begun)
         self._line_start = -1
         self._shown = 0
         self.text = ""
@@ -91,7 +95,7 @@ class StopScanner:
     def finish(self) -> None:
         """No further token comes: release what was held back."""
         if not self.stopped:
-            self.text += self._detokenizer.flush()
+            self._flush()
 
     def visible(self) -> str:
         """Text that became certain since the last call; what could still become a stop string is held back."""
@@ -108,9 +112,17 @@ class StopScanner:
     def _end(self, stop_type: StopType) -> None:
         self.stop_type = stop_type
         if stop_type != "word":
-            self.text += self._detokenizer.flush()
+            self._flush()
+
+    def _flush(self) -> None:
+        """Take what was held back of half a character."""
+        rest = self._detokenizer.flush()
+        self.text += rest[self._begun :]
+        self._begun -= min(self._begun, len(rest))
 
     def _append(self, piece: str, now: float) -> None:
+        known = min(self._begun, len(piece))
+        piece, self._begun = piece[known:], self._begun - known
         if not piece:
             return
         before = len(self.text)

@@ -48,7 +48,8 @@ class TextCodec:
         ]
         described["post_processor"] = None
         described["truncation"] = described["padding"] = None
-        self._plain = Tokenizer.from_str(json.dumps(described))
+        self.plain_description = json.dumps(described)
+        self._plain = Tokenizer.from_str(self.plain_description)
         self._full: Tokenizer = tokenizer.backend_tokenizer
         self.vocab: dict[str, int] = tokenizer.get_vocab()
         self.longest = max(map(len, self.vocab))
@@ -85,6 +86,11 @@ class TextCodec:
             return []
         ids = _encoding(self._plain, _SENTINEL + text if self._guard else text).ids
         return list(ids[len(self._guard) :])
+
+    def split(self, text: str) -> list[str]:
+        """The words that a text is cut into before each is cut into tokens; none where the tokenizer does not tell."""
+        words = self._plain.pre_tokenizer
+        return [text[start:end] for _, (start, end) in words.pre_tokenize_str(text)] if words else []
 
     def encode_cached(self, text: str, *, grows: bool = False) -> list[int]:
         """`encode`, remembering recent texts (chunks of other files come with every request).

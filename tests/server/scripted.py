@@ -23,6 +23,7 @@ class ScriptedBackend:
         self.fail = False
         self.beside: list[Branch] = []
         self.token_bytes = 8
+        self.heals = False
         self.together: list[int] = []
 
     def new_cache(self) -> list[int]:

@@ -78,6 +78,19 @@ def test_next_keystroke_reads_only_what_is_new(engine, backend):
     assert ask(engine, [*longer, 9]).result().cached_tokens == len(longer) - 1
 
 
+def test_what_was_said_behind_a_prompt_is_expected_there_again(engine, backend, codec):
+    said = ask(engine, [600, 601]).result().token_ids
+    ask(engine, [600, 601, *said[:3]]).result()
+    assert backend.hints[-1].prediction == tuple(said[3:-1])  # the last one was never read
+    ask(engine, [600, 601, *said[:3]], rules=StopRules(8, begun="something else")).result()
+    assert backend.hints[-1].prediction == ()
+    own = DraftHints(prediction=(7,))
+    ask(engine, [600, 601], hints=lambda: own).result()
+    assert backend.hints[-1].prediction == (7,)
+    ask(engine, [600, 601, *said[:2]], scope="another").result()
+    assert backend.hints[-1].prediction == ()
+
+
 def test_same_prompt_again_reads_one_token(engine):
     prompt = list(range(1000, 1060))
     ask(engine, prompt).result()

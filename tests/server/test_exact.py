@@ -30,22 +30,38 @@ def body(cut, **fields):
     }
 
 
-def plain_text(reference, ids, max_tokens):
+def plain_text(reference, ids, max_tokens, begun=""):
+    """What plain decoding says; behind what was begun, which any tokens may say that say nothing else."""
     served, plain, tokenizer = reference
     service = served.service
+    pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+
+    def agree(input_ids, scores):
+        rest = begun[len(tokenizer.decode(input_ids[0, len(ids) :])) :]
+        if not rest:
+            return scores
+        agreeing = [piece != "" and (piece.startswith(rest) or rest.startswith(piece)) for piece in pieces]
+        return scores.masked_fill(~torch.tensor(agreeing), -torch.inf)
+
     with torch.no_grad():
         out = plain.generate(
-            torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=sorted(service.end_ids)
+            torch.tensor([ids]),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=sorted(service.end_ids),
+            logits_processor=[agree],
         )
     new = [i for i in out[0, len(ids) :].tolist() if i not in service.end_ids]
-    return tokenizer.decode(new)
+    text = tokenizer.decode(new)
+    assert text.startswith(begun)
+    return text[len(begun) :]
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_infill_says_what_plain_decoding_says(reference, reference_live, cut):
     service = reference[0].service
-    ids = service.infill(InfillRequest.model_validate(body(cut)), Caller()).task.prompt_ids
-    expected = plain_text(reference, ids, 40)
+    task = service.infill(InfillRequest.model_validate(body(cut)), Caller()).task
+    expected = plain_text(reference, task.prompt_ids, 40, task.rules.begun)
     on = reference_live.post("/infill", body(cut)).json()
     again = reference_live.post("/infill", body(cut)).json()
     off = reference_live.post("/infill", body(cut, speculative=False)).json()
@@ -68,14 +84,26 @@ def test_whoever_types_beside_others_is_told_what_plain_decoding_says(reference,
 
     expected = {}
     for cut in CUTS[:3]:
-        ids = service.infill(InfillRequest.model_validate(body(cut, n_predict=12)), Caller()).task.prompt_ids
-        expected[cut] = plain_text(reference, ids, 12)
+        task = service.infill(InfillRequest.model_validate(body(cut, n_predict=12)), Caller()).task
+        expected[cut] = plain_text(reference, task.prompt_ids, 12, task.rules.begun)
     typists = [threading.Thread(target=type_at, args=(cut,)) for cut in expected]
     for typist in typists:
         typist.start()
     for typist in typists:
         typist.join(120)
     assert {cut: answer["content"] for cut, answer in answers.items()} == expected
+
+
+def test_who_types_on_is_told_what_plain_decoding_says(reference, reference_live):
+    """In the middle of a word, behind it, and after a word of another beginning: always what plain decoding says."""
+    service, cut = reference[0].service, CUTS[1]
+    suggested = reference_live.post("/infill", body(cut, n_predict=32)).json()
+    for typed in (*(suggested["content"][:length] for length in (1, 2, 5, 9)), "zeta", "(x"):
+        on = {**body(cut, n_predict=32), "prompt": body(cut)["prompt"] + typed}
+        task = service.infill(InfillRequest.model_validate(on), Caller()).task
+        answer = reference_live.post("/infill", on).json()
+        assert answer["content"] == plain_text(reference, task.prompt_ids, 32, task.rules.begun)
+        assert answer["timings"]["prompt_n"] < 24 < len(task.prompt_ids)
 
 
 def test_streams_say_the_same(reference, reference_live):

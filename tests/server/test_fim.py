@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts, stable_tail
 from retrieve_spec.server.fim_formats import FORMATS, find_format, missing_tokens
+from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.text import TextCodec
 
 
@@ -135,6 +136,44 @@ def test_the_cut_moves_seldom_while_lines_are_added():
         starts.append(len(text) - len(tail))
     moves = sum(a != b for a, b in pairwise(starts[300:]))
     assert moves < 60
+
+
+def whole(codec, prompt):
+    return codec.decode(prompt.token_ids) + prompt.begun
+
+
+def test_lines_near_the_cursor_stand_behind_the_suffix_and_what_was_begun_nowhere(codec):
+    assembler = FimAssembler(codec, find_format(codec), 2048, 1024, beginnings=Beginnings(codec))
+    code = "".join(f"value_{i * 7919 % 100} = compute({i})\n" for i in range(40))
+    prompt = assembler.assemble(FimParts(code + "    retur", "\nprint()\n"), 64)
+    before, behind = whole(codec, prompt).split("<|fim_suffix|>")
+    suffix, middle = behind.split("<|fim_middle|>")
+    assert prompt.begun == " retur"
+    assert suffix == "\nprint()\n"
+    assert before.split("<|fim_prefix|>")[1] + middle == code + "    retur"
+    assert 100 < len(middle) <= 320 + len("    retur")
+    assert codec.decode(prompt.context_ids).endswith(middle.removesuffix(prompt.begun))
+
+
+def test_what_is_typed_is_read_behind_what_was_read(codec):
+    """Of the tokens of four hundred prompts few are not where the prompt before had them."""
+    assembler = FimAssembler(codec, find_format(codec), 2048, 1024, beginnings=Beginnings(codec))
+    code = "".join(f"value_{i * 7919 % 100} = compute({i})\n" for i in range(80))
+    before, read = [], []
+    for at in range(1000, 1400):
+        ids = assembler.assemble(FimParts(code[:at], code[1500:2000]), 64).token_ids
+        before, shared = ids, next((i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), None)
+        read.append(len(ids) - (min(len(before), len(ids)) if shared is None else shared))
+    assert sum(count > 16 for count in read[1:]) < 12
+    assert sum(read[1:]) / len(read) < 12
+
+
+def test_a_long_line_and_a_long_run_of_strange_characters_stand_before_the_suffix(codec):
+    assembler = FimAssembler(codec, find_format(codec), 2048, 1024, beginnings=Beginnings(codec))
+    for text in ("x = [" + "1, " * 400, "# " + "\N{PILE OF POO}" * 150, ""):
+        prompt = assembler.assemble(FimParts(text, "\n]"), 64)
+        assert len(prompt.token_ids) <= 1024 + 16
+        assert whole(codec, prompt).endswith("<|fim_middle|>" + prompt.begun)
 
 
 def test_table_spells_each_token_once():

@@ -1,0 +1,63 @@
+"""Token healing: which tokens agree with what was begun, and what of a line may be the beginning of a token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from retrieve_spec.server.healing import Beginnings
+from retrieve_spec.server.text import TextCodec
+
+
+@pytest.fixture(scope="module")
+def beginnings(codec):
+    return Beginnings(codec)
+
+
+@pytest.mark.parametrize("begun", [" r", " retur", "(", "    ", "größ", "_", "zqxj", "\N{PILE OF POO}x"])
+def test_tokens_agree_that_begin_a_text_or_begin_with_it(beginnings, codec, begun):
+    control = {i for text, i in codec.vocab.items() if text.startswith("<|")}
+    naive = set()
+    for token_id in set(codec.vocab.values()) - control:
+        piece = codec.tokenizer.convert_ids_to_tokens(token_id)
+        said = codec.tokenizer.convert_tokens_to_string([piece])
+        if "\N{REPLACEMENT CHARACTER}" not in said and said and (said.startswith(begun) or begun.startswith(said)):
+            naive.add(token_id)
+    agreeing = set(beginnings.agreeing(begun.encode()))
+    assert len(agreeing) == len(beginnings.agreeing(begun.encode()))
+    halves = {i for i in agreeing if "\N{REPLACEMENT CHARACTER}" in codec.decode([i])}
+    assert agreeing - halves == naive
+    assert bool(halves) == (not begun[0].isascii())
+    assert not agreeing & control
+
+
+def test_a_processor_leaves_what_agrees_until_all_is_said(beginnings, codec):
+    process = beginnings.processor(" return", 2)
+    scores = torch.arange(len(codec.vocab), dtype=torch.float32)[None]
+    ids = torch.tensor([[7, 7]])
+    first = process(ids, scores)
+    assert set(first.isfinite()[0].nonzero()[:, 0].tolist()) == set(beginnings.agreeing(b" return"))
+    piece = codec.encode(" re")
+    assert len(piece) == 1
+    then = process(torch.tensor([[7, 7, *piece]]), scores)
+    assert set(then.isfinite()[0].nonzero()[:, 0].tolist()) == set(beginnings.agreeing(b"turn"))
+    said = codec.encode(" return x")
+    assert torch.equal(process(torch.tensor([[7, 7, *said]]), scores), scores)
+
+
+@pytest.mark.parametrize(
+    ("line", "begun"),
+    [("    retur", " retur"), ("self.fo", ".fo"), ("f(", "("), ("    ", "    "), ("", ""), ("x" * 100, "")],
+)
+def test_the_last_word_of_a_line_is_begun(beginnings, line, begun):
+    assert beginnings.of(line) == begun
+
+
+def test_vocabularies_that_spell_no_bytes_are_left_alone():
+    backend = Tokenizer(models.BPE({"▁": 0, "a": 1, "b": 2}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    beginnings = Beginnings(TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend)))
+    assert not beginnings.possible
+    assert beginnings.of("    ab") == ""
