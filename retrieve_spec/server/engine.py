@@ -32,6 +32,10 @@ class QueueFullError(ServeError):
     """More tasks wait than the server takes."""
 
 
+class EngineClosedError(ServeError):
+    """The engine takes no task any more."""
+
+
 class Engine:
     """Serves tasks on one model.
 
@@ -159,13 +163,15 @@ class Engine:
         ------
         QueueFullError
             The queue holds as many tasks as it may, none of them replaceable.
+        EngineClosedError
+            The engine is ending, or its thread has ended.
         """
         gone: list[Waiter] = []
         key = task.fingerprint()
         try:
             with self._changed:
                 if self._closed:
-                    raise ServeError("to take a request", "the server is ending", "Start it again.")
+                    raise EngineClosedError("to take a request", "the server is ending", "Start it again.")
                 job = self._twin(key)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
@@ -255,13 +261,22 @@ class Engine:
             self._count(job.task, Completion("cancelled", prompt_tokens=len(job.task.prompt_ids)))
 
     def _work(self) -> None:
-        while True:
+        try:
+            while True:
+                with self._changed:
+                    while not (self._jobs or self._closed or self._chores):
+                        self._changed.wait()
+                    if self._closed and not (self._jobs or self._chores):
+                        return
+                try:
+                    self.go_on()
+                except Exception as error:
+                    log.exception("the engine failed")
+                    self._fail_all(error)
+        finally:  # also where something ends the thread
             with self._changed:
-                while not (self._jobs or self._closed or self._chores):
-                    self._changed.wait()
-                if self._closed and not (self._jobs or self._chores):
-                    return
-            self.go_on()
+                self._closed = True
+            self._fail_all(RuntimeError("the model's thread has ended"))
 
     def go_on(self) -> bool:
         """One pass and what is to be done before it, for the one thread that has the model; whether there is more."""
@@ -283,11 +298,17 @@ class Engine:
         for job in sorted((job for job in jobs if not job.begun), key=lambda job: job.task.rank):
             if not self._may_begin(job, under_way):
                 continue
+            job.waited = self._clock() - job.submitted
+            try:
+                begun = Decode(self.backend, self.codec, self._pool, job, self._chunk, self.publish, self._clock)
+            except Exception as error:
+                log.exception("a completion could not begin")
+                self._fail(job, error)
+                continue
             with self._changed:
                 if job not in self._jobs:
                     continue  # its client has gone
-                job.waited = self._clock() - job.submitted
-                job.begun = Decode(self.backend, self.codec, self._pool, job, self._chunk, self.publish, self._clock)
+                job.begun = begun
             late = job.task.stale_s is not None and job.waited > job.task.stale_s
             if late:
                 self._finish(job, Completion("superseded", prompt_tokens=len(job.task.prompt_ids)))
@@ -388,11 +409,16 @@ class Engine:
     def _fail(self, job: Job, error: Exception) -> None:
         """End a task that failed, and forget all caches: what failed may have been the memory."""
         try:
-            job.begun.drop()
+            if job.begun is not None:
+                job.begun.drop()
         except Exception:
             log.exception("a completion that failed could not be ended")
         self._pool.clear()
         self._finish(job, Completion("failed", error=f"{type(error).__name__}: {error}"))
+
+    def _fail_all(self, error: Exception) -> None:
+        for job in list(self._jobs):
+            self._fail(job, error)
 
     def _finish(self, job: Job, done: Completion) -> None:
         with self._changed:
@@ -403,20 +429,35 @@ class Engine:
             job.cancel.set()
         self._count(job.task, done)
         for waiter in waiters:
-            waiter.sink(done)
+            self._say(waiter, done)
 
     def _tell(self, waiter: Waiter, done: Completion) -> None:
         self._count(waiter.task, done)
-        waiter.sink(done)
+        self._say(waiter, done)
+
+    @staticmethod
+    def _say(waiter: Waiter, event: Delta | Completion) -> Exception | None:
+        """Tell somebody something; what they fail with, which is no affair of the others who wait for the thread."""
+        try:
+            waiter.sink(event)
+        except Exception as error:
+            log.exception("a client could not be told")
+            return error
+        return None
 
     def _count(self, task: Task, done: Completion) -> None:
-        if self._on_done is not None:
-            self._on_done(task, done)
+        try:
+            if self._on_done is not None:
+                self._on_done(task, done)
+        except Exception:
+            log.exception("a completion could not be counted")
 
     def publish(self, job: Job, delta: Delta) -> None:
-        """Hand a delta to everyone who waits for a job."""
+        """Hand a delta to everyone who waits for a job; who cannot take it would miss it, and is told no more."""
         with self._changed:
             job.text += delta.text
             job.token_ids.extend(delta.token_ids)
-            for waiter in job.waiters:
-                waiter.sink(delta)
+            for waiter in list(job.waiters):
+                if (error := self._say(waiter, delta)) is not None:
+                    self._leave(job, waiter)
+                    self._say(waiter, Completion("failed", error=f"{type(error).__name__}: {error}"))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from retrieve_spec.server.engine import QueueFullError
+from retrieve_spec.server.engine import EngineClosedError, QueueFullError
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.service import Prepared, Service
@@ -34,7 +34,7 @@ class Stream:
         self.prepared = prepared
         try:
             self._ticket = service.engine.submit(prepared.task, sink)
-        except QueueFullError as error:
+        except (QueueFullError, EngineClosedError) as error:
             raise Refusal(503, str(error), "overloaded") from error
 
     async def __aiter__(self) -> AsyncIterator[Delta | Completion]:

@@ -11,8 +11,8 @@ from waiting import wait_for
 import retrieve_spec.server.engine as module
 from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.branches import Branch
-from retrieve_spec.server.engine import Engine, QueueFullError
-from retrieve_spec.server.jobs import Task, same_document
+from retrieve_spec.server.engine import Engine, EngineClosedError, QueueFullError
+from retrieve_spec.server.jobs import Delta, Task, same_document
 from retrieve_spec.server.samplers import Sampling
 from retrieve_spec.server.slots import SlotPool, common_prefix
 from retrieve_spec.server.stopping import StopRules
@@ -480,3 +480,67 @@ def test_whoever_is_replaced_by_a_request_that_finds_the_queue_full_is_told(engi
     with pytest.raises(QueueFullError):
         ask(engine, [540], client="me")
     assert mine.result(5).outcome == "superseded"
+
+
+def deaf_to(kind):
+    """A sink that fails with events of a kind, and keeps the others."""
+    sink = Collector()
+
+    def told(event):
+        if isinstance(event, kind):
+            raise ValueError("not that")
+        sink(event)
+
+    return sink, told
+
+
+def test_who_cannot_be_told_is_told_so_and_keeps_nobody_else_waiting(engine, backend):
+    backend.gate = threading.Semaphore(0)
+    sink, told = deaf_to(Delta)
+    engine.submit(Task((500,), RULES), told)
+    twin = ask(engine, [500])
+    alone, told_alone = deaf_to(Delta)
+    engine.submit(Task((700,), RULES), told_alone)
+    backend.gate.release(100)
+    assert sink.result(10).outcome == alone.result(10).outcome == "failed" and "not that" in sink.events[-1].error
+    assert twin.result(10).outcome == "done" and twin.text == twin.events[-1].text
+    engine.submit(Task((800,), RULES), deaf_to(object)[1])
+    assert ask(engine, [900]).result(10).outcome == "done"
+    wait_for(lambda: not engine.begun)
+    assert not engine._pool.held_bytes
+
+
+def test_counting_that_fails_ends_nothing(backend, codec):
+    def fails(task, done):
+        raise ValueError("cannot count")
+
+    engine = Engine(backend, codec, on_done=fails)
+    engine.start()
+    assert ask(engine, [500]).result(10).outcome == ask(engine, [600]).result(10).outcome == "done"
+    engine.close()
+
+
+def test_an_engine_that_fails_between_passes_tells_those_who_wait_and_goes_on(engine, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_begin", lambda jobs: 1 // 0)
+        assert "ZeroDivisionError" in ask(engine, [500]).result(10).error
+    assert ask(engine, [500]).result(10).outcome == "done"
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "Decode", lambda *given: 1 // 0)
+        assert "ZeroDivisionError" in ask(engine, [500]).result(10).error
+    assert ask(engine, [500]).result(10).outcome == "done"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whoever_waits_for_a_thread_that_ends_is_told_and_nobody_is_let_in(engine, backend):
+    def end():
+        raise KeyboardInterrupt
+
+    backend.gate = threading.Semaphore(0)
+    under_way, waiting = ask(engine, [500], typing=True), ask(engine, [600])
+    wait_for(lambda: engine.busy)
+    engine.run_when_idle(end)
+    backend.gate.release(100)
+    assert under_way.result(10).outcome == waiting.result(10).outcome == "failed"
+    with pytest.raises(EngineClosedError):
+        ask(engine, [700])

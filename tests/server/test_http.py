@@ -419,6 +419,20 @@ def _seen(server):
     return len(server.done) + engine.queue_length + int(engine.busy)
 
 
+def test_an_ending_engine_answers_503_in_every_dialect(server):
+    server.service.engine.close()
+    for fields in ({}, {"stream": True}):
+        for path, body in (
+            ("/infill", INFILL),
+            ("/completion", {"prompt": "a"}),
+            ("/v1/completions", {"prompt": ["a", "b"]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            raw = server.post(path, {**body, **fields})
+            assert raw.status_code == 503, (path, raw.text)
+            assert raw.headers["retry-after"] and "ending" in raw.json()["error"]["message"]
+
+
 def test_busy_server_answers_503(live, say):
     backend = say("done")
     backend.gate = threading.Semaphore(0)
