@@ -70,6 +70,9 @@ class ReadingCost:
 class Text(Protocol):
     """One text under way; it takes part in the passes that `Backend.step` is called for."""
 
+    piece: int
+    """Tokens of the prompt read in a pass at most."""
+
     @property
     def unread(self) -> int:
         """Tokens of the prompt that are still to be read."""

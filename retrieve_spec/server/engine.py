@@ -24,6 +24,10 @@ log = logging.getLogger("retrieve_spec.server")
 
 _MOST_TYPING = 16
 """Completions at a cursor that are under way beside one another."""
+_TYPES_ON_S = 2.0
+"""Seconds after a key within which the next one is waited for."""
+_SHORT = 64
+"""Tokens of a chat's prompt that are read in a pass meanwhile: the next key may come during any pass."""
 _PATIENCE = 1.0
 """Seconds after which somebody who waits for the model's thread looks whether it is still there."""
 
@@ -88,6 +92,7 @@ class Engine:
         self._jobs: list[Job] = []  # in the order they came
         self._read_s = 0.0  # how much longer prompts were read than texts decoded, while both were to be done
         self._token_s = 0.0  # seconds that a token of a prompt takes to read
+        self._typed_at = -_TYPES_ON_S
         self._closed = False
         self._chores: list[Callable[[], None]] = []
         self._thread = Thread(target=self._work, name="retrieve-spec-engine", daemon=True)
@@ -172,6 +177,8 @@ class Engine:
             with self._changed:
                 if self._closed:
                     raise EngineClosedError("to take a request", "the server is ending", "Start it again.")
+                if task.rank == 0:
+                    self._typed_at = self._clock()
                 job = self._twin(key)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
@@ -354,12 +361,19 @@ class Engine:
             self._read_s = 0.0
         if turn and self._read_s > 0.0:
             return turn
-        left = self._chunk
+        left = piece = self._piece(first)
         for job in reading:
             if left > 0:
                 turn.append(job)
+                if job.begun.text is not None:
+                    job.begun.text.piece = piece
                 left -= min(left, self._unread(job))
         return turn
+
+    def _piece(self, rank: int) -> int:
+        """Tokens of prompts of a rank that are read in the next pass."""
+        typing = rank > 0 and self._clock() - self._typed_at < _TYPES_ON_S
+        return min(_SHORT, self._chunk) if typing else self._chunk
 
     def _unread(self, job: Job) -> int:
         """Tokens of a prompt that are still to be read."""
@@ -382,8 +396,8 @@ class Engine:
             return
         seconds = self._clock() - since
         self._read_s += seconds if unread else -seconds
-        if unread >= self._chunk:
-            self._token_s += (seconds / self._chunk - self._token_s) / 8
+        if unread >= (piece := self._piece(turn[0].task.rank)):
+            self._token_s += (seconds / piece - self._token_s) / 8
         for job in under_way:
             if job in turn:
                 self._proceed(job)

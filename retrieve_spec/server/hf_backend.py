@@ -40,6 +40,15 @@ class SharedText:
         self.sequence, self._speculation, self._collector = sequence, speculation, collector
 
     @property
+    def piece(self) -> int:
+        """Tokens of the prompt read in a pass at most."""
+        return int(self.sequence.limits.prefill_chunk)
+
+    @piece.setter
+    def piece(self, tokens: int) -> None:
+        self.sequence.limits.prefill_chunk = tokens
+
+    @property
     def unread(self) -> int:
         """Tokens of the prompt that are still to be read."""
         return len(self.sequence.unread)
@@ -78,7 +87,7 @@ class SharedText:
 class LoneText:
     """A text that the model's original `generate` decodes, all in one step."""
 
-    unread = 0
+    unread = piece = 0
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._taken = stream, list[int]()

@@ -287,6 +287,27 @@ def test_a_short_prompt_passes_a_long_one_and_what_was_read_is_decoded_at_once(e
     assert backend.prompts[-2:] == [tuple(range(3000, 3040)), tuple(range(1000, 1400))]
 
 
+def test_chats_are_read_by_shorter_pieces_while_somebody_types(backend, codec):
+    now = [0.0]
+    engine = Engine(backend, codec, prefill_chunk=256, clock=lambda: now[0])
+    for number, typed in enumerate((False, True)):
+        if typed:
+            engine.submit(Task((500,), RULES, typing=True), Collector())
+        chat = Collector()
+        engine.submit(Task(tuple(range(600 + number, 1200)), RULES), chat)
+        backend.prefilled.clear()
+        while engine.go_on():
+            pass
+        assert chat.result().outcome == "done"
+        assert set(backend.prefilled) == {64 if typed else 256}
+    now[0] = 10.0
+    engine.submit(Task(tuple(range(2000, 2600)), RULES), Collector())
+    backend.prefilled.clear()
+    while engine.go_on():
+        pass
+    assert set(backend.prefilled) == {256}
+
+
 def test_a_prompt_that_another_is_reading_is_read_once(engine, backend):
     backend.gate = threading.Semaphore(0)
     sinks = [ask(engine, range(1000, 1100), sampling=Sampling(temperature=1.0, seed=seed)) for seed in range(3)]
