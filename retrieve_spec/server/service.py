@@ -13,6 +13,7 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.server.accounts import Account, Accounts
 from retrieve_spec.server.backend import Backend, DraftHints
+from retrieve_spec.server.definitions import Definitions
 from retrieve_spec.server.engine import Engine
 from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
 from retrieve_spec.server.fim_formats import find_format, missing_tokens
@@ -143,6 +144,8 @@ class Service:
         self.beginnings = Beginnings(self.codec)
         self._shared, self._drafters = shared, drafters
         self._accounts = Accounts(self._open_account)
+        most = min(config.definition_chars, (config.fim_window or _FIM_WINDOW) * 3 // 4)
+        self.definitions = Definitions(workspace, most) if workspace is not None else None
         self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
 
     def _open_account(self, scope: str) -> Account:
@@ -229,7 +232,8 @@ class Service:
         if account.assembler is None:
             raise Refusal(501, self.no_fim(), "not_supported_error")
         forgotten = account.memory.times_forgotten
-        prompt = account.assembler.assemble(parts, 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8))
+        shown = parts if self.definitions is None else self.definitions.shown_with(parts)
+        prompt = account.assembler.assemble(shown, 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8))
         memory, expected = account.memory, self.prompts.expected(request, prompt.begun)
         memory.note_chunks([(chunk.filename, chunk.text) for chunk in parts.extra])
         memory.note_typed(parts.prefix)

@@ -59,6 +59,8 @@ class Workspace:
         How many files the last scan left out, by reason; a folder that is passed over counts as one.
     read
         How many files the scan under way, or the last one, has looked at, and of how many.
+    version
+        Another number whenever a file appeared, went or changed.
     trouble
         What ended the indexing, "" while all is well.
     """
@@ -77,6 +79,7 @@ class Workspace:
         self.chars = 0
         self.left_out: Counter[str] = Counter()
         self.read = 0, 0
+        self.version = 0
         self.trouble = ""
         self.forgotten = False
         self.indexed = threading.Event()
@@ -153,6 +156,7 @@ class Workspace:
         with self._lock:
             if not self.forgotten:
                 self.texts, self.chars, self.left_out, self._index = oldest_first, chars, Counter(left_out), index
+                self.version += 1
             return not self.forgotten
 
     def _candidates(self) -> tuple[list[Candidate], Counter[str]]:
@@ -204,6 +208,7 @@ class Workspace:
         """Remember texts in place of older ones, "" forgets those; which other files went to make room."""
         config, gone = self.config, set()
         with self._lock:
+            self.version += 1
             for path in changed:
                 self.chars -= len(self.texts.pop(path, ""))
             for path, text in changed.items():
@@ -221,6 +226,7 @@ class Workspace:
         """Drop everything remembered, a scan under way included; nothing is remembered again until the next start."""
         with self._lock:
             self.forgotten = True
+            self.version += 1
             self.texts, self.chars, self._index = {}, 0, FileIndex()
             self.left_out = Counter()
         self.indexed.set()
