@@ -88,6 +88,8 @@ class Paths:
         (texts · width,) a place at which each row stands.
     ends
         The paths of full length, by their last row.
+    carried
+        Rows of a lone text in front of the pass, counted among `width`, that mixers go through once more.
     """
 
     texts: int
@@ -100,10 +102,13 @@ class Paths:
     index: torch.Tensor | None
     first: torch.Tensor | None
     ends: dict[int, int]
+    carried: int = 0
 
     @classmethod
-    def of(cls, roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device) -> Paths:
-        """Paths of a pass over so many root tokens of each text and the trees behind them."""
+    def of(cls, roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device, carried: int = 0) -> Paths:
+        """Paths of a pass over so many root tokens of each text, a lone one's `carried` rows in front of them, and the
+        trees behind them."""
+        roots = [count + carried for count in roots]
         sizes = [count + len(tree) for count, tree in zip(roots, trees, strict=True)]
         texts, width = len(sizes), max(sizes)
         depth, parent = np.zeros(texts * width, np.int64), np.full(texts * width, -1)
@@ -121,7 +126,7 @@ class Paths:
         longest = int(depth[ends].max()) + 1
         full = {int(leaf): path for path, leaf in enumerate(ends) if depth[leaf] == longest - 1}
         if len(ends) == texts and longest == width == min(sizes):
-            return cls(texts, width, depth, parent, texts, width, text_of, None, None, full)
+            return cls(texts, width, depth, parent, texts, width, text_of, None, None, full, carried)
         places = np.empty((len(ends), longest), np.int64)
         for path, leaf in enumerate(ends):
             places[path, depth[leaf] :] = row = leaf
@@ -131,7 +136,7 @@ class Paths:
         first = np.zeros(texts * width, np.int64)
         first[places.ravel()[::-1]] = np.arange(places.size)[::-1]
         index, at = (torch.from_numpy(rows).to(device) for rows in (places.ravel(), first))
-        return cls(texts, width, depth, parent, len(ends), longest, text_of, index, at, full)
+        return cls(texts, width, depth, parent, len(ends), longest, text_of, index, at, full, carried)
 
     def spread(self, states: torch.Tensor) -> torch.Tensor:
         """(texts, width, d) → (paths, longest, d)."""

@@ -26,7 +26,7 @@ from retrieve_spec.verify.cache import (
 from retrieve_spec.verify.call_kinds import CallKind, CallKinds
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, weaker
 from retrieve_spec.verify.kept_rows import KeptRows
-from retrieve_spec.verify.pass_inputs import PassInputs
+from retrieve_spec.verify.pass_inputs import NO_TREE, PassInputs
 from retrieve_spec.verify.plain import StepVerifier
 from retrieve_spec.verify.positions import DerivedPositions
 from retrieve_spec.verify.recurrent import RecurrentState
@@ -106,7 +106,7 @@ class HFVerifier:
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation; the mode may weaken when the cache cannot be rolled back, or by the kind of call."""
-        self._given = dict(inputs.model_kwargs)
+        self._given, self._returns_cache = dict(inputs.model_kwargs), inputs.returns_cache
         kwargs = {name: value for name, value in self._given.items() if name != self.interface.cache_name}
         self._take_cache(self._given.get(self.interface.cache_name))
         self._prompt = inputs.input_ids
@@ -181,12 +181,16 @@ class HFVerifier:
 
     def _draft(self, roots: int, tree: DraftTree | None) -> contextlib.AbstractContextManager[None]:
         """Keep recurrent state as it is while a draft is verified, or tell a model the nodes' positions."""
-        if tree is None or not len(tree) or (self._state is None and self._derived is None):
-            return contextlib.nullcontext()
-        if self._state is None:
-            assert self._derived is not None
+        nodes = 0 if tree is None else len(tree)
+        if self._state is not None:
+            if nodes or self._state.is_behind:
+                trees = [tree if tree is not None else NO_TREE]
+                return self._state.verifying(self._rows, [self._rows], [roots], trees, self._device)
+            self._state.forget()
+        elif nodes and self._derived is not None:
+            assert tree is not None
             return self._derived.verifying(self._past, roots, tree, self._device)
-        return self._state.verifying(self._rows, [self._rows], [roots], [tree], self._device)
+        return contextlib.nullcontext()
 
     def _behind_prompt(self, roots: int, outputs: Any) -> None:
         """See how a text goes on whose prompt has just been read, and what its kind of call allows."""
@@ -221,6 +225,7 @@ class HFVerifier:
     def _twin(self, past: int, mode: Mode) -> HFVerifier:
         """Another verifier behind the same prompt, over a cache of its own."""
         twin = copy.copy(self)
+        twin._state = None if self._state is None else self._state.apart()
         twin._take_cache(apart(self._cache))
         twin._inputs = copy.copy(self._inputs)
         twin.mode, twin.reason = twin._model_mode = twin._mode_here = (mode, "")
@@ -231,7 +236,7 @@ class HFVerifier:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
         roots, nodes, past, fed = self._pending
         if self._rows is not None and self._steps is None:
-            if nodes and self._state is not None:
+            if self._state is not None:
                 self._state.commit(self._rows, path)
             if self._kept is not None and (nodes or self._records):
                 self._kept.commit(path, nodes)
@@ -251,6 +256,8 @@ class HFVerifier:
         """The cache between two passes, and how many tokens it has seen; `resume` when it has seen more."""
         if self._kept is not None and self._dirty:
             self._kept.settle()
+        if self._state is not None:
+            self._state.settle(self._rows)
         self._pending, self._dirty = (0, 0, self._past, self._fed), False
         return self._cache, self._past
 
@@ -270,6 +277,8 @@ class HFVerifier:
         """Return the cache as plain `generate` leaves it."""
         if self._kept is not None and self._dirty and self._steps is None:
             self._kept.settle()
+        if self._state is not None and self._returns_cache:
+            self._state.settle(self._rows)
         for hooked in (self._state, self._derived):
             if hooked is not None:
                 hooked.detach()

@@ -14,7 +14,7 @@ from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
 from retrieve_spec.verify.extras import SET_EACH_PASS, Extras
 from retrieve_spec.verify.interface import ModelInterface
 
-_NO_TREE = DraftTree()
+NO_TREE = DraftTree()
 
 
 class PassInputs:
@@ -144,7 +144,7 @@ class PassInputs:
         assert self._template is not None
         kwargs = self._settings(self._prepared(cache, past, length)) if self.extras.by_rows else dict(self._template)
         kwargs[self._interface.cache_name] = cache
-        drafted = _NO_TREE if tree is None else tree
+        drafted = NO_TREE if tree is None else tree
         fill_inputs(
             self._ids_view, self._positions_view, root_ids, drafted.token_ids, drafted.depth, past + self._slot_shift
         )

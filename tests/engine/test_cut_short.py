@@ -30,7 +30,13 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
 PACKAGE = Path(rs.__file__).parent
 ROOMS = {
     "sequences": ["engine/sequence.py"],
-    "own forward": ["verify/hf.py", "verify/kept_rows.py", "verify/cache.py", "verify/recurrent.py"],
+    "own forward": [
+        "verify/hf.py",
+        "verify/kept_rows.py",
+        "verify/cache.py",
+        "verify/recurrent.py",
+        "verify/mixer_site.py",
+    ],
     "recorded pass": ["recorded/recorded_verifier.py", "recorded/kv_buffer.py", "recorded/slab.py"],
 }
 

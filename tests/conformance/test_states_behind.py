@@ -1,0 +1,71 @@
+"""Recurrent states that stay behind their text: rows that were accepted go through the mixers once more, in the pass
+that follows, and a cache that is handed back holds the states behind every token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, build
+from scripted_drafter import ScriptedDrafter
+
+import retrieve_spec as rs
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.mixer_site import MixerSite
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMES = ("mamba2", "falcon_h1", "qwen3_next", "lfm2")
+"""Chunks by an attribute and by an argument, mixers beside attention, short convolutions."""
+PROMPT = torch.tensor([[3 + (i * 37 + 11) % (VOCAB - 3) for i in range(12)]])
+NEW = 60
+
+
+class Resting(ScriptedDrafter):
+    """Drafts nothing in some passes."""
+
+    rests = False
+
+    def propose(self, budget: Any) -> DraftTree:
+        return DraftTree() if self.rests and len(self.seen) % 2 else super().propose(budget)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_states_lack_are_carried(name: str) -> None:
+    """Drafts that are right in part, with passes without a draft between them; more rows than may be carried."""
+    family = next(family for family in FAMILIES if family.name == name)
+    model = build(family, family.attention[0])
+    options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True}
+    expected = model.generate(PROMPT, max_new_tokens=NEW, **options)
+    drafter = Resting(expected.sequences[0], "half", vocab=VOCAB)
+    rs.accelerate(model, drafter=drafter, nodes=16, recorded_pass="off")
+    for script, rests in (("half", False), ("half", True), ("branchy", False), ("branchy", True), ("wrong", True)):
+        drafter.turn_to(expected.sequences[0], script)
+        drafter.rests = rests
+        got = model.generate(PROMPT, max_new_tokens=NEW, **options)
+        assert torch.equal(got.sequences, expected.sequences), (script, rests)
+        for layer, wanted in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            for states in ("conv_states", "recurrent_states"):
+                for i, state in getattr(wanted, states, {}).items():
+                    if state is not None:
+                        torch.testing.assert_close(getattr(layer, states)[i], state, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_every_pass_calls_a_mixer_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a draft was right in part, and behind such a one."""
+    replayed: list[int] = []
+    replay = MixerSite.replayed
+
+    def noted(self: MixerSite, base: Any, rows: Any) -> Any:
+        replayed.append(rows.hidden.shape[1])
+        return replay(self, base, rows)
+
+    family = next(family for family in FAMILIES if family.name == name)
+    model = build(family, family.attention[0])
+    expected = model.generate(PROMPT, max_new_tokens=24, do_sample=False)
+    rs.accelerate(model, drafter=ScriptedDrafter(expected[0], "half", vocab=VOCAB), nodes=16, recorded_pass="off")
+    monkeypatch.setattr(MixerSite, "replayed", noted)
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=24, do_sample=False), expected)
+    assert model.speculation.last.passes < 24
+    assert not replayed
