@@ -26,6 +26,10 @@ _LOOKS = 8
 _IMPATIENCE = 4.0
 """How much more a row counts that needs more passes to its end: this power of their number."""
 
+_PATH_RATE, _MOST_SHARE = 0.1, 4.0
+"""How fast what a path costs is learned, and what it costs at most, in plain passes."""
+_LEFT_OVER_RATE = 0.1
+
 
 class Costs:
     """What passes cost, by the number of sequences in them and of nodes that these draft together.
@@ -40,12 +44,16 @@ class Costs:
         Cost of passes over one sequence.
     path_share
         What one more path of a tree costs beyond its nodes, as a share of a plain pass: models with recurrent state
-        carry a state along each.
+        carry a state along each. None where paths cost nothing of their own.
+    left_over
+        Seconds that a drafted pass over one sequence leaves to the one behind it if that drafts nothing, running mean:
+        where states stay behind the text, it is no plain pass.
     """
 
     def __init__(self) -> None:
         self.alone = CostModel()
-        self.path_share = 0.0
+        self.path_share: float | None = None
+        self.left_over = 0.0
         self._shared: dict[int, CostModel] = {}
 
     def of(self, sequences: int) -> CostModel:
@@ -57,6 +65,41 @@ class Costs:
             fewer = max((count for count in self._shared if count < sequences), default=1)
             self._shared[sequences] = CostModel(self.of(fewer), more=sequences - fewer)
         return self._shared[sequences]
+
+    def seconds(self, sequences: int, context: int) -> Seconds:
+        """(MAX_NODES + 1,) seconds of a step over so many sequences with 0 … MAX_NODES nodes."""
+        seconds = self.of(sequences).seconds(context, MAX_NODES)
+        if sequences == 1 and self.left_over:
+            seconds = seconds + np.float32(self.left_over)
+            seconds[0] -= np.float32(self.left_over)
+        return seconds
+
+    @property
+    def path_seconds(self) -> float:
+        """Seconds that one more path of a tree costs beyond its nodes."""
+        return self.path_share * float(self.alone.seconds(1, 0)[0]) if self.path_share else 0.0
+
+    def without_paths(self, trees: Many[DraftTree], nodes: int, context: int, seconds: float) -> float:
+        """Seconds of a pass over `trees`, which took `seconds`, had each been a chain; learns what paths cost."""
+        more = sum(max(tree.paths - 1, 0) for tree in trees)
+        if self.path_share is None or not more:
+            return seconds
+        if len(trees) == 1:
+            curve = self.alone.seconds(context, MAX_NODES) - self.alone.overhead
+            share = (seconds - float(curve[min(nodes, MAX_NODES)])) / (more * float(curve[0]))
+            self.path_share += _PATH_RATE * (min(max(share, 0.0), _MOST_SHARE) - self.path_share)
+        return seconds - min(more * self.path_seconds, seconds / 2)
+
+    def is_plain(self, nodes: int, drafted_before: bool, context: int, seconds: float) -> bool:
+        """Whether a pass over one sequence is what such a pass costs; learns what the one before it has left over."""
+        if self.path_share is None:
+            return True
+        if nodes:
+            self.left_over -= _LEFT_OVER_RATE * self.left_over
+        elif drafted_before and self.alone.measured:
+            usual = float(self.alone.seconds(context, 0)[0]) - self.alone.overhead
+            self.left_over += _LEFT_OVER_RATE * min(max(seconds - usual, 0.0), usual)
+        return bool(nodes) or not drafted_before
 
 
 def _alike(sequences: int) -> int:

@@ -66,9 +66,11 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
             if perf_counter() - began > seconds:
                 break
         if speculation.interface.recurrent and verifier.mode == "tree" and _PATHS in chains:
-            tree = DraftTree.from_paths([[(i * 17 + 3) % vocab] for i in range(_PATHS)])
-            more = min(_timed(verifier, tree) for _ in range(_REPEATS)) - chains[_PATHS]
-            speculation.engine.costs.path_share = max(more, 0.0) / (_PATHS - 1) / chains[0]
+            tokens = [(i * 17 + 3) % vocab for i in range(_PATHS)]
+            chain, tree = DraftTree.from_paths([tokens]), DraftTree.from_paths([[token] for token in tokens])
+            pairs = [(_timed(verifier, chain), _timed(verifier, tree)) for _ in range(_REPEATS)]
+            one, several = (min(times) for times in zip(*pairs, strict=True))
+            speculation.engine.costs.path_share = max(several - one, 0.0) / (_PATHS - 1) / chains[0]
         verifier.finish()
 
 
@@ -77,6 +79,5 @@ def _timed(verifier: Verifier, tree: DraftTree) -> float:
     started = perf_counter()
     output = verifier.forward(_ROOT, tree)
     float(output.logits[0, 0])  # waits for the device
-    seconds = perf_counter() - started
     verifier.commit(_NOTHING)
-    return seconds
+    return perf_counter() - started

@@ -112,7 +112,7 @@ class Engine:
         seconds, padded, asked = None, pads(batch), batch
         if not (self.in_step and len(batch) > 1) and all(sequence.limits.nodes is None for sequence in batch):
             context = sum(sequence.text.length for sequence in batch)
-            seconds = self.costs.of(len(batch)).seconds(context, MAX_NODES)
+            seconds = self.costs.seconds(len(batch), context)
             if len(batch) > 1 and self._rest.takes():
                 return batch, [NO_DRAFT] * len(batch)
             asked = self._rest.sample(batch)
@@ -123,17 +123,12 @@ class Engine:
         drafted = [sequence for sequence in batch if id(sequence) not in failed]
         trees = [own[id(sequence)] for sequence in drafted]
         if cost is not None and self.costs.path_share:
-            trees = [fewer_paths(tree, cost, self._path_seconds) for tree in trees]
+            trees = [fewer_paths(tree, cost, self.costs.path_seconds) for tree in trees]
         worths = worth([sequence.progress for sequence in drafted], seconds)
         trees = (share_evenly if padded else share_out)(trees, seconds, most, worths)
         if len(drafted) > 1 and seconds is not None:
             self._rest.looked(gain(trees, seconds, worths, padded) > perf_counter() - began)
         return drafted, trees
-
-    @property
-    def _path_seconds(self) -> float:
-        """Seconds that one more path of a tree costs beyond its nodes."""
-        return self.costs.path_share * float(self.costs.alone.seconds(1, 0)[0]) if self.costs.path_share else 0.0
 
     def _note(self, batch: list[Sequence], usual: bool, at: tuple[float, float, float, float, float]) -> None:
         """Enter a pass, begun, drafted, verified, committed and learned `at` these times, in logs and costs."""
@@ -142,6 +137,7 @@ class Engine:
         drafted, forward, committed, learned = (later - earlier for earlier, later in itertools.pairwise(at))
         share = tuple(seconds / len(batch) for seconds in (drafted, forward, committed, learned))
         nodes, context = 0, 0
+        drafted_before = batch[0].log.drafted
         for sequence in batch:
             sequence.steps.append(self.steps)
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
@@ -149,10 +145,12 @@ class Engine:
             nodes, context = nodes + len(sequence.seen.tree), context + sequence.text.length
         if pads(batch):
             nodes = len(batch) * max(len(sequence.seen.tree) for sequence in batch)
-        if self.costs.path_share:
-            more = sum(max(sequence.seen.tree.paths - 1, 0) for sequence in batch)
-            forward -= min(more * self._path_seconds, forward / 2)
-        if usual:
+        if self.costs.path_share is not None:  # what a commit takes is the price of the draft
+            forward, committed = forward + committed, 0.0
+        if not usual:
+            return
+        if len(batch) > 1 or self.costs.is_plain(nodes, drafted_before, context, forward):
+            forward = self.costs.without_paths([sequence.seen.tree for sequence in batch], nodes, context, forward)
             self._learn_cost(self.costs.of(len(batch)), nodes, context, forward, drafted + committed + learned)
 
     def _learn_cost(self, cost: CostModel, nodes: int, context: int, forward: float, around: float) -> None:

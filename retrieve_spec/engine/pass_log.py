@@ -25,15 +25,22 @@ class PassLog:
         Tokens of the text that were not generated.
     provenance
         Note where accepted drafts came from.
+
+    Attributes
+    ----------
+    drafted
+        Whether the last pass was one over a draft.
     """
 
     def __init__(self, report: GenerationReport, prompt_length: int, provenance: bool) -> None:
         self._report, self._prompt_length, self._provenance = report, prompt_length, provenance
         self._accepted = np.zeros(256, np.int64)  # by source
         self._passes: list[tuple[DraftTree, Walk, Seconds, int]] = []
+        self.drafted = False
 
     def note(self, tree: DraftTree, walked: Walk, seconds: Seconds, length: int) -> None:
         """Remember a pass, after which the text has `length` tokens."""
+        self.drafted = len(tree) > 0
         self._passes.append((tree, walked, seconds, length))
 
     def summary(self) -> GenerationReport:

@@ -212,3 +212,29 @@ def test_a_path_goes_when_it_costs_more_than_it_brings() -> None:
     assert fewer_paths(tree, free, 0.0).paths == 3
     assert fewer_paths(tree, free, 0.1).token_ids.tolist() == [0, 1, 3]
     assert fewer_paths(tree, free, 0.5).token_ids.tolist() == [0, 1]
+
+
+def test_what_paths_cost_is_learned_from_passes_over_trees() -> None:
+    """A plain pass takes a second, four nodes two, every further path half a second."""
+    costs, tree, chain = Costs(), tree_of([0.5] * 4, [-1, 0, -1, 2]), tree_of([0.5] * 4, [-1, 0, 1, 2])
+    assert costs.without_paths([tree], 4, 100, 2.5) == 2.5  # paths cost nothing of their own
+    costs.path_share = 0.0
+    for _ in range(200):
+        for nodes, drafts, seconds in ((0, [], 1.0), (4, [chain], 2.0), (4, [tree], 2.5)):
+            costs.alone.observe(nodes, 100, costs.without_paths(drafts, nodes, 100, seconds))
+            costs.alone.seconds(100, 4)
+    assert costs.path_seconds == pytest.approx(0.5, rel=0.1)
+    assert costs.alone.seconds(100, 4)[[0, 4]] == pytest.approx([1.0, 2.0], rel=0.05)
+
+
+def test_what_a_draft_leaves_to_the_next_pass_is_its_own_price() -> None:
+    costs = Costs()
+    assert costs.is_plain(0, True, 100, 9.0)  # models without states that stay behind
+    costs.path_share = 0.0
+    for _ in range(100):
+        for nodes, before, seconds in ((4, False, 2.0), (0, True, 1.4), (0, False, 1.0)):
+            if costs.is_plain(nodes, before, 100, seconds):
+                costs.alone.observe(nodes, 100, seconds)
+                costs.alone.seconds(100, 4)
+    assert costs.seconds(1, 100)[[0, 4]] == pytest.approx([1.0, 2.4], rel=0.05)
+    assert costs.alone.seconds(100, 4)[[0, 4]] == pytest.approx([1.0, 2.0], rel=0.05)
