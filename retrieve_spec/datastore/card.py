@@ -68,9 +68,10 @@ def told_of(store: Datastore, manifest: Manifest) -> Iterator[Told]:
             yield *names[document.licence, document.source], document.tokens
 
 
-def store_card(told: Iterable[Told], manifest: Manifest) -> str:
+def store_card(told: Iterable[Told], manifest: Manifest) -> bytes:
     """README of a shared store: sources, licences, tokenizer, tokens, how it was built."""
-    return "\n".join(_card(told, manifest)) + "\n"
+    text = "\n".join(_card(told, manifest)) + "\n"
+    return text.encode("utf-8", "backslashreplace")  # names of sources may be no text
 
 
 def _card(told: Iterable[Told], manifest: Manifest) -> Iterator[str]:

@@ -21,6 +21,7 @@ from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import CATALOG, SKIPPED, SegmentEntry
 from retrieve_spec.datastore.sources import readable
 from retrieve_spec.datastore.store import Datastore, open_datastore
+from retrieve_spec.errors import BuildError
 
 _COLUMNS = {
     "id": int,
@@ -59,16 +60,28 @@ def write_catalog(path: str | os.PathLike[str], out: str | os.PathLike[str] | No
     ------
     StoreError
         As `open_datastore`; a store that cannot be written needs `out`.
+    BuildError
+        When the database cannot be written; nothing is left of it then.
     """
     store = open_datastore(path)
     target = Path(out) if out is not None else store.path / CATALOG
     try:
         _update(store, target)
     except sqlite3.DatabaseError:  # of another format, or damaged: it is a view
-        for name in (target.name, f"{target.name}-journal", f"{target.name}-wal", f"{target.name}-shm"):
-            target.with_name(name).unlink(missing_ok=True)
-        _update(store, target)
+        _discard(target)
+        try:
+            _update(store, target)
+        except sqlite3.DatabaseError as error:
+            _discard(target)
+            remedy = "Check permissions and free space, or give another place."
+            raise BuildError(f"to write {target}", str(error), remedy) from error
     return target
+
+
+def _discard(target: Path) -> None:
+    """Delete a database and what SQLite keeps beside it."""
+    for name in (target.name, f"{target.name}-journal", f"{target.name}-wal", f"{target.name}-shm"):
+        target.with_name(name).unlink(missing_ok=True)
 
 
 def _update(store: Datastore, target: Path) -> None:

@@ -24,7 +24,7 @@ from retrieve_spec.datastore.manifest import (
     write_manifest,
 )
 from retrieve_spec.datastore.work import WorkFolder, drop_stale_files, put_segments, put_skipped, put_tombstones
-from retrieve_spec.errors import BuildError, RetrieveSpecError, StoreLockedError
+from retrieve_spec.errors import BuildError, ConfigError, RetrieveSpecError, StoreLockedError
 
 LOCK = "lock"
 _SHORT = ("remove", "sync", "pull", "convert")
@@ -89,10 +89,20 @@ def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, An
 
 
 def utc_now() -> str:
-    """Time now in UTC, to the second; ``SOURCE_DATE_EPOCH`` replaces it for reproducible builds."""
+    """Time now in UTC, to the second; ``SOURCE_DATE_EPOCH`` replaces it for reproducible builds.
+
+    Raises
+    ------
+    ConfigError
+        When that is set and no such time.
+    """
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    moment = float(epoch) if epoch else time.time()
-    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    try:
+        moment = datetime.fromtimestamp(float(epoch) if epoch else time.time(), UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        expected = "seconds since 1970 in the variable SOURCE_DATE_EPOCH"
+        raise ConfigError(expected, repr(epoch), "Correct it, or unset it.") from error
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @contextmanager
@@ -140,7 +150,7 @@ def writer(store: Path) -> Iterator[WorkFolder]:
             yield WorkFolder(store)
         finally:
             left = list(store.iterdir()) if fresh else []
-            if fresh and all(path.name == LOCK or path.match("tokenizer-*.json") for path in left):
+            if fresh and all(path.name == LOCK or path.match("tokenizer-*.json*") for path in left):
                 for path in left:  # nothing came of it: leave no folder
                     path.unlink()
                 store.rmdir()

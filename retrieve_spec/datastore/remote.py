@@ -17,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from retrieve_spec.datastore.addresses import explain_remote_errors, reach
+from retrieve_spec.datastore.change import explain_write_errors
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import MANIFEST, Manifest, content_of, manifest_of
 from retrieve_spec.errors import StoreCorruptError, StoreLockedError, StoreNotFoundError
@@ -179,10 +180,12 @@ class Remote:
         ------
         StoreCorruptError
             When it is not there, or does not hold what the manifest says.
+        BuildError
+            When it cannot be read there, or written here.
         """
         part = target.with_name(target.name + ".part")
         try:
-            with part.open("wb") as written:
+            with explain_write_errors(target.parent), part.open("wb") as written:
                 for block in self.blocks(place, expected):
                     written.write(block)
                     tick(len(block))
@@ -197,7 +200,7 @@ class Remote:
         """Content of a file, piece by piece; errors are those of `fetch`, that of a wrong checksum after the last."""
         digest = sha256()
         try:
-            with self.fs.open(self.path(place), "rb") as read:
+            with explain_remote_errors(self.url), self.fs.open(self.path(place), "rb") as read:
                 while block := read.read(_BLOCK):
                     digest.update(block)
                     yield block

@@ -165,7 +165,7 @@ def _following(there: Manifest, made: Sequence[SegmentEntry], event: dict[str, A
     return there.following(tuple(segments.values()), {"generation": there.generation + 1, **new.history[-1]})
 
 
-def _publish(remote: Remote, version: int, manifest: Manifest, card: str, exchange: Exchange | None) -> None:
+def _publish(remote: Remote, version: int, manifest: Manifest, card: bytes, exchange: Exchange | None) -> None:
     """Make a version take effect, unless another process was quicker."""
     if exchange is not None:
         exchange.announce(manifest.content)
@@ -173,7 +173,7 @@ def _publish(remote: Remote, version: int, manifest: Manifest, card: str, exchan
         with explain_remote_errors(remote.url):
             if remote.newest() >= version:
                 raise changed(remote.url, f"version {version} to be this one", "one that another process made")
-            remote.write(remote.path("README.md"), card.encode())
+            remote.write(remote.path("README.md"), card)
             remote.add_version(version, manifest)
     except StoreLockedError as error:
         if exchange is not None:

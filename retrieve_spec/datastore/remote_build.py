@@ -81,7 +81,7 @@ def build_remote(
         manifest = public_manifest(base.following(tuple(named.values()), event))
         with explain_remote_errors(url):
             card = store_card(told_of_cut(stages, cut), manifest)
-            exchange.remote.write(exchange.remote.path("README.md"), card.encode())
+            exchange.remote.write(exchange.remote.path("README.md"), card)
             exchange.remote.add_version(1, manifest)
         exchange.end()
     return report

@@ -96,7 +96,7 @@ def push_datastore(
         with progress_bar("pushing", total, "B", progress) as bar:
             for place, source, file in missing:
                 remote.send(source, place, file, bar.update)
-        remote.write(remote.path("README.md"), store_card(told_of(store, manifest), manifest).encode())
+        remote.write(remote.path("README.md"), store_card(told_of(store, manifest), manifest))
         remote.add_version(newest + 1, manifest)
     _remember(folder, url, newest + 1, manifest.content)
     return PushReport(url, newest + 1, len(missing), total, len(files) - len(missing))

@@ -14,6 +14,7 @@ from retrieve_spec.datastore.addresses import explain_remote_errors, is_address,
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
 from retrieve_spec.datastore.generated import generated_name
 from retrieve_spec.datastore.git_rules import passed_over
+from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 from retrieve_spec.datastore.secret_rules import secret_name
 from retrieve_spec.errors import BuildError
 
@@ -95,11 +96,25 @@ def check_sources(sources: tuple[Source, ...]) -> None:
     Raises
     ------
     BuildError
-        When one is not.
+        When one is not, or is a datastore.
     """
     for source in sources:
         if source.path != STDIN and not is_address(source.path) and not Path(source.path).exists():
             raise BuildError(f"a file or folder at {source.path}", "nothing there", "Check the path.")
+        if source.path != STDIN and not is_address(source.path):
+            check_no_store(Path(source.path))
+
+
+def check_no_store(folder: Path) -> None:
+    """Check that a folder to read is no datastore, whose files say nothing that is to be drafted.
+
+    Raises
+    ------
+    BuildError
+        When it is one.
+    """
+    if (folder / MANIFEST).exists() and (folder / SEGMENTS).is_dir():
+        raise BuildError(f"files of text at {folder}", "a datastore", "Join stores with `retrieve-spec merge`.")
 
 
 def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterator[SourceFile]:

@@ -24,7 +24,7 @@ from retrieve_spec.datastore.licences import LicenceRule, allow_list
 from retrieve_spec.datastore.manifest import SegmentEntry, read_manifest
 from retrieve_spec.datastore.removal import Chosen, without
 from retrieve_spec.datastore.shards import file_shards, segment_shards
-from retrieve_spec.datastore.sources import Source, SourceFile, kind_of, readable
+from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, kind_of, readable
 from retrieve_spec.datastore.stages import part_hash
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.datastore.work import WorkFolder
@@ -109,9 +109,13 @@ def sync_datastore(
 
 
 def _root(folder: str | os.PathLike[str]) -> Path:
-    root = Path(folder).expanduser().resolve()
-    if not root.is_dir():
+    try:
+        root = Path(folder).expanduser().resolve(strict=True)
+    except (OSError, RuntimeError):  # of links that lead to each other, before Python 3.13
+        root = None
+    if root is None or not root.is_dir():
         raise BuildError(f"a folder at {folder}", "none", "Check the path.")
+    check_no_store(root)
     return root
 
 
