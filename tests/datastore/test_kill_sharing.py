@@ -159,3 +159,33 @@ def test_kill_amid_a_build_at_an_address(stores, texts, tokenizer, monkeypatch):
         4,
     )
     assert not (stores / "there" / "work").exists()
+
+
+def add_there(url, source, where):
+    """What the messages say to do: add, or resume."""
+    cluster._engine, cluster.import_module = _HereAndNow, lambda name: None
+    try:
+        add_documents(url, source, cluster=where, workers=1)
+    except StoreIncompleteError:
+        add_documents(url, resume=True, cluster=where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["", "ray"])
+def test_kill_amid_an_addition_at_an_address(stores, records, monkeypatch, where):
+    for name in ("_engine", "import_module"):
+        monkeypatch.setattr(cluster, name, getattr(cluster, name))  # as they were, afterwards
+    url = f"file://{stores}/there"
+    push_datastore(stores / "base", f"file://{stores}/pushed")
+
+    def prepared():
+        shutil.rmtree(stores / "there", ignore_errors=True)
+        shutil.copytree(stores / "pushed", stores / "there")
+
+    kill_until_done(
+        (add_there, url, Source(str(records), field="output"), where),
+        prepared,
+        lambda: state_of_remote(url, stores / "seen"),
+        5,
+    )
+    assert not (stores / "there" / "work").exists()
