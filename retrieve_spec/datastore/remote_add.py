@@ -104,7 +104,7 @@ def add_remote(
 def _settings(url: str, there: Manifest, config: StoreConfig | None) -> StoreConfig:
     if there.dense is not None or (config is not None and config.dense is not None):
         remedy = f"Run `retrieve-spec pull {url} FOLDER`, add to that, and `retrieve-spec push FOLDER {url}`."
-        raise BuildError(f"a store without a dense index at {url}", "one with one", remedy)
+        raise BuildError(f"a store without a dense index at {url}", "one that has or gets one", remedy)
     return checked(config or config_of(there), there.fingerprint)
 
 
