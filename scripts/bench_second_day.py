@@ -6,7 +6,7 @@
 
 Halves share no group. Prints one JSON object: tokens per pass of the second half with nothing kept, with a session that
 begins empty, and with the first half's file; how large that is, and the processor time that opening it takes. With
---scopes, rows are dealt out to so many users, whose answers are kept apart.
+--scopes, rows are dealt out to so many users, whose answers are kept apart; without, requests have no scope.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ def day(args: argparse.Namespace, session: bool | str, half: int) -> dict[str, A
     rows = halves(read_trace(args.trace, tokenizer, args.limit))[half]
     began = time.process_time()
     drafters = Drafters(SpeculationConfig(session=session), [], None, MODEL, tokenizer)
-    for scope in range(args.scopes):
-        drafters.sessions.of(str(scope))
+    scopes = [f"user {number}" for number in range(args.scopes)] or [""]
+    for scope in scopes:
+        drafters.sessions.of(scope)
     opened = time.process_time() - began
     replay: Replay | None = None
     for number, row in enumerate(rows):
-        drafter = drafters.lend(scope=str(number % args.scopes))
+        drafter = drafters.lend(scope=scopes[number % len(scopes)])
         assert isinstance(drafter, MixtureDrafter)
         replay = Replay(drafter, args.nodes) if replay is None else replay.beside(drafter)
         replay.run([row])
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--nodes", type=int, default=60)
-    parser.add_argument("--scopes", type=int, default=1, help="users")
+    parser.add_argument("--scopes", type=int, default=0, help="users")
     parser.add_argument("--limit", type=int, help="first rows of the file")
     parser.add_argument("--day", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
