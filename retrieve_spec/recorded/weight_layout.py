@@ -202,10 +202,14 @@ def pack(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor) -> int:
-    """Fewest rows from which the packed weight is faster at every larger number tried, 0 for never."""
+    """Fewest rows from which the packed weight is used, 0 for never.
+
+    Over all numbers of rows it has to be faster than a column-major copy, by the geometric mean. Fewer rows than it is
+    used for are multiplied by the weight as it lies.
+    """
     columns = _by_columns(weight)
-    fewest = 0
-    for rows in reversed(_ROWS):
+    ratios, faster = [], []
+    for rows in _ROWS:
         x = torch.ones(1, rows, weight.shape[1])
 
         def by_packed(x: torch.Tensor = x) -> torch.Tensor:
@@ -214,10 +218,16 @@ def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor) -> int:
         def by_columns(x: torch.Tensor = x) -> torch.Tensor:
             return functional.linear(x, columns)
 
-        if _seconds(by_packed) > _WINS * _seconds(by_columns):
-            break
-        fewest = rows
-    return fewest
+        def as_it_lies(x: torch.Tensor = x) -> torch.Tensor:
+            return functional.linear(x, weight)
+
+        seconds = _seconds(by_packed)
+        ratios.append(seconds / _seconds(by_columns))
+        faster.append(seconds <= _WINS * _seconds(as_it_lies))
+    if np.exp(np.mean(np.log(ratios))) > _WINS:
+        return 0
+    slower = [i for i, pays in enumerate(faster[:-1]) if not pays]
+    return _ROWS[max(slower, default=-1) + 1]
 
 
 def _seconds(run: Callable[[], torch.Tensor]) -> float:

@@ -100,3 +100,19 @@ def test_the_packed_weight_has_to_win_by_a_margin(monkeypatch, packed, columns, 
     weight = torch.randn(16, 8)
     monkeypatch.setattr(weight_layout, "_seconds", lambda run: packed if "packed" in run.__name__ else columns)
     assert weight_layout.rows_that_pay(weight, pack(weight)) == expected
+
+
+@needs_packing
+@pytest.mark.parametrize(("lying", "expected"), [({1: 0.9, 2: 2.0}, 2), ({1: 2.0, 2: 2.0}, 1), ({2: 0.9}, 4)])
+def test_few_rows_are_held_against_what_else_would_serve_them(monkeypatch, lying, expected):
+    """A column-major copy wins with two rows and less, but nobody has one where packed weights are kept."""
+
+    def seconds(run):
+        rows = run.__defaults__[0].shape[1]
+        if run.__name__ == "by_columns":
+            return 0.5 if rows <= 2 else 2.0
+        return lying.get(rows, 2.0) if run.__name__ == "as_it_lies" else 1.0
+
+    weight = torch.randn(16, 8)
+    monkeypatch.setattr(weight_layout, "_seconds", seconds)
+    assert weight_layout.rows_that_pay(weight, pack(weight)) == expected
