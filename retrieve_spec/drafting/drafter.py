@@ -42,7 +42,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPass:
-    """What one pass of the target model showed.
+    """What one pass of the target model showed; a drafter may read its arrays until the next draft, or the end.
 
     Attributes
     ----------

@@ -145,7 +145,7 @@ def _trees(rows: Many[Row], limits: Many[tuple[int, int]], cost: NDArray[np.floa
     trees = []
     for row, (nodes, depth) in zip(rows, limits, strict=True):
         row._sync()
-        trees.append(DraftTree(*row._kernel(cost, nodes, depth)[1:]) if nodes and depth else NOTHING)
+        trees.append(DraftTree(*row._kernel(cost, nodes, depth)[2:]) if nodes and depth else NOTHING)
     return trees
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +31,29 @@ _NOTHING = DraftTree()
 _BOUNDARY = np.array([BOUNDARY], np.int32)
 _LONGEST_REST = 8
 """Passes that are not drafted for at most, after drafting has not paid again and again."""
+_MOST_SHOWN = 4
+"""Passes that wait to be learned from at most."""
+
+
+class _Shown(NamedTuple):
+    """What is to be learned at once: tokens (e,), the nodes (n,) of the tree that led to them, and the target's top
+    tokens (n + 1, k), or none of these."""
+
+    emitted: NDArray[np.int32]
+    token_ids: NDArray[np.int32] = _NOTHING.token_ids
+    parent: NDArray[np.int32] = _NOTHING.parent
+    top_ids: NDArray[np.int32] = _NO_IDS
+    top_logits: NDArray[np.float32] = _NO_LOGITS
+
+
+_NOTHING_SHOWN = _Shown(_NOTHING.token_ids)
 
 
 class MixtureDrafter(OpenSources):
     """Drafts from every open source at once, most probable nodes first, and learns from every verified token.
+
+    What a pass showed is learned in one compiled call with the next draft (`kernels/step.py`), which finds in the
+    caches what learning has read. So passes that are not drafted for cost next to nothing.
 
     Parameters
     ----------
@@ -77,8 +97,10 @@ class MixtureDrafter(OpenSources):
         self._pace: float | None = None
         self._proposed = 0, 0.0
         self._sampled = False
+        self._key = 0, 0, 0
         self._history: list[NDArray[np.int32]] = []
-        self._fresh: list[NDArray[np.int32]] = []
+        self._fresh: list[NDArray[np.int32]] = []  # given while drafting rested, learned without trees
+        self._shown: list[_Shown] = []  # before that
         self._rest = self._misses = 0
         self.asker: str | None = None
         self.learns_phrases = True
@@ -108,6 +130,7 @@ class MixtureDrafter(OpenSources):
             self.recycling.reset()
         self._history = []
         self._fresh = []
+        self._shown = []
         self._rest = self._misses = 0
         self._noise[0] = 0
         self._sampled = False
@@ -166,7 +189,6 @@ class MixtureDrafter(OpenSources):
         if budget.cost is not None and self._rest > 0:
             self._rest -= 1
             return _NOTHING
-        self._catch_up()
         cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
         self._hear(budget.noise)
         depth = min(budget.max_depth, self.config.max_depth)
@@ -183,18 +205,26 @@ class MixtureDrafter(OpenSources):
         return tree
 
     def _grow(self, cost: NDArray[np.float32], limit: int, depth: int) -> DraftTree:
-        """Look up neighbours if that pays, and grow the tree."""
+        """Learn what was shown, look up neighbours if that pays, and grow the tree."""
+        shown = self._take_shown()
+        last = shown.pop() if shown and self._queries is None else _NOTHING_SHOWN
+        for one in shown:
+            self._learn(one)
         self._sync()
         if self._queries is not None:
             self._ask(self._queries, cost, limit, depth)
-        expected, *fields = self._kernel(cost, limit, depth)
+        room, expected, *fields = self._kernel(cost, limit, depth, last)
+        if last is not _NOTHING_SHOWN and self._took(last, room):
+            _, expected, *fields = self._kernel(cost, limit, depth)
         tree = DraftTree(*fields)
         self._proposed = len(tree), expected
         return tree
 
-    def _kernel(self, cost: NDArray[np.float32], limit: int, depth: int) -> Any:
+    def _kernel(
+        self, cost: NDArray[np.float32], limit: int, depth: int, shown: _Shown = _NOTHING_SHOWN
+    ) -> tuple[Any, ...]:
         """What `step.propose` returns."""
-        return step.propose(
+        found: tuple[Any, ...] = step.propose(
             self._table.words,
             self._request.words,
             self.calibration.cells,
@@ -205,7 +235,9 @@ class MixtureDrafter(OpenSources):
             self.config.min_path_probability,
             self.calibration.promise(self._sampled),
             self._says_where,
+            *shown,
         )
+        return found
 
     def _ask(self, queries: DenseQueries, cost: NDArray[np.float32], limit: int, depth: int) -> None:
         """Look up neighbours of the last hidden state if none are followed any more and it pays."""
@@ -217,76 +249,82 @@ class MixtureDrafter(OpenSources):
         if queries.comparison is not None:
             found = cursor.copy()
             cursor[:] = 0
-            n = len(self._kernel(cost, limit, depth)[1])
+            n = len(self._kernel(cost, limit, depth)[2])
             queries.comparison.without = self._scratch.nodes[:n, :2].copy()
             cursor[:] = found
 
     def _hear(self, noise: tuple[int, int, int] | None) -> None:
-        """Take over the key of the sampling noise; positions are kept relative to the text so far."""
-        if noise is not None:
-            seed, row, position = noise
-            self._noise[:] = 1, (seed + (1 << 63)) % (1 << 64) - (1 << 63), row, position  # the seed's 64 bits, signed
-            self._request.words[request.OFFSET] = position - self._request.words[request.LENGTH]
-        elif self._sampled:
-            self._noise[0] = 0
-        self._sampled = noise is not None
+        """Take over the key of the sampling noise; positions are kept relative to the text so far.
+
+        What was shown before is learned with the key of its time.
+        """
+        if noise is None:
+            if self._sampled:
+                self._catch_up()
+                self._noise[0], self._sampled = 0, False
+            return
+        seed, row, position = noise
+        known = int(self._request.words[request.LENGTH])
+        waiting = sum(len(one.emitted) for one in self._shown) + sum(map(len, self._fresh))
+        key = seed, row, position - known - waiting
+        if self._sampled and key == self._key:
+            return
+        self._catch_up()
+        self._sampled, self._key = True, key
+        self._noise[:] = 1, (seed + (1 << 63)) % (1 << 64) - (1 << 63), row, position  # the seed's 64 bits, signed
+        self._request.words[request.OFFSET] = key[2]
 
     def observe(self, verified: VerifiedPass) -> None:
-        """Learn from the pass and take the emitted tokens into the text so far (later, while drafting rests)."""
-        self._fresh.append(np.ascontiguousarray(verified.emitted, np.int32))
+        """Take the emitted tokens into the text so far, and learn from the pass; both when the next draft is due."""
+        emitted = np.ascontiguousarray(verified.emitted, np.int32)
         if self._queries is not None:
             self._queries.see(verified.emitted, verified.hidden)
-        if len(verified.tree):
-            whole = len(verified.tree) == self._proposed[0]  # a verifier of chains takes one branch
-            expected = self._proposed[1] if whole else verified.tree.expected_accepted
-            self.calibration.drafted(expected, len(verified.emitted) - 1, self._sampled)
-        if self._rest > 0:
-            return
-        if len(self._fresh) > 1 or self.recycling is None or verified.top_ids is None or verified.top_logits is None:
+        tree = verified.tree
+        if len(tree):
+            whole = len(tree) == self._proposed[0]  # a verifier of chains takes one branch
+            expected = self._proposed[1] if whole else tree.expected_accepted
+            self.calibration.drafted(expected, len(emitted) - 1, self._sampled)
+        if self._rest > 0 or self._fresh:
+            self._fresh.append(emitted)
+            if self._rest == 0:
+                self._shown = self._take_shown()
+        elif self.recycling is None or verified.top_ids is None or verified.top_logits is None:
+            self._shown.append(_Shown(emitted))
+        else:
+            self._shown.append(_Shown(emitted, tree.token_ids, tree.parent, verified.top_ids, verified.top_logits))
+        if len(self._shown) > _MOST_SHOWN:
             self._catch_up()
-        else:
-            self._catch_up(verified.tree, verified.top_ids, verified.top_logits)
 
-    def _catch_up(
-        self,
-        tree: DraftTree = _NOTHING,
-        top_ids: NDArray[np.int32] = _NO_IDS,
-        top_logits: NDArray[np.float32] = _NO_LOGITS,
-    ) -> None:
-        """Follow all tokens emitted since the last time with every source, and learn at each.
+    def _take_shown(self) -> list[_Shown]:
+        """All that is to be learned, which then no longer waits."""
+        shown, self._shown = self._shown, []
+        if self._fresh:
+            fresh, self._fresh = self._fresh, []
+            shown.append(_Shown(fresh[0] if len(fresh) == 1 else np.concatenate(fresh)))
+        return shown
 
-        Where one pass emitted them, its tree and the target's top tokens say more.
-        """
-        if not self._fresh:
+    def _catch_up(self) -> None:
+        """Learn all that was shown."""
+        shown = self._take_shown()
+        if not shown:
             return
-        emitted = self._fresh[0] if len(self._fresh) == 1 else np.concatenate(self._fresh)
-        self._fresh = []
-        if self._shared is None:
-            appended = self._learn(emitted, tree, top_ids, top_logits)
-        else:
-            with self._shared:
-                appended = self._learn(emitted, tree, top_ids, top_logits)
-        self._history.append(emitted)
-        if appended < len(emitted):
-            self.context.extend(emitted[appended:])
+        with contextlib.nullcontext() if self._shared is None else self._shared:
+            for one in shown:
+                self._learn(one)
 
-    def _learn(
-        self, emitted: NDArray[np.int32], tree: DraftTree, top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
-    ) -> int:
-        """What `step.observe` returns."""
+    def _learn(self, shown: _Shown) -> None:
+        """Follow emitted tokens with every source, and learn at each."""
         self._sync()
-        return step.observe(
-            self._table.words,
-            self._request.words,
-            self.calibration.cells,
-            self.calibration.scale,
-            self.config.min_path_probability,
-            emitted,
-            tree.token_ids,
-            tree.parent,
-            top_ids,
-            top_logits,
-        )
+        self._took(shown, self._kernel(_NO_COST, 0, 0, shown)[0])
+
+    def _took(self, shown: _Shown, room: int) -> bool:
+        """Note that tokens were learned; whether there was no room for all of them until now."""
+        self._history.append(shown.emitted)
+        if room == len(shown.emitted):
+            return False
+        self.context.extend(shown.emitted[room:])
+        self._sync()
+        return True
 
     def finish(self) -> None:
         """End the request: phrases and session, if there is one, learn what was generated; calibration is kept."""

@@ -1,8 +1,8 @@
-"""Step: what one pass showed in, the next draft tree out, as two compiled calls over the state of a request.
+"""Step: what one pass showed in, the next draft tree out, as one compiled call over the state of a request.
 
-`observe` learns from the emitted tokens, moves every cursor over them and keeps the target's top tokens; `propose`
-grows the tree and puts it into order. What they read and write lies in the sources' arrays (`kernels/source_table.py`)
-and in the request's (`kernels/request.py`).
+`propose` first lets `observe` learn from the emitted tokens, move every cursor over them and keep the target's top
+tokens; then it grows the tree and puts it into order. What both read and write lies in the sources' arrays
+(`kernels/source_table.py`) and in the request's (`kernels/request.py`).
 """
 
 from __future__ import annotations
@@ -76,86 +76,7 @@ def pairwise_sum(values: NDArray[np.float32], n: int) -> np.float32:
     return total
 
 
-@njit(cache=True, nogil=True)
-def propose(
-    table: NDArray[np.int64],
-    request: NDArray[np.int64],
-    cells: NDArray[np.float32],
-    scale: NDArray[np.float32],
-    cost: NDArray[np.float32],
-    max_nodes: int,
-    max_depth: int,
-    min_p: float,
-    promise: float,
-    origins: bool,
-) -> tuple[
-    float,
-    NDArray[np.int32],
-    NDArray[np.int32],
-    NDArray[np.int32],
-    NDArray[np.float32],
-    NDArray[np.uint8],
-    NDArray[np.int64],
-]:
-    """Draft what follows the text.
-
-    Parameters
-    ----------
-    cells, scale, cost, max_nodes, max_depth, min_p, promise
-        As for `expand.expand`.
-    origins
-        Say where nodes stand in a store.
-
-    Returns
-    -------
-    expected, token_ids, parent, depth, log_p, source, origin
-        Sum of the nodes' path probabilities, and the fields of a `DraftTree`, (n,) each; the request's `NODES` and
-        `NODE_P` hold the nodes in best-first order.
-    """
-    rows = len(table)
-    most = (max_nodes + 1) * rows
-    cursors = view_i64_rows(request[state.NODE_CURSORS], most, CURSOR)
-    nodes = view_i64_rows(request[state.NODES], max_nodes, 4)
-    node_p = view_f32(request[state.NODE_P], max_nodes)
-    pool = request[state.POOL]
-    state.catch_up(table, request)
-    n, _ = expand(
-        table,
-        state.cursors_of(request, rows),
-        state.newest_of(request),
-        request[state.LENGTH],
-        cells,
-        scale,
-        trust_of(request),
-        state.noise_of(request),
-        cost,
-        max_nodes,
-        max_depth,
-        min_p,
-        promise,
-        cursors,
-        view_rows(request[state.NODE_TAILS], max_nodes + 1, TAIL),
-        view_f32(request[state.POOL_P], pool),
-        view_rows(request[state.POOL_IDS], pool, 3),
-        view_i32(request[state.HEAP], pool),
-        view_i64(request[state.SCRATCH], request[state.WORDS]),
-        nodes,
-        node_p,
-    )
-    found = np.empty(n if origins else 0, np.int64)
-    if origins:
-        known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)
-        find_origins(table, cursors, request[state.STORED], known, n, found)
-    numbers = np.empty(rows, np.uint8)
-    for s in range(rows):
-        numbers[s] = table[s, NUMBER]
-    token_ids, parent, depth = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
-    log_p, source, origin = np.empty(n, np.float32), np.empty(n, np.uint8), np.empty(n, np.int64)
-    depth_first(nodes, node_p, numbers, found, token_ids, parent, depth, log_p, source, origin)
-    return np.float64(pairwise_sum(node_p, n)), token_ids, parent, depth, log_p, source, origin
-
-
-@njit(cache=True, nogil=True)
+@inner
 def observe(
     table: NDArray[np.int64],
     request: NDArray[np.int64],
@@ -239,3 +160,116 @@ def _recycle(
             entries = view_rows(table[s, RECYCLING_ENTRIES], table[s, RECYCLING_CAPACITY], 2 * table[s, RECYCLING_K])
             clock = view_i64(table[s, RECYCLING_CLOCK], 1)
             recycling.learn_rows(recycling_sets(table, s), entries, tails, lens, top_ids, top_logits, clock)
+
+
+@njit(cache=True, nogil=True)
+def propose(
+    table: NDArray[np.int64],
+    request: NDArray[np.int64],
+    cells: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    cost: NDArray[np.float32],
+    max_nodes: int,
+    max_depth: int,
+    min_p: float,
+    promise: float,
+    origins: bool,
+    emitted: NDArray[np.int32],
+    verified_ids: NDArray[np.int32],
+    verified_parent: NDArray[np.int32],
+    top_ids: NDArray[np.int32],
+    top_logits: NDArray[np.float32],
+) -> tuple[
+    int,
+    float,
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.float32],
+    NDArray[np.uint8],
+    NDArray[np.int64],
+]:
+    """Take in what the last pass showed, then draft what follows the text.
+
+    Parameters
+    ----------
+    cells, scale, cost, max_nodes, max_depth, min_p, promise
+        As for `expand.expand`; with 0 nodes nothing is drafted.
+    origins
+        Say where nodes stand in a store.
+    emitted, verified_ids, verified_parent, top_ids, top_logits
+        As for `observe`; (0,) tokens where there is nothing to take in.
+
+    Returns
+    -------
+    room, expected, token_ids, parent, depth, log_p, source, origin
+        What `observe` returns: where that is less than all, the caller appends the rest, and nothing was drafted yet.
+        The sum of the nodes' path probabilities, and the fields of a `DraftTree`, (n,) each; the request's `NODES` and
+        `NODE_P` hold the nodes in best-first order.
+    """
+    room = np.int64(0)
+    if len(emitted) > 0:
+        room = observe(table, request, cells, scale, min_p, emitted, verified_ids, verified_parent, top_ids, top_logits)
+    rows = len(table)
+    nodes = view_i64_rows(request[state.NODES], max_nodes, 4)
+    node_p = view_f32(request[state.NODE_P], max_nodes)
+    n = np.int64(0)
+    found = np.empty(0, np.int64)
+    if max_nodes > 0 and room == len(emitted):
+        n = _grow(table, request, cells, scale, cost, max_depth, min_p, promise, nodes, node_p)
+        if origins:
+            found = np.empty(n, np.int64)
+            known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)
+            cursors = view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR)
+            find_origins(table, cursors, request[state.STORED], known, n, found)
+    numbers = np.empty(rows, np.uint8)
+    for s in range(rows):
+        numbers[s] = table[s, NUMBER]
+    token_ids, parent, depth = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
+    log_p, source, origin = np.empty(n, np.float32), np.empty(n, np.uint8), np.empty(n, np.int64)
+    depth_first(nodes, node_p, numbers, found, token_ids, parent, depth, log_p, source, origin)
+    return room, np.float64(pairwise_sum(node_p, n)), token_ids, parent, depth, log_p, source, origin
+
+
+@inner
+def _grow(
+    table: NDArray[np.int64],
+    request: NDArray[np.int64],
+    cells: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    cost: NDArray[np.float32],
+    max_depth: int,
+    min_p: float,
+    promise: float,
+    nodes: NDArray[np.int64],
+    node_p: NDArray[np.float32],
+) -> int:
+    """Write the nodes that are worth verifying, best first; returns how many."""
+    rows, max_nodes, pool = len(table), len(nodes), request[state.POOL]
+    state.catch_up(table, request)
+    noise = state.noise_of(request)
+    noise[3] = request[state.LENGTH] + request[state.OFFSET]
+    n, _ = expand(
+        table,
+        state.cursors_of(request, rows),
+        state.newest_of(request),
+        request[state.LENGTH],
+        cells,
+        scale,
+        trust_of(request),
+        noise,
+        cost,
+        max_nodes,
+        max_depth,
+        min_p,
+        promise,
+        view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR),
+        view_rows(request[state.NODE_TAILS], max_nodes + 1, TAIL),
+        view_f32(request[state.POOL_P], pool),
+        view_rows(request[state.POOL_IDS], pool, 3),
+        view_i32(request[state.HEAP], pool),
+        view_i64(request[state.SCRATCH], request[state.WORDS]),
+        nodes,
+        node_p,
+    )
+    return np.int64(n)

@@ -182,6 +182,7 @@ def test_dense_and_exact_matches_go_on_alike(store):
             emitted = np.array(text[at : at + 1], np.int32)
             drafter.start(np.array(text[:at], np.int32))
             drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(text[:at], like=meaning)))
+            drafter._catch_up()
             drafter.dense.ask(state_of(text[:at], like=meaning), text[at])
             best = int(np.argmax(drafter.dense.similarity[: drafter.dense.count]))
             span = drafter.dense.spans[best]

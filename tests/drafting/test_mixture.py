@@ -157,6 +157,7 @@ def test_text_without_repeats_is_rarely_looked_at_and_comes_back(run, monkeypatc
     later = r.accepted[passes:]
     assert len(later) < 100, "a copy of what came before is drafted again"
     assert np.mean(later[10:]) > 5
+    drafter.finish()
     assert drafter.context.root()[1] == 5 + 1400, "nothing was left out while resting"
 
 
@@ -168,6 +169,32 @@ def test_a_new_request_is_looked_at_at_once(run):
     assert drafter._rest > 0
     drafter.start(np.array([1, 2, 3] * 20, np.int32))
     assert len(drafter.propose(Budget(32, 8, cost)))
+
+
+@pytest.mark.parametrize("between", ["nothing", "no budget", "a long silence"])
+def test_what_passes_showed_is_learned_however_late(markov_text, between):
+    """Trees are those of a drafter that learns from each pass before the next."""
+    text = markov_text(11, 900)
+    late, at_once = MixtureDrafter(session=SessionMemory(500)), MixtureDrafter(session=SessionMemory(500))
+    for drafter in (late, at_once):
+        drafter.start(text[:40])
+    at, trees = 40, 0
+    for i in range(120):
+        asked = between == "nothing" or i % (3 if between == "no budget" else 20) == 0
+        noise = (7, 0, at) if i % 40 > 20 else None
+        tree, twin = (drafter.propose(Budget(24 if asked else 0, 12, None, noise)) for drafter in (late, at_once))
+        assert same(tree, twin) and bool(len(tree)) <= asked
+        trees += len(tree) > 0
+        emitted = text[at : at + 1 + i % 4]
+        shown = VerifiedPass(tree, np.empty(0, np.int32), emitted, *toy_top(tree, emitted.tolist()))
+        late.observe(shown)
+        at_once.observe(shown)
+        at_once._catch_up()
+        at += len(emitted)
+    assert trees >= 5
+    late.finish()
+    assert (late.calibration.cells == at_once.calibration.cells).all()
+    assert late.context.root() == at_once.context.root()
 
 
 def test_without_a_cost_it_never_rests(run):
@@ -244,6 +271,7 @@ def test_fed_text_is_context(run):
     before = len(r.trees)
     r.generate(range(102, 150))
     assert np.sum(r.accepted[before:]) > 35
+    drafter.finish()
     tail = drafter._tail[0].tolist()
     assert tail == list(range(149, 149 - TAIL, -1))
     assert drafter.context.root()[1] == 6 + 103 + 48
