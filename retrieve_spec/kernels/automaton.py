@@ -70,6 +70,7 @@ def find_edge(edges: I32, slots: I32, owner: int, token: int) -> int:
 @njit(cache=True, nogil=True)
 def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
     """State after following ``token`` from ``state``, or -1."""
+    states, edges, slots = borrowed(states), borrowed(edges), borrowed(slots)
     first = states[state, TOKEN]
     if first >= -1:
         return states[state, TARGET] if first == token else -1
@@ -99,6 +100,8 @@ def successors(states: I32, edges: I32, state: int, limit: int, fewest: float, o
 
     Behind the first, it ends with the first one that has a count below ``fewest``.
     """
+    states, edges = borrowed(states), borrowed(edges)
+    out_tokens, out_counts = borrowed(out_tokens), borrowed(out_counts)
     first = states[state, TOKEN]
     if first >= 0:
         out_tokens[0] = first

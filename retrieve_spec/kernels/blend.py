@@ -26,7 +26,7 @@ from retrieve_spec.kernels.levels import (
 from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_hash
 from retrieve_spec.kernels.source_table import NUMBER, READ_LIMIT, TAIL
 from retrieve_spec.kernels.unigram import LISTED
-from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
+from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
 from retrieve_spec.kernels.weights import cell_of, level_weight, multiplied, odds_of, prior_weight, recency_weight
 
 MAX_LEVELS = 24
@@ -77,22 +77,31 @@ def scratch_memory(rows: int) -> NDArray[np.int64]:
 
 @inner
 def open_scratch(memory: NDArray[np.int64], rows: int) -> Scratch:
-    """Lay the arrays of a scratch over its memory, which the caller holds; only the stamps of `slots` are cleared."""
+    """The scratch over its memory, which the caller holds, with the stamps of `slots` cleared."""
+    scratch = scratch_of(memory, rows)
+    scratch.slots[:] = 0
+    return scratch
+
+
+@inner
+def scratch_of(memory: NDArray[np.int64], rows: int) -> Scratch:
+    """Lay the arrays of a scratch over its memory.
+
+    Kernels lay them out anew instead of handing them on: thirteen arrays are a hundred words at every call.
+    """
     levels = np.int64(memory.ctypes.data)
     candidates = levels + 8 * _LEVELS
     slots = candidates + 8 * _CANDIDATES
     open_levels = slots + 8 * HASH
     hashes = open_levels + 24 * rows
     read = hashes + 16 * TAIL
-    stamps = view_i64(slots, HASH)
-    stamps[:] = 0
     return Scratch(
         view_i64_rows(levels, MAX_LEVELS, 4),
         view_f32(levels + 32 * MAX_LEVELS, MAX_LEVELS),
         view_i32(candidates, MAX_CANDIDATES),
         view_f32(candidates + 4 * MAX_CANDIDATES, MAX_CANDIDATES),
         view_i64(candidates + 8 * MAX_CANDIDATES, MAX_CANDIDATES),
-        stamps,
+        view_i64(slots, HASH),
         view_i64_rows(open_levels, rows, 2),
         view_i64(open_levels + 16 * rows, rows),
         view_u64_rows(hashes, 2, TAIL),
@@ -127,9 +136,9 @@ def collect_levels(
     cells: NDArray[np.float32],
     trust: NDArray[np.float64],
     mass_floor: float,
-    scratch: Scratch,
+    memory: NDArray[np.int64],
 ) -> int:
-    """Merge the levels of all sources, longest match first, into ``scratch.levels`` and ``scratch.weights``.
+    """Merge the levels of all sources, longest match first, into the scratch's ``levels`` and ``weights``.
 
     Parameters
     ----------
@@ -144,13 +153,18 @@ def collect_levels(
         (CELLS, 4) float32 calibration, (NUM_SOURCES, 1 + LENGTH_CLASSES, 2) float64 the request's corrections.
     mass_floor
         Levels that would share less than this mass are not read.
+    memory
+        `scratch_memory` of the table's rows.
 
     Returns
     -------
     int
         Number of levels.
     """
+    table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
+    cells, trust = borrowed(cells), borrowed(trust)
     rows = len(table)
+    scratch = scratch_of(memory, rows)
     open_levels, hashes, levels, weights = scratch.open_levels, scratch.hashes, scratch.levels, scratch.weights
     open_rows = scratch.open_rows
     context_hashes(tails, at, tail_len, hashes)
@@ -201,22 +215,26 @@ def blend(
     num_levels: int,
     floor: float,
     stamp: int,
-    scratch: Scratch,
+    memory: NDArray[np.int64],
 ) -> int:
-    """Spend the mass of all levels on their continuations: ``scratch.tokens``, ``probs`` and ``credit``.
+    """Spend the mass of all levels on their continuations: the scratch's ``tokens``, ``probs`` and ``credit``.
 
     Parameters
     ----------
     floor
         Shares below this probability are left out.
     stamp
-        A number not used with this scratch before.
+        A number not used with this scratch since it was opened.
+    memory
+        As for `collect_levels`.
 
     Returns
     -------
     int
         Number of candidates, in no particular but deterministic order.
     """
+    table, cursors, cells = borrowed(table), borrowed(cursors), borrowed(cells)
+    scratch = scratch_of(memory, len(table))
     levels, weights, slots = scratch.levels, scratch.weights, scratch.slots
     tokens, probs, credit, share = scratch.tokens, scratch.probs, scratch.credit, scratch.share
     read_tokens, read_counts, read_p = scratch.read_tokens, scratch.read_counts, scratch.read_p

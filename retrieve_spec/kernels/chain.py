@@ -63,8 +63,8 @@ def grow_chain(
     while n < len(token_ids):
         worth = min_p / path_p
         mass = max(worth, MASS_FLOOR)
-        k = collect_levels(table, cursors, n * rows, tails, n, min(tail_len + n, TAIL), cells, trust, mass, scratch)
-        c = blend(table, cursors, n * rows, cells, k, NEGLIGIBLE * worth, n + 1, scratch)
+        k = collect_levels(table, cursors, n * rows, tails, n, min(tail_len + n, TAIL), cells, trust, mass, memory)
+        c = blend(table, cursors, n * rows, cells, k, NEGLIGIBLE * worth, n + 1, memory)
         best = -1
         best_p = np.float32(0.0)
         for i in range(c):

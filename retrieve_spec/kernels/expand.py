@@ -130,6 +130,7 @@ def follow(
     table: NDArray[np.int64], cursors: NDArray[np.int64], tails: NDArray[np.int32], above: int, at: int, token: int
 ) -> None:
     """Make the newest tokens and the cursors at place ``at`` those at place ``above`` after one more token."""
+    table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
     tails[at, 0] = token
     for i in range(1, TAIL):
         tails[at, i] = tails[above, i - 1]
@@ -221,8 +222,8 @@ def expand(
             worth = max(min_p, cutoff) / path_p
             mass = MASS_FLOOR if noise[0] else max(worth, MASS_FLOOR)
             negligible = 0.0 if noise[0] else NEGLIGIBLE * worth  # known noise can make a small share the largest
-            k = collect_levels(table, cursors, n * rows, tails, n, valid, cells, trust, mass, scratch)
-            c = blend(table, cursors, n * rows, cells, k, negligible, n + 1, scratch)
+            k = collect_levels(table, cursors, n * rows, tails, n, valid, cells, trust, mass, memory)
+            c = blend(table, cursors, n * rows, cells, k, negligible, n + 1, memory)
             if noise[0]:
                 couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + depth))
             for i in range(c):

@@ -7,7 +7,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, trie, unigram
-from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, Scratch, blend, collect_levels, open_scratch
+from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, blend, collect_levels, open_scratch, scratch_of
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
@@ -92,7 +92,7 @@ def learn_weights(
     cells: NDArray[np.float32],
     trust: NDArray[np.float64],
     adapted: NDArray[np.float64],
-    scratch: Scratch,
+    memory: NDArray[np.int64],
     num_levels: int,
     use: NDArray[np.float64],
     token: int,
@@ -103,6 +103,7 @@ def learn_weights(
 
     The mass that no level took explains it with a small uniform probability, so a surprise lowers every weight.
     """
+    scratch = scratch_of(memory, len(table))
     levels, weights = scratch.levels, scratch.weights
     joint = np.empty(MAX_LEVELS, np.float64)
     by_count = np.empty(MAX_LEVELS, np.float64)
@@ -184,12 +185,12 @@ def learn(
         for s in range(len(table)):
             slow = table[s, KIND] == NGRAM or table[s, KIND] == EXACT
             table[s, RESTING] = 1 if slow and (tail_len + i) % every != 0 else resting[s]
-        k = collect_levels(table, cursors, here, tail, here, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, scratch)
-        c = blend(table, cursors, here, cells, k, 0.0 if noise[0] else NEGLIGIBLE * min_p, i + 1, scratch)
+        k = collect_levels(table, cursors, here, tail, here, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, memory)
+        c = blend(table, cursors, here, cells, k, 0.0 if noise[0] else NEGLIGIBLE * min_p, i + 1, memory)
         if noise[0]:
             couple(scratch.tokens, scratch.probs, c, noise_key(noise[1], noise[2], noise[3] + i))
-        learn_scale(scale, noise[0] * NUM_SOURCES, table, scratch, c, min_p, token)
-        learn_weights(table, cursors, cells, trust, adapted, scratch, k, use, token)
+        learn_scale(scale, noise[0] * NUM_SOURCES, table, memory, c, min_p, token)
+        learn_weights(table, cursors, cells, trust, adapted, memory, k, use, token)
         for s in range(len(table)):
             for j in range(CURSOR):  # an assigned slice is compiled with what it says of shapes that differ: seconds
                 moved[0, j] = cursors[s, j]

@@ -59,7 +59,7 @@ from retrieve_spec.kernels.source_table import (
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.views import prefetch
+from retrieve_spec.kernels.views import borrowed, prefetch
 
 CLOSED = -2
 """Handle of a level that was not looked up yet."""
@@ -89,6 +89,7 @@ def open_row(
     An n-gram table is not looked into yet (each look misses every cache): the handle is `CLOSED`, the length the
     longest it can be, as far as a filter over small tables says.
     """
+    table, cursors, hashes = borrowed(table), borrowed(cursors), borrowed(hashes)
     if table[s, RESTING] == 1:
         return np.int64(0), np.int64(-1)
     if table[s, KIND] == AUTOMATON:
@@ -160,6 +161,7 @@ def next_level(
     table: NDArray[np.int64], s: int, handle: int, length: int, hashes: NDArray[np.uint64]
 ) -> tuple[int, int]:
     """(handle, match length) of the level after this one."""
+    table, hashes = borrowed(table), borrowed(hashes)
     if table[s, KIND] == AUTOMATON:
         states = states_of(table, s)
         link = np.int64(states[handle, automaton.LINK])
@@ -189,6 +191,7 @@ def _spread(top: np.float32) -> int:
 @njit(cache=True, nogil=True)
 def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]:
     """(total count, distinct continuations) of a level; for probabilities, how peaked they are stands for distinct."""
+    table, cursors = borrowed(table), borrowed(cursors)
     if table[s, KIND] == AUTOMATON:
         states = states_of(table, s)
         return np.int64(states[handle, automaton.COUNT]), np.int64(automaton.degree(states, handle))
@@ -235,6 +238,8 @@ def read_level(
 
     Where the most probable stand first, those with a share below ``least`` are left out.
     """
+    table, cursors = borrowed(table), borrowed(cursors)
+    out_tokens, out_counts, out_p = borrowed(out_tokens), borrowed(out_counts), borrowed(out_p)
     if table[s, KIND] == AUTOMATON:
         fewest = least * total / (1.0 - recency)
         n = automaton.successors(
@@ -288,6 +293,7 @@ def advance_row(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, token: int, out: NDArray[np.int64], o: int
 ) -> None:
     """Cursor of one source after one more token."""
+    table, cursors, out = borrowed(table), borrowed(cursors), borrowed(out)
     if table[s, KIND] == AUTOMATON:
         out[o, 0], out[o, 1] = automaton.advance(
             states_of(table, s), edges_of(table, s), slots_of(table, s), cursors[c, 0], cursors[c, 1], token

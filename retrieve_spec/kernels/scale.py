@@ -6,9 +6,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.blend import Scratch
+from retrieve_spec.kernels.blend import scratch_of
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.source_table import NUMBER
+from retrieve_spec.kernels.views import borrowed
 
 SCALE_BINS = 33
 """Bins over log-odds -8 … 8; a probability counts for the two around it."""
@@ -32,6 +33,7 @@ def _bin(p: float) -> tuple[int, float]:
 @njit(cache=True, nogil=True)
 def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
     """Probability after the learned correction of a row of ``scale`` (`Calibration.scale`)."""
+    scale = borrowed(scale)
     i, f = _bin(p)
     low = (np.float64(scale[row, i, 0]) + SCALE_PRIOR) / (np.float64(scale[row, i, 1]) + SCALE_PRIOR)
     high = (np.float64(scale[row, i + 1, 0]) + SCALE_PRIOR) / (np.float64(scale[row, i + 1, 1]) + SCALE_PRIOR)
@@ -43,7 +45,7 @@ def learn_scale(
     scale: NDArray[np.float32],
     first: int,
     table: NDArray[np.int64],
-    scratch: Scratch,
+    memory: NDArray[np.int64],
     n: int,
     min_p: float,
     token: int,
@@ -57,6 +59,7 @@ def learn_scale(
     min_p
         Candidates below it are never drafted, so nothing is learned of them.
     """
+    scratch = scratch_of(memory, len(table))
     tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
     for i in range(n):
         p = np.float64(probs[i])
