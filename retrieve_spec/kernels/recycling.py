@@ -110,11 +110,21 @@ def _average(
     new_ids: NDArray[np.int32],
     row: int,
     new_p: NDArray[np.float32],
+    falling: bool,
     scratch_ids: NDArray[np.int32],
     scratch_p: NDArray[np.float32],
 ) -> None:
-    """Move the entry's probabilities towards the new ones by 1 / (times + 1), at least 1/4; keep the k largest."""
+    """Move the entry's probabilities towards the new ones by 1 / (times + 1), at least 1/4; keep the k largest.
+
+    Where new ones are ``falling``, each less than the one before and more than 0, those of a new entry are in order.
+    """
     k = len(tokens)
+    if times == 0 and falling:
+        for i in range(len(new_p)):
+            tokens[i], probs[i] = new_ids[row, i], new_p[i]
+        for i in range(len(new_p), k):
+            tokens[i], probs[i] = -1, 0
+        return
     rate = max(1.0 / (times + 1), 0.25)
     old = 0
     if times > 0:
@@ -125,10 +135,8 @@ def _average(
     n = np.int64(0)
     for j in range(len(new_p)):
         at = -1
-        for i in range(old):
-            if scratch_ids[i] == new_ids[row, j]:
-                at = i
-                break
+        for i in range(old):  # to the end: where it is found cannot be predicted, and a wrong guess costs more
+            at = i if scratch_ids[i] == new_ids[row, j] else at
         if at >= 0:
             scratch_p[at] = np.float64(scratch_p[at]) + rate * np.float64(new_p[j])
         else:
@@ -204,7 +212,10 @@ def learn_rows(
                 prefetch(at_entries + 8 * k * e)
         for i in range(rows):
             softmax(logits, first + i, p)
+            falling = p[width - 1] > 0
+            for j in range(1, width):
+                falling &= p[j] < p[j - 1]
             for order in range(min(ORDERS, tail_lens[first + i])):
                 at = at_entries + 8 * k * known[i, order]
                 tokens, probs = view_i32(at, k), view_f32(at + 4 * k, k)
-                _average(times[i, order], tokens, probs, ids, first + i, p, scratch_ids, scratch_p)
+                _average(times[i, order], tokens, probs, ids, first + i, p, falling, scratch_ids, scratch_p)
