@@ -58,7 +58,7 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
                 verifier.commit(_NOTHING)
                 began += perf_counter() - started
             for _ in range(_REPEATS):
-                times.append(_timed(verifier, tree))
+                times.append(_timed(verifier, tree, speculation.interface.recurrent))
                 if perf_counter() - began > seconds:
                     break
             speculation.cost.observe(width, context, min(times))
@@ -68,16 +68,17 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
         if speculation.interface.recurrent and verifier.mode == "tree" and _PATHS in chains:
             tokens = [(i * 17 + 3) % vocab for i in range(_PATHS)]
             chain, tree = DraftTree.from_paths([tokens]), DraftTree.from_paths([[token] for token in tokens])
-            pairs = [(_timed(verifier, chain), _timed(verifier, tree)) for _ in range(_REPEATS)]
+            pairs = [(_timed(verifier, chain, True), _timed(verifier, tree, True)) for _ in range(_REPEATS)]
             one, several = (min(times) for times in zip(*pairs, strict=True))
             speculation.engine.costs.path_share = max(several - one, 0.0) / (_PATHS - 1) / chains[0]
         verifier.finish()
 
 
-def _timed(verifier: Verifier, tree: DraftTree) -> float:
+def _timed(verifier: Verifier, tree: DraftTree, with_commit: bool) -> float:
     """Seconds of a pass over a draft, nothing of which is accepted."""
     started = perf_counter()
     output = verifier.forward(_ROOT, tree)
     float(output.logits[0, 0])  # waits for the device
+    seconds = perf_counter() - started
     verifier.commit(_NOTHING)
-    return perf_counter() - started
+    return perf_counter() - started if with_commit else seconds
