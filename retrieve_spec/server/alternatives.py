@@ -45,7 +45,7 @@ class Alternatives:
     def of(
         self, branches: Sequence[Branch], slot: Slot, done: Completion, emitted: Sequence[int]
     ) -> Generator[Text, None, list[str]]:
-        """Suggestions besides `done`, the likeliest first; `emitted` are all tokens that were decoded for it.
+        """Suggestions besides `done`, the likeliest first; `emitted` are the tokens that were decoded for it.
 
         Yields texts that are to take part in the next pass.
         """
@@ -53,7 +53,7 @@ class Alternatives:
         for branch in branches:
             if len(texts) == self._task.alternatives:
                 break
-            if branch.at >= len(done.token_ids) and branch.at > 0:
+            if branch.at >= len(emitted) and branch.at > 0:
                 continue
             said = [*emitted[: branch.at], *branch.token_ids]
             if not self._codec.decode(said).startswith(rules.begun):

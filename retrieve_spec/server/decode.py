@@ -143,6 +143,7 @@ class Decode:
             beside = Alternatives(
                 self.backend, self.codec, self.pool, task, lambda: self.job.cancel.is_set() or self._expired()
             )
+            emitted = emitted[: len(self._scanner.token_ids)]
             self.done.alternatives = yield from beside.of(text.branches(), slot, self.done, emitted)
 
     def _said_before(self, slot: Slot) -> tuple[int, ...]:
@@ -190,10 +191,10 @@ class Decode:
         return said
 
     def _most(self) -> int:
-        """Tokens that may be said."""
+        """Tokens that may be said; of what was begun each says a byte or more."""
         room = self.backend.n_ctx - len(self.task.prompt_ids)
-        most = self.task.rules.max_tokens
-        return room if most < 0 else min(most, room)
+        rules = self.task.rules
+        return room if rules.max_tokens < 0 else min(rules.max_tokens + len(rules.begun.encode()), room)
 
     def _expired(self) -> bool:
         limit = self.task.deadline_s
@@ -204,14 +205,14 @@ class Decode:
     def _accept(self, token_ids: list[int]) -> bool:
         """Take the tokens of one pass; whether to go on."""
         scanner = self._scanner
-        before = len(scanner.token_ids)
+        before = len(scanner.shown_ids)
         if token_ids:
             scanner.push(token_ids)
         if self.job.cancel.is_set():
             self.done.passes_after_cancel += len(token_ids) > 0
             return False
         fresh = scanner.visible()
-        taken = scanner.token_ids[before:]
+        taken = scanner.shown_ids[before:]
         if fresh or taken:
             self.publish(self.job, Delta(fresh, tuple(taken)))
         return not (scanner.stopped or self._expired())
@@ -223,6 +224,6 @@ class Decode:
         if rest and not self.job.cancel.is_set():
             self.publish(self.job, Delta(rest, ()))
         done = self.done
-        done.text, done.token_ids = scanner.text, scanner.token_ids
+        done.text, done.token_ids = scanner.text, scanner.shown_ids
         done.stop_type = scanner.stop_type if scanner.stopped else "limit"
         done.stopping_word = scanner.stopping_word

@@ -158,16 +158,18 @@ class FimAssembler:
         self._before = int(self.window * prefix_share)
         self._after = self.window - self._before
 
-    def assemble(self, parts: FimParts, n_predict: int) -> FimPrompt:
+    def assemble(self, parts: FimParts, n_predict: int, *, heal: bool = True) -> FimPrompt:
         """Token ids of the prompt that asks for the text between prefix and suffix.
 
-        The current line left of the cursor belongs to ``parts.prefix``. Segments are encoded one by one.
+        Without ``heal`` all of the prefix is in it, before the suffix where that is the format's order. The current
+        line left of the cursor belongs to ``parts.prefix``. Segments are encoded one by one.
         """
         v, fmt = self.vocabulary, self.vocabulary.fmt
         prefix_text = stable_tail(parts.prefix, self._before * _CHARS_PER_TOKEN)
         suffix_text = _head(parts.suffix, self._after * _CHARS_PER_TOKEN)
-        begun = self._beginnings.of(prefix_text[prefix_text.rfind("\n") + 1 :]) if self._beginnings else ""
-        prefix, middle = self._divided(prefix_text[: len(prefix_text) - len(begun)])
+        heals = heal and self._beginnings is not None
+        begun = self._begun(prefix_text) if heals else ""
+        prefix, middle = self._divided(prefix_text[: len(prefix_text) - len(begun)], heals)
         suffix = self.codec.encode_cached(suffix_text)[: self._after]
         room = max(0, self.n_ctx - self.window - 2 * max(n_predict, 16) - 16)
         room = min(room, _EXTRA_WINDOWS * self.window)
@@ -188,10 +190,15 @@ class FimAssembler:
         cut = len(prefix_text) < len(parts.prefix) or len(suffix_text) < len(parts.suffix)
         return FimPrompt(ids, [*extra, *suffix, *prefix, *middle], dropped or cut, begun)
 
-    def _divided(self, text: str) -> tuple[list[int], list[int]]:
+    def _begun(self, prefix: str) -> str:
+        """The end of the cursor's line that is left to the model."""
+        assert self._beginnings is not None
+        return self._beginnings.of(prefix[prefix.rfind("\n") + 1 :])
+
+    def _divided(self, text: str, heals: bool) -> tuple[list[int], list[int]]:
         """The text left of the cursor as what stands before the suffix, and behind it."""
         most = min(self._most_behind, self._before)
-        if self._beginnings is not None and not self.vocabulary.fmt.suffix_first:
+        if heals and not self.vocabulary.fmt.suffix_first:
             at = anchor(text, most)
             middle = self._encode_lines(text[at:]) if len(text) - at <= most else []
             if 0 < len(middle) <= most // 2:

@@ -233,7 +233,9 @@ class Service:
             raise Refusal(501, self.no_fim(), "not_supported_error")
         forgotten = account.memory.times_forgotten
         shown = parts if self.definitions is None else self.definitions.shown_with(parts)
-        prompt = account.assembler.assemble(shown, 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8))
+        most = 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8)
+        free = request.wanted_json()[0] is None  # a grammar says itself what comes first
+        prompt = account.assembler.assemble(shown, most, heal=free)
         memory, expected = account.memory, self.prompts.expected(request, prompt.begun)
         memory.note_chunks([(chunk.filename, chunk.text) for chunk in parts.extra])
         memory.note_typed(parts.prefix)

@@ -33,7 +33,7 @@ class StopRules:
     newline_after_s
         Seconds after the first token from which the next newline ends the text (None: off).
     begun
-        What the tokens say first and the client has already; no part of the text.
+        What the tokens say first and the client has already: no part of the text, nor are its tokens counted.
     """
 
     max_tokens: int = -1
@@ -55,6 +55,13 @@ class StopScanner:
         When to stop.
     clock
         Seconds, monotonic (tests give their own).
+
+    Attributes
+    ----------
+    token_ids
+        Tokens read, but for one that ended the text.
+    shown_ids
+        The same without those that say what was begun; one that says more is encoded anew without it.
     """
 
     def __init__(self, codec: TextCodec, rules: StopRules, clock: Callable[[], float] = monotonic) -> None:
@@ -63,10 +70,13 @@ class StopScanner:
         self._detokenizer = IncrementalText(codec)
         self._first_token_at: float | None = None
         self._begun = len(rules.begun)
+        self._codec = codec
+        self._unseen = 0  # tokens that said nothing but what was begun
         self._line_start = -1
         self._shown = 0
         self.text = ""
         self.token_ids: list[int] = []
+        self.shown_ids: list[int] = []
         self.stop_type: StopType = "none"
         self.stopping_word = ""
 
@@ -85,8 +95,8 @@ class StopScanner:
                 self._end("eos")
                 return count
             self.token_ids.append(token_id)
-            self._append(self._detokenizer.push(token_id), now)
-            if not self.stopped and 0 <= self._rules.max_tokens <= len(self.token_ids):
+            self._append(self._behind_begun(token_id, self._detokenizer.push(token_id)), now)
+            if not self.stopped and 0 <= self._rules.max_tokens <= len(self.token_ids) - self._unseen:
                 self._end("limit")
             if self.stopped:
                 return count
@@ -120,9 +130,17 @@ class StopScanner:
         self.text += rest[self._begun :]
         self._begun -= min(self._begun, len(rest))
 
-    def _append(self, piece: str, now: float) -> None:
+    def _behind_begun(self, token_id: int, piece: str) -> str:
+        """The text of a token without what the client has of it already; its tokens are those that are shown."""
         known = min(self._begun, len(piece))
-        piece, self._begun = piece[known:], self._begun - known
+        fresh, self._begun = piece[known:], self._begun - known
+        if self._begun or (known and not fresh):
+            self._unseen += 1
+        else:
+            self.shown_ids += self._codec.encode(fresh) if known else [token_id]
+        return fresh
+
+    def _append(self, piece: str, now: float) -> None:
         if not piece:
             return
         before = len(self.text)

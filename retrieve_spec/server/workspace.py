@@ -208,7 +208,6 @@ class Workspace:
         """Remember texts in place of older ones, "" forgets those; which other files went to make room."""
         config, gone = self.config, set()
         with self._lock:
-            self.version += 1
             for path in changed:
                 self.chars -= len(self.texts.pop(path, ""))
             for path, text in changed.items():
@@ -220,14 +219,15 @@ class Workspace:
                 self.chars -= len(self.texts.pop(oldest))
                 self.left_out[_TOO_MUCH] += 1
                 gone.add(oldest)
+            self.version += 1
         return gone
 
     def forget(self) -> None:
         """Drop everything remembered, a scan under way included; nothing is remembered again until the next start."""
         with self._lock:
             self.forgotten = True
-            self.version += 1
             self.texts, self.chars, self._index = {}, 0, FileIndex()
+            self.version += 1
             self.left_out = Counter()
         self.indexed.set()
         self._changed()

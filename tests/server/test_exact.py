@@ -31,7 +31,7 @@ def body(cut, **fields):
 
 
 def plain_text(reference, ids, max_tokens, begun=""):
-    """What plain decoding says; behind what was begun, which any tokens may say that say nothing else."""
+    """What plain decoding says; behind what was begun, which any tokens may say that are not counted then."""
     served, plain, tokenizer = reference
     service = served.service
     pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
@@ -46,13 +46,14 @@ def plain_text(reference, ids, max_tokens, begun=""):
     with torch.no_grad():
         out = plain.generate(
             torch.tensor([ids]),
-            max_new_tokens=max_tokens,
+            max_new_tokens=max_tokens + len(begun),
             do_sample=False,
             eos_token_id=sorted(service.end_ids),
             logits_processor=[agree],
         )
     new = [i for i in out[0, len(ids) :].tolist() if i not in service.end_ids]
-    text = tokenizer.decode(new)
+    first = sum(0 < len(tokenizer.decode(new[:count])) <= len(begun) for count in range(1, len(new) + 1))
+    text = tokenizer.decode(new[: first + max_tokens])
     assert text.startswith(begun)
     return text[len(begun) :]
 
@@ -104,6 +105,17 @@ def test_who_types_on_is_told_what_plain_decoding_says(reference, reference_live
         answer = reference_live.post("/infill", on).json()
         assert answer["content"] == plain_text(reference, task.prompt_ids, 32, task.rules.begun)
         assert answer["timings"]["prompt_n"] < 24 < len(task.prompt_ids)
+
+
+def test_tokens_that_say_what_was_begun_are_not_counted(reference_live):
+    typed = {**body(CUTS[0]), "prompt": "    def begun_with_strange_letters_zq"}
+    whole = reference_live.post("/infill", typed).json()
+    for count in (1, 3):
+        answer = reference_live.post("/infill", {**typed, "n_predict": count}).json()
+        assert whole["content"].startswith(answer["content"]) and answer["content"]
+        assert answer["stop_type"] == "limit"
+        said = reference_live.service.codec.encode(answer["content"])
+        assert len(said) <= 2 * count
 
 
 def test_streams_say_the_same(reference, reference_live):

@@ -77,3 +77,9 @@ def test_without_the_library_the_extra_is_named(reference_live, monkeypatch):
     answer = reference_live.post("/v1/chat/completions", CHAT)
     assert answer.status_code == 400
     assert "retrieve-spec[json]" in answer.json()["error"]["message"]
+
+
+def test_json_at_a_cursor_begins_where_the_prompt_ends(library, reference_live):
+    body = {"prompt": "shape = sha", "suffix": "\n", "max_tokens": 200, "response_format": FORMAT}
+    text = reference_live.post("/v1/completions", body).json()["choices"][0]["text"]
+    assert set(json.loads(text)) == set(SCHEMA["properties"])
