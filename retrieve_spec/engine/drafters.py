@@ -109,7 +109,7 @@ class Drafters:
             if id(drafter) in self._lent:
                 return "the given drafter is at work for another sequence"
             if isinstance(drafter, MixtureDrafter):
-                drafter.asker = drafter.asker or scope or call
+                drafter.asker = scope or call or (drafter.asker if drafter is self.given else None)
             try:
                 self._lent.add(id(drafter))
                 self._enter(drafter, scope)
@@ -194,6 +194,8 @@ class Drafters:
                 if last == scope:
                     _forget_logits(drafter)
             self.sessions.forget(scope)
+            if not scope:  # those that are at work end with the old session
+                self._made = {name: [self._anew(name, made[0])] for name, made in self._made.items() if made}
             calibration = getattr(self.of(), "calibration", None)
             if isinstance(calibration, Calibration):
                 calibration.forget()
@@ -220,6 +222,10 @@ class Drafters:
 
     def _like(self, name: str, old: Drafter) -> Drafter:
         return self._build(name, *self._own_of(old))
+
+    def _anew(self, name: str, old: Drafter) -> Drafter:
+        """The same with what its session holds by now."""
+        return self._build(name, self.sessions.of(exact=name != AUTO), self._own_of(old)[1])
 
     def _own_of(self, drafter: Drafter) -> tuple[Any, Any]:
         """Session and calibration that a drafter has when it is not lent."""

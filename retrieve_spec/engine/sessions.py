@@ -10,7 +10,7 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources.session import SessionMemory
-from retrieve_spec.sources.session_file import KeptSession, SessionFile
+from retrieve_spec.sources.session_file import SessionFile
 
 OPEN = 16
 """Scopes whose sessions are in memory at most, the last ones used."""
@@ -68,9 +68,7 @@ class Sessions:
         """Forget a scope, or all, and what the file holds of it; what is under way is not remembered."""
         with self._lock:
             for name in [name for name in self._opened if scope in (None, name[0])]:
-                session = self._opened.pop(name)
-                if isinstance(session, KeptSession):
-                    session.part()
+                del self._opened[name]
             if self.file is not None:
                 self.file.forget() if scope is None else self.file.forget_scope(scope)
 

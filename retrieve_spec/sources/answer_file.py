@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retrieve_spec.errors import StoreCorruptError, StoreVersionError
+from retrieve_spec.errors import StoreCorruptError, StoreError, StoreVersionError, in_a_line
 
 _VERSION = 1
 _HEAD = struct.Struct("<12sIIQQ")
@@ -50,6 +50,8 @@ def unpacked(path: Path, kind: Kind = ROLLOUTS) -> dict[bytes, list[bytes]]:
 
     Raises
     ------
+    StoreError
+        It cannot be read.
     StoreCorruptError
         The file is something else, or damaged.
     StoreVersionError
@@ -59,6 +61,8 @@ def unpacked(path: Path, kind: Kind = ROLLOUTS) -> dict[bytes, list[bytes]]:
         data = path.read_bytes()
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise StoreError(f"to read {path}", in_a_line(error), "Give another path, or let it be read.") from error
     if len(data) < _HEAD.size or not data.startswith(kind.magic):
         raise StoreCorruptError(f"a file of {kind.name} in {path}", f"another file of {len(data)} bytes", _REMEDY)
     _, version, checksum, keys, count = _HEAD.unpack_from(data)

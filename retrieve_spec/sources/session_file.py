@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ class SessionFile(KeptAnswers):
 
     def __init__(self, path: str | os.PathLike[str], tokenizer: str, session_tokens: int) -> None:
         self.session_tokens = session_tokens
+        self._opened: weakref.WeakSet[KeptSession] = weakref.WeakSet()
         self._tokenizer = hashlib.blake2b(tokenizer.encode(), digest_size=_NAME).digest()
         key_bytes = 4 * session_tokens
         super().__init__(path, SESSIONS, max_bytes=max(_LEAST_BYTES, 2 * key_bytes), key_bytes=key_bytes)
@@ -53,11 +55,19 @@ class SessionFile(KeptAnswers):
 
         Answers with tokens of `vocabulary` and beyond are left out; `exact` is as for `SuffixAutomaton`.
         """
-        return KeptSession(self, self._key(scope), vocabulary, exact)
+        session = KeptSession(self, self._key(scope), vocabulary, exact)
+        self._opened.add(session)
+        return session
 
     def forget_scope(self, scope: str) -> None:
-        """Forget the answers of a scope."""
+        """Forget the answers of a scope; see `forget`."""
         self.forget(self._key(scope))
+
+    def forget(self, key: bytes | None = None) -> None:
+        """Forget one key, or everything, in the file, too; open sessions of it, which may be at work, add no more."""
+        for session in list(self._opened):
+            session.part(key)
+        super().forget(key)
 
     def beside(self, model_key: str) -> Path:
         """Where what is learned about a model is kept, beside its answers."""
@@ -97,9 +107,10 @@ class KeptSession(SessionMemory):
     def remember(self, token_ids: NDArray[np.int32]) -> None:
         """Add one generated text, (n,) int32."""
         super().remember(token_ids)
-        if self._file is not None:
-            self._file.add(self._key, token_ids)
+        if (file := self._file) is not None:
+            file.add(self._key, token_ids)
 
-    def part(self) -> None:
-        """Keep nothing in the file from now on: it was to forget, and requests that are under way still end."""
-        self._file = None
+    def part(self, key: bytes | None) -> None:
+        """Keep nothing in the file from now on, if it was to forget this session's key, or everything (None)."""
+        if key in (None, self._key):
+            self._file = None

@@ -81,7 +81,7 @@ def load_session(session: SessionMemory, store: Datastore) -> int:
     """
     newest = list(_newest_documents(store, session.max_tokens // 2))  # more would push the first ones out again
     for ids in reversed(newest):
-        session.remember(ids)
+        session.read(ids)
     return sum(map(len, newest))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.sources.rollouts import RolloutMemory
@@ -92,6 +93,19 @@ def test_other_stores_are_drafted_from_in_every_sequence() -> None:
     assert drafters.lend() is after[0]
     assert all(drafter.session is before[0].session for drafter in after)
     assert all(drafter.calibration is before[0].calibration for drafter in after)
+
+
+def test_whoever_asked_last_does_not_ask_for_the_next() -> None:
+    """A sequence that ends before it begins leaves its drafter as it was lent."""
+    drafters = Drafters(SpeculationConfig(session=True), [], None, "model")
+    drafter = drafters.lend(scope="alice")
+    assert isinstance(drafter, MixtureDrafter)
+    assert drafter.asker == "alice" and drafter.session is drafters.sessions.of("alice")
+    drafters.give_back(drafter)
+    assert drafters.lend(call="call") is drafter
+    assert drafter.asker == "call" and drafter.session is drafters.sessions.of("")
+    drafters.give_back(drafter)
+    assert drafters.lend() is drafter and drafter.asker is None
 
 
 def test_a_given_drafter_stands_in_for_what_is_configured_alone() -> None:

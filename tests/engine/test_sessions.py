@@ -62,6 +62,9 @@ def test_a_scope_drafts_from_its_own_answers_alone(day: Any, ask: Any) -> None:
     assert ask(model, scope="alice", num_return_sequences=2)[0] == text, "siblings, too"
     model.speculation.forget("alice")
     assert ask(model, scope="alice")[1] > alices
+    nobodys = ask(model)[1]
+    model.speculation.forget("")
+    assert ask(model)[1] > nobodys, "what has no scope is one"
     (stream,) = [list(rs.generate_stream(model, PROMPT, **OPTIONS, scope="carol"))]
     (many,) = rs.generate_many(model, [{"inputs": PROMPT, "scope": "carol"}], **OPTIONS)
     assert np.concatenate([piece.token_ids for piece in stream]).tolist() == many.token_ids.tolist()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
+from retrieve_spec.errors import StoreCorruptError, StoreError, TokenizerMismatchError
 from retrieve_spec.sources.rollouts import RolloutMemory
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.session_file import SessionFile
@@ -80,6 +80,10 @@ def test_what_is_something_else_is_refused_and_left_as_it_is(tmp_path: Path) -> 
         with pytest.raises(StoreCorruptError):
             SessionFile(path, "one", 1000)
         assert path.read_bytes() == content
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StoreError, match="could not read"):
+        SessionFile(path, "one", 1000)
 
 
 def test_another_file_that_came_meanwhile_ends_no_generation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +133,6 @@ def test_a_scope_is_forgotten_alone(tmp_path: Path) -> None:
     other.open("bob", MANY).remember(ids(5, 6))
     for one in (file, other):
         one.save()
-    alice.part()
     file.forget_scope("alice")
     alice.remember(ids(7, 8))
     file.keep(at_once=True)
