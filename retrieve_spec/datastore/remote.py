@@ -162,6 +162,7 @@ class Remote:
                     f"checksum {expected.sha256[:12]} of {source}", digest.hexdigest()[:12], _REMEDY
                 )
             self.fs.put_file(os.fspath(source), part)
+            self.fs.invalidate_cache()  # what another thread listed may be older than the file
             if int(self.fs.info(part)["size"]) != expected.bytes:
                 raise OSError(f"{place} did not arrive whole")
             if part != target:
