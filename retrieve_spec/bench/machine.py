@@ -47,7 +47,8 @@ def machine_facts() -> dict[str, Any]:
 def summary(facts: dict[str, Any]) -> str:
     """The facts in one line."""
     packages = facts["packages"]
-    where = facts.get("gpu") or f"{facts['processor']}, {facts['cores']} cores, {facts['torch_threads']} threads"
+    threads = f"{facts['torch_threads']} thread{'s' if facts['torch_threads'] != 1 else ''}"
+    where = facts.get("gpu") or f"{facts['processor']}, {facts['cores']} cores, {threads}"
     versions = f"torch {packages['torch']}, transformers {packages['transformers']}, Python {facts['python']}"
     changed = " with changes that are not committed" if "+" in facts["commit"] else ""
     commit = facts["commit"] or "unknown"
