@@ -48,19 +48,27 @@ class Siblings(SessionMemory):
         self.automata = [*(session.automata if session is not None else ()), *earlier, own]
 
     def __enter__(self) -> Self:
-        super().__enter__()
         if self._session is not None:
             self._session.__enter__()
-        while self._busy == 1 and self._news:
-            self._read(self._news.popitem()[0])
-        return self
+        try:
+            return super().__enter__()
+        except BaseException:
+            if self._session is not None:
+                self._session.__exit__(None, None, None)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            self._session.__exit__(kind, error, trace)
-        super().__exit__(kind, error, trace)
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            if self._session is not None:
+                self._session.__exit__(kind, error, trace)
+
+    def _take_in(self) -> None:
+        while self._news:
+            self._read(self._news.popitem()[0])
 
     def remember(self, token_ids: NDArray[np.int32]) -> None:
         """Add the whole text of one sample, (n,) int32, to the session, if there is one."""

@@ -63,15 +63,27 @@ class SessionMemory:
     def __enter__(self) -> Self:
         self._lock.acquire()
         self._busy += 1
-        while self._busy == 1 and self._waiting:
-            self._add(self._waiting.popleft())
+        try:
+            if self._busy == 1:
+                self._take_in()
+        except BaseException:  # Ctrl-C among others: nobody leaves what was not entered
+            self._leave()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         self._busy -= 1
         self._lock.release()
+
+    def _take_in(self) -> None:
+        """Add what waits; no kernel reads."""
+        while self._waiting:
+            self._add(self._waiting.popleft())
 
     @property
     def texts(self) -> list[NDArray[np.int32]]:
