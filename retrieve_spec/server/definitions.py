@@ -19,14 +19,17 @@ from threading import Lock
 from retrieve_spec.server.fim import Chunk, FimParts
 from retrieve_spec.server.workspace import Workspace
 
-_PYTHON = re.compile(r"^[ \t]*from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+(?:\(([^()]*)\)|([^\n(]+))", re.MULTILINE)
+_PYTHON = re.compile(r"^[ \t]*from[ \t]+([\w.]*)[ \t]+import[ \t]+(?:\(([^()]*)\)|([^\n(]+))", re.MULTILINE)
 _SCRIPT = re.compile(
-    r"""^[ \t]*(?:import|export) (?:type )?([\w$*\s{},]{1,2000}?)[ \t]from[ \t]+["']([^"'\n]+)["']""", re.MULTILINE
+    r"""^[ \t]*(?:import|export) (?:type )?(?:[\w$]+[ \t]*,\s*)?(\{[^{}]{1,2000}\})\s*from[ \t]*["']([^"'\n]+)["']""",
+    re.MULTILINE,
 )
 _REQUIRED = re.compile(r"""^[ \t]*(?:const|let|var)\s+(\{[^{}]*\})\s*=\s*require\(["']([^"'\n]+)["']\)""", re.MULTILINE)
+_NEWLINE = re.compile(r"\r\n?|\n")
+"""What ends a line for Python's parser; `str.splitlines` knows more."""
 _EXPORTED = (
     r"^(?:export\s+)?(?:default\s+)?(?:declare\s+)?(?:abstract\s+)?(?:async\s+)?"
-    r"(?:function\s*\*?|class|interface|type|enum|const|let|var)\s+{name}\b"
+    r"(?:function(?:\s*\*)?|class|interface|type|enum|const|let|var)\s+{name}\b"
 )
 _SUFFIXES = (".ts", ".tsx", ".js", ".jsx", ".mjs", ".cjs", ".mts", ".cts")
 _TOP = 20_000
@@ -89,7 +92,7 @@ class Definitions:
         left = self._max_chars
         for wanted in imports(text) if self._max_chars else ():
             with self._lock:
-                place = self._find(wanted, None, _DEPTH)
+                place = self._find(wanted, None, _DEPTH, set())
             if place is None:
                 continue
             path, definition = place
@@ -103,18 +106,23 @@ class Definitions:
         root = next((root for root in self._workspace.roots if path.is_relative_to(root)), path.parent)
         return path.relative_to(root).as_posix()
 
-    def _find(self, wanted: Import, importer: Path | None, depth: int) -> tuple[Path, str] | None:
-        """Where a name is defined, and how; followed through files that import it themselves."""
+    def _find(
+        self, wanted: Import, importer: Path | None, depth: int, tried: set[tuple[Path, str]]
+    ) -> tuple[Path, str] | None:
+        """Where a name is defined, and how; followed through files that import it themselves, each ``tried`` once."""
         for path in self._files(wanted, importer):
             text = self._workspace.texts.get(path)
-            if text is None:
+            if text is None or (path, wanted.name) in tried:
                 continue
+            if len(tried) >= _MOST_FILES:
+                return None
+            tried.add((path, wanted.name))
             definition = self._definition(path, text, wanted.name)
             if definition:
                 return path, definition
             if depth > 1:
                 for passed in imports(text):
-                    if passed.name == wanted.name and (place := self._find(passed, path, depth - 1)):
+                    if passed.name == wanted.name and (place := self._find(passed, path, depth - 1, tried)):
                         return place
         return None
 
@@ -177,7 +185,7 @@ def _python_definitions(text: str) -> dict[str, str]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
-    lines = text.splitlines()
+    lines = _NEWLINE.split(text)
     found: dict[str, str] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

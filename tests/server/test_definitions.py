@@ -161,3 +161,32 @@ def test_the_model_is_shown_them_before_what_the_editor_sent(reference, workspac
         assert "def area" not in server.post("/infill", {**body, "input_prefix": "\n"}).json()["prompt"]
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("text", ["from " + "." * 200_000, "import \n" * 200_000, "function" + " " * 400_000])
+def test_lines_that_are_no_imports_are_read_once(workspace, text):
+    """Patterns that go back for every character take hours here."""
+    (workspace.roots[0] / "shop" / "long.ts").write_text(text[: ServeConfig().workspace_file_bytes])
+    workspace.scan()
+    assert imports(text) == []
+    assert shown(workspace, 'import { area } from "./shop/long"\n') == {}
+
+
+def test_lines_are_counted_as_python_counts_them(workspace):
+    (workspace.roots[0] / "shop" / "pages.py").write_text(
+        "DASH = '\u2028\x85'\n\x0c\ndef page(number):\n    return number\n"
+    )
+    workspace.scan()
+    assert shown(workspace, "from shop.pages import page\n") == {"shop/pages.py": "def page(number):\n"}
+
+
+def test_importing_files_of_one_name_are_not_all_followed(workspace):
+    """Of each of them a name leads to all others: a walk through all of them takes hours."""
+    for number in range(400):
+        folder = workspace.roots[0] / f"part{number}"
+        folder.mkdir()
+        (folder / "models.py").write_text("from models import unknown\n")
+    workspace.scan()
+    assert shown(workspace, "from models import unknown\nfrom shop.geometry import area\n").keys() == {
+        "shop/geometry.py"
+    }
