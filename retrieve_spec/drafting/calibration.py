@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,7 @@ class Calibration:
         if self.path is not None and (at_once or self._requests % _SAVE_EVERY == 1):
             self.save(self.path)
             if self.phrases.requests != self._phrases_saved:
-                put_array(_phrases_path(self.path), self.phrases.packed())
+                put_array(_phrases_path(self.path), self.phrases.packed(), private=True)
                 self._phrases_saved = self.phrases.requests
 
     def forget(self) -> None:
@@ -161,6 +162,8 @@ class Calibration:
                 self.phrases.unpack(np.lib.format.read_array(file, allow_pickle=False))
         except FileNotFoundError:
             return
+        except PermissionError as error:
+            logger.warning("phrases start anew: %s: %s", path, in_a_line(error))
         except Exception as error:  # a damaged head fails as anything that parses Python can
             logger.warning("phrases start anew: %s: %s", path, in_a_line(error))
             with contextlib.suppress(OSError):
@@ -172,11 +175,16 @@ def _phrases_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.phrases{path.suffix}")
 
 
-def put_array(target: Path, array: NDArray[Any], what: str = "calibration") -> None:
-    """Write an array as ``.npy``, put in place at once; what cannot be written is logged."""
+def put_array(target: Path, array: NDArray[Any], what: str = "calibration", private: bool = False) -> None:
+    """Write an array as ``.npy``, put in place at once; what cannot be written is logged.
+
+    Nobody else may read a `private` one, unless its owner has let them.
+    """
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with open(partial, "wb") as file:
+            if private:
+                os.chmod(partial, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o600)
             np.save(file, array)
         os.replace(partial, target)
     except OSError as error:  # a full disk or a store that became read-only must not end a generation
