@@ -183,9 +183,11 @@ class Drafters:
             self._made.clear()
             self._learned.clear()
             self._rollouts_calibration = None
-            self.sessions.forget()
-            if self.rollouts is not None:
-                self.rollouts.forget()
+            try:
+                self.sessions.forget()
+            finally:  # also where a file cannot be written
+                if self.rollouts is not None:
+                    self.rollouts.forget()
 
     def forget_scope(self, scope: str) -> None:
         """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""
@@ -193,12 +195,14 @@ class Drafters:
             for drafter, last in list(self._scopes.items()):
                 if last == scope:
                     _forget_logits(drafter)
-            self.sessions.forget(scope)
-            if not scope:  # those that are at work end with the old session
-                self._made = {name: [self._anew(name, made[0])] for name, made in self._made.items() if made}
-            calibration = getattr(self.of(), "calibration", None)
-            if isinstance(calibration, Calibration):
-                calibration.forget()
+            try:
+                self.sessions.forget(scope)
+            finally:  # also where its file cannot be written
+                if not scope:  # those that are at work end with the old session
+                    self._made = {name: [self._anew(name, made[0])] for name, made in self._made.items() if made}
+                calibration = getattr(self.of(), "calibration", None)
+                if isinstance(calibration, Calibration):
+                    calibration.forget()
 
     def keep(self, at_once: bool = False) -> None:
         """Write files of answers if that is due; with `at_once` the session's file and its calibration in any case."""

@@ -135,17 +135,20 @@ class Engine:
     def forget(self, scope: str) -> int:
         """Forget all caches of a scope, and what was learned from its text; how many caches there were.
 
-        What waits or is under way is answered, but nothing of it is kept.
+        What waits or is under way is answered, but nothing of it is kept. Raises what the backend fails with.
         """
         count, done = 0, Event()
+        failed: Exception | None = None
 
         def chore() -> None:
-            nonlocal count
+            nonlocal count, failed
             try:
                 for job in list(self._jobs):
                     job.forgotten |= job.task.scope == scope
                 count = self._pool.forget(scope)
                 self.backend.forget(scope)
+            except Exception as error:
+                failed = error
             finally:
                 done.set()
 
@@ -155,6 +158,8 @@ class Engine:
                 pass  # a pass is under way, however long it takes
         if not done.is_set():
             chore()
+        if failed is not None:
+            raise failed
         return count
 
     def caches(self, scope: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.accounts import Account, Accounts
 from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.definitions import Definitions
@@ -28,6 +30,8 @@ from retrieve_spec.server.schemas import Common, InfillRequest, TabbyRequest
 from retrieve_spec.server.stopping import StopRules
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.workspace import Workspace
+
+log = logging.getLogger("retrieve_spec.server")
 
 _FIM_TOKENS = 128
 _TABBY_TOKENS = 64
@@ -192,12 +196,27 @@ class Service:
         return kept
 
     def forget(self, scope: str = "") -> dict[str, Any]:
-        """Drop all that is kept of one user, and of the workspace unless others share it; what there was."""
+        """Drop all that is kept of one user, and of the workspace unless others share it; what there was.
+
+        Raises
+        ------
+        Refusal
+            500: it still stands in a file that cannot be written.
+        """
         kept = self.kept(scope)
         self.account(scope).forget()
-        self.engine.forget(scope)
         if self.workspace is not None and not self._shared:
             self.workspace.forget()
+        try:
+            self.engine.forget(scope)
+        except (OSError, RetrieveSpecError) as error:
+            log.warning("not forgotten in a file: %s", in_a_line(error))
+            raise Refusal(
+                500,
+                "forgotten by the server, but its file of answers could not be written, and still holds them until it"
+                " can be; the server's log says why",
+                "server_error",
+            ) from error
         return kept
 
     def infill(self, request: InfillRequest, caller: Caller) -> Prepared:

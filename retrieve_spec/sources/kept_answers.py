@@ -64,6 +64,8 @@ class KeptAnswers:
         self._bytes = 0
         self._new: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()  # since the file was last read
         self._most_new = _MANY_NEW
+        self._gone: set[bytes] = set()  # keys that were forgotten, but not yet in the file
+        self._all_gone = False
         self._waiting: deque[tuple[bytes, bytes]] = deque()
         self._lock = threading.RLock()
         self._busy = 0
@@ -123,11 +125,11 @@ class KeptAnswers:
             except BaseException:
                 self._known, self._sizes, self._bytes = before
                 raise
-            self._new.clear()
+            self._saved()
 
     def keep(self, at_once: bool = False) -> None:
         """Save if that is due, or with `at_once` if anything is new; what goes wrong is logged."""
-        if self.path is None or self._busy or not (self._is_due() or (at_once and self._new)):
+        if self.path is None or self._busy or not (self._is_due() or (at_once and self._is_changed())):
             return  # busy: the garbage collector ended a generation in the middle of a save
         try:
             self.save()
@@ -136,16 +138,34 @@ class KeptAnswers:
             self._drop_gone()
 
     def forget(self, key: bytes | None = None) -> None:
-        """Forget one key, or everything, in the file, too: other processes forget with their next save."""
-        with self._alone(), self._file_lock() if self.path is not None else contextlib.nullcontext() as path:
-            if path is not None and key is not None:
-                self._take_in(path)
-            gone = list(self._known) if key is None else [key]
-            for one in gone:
+        """Forget one key, or everything, in the file, too: other processes forget with their next save.
+
+        What cannot be taken out of the file now is taken out with the next save.
+
+        Raises
+        ------
+        OSError, StoreLockedError, StoreCorruptError, StoreVersionError
+            The file is as it was; here all is forgotten.
+        """
+        with self._alone():
+            for one in list(self._known) if key is None else [key]:
                 self._drop(one)
-            self._new.clear()
-            if path is not None:
+            for new in [new for new in self._new if key in (None, new[0])]:
+                del self._new[new]
+            if self.path is None:
+                return
+            self._all_gone |= key is None
+            if key is not None:
+                self._gone.add(key)
+            with self._file_lock() as path:
+                if not self._all_gone:
+                    self._take_in(path)
                 replace_file(path, packed(self._known, self._kind), private=True)
+            self._saved()
+
+    def _is_changed(self) -> bool:
+        """Whether the file is to hold something else than when it was last written."""
+        return bool(self._new or self._gone or self._all_gone)
 
     def _is_due(self) -> bool:
         """Whether enough is new for a save."""
@@ -200,9 +220,16 @@ class KeptAnswers:
     def _take_in(self, path: Path) -> None:
         """Let all that is kept be what the file holds, and what is new behind it."""
         if path.exists():
-            self._take(self._read(path))
+            known = self._read(path)
+            self._take({} if self._all_gone else {key: known[key] for key in known if key not in self._gone})
             for key, ids in self._new:
                 self._put(key, ids)
+
+    def _saved(self) -> None:
+        """All that is kept stands in the file, and nothing else."""
+        self._new.clear()
+        self._gone.clear()
+        self._all_gone = False
 
     def _take(self, known: dict[bytes, list[bytes]]) -> None:
         """Let `known` be all that is kept, as far as it fits."""

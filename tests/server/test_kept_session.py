@@ -69,6 +69,32 @@ def test_answers_are_kept_by_key_and_forgotten_on_demand(serve: Any, tmp_path: P
     assert kept(server, ALICE) >= 20, "what is said afterwards is kept again"
 
 
+def test_who_forgets_is_told_where_the_file_cannot_be_written(serve: Any, tmp_path: Path) -> None:
+    server = serve()
+    ask(server, ALICE, "POST", "/v1/chat/completions", CHAT)
+    server.service.close()
+    in_the_way = tmp_path / "day.bin.tmp"
+    in_the_way.mkdir()
+    headers = {b"authorization": b"Bearer " + ALICE}
+    answer = httpx.request("DELETE", server.url + "/v1/workspace", headers=headers, timeout=120, trust_env=False)
+    assert answer.status_code == 500
+    message = answer.json()["error"]["message"]
+    assert "could not be written" in message and str(tmp_path) not in message
+    assert kept(server, ALICE) == 0
+    in_the_way.rmdir()
+    ask(server, ALICE, "DELETE", "/v1/workspace")
+    assert len(SessionFile(tmp_path / "day.bin", _tokenizer(server), 1000)) == 0
+
+
+def test_nobody_else_may_read_what_is_kept_beside_the_file(serve: Any, tmp_path: Path) -> None:
+    server = serve()
+    ask(server, ALICE, "POST", "/v1/chat/completions", CHAT)
+    ask(server, BOB, "POST", "/v1/chat/completions", CHAT)
+    server.service.close()
+    texts = [tmp_path / "day.bin", *tmp_path.glob("*.phrases.npy")]
+    assert [path.stat().st_mode & 0o077 for path in texts] == [0, 0]
+
+
 def _tokenizer(server: Live) -> str:
     from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 

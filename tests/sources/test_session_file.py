@@ -141,6 +141,29 @@ def test_a_scope_is_forgotten_alone(tmp_path: Path) -> None:
     assert texts(again.open("bob", MANY)) == [[3, 4], [5, 6]], "what another process saved meanwhile is kept"
 
 
+@pytest.mark.parametrize("scope", ["alice", None])
+def test_what_cannot_be_forgotten_in_the_file_is_forgotten_with_the_next_save(
+    tmp_path: Path, scope: str | None
+) -> None:
+    path = tmp_path / "day.bin"
+    file = SessionFile(path, "tokenizer", 1000)
+    file.open("alice", MANY).remember(ids(1, 2))
+    file.save()
+    in_the_way = path.with_name(path.name + ".tmp")
+    in_the_way.mkdir()
+    with pytest.raises(OSError):
+        file.forget(None if scope is None else file._key(scope))
+    assert texts(file.open("alice", MANY)) == []
+    file.open("bob", MANY).remember(ids(3, 4))
+    file.keep(at_once=True)
+    assert texts(SessionFile(path, "tokenizer", 1000).open("alice", MANY)) == [[1, 2]], "still in the way"
+    in_the_way.rmdir()
+    file.keep(at_once=True)
+    again = SessionFile(path, "tokenizer", 1000)
+    assert texts(again.open("alice", MANY)) == []
+    assert texts(again.open("bob", MANY)) == [[3, 4]]
+
+
 _WRITER = """
 import sys
 import numpy as np
