@@ -3,13 +3,15 @@
 What stages read and write travels through ``URL/work``: the plan, the inputs, tokens of shards, the cut; segments go to
 their place at once, ``URL/segments/HASH``. Every file arrives whole or not at all and is compared with its hash where
 it is read: those of the plan and the cut travel with the task, those of a rank's outputs in its *mark*, a small file
-that is written last. A rank is done when its mark is there and what it names has the size that it says.
+that is written last. A rank is done when its mark is there and what it names has the size that it says. Marks name the
+change they belong to: where tidying up was interrupted, those of an earlier one may still be there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import wraps
@@ -53,6 +55,7 @@ class Exchange:
 
     def __init__(self, url: str) -> None:
         self.url, self.remote = url, Remote(url)
+        self._change = ""
 
     # What the process does that plans.
 
@@ -79,7 +82,9 @@ class Exchange:
         entries = {INPUTS: _entry(inputs), _TOKENIZER: _entry(tokenizer)}
         self.remote.send(inputs, self._inputs_place(entries[INPUTS]), entries[INPUTS], _silent)
         self.remote.send(tokenizer, plan["tokenizer"], entries[_TOKENIZER], _silent)
-        body = {"plan": plan, "files": {name: asdict(entry) for name, entry in entries.items()}}
+        self._change = secrets.token_hex(8)
+        files = {name: asdict(entry) for name, entry in entries.items()}
+        body = {"plan": plan, "files": files, "change": self._change}
         try:
             self.remote.create_file(self._place(PLAN), _sealed(body))
         except FileExistsError as error:
@@ -97,6 +102,7 @@ class Exchange:
     def resume(self, work: WorkFolder) -> None:
         """Bring what an interrupted change planned into the work folder."""
         body = self._opened(PLAN)
+        self._change = body["change"]
         entries = {name: FileEntry(**entry) for name, entry in body["files"].items()}
         work.path.mkdir(parents=True)
         self._fetch(self._inputs_place(entries[INPUTS]), work.path / INPUTS, entries[INPUTS])
@@ -110,7 +116,8 @@ class Exchange:
         The cut is put there for ranks that need it.
         """
         work = stages.work
-        shared = {"plan": stages.plan, "tokenizer": asdict(_entry(work.store / stages.plan["tokenizer"]))}
+        tokenizer = _entry(work.store / stages.plan["tokenizer"])
+        shared = {"plan": stages.plan, "change": self._change, "tokenizer": asdict(tokenizer)}
         if stage == "segment":
             entry = _entry(work.path / CUT)
             self.remote.send(work.path / CUT, self._name(CUT), entry, _silent)
@@ -130,9 +137,9 @@ class Exchange:
             mark = _mark(stage, rank)
             if self._name(mark) not in sizes:
                 continue
-            files = {place: FileEntry(**entry) for place, entry in self._opened(mark)["files"].items()}
-            if any(sizes.get(place) != entry.bytes for place, entry in files.items()):
-                continue  # lost since: made again
+            files = self._marked(mark)
+            if not files or any(sizes.get(place) != entry.bytes for place, entry in files.items()):
+                continue  # of another change, or lost since: made again
             for place, entry in files.items():
                 if place.startswith(f"{WORK}/") and place.endswith(".json"):
                     self._fetch(place, work.path / place.removeprefix(f"{WORK}/"), entry)
@@ -154,13 +161,15 @@ class Exchange:
     @_reaching
     def announce(self, content: str) -> None:
         """Write down what the store is going to hold, before it does (`Manifest.content`)."""
-        self.remote.write(self._place(_ANNOUNCED), content.encode())
+        self.remote.write(self._place(_ANNOUNCED), _sealed({"content": content, "change": self._change}))
 
     @_reaching
     def announced(self) -> str:
         """What the change in progress was about to make of the store, "" for nothing yet."""
-        place = self._place(_ANNOUNCED)
-        return bytes(self.remote.fs.cat_file(place)).decode() if self.remote.fs.exists(place) else ""
+        if not all(self.remote.fs.exists(self._place(name)) for name in (PLAN, _ANNOUNCED)):
+            return ""
+        found = self._opened(_ANNOUNCED)
+        return str(found["content"]) if found["change"] == self._opened(PLAN)["change"] else ""
 
     @_reaching
     def end(self) -> None:
@@ -175,15 +184,15 @@ class Exchange:
     @_reaching
     def load(self, work: WorkFolder, stage: str, rank: int, needs: dict[str, Any]) -> None:
         """Bring what a rank reads into the work folder."""
-        plan = needs["plan"]
+        plan, self._change = needs["plan"], needs["change"]
         work.path.mkdir(parents=True, exist_ok=True)
         replace_file(work.path / PLAN, json.dumps(plan).encode())
         self._fetch(plan["tokenizer"], work.store / plan["tokenizer"], FileEntry(**needs["tokenizer"]))
         if stage == "segment":
             self._fetch(self._name(CUT), work.path / CUT, FileEntry(**needs["cut"]))
             for number, _ in part_of(work, rank).pieces:
-                for place, entry in self._opened(_mark("tokens", number))["files"].items():
-                    self._fetch(place, work.path / place.removeprefix(f"{WORK}/"), FileEntry(**entry))
+                for place, entry in self._marked(_mark("tokens", number)).items():
+                    self._fetch(place, work.path / place.removeprefix(f"{WORK}/"), entry)
             (work.path / INPUTS).touch()
             return
         at, size, expected = needs["lines"][str(rank)]
@@ -212,7 +221,7 @@ class Exchange:
         for path in written:
             entry = files[self._name(path.name)] = _entry(path)
             self.remote.send(path, self._name(path.name), entry, _silent)
-        mark = {"files": {place: asdict(entry) for place, entry in files.items()}}
+        mark = {"files": {place: asdict(entry) for place, entry in files.items()}, "change": self._change}
         self.remote.write(self._place(_mark(stage, rank)), _sealed(mark))
 
     @_reaching
@@ -232,6 +241,12 @@ class Exchange:
 
     def _fetch(self, place: str, target: Path, entry: FileEntry) -> None:
         self.remote.fetch(place, target, entry, _silent)
+
+    def _marked(self, mark: str) -> dict[str, FileEntry]:
+        """What a mark names; nothing where it is of another change."""
+        body = self._opened(mark)
+        named = body["files"] if body["change"] == self._change else {}
+        return {place: FileEntry(**entry) for place, entry in named.items()}
 
     def _opened(self, name: str) -> dict[str, Any]:
         """Content of a sealed file."""

@@ -115,6 +115,26 @@ def test_an_addition_that_was_interrupted_goes_on(memory, records, machines, tex
         add_documents(memory, resume=True, cluster="ray")
 
 
+def test_what_is_left_of_an_ended_change_is_not_taken_for_the_next_one(memory, texts, machines, tmp_path, monkeypatch):
+    def half(self):
+        self.remote.fs.rm_file(self._place("plan.json"))
+        raise KeyboardInterrupt  # a kill amid tidying up
+
+    (texts / "one.txt").write_text("this is the first one")
+    with monkeypatch.context() as patch:
+        patch.setattr(Exchange, "end", half)
+        with pytest.raises(KeyboardInterrupt):
+            add_documents(memory, str(texts / "one.txt"), cluster="ray")
+    (texts / "two.txt").write_text("and that is the second")
+    machines.broken["segment", 0] = True
+    with pytest.raises(BuildError, match="rank 0"):
+        add_documents(memory, str(texts / "two.txt"), cluster="ray")
+    machines.broken = {}
+    assert add_documents(memory, resume=True, cluster="ray").documents == 1
+    pull_datastore(memory, tmp_path / "t")
+    assert set(contents(tmp_path / "t")) > {"one.txt", "two.txt"}
+
+
 def test_what_cannot_be_added_at_an_address(memory, texts):
     with pytest.raises(BuildError, match="--cluster to resume"):
         add_documents(memory, resume=True)
