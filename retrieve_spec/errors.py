@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]*@")
+
 
 def in_a_line(error: Exception, most: int = 160) -> str:
     """Name of an exception and the first line of what it says, of which `most` characters are kept."""
@@ -12,7 +16,8 @@ def in_a_line(error: Exception, most: int = 160) -> str:
 class RetrieveSpecError(Exception):
     """Base of all errors raised by this library.
 
-    Its text is "expected …, got …. Do …." or, of something that was to be done, "could not …: why. Do …."
+    Its text is "expected …, got …. Do …." or, of something that was to be done, "could not …: why. Do …." Passwords in
+    addresses are left out: messages are logged.
 
     Parameters
     ----------
@@ -25,6 +30,7 @@ class RetrieveSpecError(Exception):
     """
 
     def __init__(self, expected: str, got: str, remedy: str) -> None:
+        expected, got, remedy = (_PASSWORD.sub(r"\1:***@", str(part)) for part in (expected, got, remedy))
         done = expected.startswith("to ")
         happened = f"could not {expected[3:]}: {got}" if done else f"expected {expected}, got {got}"
         super().__init__(f"{happened}. {remedy}")

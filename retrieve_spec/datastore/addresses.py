@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,15 @@ def explain_remote_errors(url: str) -> Iterator[None]:
 def is_address(path: object) -> bool:
     """Whether something is the address of a remote (``s3://…``) rather than a path of this machine."""
     return isinstance(path, str) and "://" in path
+
+
+def public_name(path: str) -> str:
+    """A path or address without what lets in whom it is given to: a user's name and password, and a signed query."""
+    if not is_address(path):
+        return path
+    if "http://" in path or "https://" in path:
+        path = path.partition("?")[0]
+    return re.sub(r"://[^/]*@", "://", path)
 
 
 def folder_of(path: str | os.PathLike[str], verb: str) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
+from retrieve_spec.datastore.addresses import public_name
 from retrieve_spec.datastore.manifest import Manifest
 from retrieve_spec.datastore.store import Datastore
 
@@ -45,7 +46,8 @@ def _public_event(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(path: str) -> str:
-    """Last part of a path; names of models on a hub stay whole."""
+    """Last part of a path or address; names of models on a hub stay whole."""
+    path = public_name(path)
     absolute = path.startswith(("/", "~", ".", "\\")) or ":" in path[:3] or path.count("/") > 1
     return PurePath(path.replace("\\", "/")).name if absolute else path
 

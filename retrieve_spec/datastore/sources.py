@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retrieve_spec.datastore import tokenised
-from retrieve_spec.datastore.addresses import explain_remote_errors, is_address, reach
+from retrieve_spec.datastore.addresses import explain_remote_errors, is_address, public_name, reach
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
 from retrieve_spec.datastore.generated import generated_name
 from retrieve_spec.datastore.git_rules import passed_over
@@ -193,14 +193,18 @@ def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> I
         found = {str(name): int(one.get("size") or 0) for name, one in about.items()}
     if not found:
         raise BuildError(f"files at {source.path}", "nothing there", "Check the address.")
-    start = len(root.rpartition("/")[0] if list(found) == [root] else root) + 1
+    if list(found) == [root]:
+        name = public_name(fs.unstrip_protocol(root)).rpartition("/")[2]
+        if wanted(name):
+            yield _entry(index, source, name, fs.unstrip_protocol(root), found[root], True)
+        return
+    start = len(root) + 1
     pairs = tokenised.pairs_of(name[start:] for name in found)
     for name, size in sorted(found.items(), key=_order):
         relative = name[start:]
         if wanted(relative) and pairs.get(relative, relative) == relative:
-            said = _named(source, relative) if name != root else None
-            is_pair = relative in pairs or name == root
-            yield _entry(index, source, relative, fs.unstrip_protocol(name), said or size, is_pair)
+            said = _named(source, relative)
+            yield _entry(index, source, relative, fs.unstrip_protocol(name), said or size, relative in pairs)
 
 
 def _named(source: Source, relative: str) -> Reason | None:

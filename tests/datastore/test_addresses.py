@@ -13,7 +13,9 @@ from test_share import bucket, gs_bucket, store, url  # noqa: F401 (fixtures)
 from retrieve_spec.cli import run
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import remote_add
+from retrieve_spec.datastore.addresses import public_name
 from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.card import name_of
 from retrieve_spec.datastore.edit import merge_datastores, remove_documents
 from retrieve_spec.datastore.exchange import Exchange
 from retrieve_spec.datastore.manifest import read_manifest
@@ -180,3 +182,24 @@ def test_damage_at_an_address_is_found_there(memory, store):
     fs.rm_file(f"/remote/{place}")
     with pytest.raises(StoreCorruptError, match="no such file"):
         verify_datastore(memory)
+
+
+@pytest.mark.parametrize(
+    ("address", "public", "name"),
+    [
+        ("ftp://me:sekret@host", "ftp://host", "host"),
+        ("webdav://me:sekret@host/notes/", "webdav://host/notes/", "notes"),
+        ("https://host/a/notes.jsonl?X-Amz-Signature=sek/ret", "https://host/a/notes.jsonl", "notes.jsonl"),
+        ("simplecache::https://sekret@host/x?y", "simplecache::https://host/x", "x"),
+        ("s3://bucket/what?/me@home", "s3://bucket/what?/me@home", "me@home"),
+        ("/tmp/me:you@home?", "/tmp/me:you@home?", "me:you@home?"),
+    ],
+)
+def test_what_is_shared_names_no_password(address, public, name):
+    assert (public_name(address), name_of(address)) == (public, name)
+
+
+def test_errors_name_no_password():
+    with pytest.raises(BuildError) as told:
+        remove_documents("ftp://me:sekret@host/x", ["a.txt"])
+    assert "me:***@host/x" in str(told.value) and "sekret" not in str(told.value) + told.value.remedy
