@@ -67,16 +67,14 @@ class SessionMemory:
             if self._busy == 1:
                 self._take_in()
         except BaseException:  # Ctrl-C among others: nobody leaves what was not entered
-            self._leave()
+            self._busy -= 1
+            self._lock.release()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
         self._busy -= 1
         self._lock.release()
 
