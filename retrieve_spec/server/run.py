@@ -229,14 +229,17 @@ def serve(
     ServeError
         The binding is refused, the address is taken, or keys or workspaces are not as they should be.
     StoreError
-        A datastore is not there or damaged.
+        A datastore is not there or damaged, or the session's file is something else.
     """
     import uvicorn
 
     from retrieve_spec.datastore.store import open_datastore
+    from retrieve_spec.sources.answer_file import SESSIONS, unpacked
 
     for store in stores:
         open_datastore(store)  # a wrong folder is said now, not after the model has loaded
+    if session is not None:
+        unpacked(session, SESSIONS)
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
     config = replace(config, origins=normal_origins(config.origins))

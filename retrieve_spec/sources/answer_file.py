@@ -58,13 +58,18 @@ def unpacked(path: Path, kind: Kind = ROLLOUTS) -> dict[bytes, list[bytes]]:
         It was written by another version of this library.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_HEAD.size)
+            size = path.stat().st_size
+            if data.startswith(kind.magic):  # else it may be anything, a model's weights, say
+                data += file.read()
+                size = len(data)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise StoreError(f"to read {path}", in_a_line(error), "Give another path, or let it be read.") from error
     if len(data) < _HEAD.size or not data.startswith(kind.magic):
-        raise StoreCorruptError(f"a file of {kind.name} in {path}", f"another file of {len(data)} bytes", _REMEDY)
+        raise StoreCorruptError(f"a file of {kind.name} in {path}", f"another file of {size} bytes", _REMEDY)
     _, version, checksum, keys, count = _HEAD.unpack_from(data)
     if version != _VERSION:
         raise StoreVersionError(f"{kind.name} of format {_VERSION} in {path}", f"format {version}", _REMEDY)

@@ -13,7 +13,7 @@ import pytest
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.errors import ServeError, StoreNotFoundError
+from retrieve_spec.errors import ServeError, StoreCorruptError, StoreNotFoundError
 from retrieve_spec.server import run
 
 
@@ -21,6 +21,15 @@ def test_a_folder_that_is_no_store_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "build_service", lambda *_, **__: pytest.fail("loaded a model"))
     with pytest.raises(StoreNotFoundError, match=r"no manifest\.json"):
         run.serve("reference", ServeConfig(port=0), stores=[tmp_path])
+
+
+def test_a_file_that_holds_no_session_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "build_service", lambda *_, **__: pytest.fail("loaded a model"))
+    path = tmp_path / "notes.txt"
+    path.write_text("not answers")
+    with pytest.raises(StoreCorruptError, match=r"a file of sessions in .*notes\.txt"):
+        run.serve("reference", ServeConfig(port=0), session=path)
+    assert path.read_text() == "not answers"
 
 
 def test_an_origin_that_never_matches_is_refused_at_once(monkeypatch):

@@ -151,7 +151,7 @@ def test_what_cannot_be_forgotten_in_the_file_is_forgotten_with_the_next_save(
     file.save()
     in_the_way = path.with_name(path.name + ".tmp")
     in_the_way.mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises((IsADirectoryError, PermissionError)):
         file.forget(None if scope is None else file._key(scope))
     assert texts(file.open("alice", MANY)) == []
     file.open("bob", MANY).remember(ids(3, 4))
@@ -162,6 +162,14 @@ def test_what_cannot_be_forgotten_in_the_file_is_forgotten_with_the_next_save(
     again = SessionFile(path, "tokenizer", 1000)
     assert texts(again.open("alice", MANY)) == []
     assert texts(again.open("bob", MANY)) == [[3, 4]]
+
+
+def test_another_file_is_not_read_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(StoreCorruptError, match=f"another file of {1 << 40} bytes"):
+        SessionFile(path, "tokenizer", 1000)
 
 
 _WRITER = """
