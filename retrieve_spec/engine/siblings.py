@@ -77,8 +77,7 @@ class Siblings(SessionMemory):
 
     def hear(self, sample: int, token_ids: NDArray[np.int32]) -> None:
         """Take down what a sample has written next, (n,) int32; it is read when somebody looks."""
-        text, known = self._heard.get(sample, ([], 0))
-        self._heard[sample] = [*text, *token_ids.tolist()], known
+        self._heard.setdefault(sample, ([], 0))[0].extend(token_ids.tolist())
         self._news[sample] = None
 
     def _read(self, sample: int) -> None:
