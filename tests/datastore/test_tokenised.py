@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from byte_tokenizers import byte_tokenizer
 from test_build import contents
-from test_share import bucket, url  # noqa: F401 (fixtures)
+from test_share import bucket, gs_bucket, url  # noqa: F401 (fixtures)
 from tokenizers import AddedToken
 
 from retrieve_spec.datastore import shards
