@@ -85,7 +85,7 @@ SCRIPTS = {
         "new_tokens": 16,
     },
     "scripts/bench_rollouts.py": {
-        "epochs": [{"temperature": 1.0, "plain": [{"seconds": 3.0}], **{
+        "epochs": [{"temperature": 1.0, "prompts": 2, "plain": [{"seconds": 3.0}], **{
             name: [{"seconds": 1.5, "ratio": 2.0, "tokens_per_pass": 4.0}] for name in ("siblings", "memory")}}],
         "stragglers": [{"temperature": 1.0, "rows": 4, **{
             name: {"seconds": 2.0, "tail_s": 1.0} for name in ("plain", "drafts")}}],
