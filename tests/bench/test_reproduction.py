@@ -237,7 +237,7 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "5.0% (median)" in tables.expectation()
     costs = scripts[4]
     assert "| 256 tokens, the model's own forward | 2.0 ms | 1.25 |" in costs.passes()
-    assert "| T = 1 | 1 | 3.0 s | 2.00 | 4.00 | 2.00 | 4.00 |" in costs.rollouts()
+    assert "| T = 1 | 2 | 1 | 3.0 s | 2.00 | 4.00 | 2.00 | 4.00 |" in costs.rollouts()
     assert "| T = 1 | 4 | 2.0 s | 1.0 s | 2.0 s | 1.0 s |" in costs.rollouts()
     assert "(docs/terminal.svg)" in tables.speedup()
     assert "| exact index | 6.10 bytes per token |" in costs.datastores()
