@@ -66,15 +66,16 @@ class LentDrafter:
         self.drafter: Drafter | None = None
         self.wants_hidden: Layer | None = None
         self.started = self.spoiled = self.waits = False
-        self._may_wait = may_wait
+        self._may_wait, self._later = may_wait, False
         self._told: list[NDArray[np.int32]] = []  # emitted while it waits
 
     def wait(self) -> None:
         """Let the drafter come when it is first asked for a tree, if it may and has not come yet."""
-        self.waits = self._may_wait and not self.started and not self.spoiled
+        self._later = self._may_wait
 
     def start(self) -> str:
         """Take the drafter, and let it read the text; why there is none, else empty. It can be done twice."""
+        self.waits = self._later and not self.started and not self.spoiled
         return "" if self.waits else self._begin()
 
     def _begin(self) -> str:

@@ -88,6 +88,19 @@ def test_who_may_not_wait_comes_at_the_start() -> None:
     assert drafter.said == [("start", [4, 5, 6]), ("observe", [7]), ("observe", [8])]
 
 
+def test_a_text_that_never_drafts_waits_for_nobody() -> None:
+    """As one whose verifier takes single steps: its drafter is not started."""
+    drafter = Noted()
+    made = LentDrafter(lambda: drafter, PROMPT, None, None, True)
+    made.wait()
+    assert not made.drafts
+    logits = PassLogits(None, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))  # type: ignore[arg-type]
+    token = np.array([7], np.int32)
+    made.observe(DraftTree(), token[:0], token, logits, VerifierOutput(torch.zeros(1, 9), None), 0, prompt=True)
+    made.finish()
+    assert drafter.said == []
+
+
 def test_one_that_was_interrupted_or_cannot_be_had_is_not_asked_again() -> None:
     drafter = Noted()
     made = lent(drafter)
