@@ -56,7 +56,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     speculation.drafter(own["draft"])  # an unknown preset is an error
     if own["return_logprobs"]:
         check_call(self, arguments)
-    prepared = prepare_call(self, arguments, "" if is_one_row(self, arguments) else speculation.why_alone())
+    prepared = _prepared(self, arguments, "" if is_one_row(self, arguments) else speculation.why_alone())
     if isinstance(prepared, str):
         speculation.delegated(prepared)
         with seeded(own["seed"], self):
@@ -92,10 +92,12 @@ def seeded(seed: int | None, model: Any) -> Iterator[None]:
 
 
 def prepare_call(model: Any, arguments: dict[str, Any], alone: str = "it asks for more than one row") -> Prepared | str:
-    """Prepare a call, or say why the original `generate` decodes it; `alone`: why more than one row would be.
+    """Prepare a call, or say why the original `generate` decodes it; `alone`: why more than one row would be."""
+    return own_generate(model) or _prepared(model, arguments, alone)
 
-    The model's class has no `generate` of its own (`own_generate`).
-    """
+
+def _prepared(model: Any, arguments: dict[str, Any], alone: str) -> Prepared | str:
+    """The same of a model whose class has no `generate` of its own."""
     if model.speculation.engine.is_stepping:
         return "it is asked for in the middle of another generation"
     return prepare(model, original(model), model.speculation.interface, arguments, alone)

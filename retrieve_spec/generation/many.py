@@ -24,7 +24,6 @@ from retrieve_spec.generation.arguments import as_inputs, known_ids, row_predict
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
 from retrieve_spec.generation.finished import Completion, Finished
 from retrieve_spec.generation.logprobs import check_decoder, noted
-from retrieve_spec.generation.own_generate import own_generate
 from retrieve_spec.generation.request import setting
 from retrieve_spec.model_layers import base_model
 
@@ -155,7 +154,7 @@ class Requests(Iterator[Finished]):
             own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
         if own["return_logprobs"]:
             check_decoder(model, arguments)
-        prepared = own_generate(model) or prepare_call(model, arguments, speculation.why_alone())
+        prepared = prepare_call(model, arguments, speculation.why_alone())
         if isinstance(prepared, str):
             self._apart = index, request, (arguments, own, prepared)
             return []

@@ -20,7 +20,6 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.arguments import as_inputs, known_ids, prediction_ids
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
 from retrieve_spec.generation.logprobs import check_decoder, noted
-from retrieve_spec.generation.own_generate import own_generate
 from retrieve_spec.model_layers import base_model
 
 _Run = tuple[NDArray[np.int32], NDArray[np.float32] | None]
@@ -132,7 +131,7 @@ def open_sequence(
     the call is left to the original `generate`.
     """
     arguments = {**as_inputs(input_ids, tokenizer, model), **kwargs, "tokenizer": tokenizer}
-    prepared = own_generate(model) or prepare_call(model, arguments)
+    prepared = prepare_call(model, arguments)
     if isinstance(prepared, str):
         return None
     read = None if context_ids is None else known_ids(context_ids, "context_ids", model)
@@ -161,7 +160,7 @@ def _runs(
     speculation = speculation_of(model)
     if options["return_logprobs"]:
         check_decoder(model, arguments)
-    prepared = own_generate(model) or prepare_call(model, arguments)
+    prepared = prepare_call(model, arguments)
     if isinstance(prepared, str):
         under_way.append(speculation.delegated(prepared))
         rows, both = delegate(model, arguments, options["seed"], options["return_logprobs"])
