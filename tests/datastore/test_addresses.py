@@ -8,7 +8,7 @@ import fsspec
 import pytest
 from test_build import contents
 from test_remote_build import Machines, machines  # noqa: F401 (a fixture)
-from test_share import bucket, gs_bucket, store, url  # noqa: F401 (fixtures)
+from test_share import store  # noqa: F401 (a fixture)
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import StoreConfig

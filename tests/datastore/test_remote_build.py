@@ -8,7 +8,6 @@ from __future__ import annotations
 import fsspec
 import pytest
 from test_build import contents
-from test_share import bucket, gs_bucket, url  # noqa: F401 (fixtures)
 
 from retrieve_spec.cli import run as run_command
 from retrieve_spec.config import StoreConfig
@@ -77,7 +76,7 @@ def alone(sources, tokenizer, tmp_path, machines):
     return tmp_path / "alone"
 
 
-def test_the_store_is_that_of_one_process_pushed(url, sources, tokenizer, alone, machines, tmp_path):  # noqa: F811
+def test_the_store_is_that_of_one_process_pushed(url, sources, tokenizer, alone, machines, tmp_path):
     report = build_datastore(url, sources, tokenizer, config=CONFIG, cluster="ray")
     assert report.segments > 2 and report.skipped_by_reason == {"duplicate": 1}
     assert len(machines.ran) > 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,57 +27,6 @@ from retrieve_spec.errors import (
     StoreNotFoundError,
     TokenizerMismatchError,
 )
-
-
-@pytest.fixture
-def bucket(monkeypatch):
-    """A bucket of an object store on this machine, where one can be installed (`pip install 'moto[server]' s3fs`)."""
-    server = pytest.importorskip("moto.server", reason="moto is not installed")
-    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
-    running = server.ThreadedMotoServer(port=0)
-    running.start()
-    host, port = running.get_host_and_port()
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
-        ("AWS_ACCESS_KEY_ID", "nobody"),
-        ("AWS_SECRET_ACCESS_KEY", "nothing"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    name = f"stores-{secrets.token_hex(4)}"  # what the server holds outlives it
-    s3fs.S3FileSystem().mkdir(name)
-    yield f"s3://{name}"
-    s3fs.S3FileSystem.clear_instance_cache()
-    running.stop()
-
-
-@pytest.fixture
-def gs_bucket(monkeypatch):
-    """A bucket of Google's, where one can be played (`pip install gcp-storage-emulator gcsfs`): what is
-    to be put there once only it overwrites, else it does everything."""
-    server = pytest.importorskip("gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed")
-    gcsfs = pytest.importorskip("gcsfs", reason="gcsfs is not installed")
-    running = server.create_server("localhost", 0, in_memory=True, default_bucket="stores")
-    running.start()
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{running._api._httpd.server_port}")
-    gcsfs.GCSFileSystem.clear_instance_cache()
-    yield "gs://stores"
-    gcsfs.GCSFileSystem.clear_instance_cache()
-    running.stop()
-
-
-@pytest.fixture(params=["file", "memory", "s3", "gs"])
-def url(request, tmp_path):
-    if request.param in ("s3", "gs"):
-        yield request.getfixturevalue({"s3": "bucket", "gs": "gs_bucket"}[request.param]) + "/remote"
-        return
-    if request.param == "file":
-        yield f"file://{tmp_path}/remote"
-        return
-    memory = fsspec.filesystem("memory")
-    yield "memory://remote"
-    memory.rm("/", recursive=True)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import fsspec
 import pytest
 from byte_tokenizers import byte_tokenizer
 from test_build import contents
-from test_share import bucket, gs_bucket, url  # noqa: F401 (fixtures)
 from tokenizers import AddedToken
 
 from retrieve_spec.datastore import shards
@@ -137,7 +136,7 @@ def test_damaged_files_are_errors_that_name_them(damage, said, encoded, model, t
     assert not (tmp_path / "s" / "manifest.json").exists()
 
 
-def test_sources_at_an_address(encoded, model, tmp_path, url):  # noqa: F811
+def test_sources_at_an_address(encoded, model, tmp_path, url):
     """Files of an object store, by the same filter and with the same bytes as those of a folder."""
     folder = tmp_path / "data"
     (folder / "sub").mkdir(parents=True)
