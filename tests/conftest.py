@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,19 @@ def _threads_stay() -> Iterator[None]:
     after = torch.get_num_threads()
     torch.set_num_threads(before)
     assert after == before, f"this test left torch with {after} threads instead of {before}"
+
+
+@pytest.fixture(autouse=True)
+def _environment_stays() -> Iterator[None]:
+    """The environment is after a test what it was before it: processes that later tests start inherit it."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    os.environ.update(before)
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    assert [name for name in changed if name != "PYTEST_CURRENT_TEST"] == [], "this test changed the environment"
 
 
 @pytest.fixture(scope="session")

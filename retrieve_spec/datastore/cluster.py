@@ -8,6 +8,7 @@ for that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -102,15 +103,12 @@ class Task:
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Run one rank; its error is written down for whoever waits, and raised."""
-        os.environ.update(_ALONE)
         number = self.ranks[rank]
-        if self.url:
-            exchange = Exchange(self.url)
-            with tempfile.TemporaryDirectory(prefix="retrieve-spec-") as folder:
-                answer = answer_of(lambda: self._done(WorkFolder(Path(folder)), number, exchange))
-        else:
-            exchange, work = None, WorkFolder(Path(self.store))
-            answer = answer_of(lambda: self._done(work, number, None))
+        exchange, work = Exchange(self.url) if self.url else None, WorkFolder(Path(self.store))
+        with _one_core(), contextlib.ExitStack() as stack:
+            if exchange is not None:
+                work = WorkFolder(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="retrieve-spec-"))))
+            answer = answer_of(lambda: self._done(work, number, exchange))
         if (error := error_of(answer)) is not None:
             content = json.dumps(answer).encode()
             if exchange is not None:
@@ -132,6 +130,24 @@ class Task:
         if exchange is not None:
             exchange.save(work, self.stage, rank)
         return done
+
+
+@contextlib.contextmanager
+def _one_core() -> Iterator[None]:
+    """What is loaded inside of the block computes on one core; the environment is whole again behind it.
+
+    A task may run in the process that sends it, whose later children would have one core, too.
+    """
+    before = {name: os.environ.get(name) for name in _ALONE}
+    os.environ.update(_ALONE)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _python() -> str:
