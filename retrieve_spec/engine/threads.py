@@ -29,6 +29,9 @@ _FIRST_TRIAL, _NEXT_TRIAL, _LAST_TRIAL = 4, 64, 1024
 _TOLERATED, _ALARM = 0.15, 1.0
 """How much slower than expected a pass may be (logarithm), and the sum of what exceeds it that calls for a comparison.
 """
+_SHARE = 1 / 32
+"""Of the time of all passes, how much trials of more threads may lose: one pass that waits for a taken core can take as
+long as a whole answer."""
 _SHORT = 32
 """Tokens of a prompt's pass below which its time says nothing of longer ones."""
 
@@ -59,6 +62,9 @@ class PassThreads:
         self._numbers = [self.most >> i for i in range(self.most.bit_length())]
         self._other = 0  # what `chosen` is compared with; 0 while nothing is compared
         self._scores: dict[int, list[float]] = {}
+        self._times: dict[int, float] = {}  # of the passes of this comparison
+        self._spent = 0.0  # by all passes
+        self._not_before: dict[int, float] = {}  # when so many threads may be tried again, in time spent
         self._wait = self._interval = _FIRST_TRIAL
         self._excess = 0.0
 
@@ -111,8 +117,9 @@ class PassThreads:
         if self.most == 1:
             return
         score = math.log(max(seconds, 1e-9) / max(expected, 1e-9))
+        self._spent += seconds
         if self._other:
-            self._compare(score)
+            self._compare(score, seconds)
             return
         self._wait -= 1
         self._excess = max(0.0, self._excess + min(score, 3 * _TOLERATED) - _TOLERATED)
@@ -120,19 +127,28 @@ class PassThreads:
             self._begin(self._challenger())
 
     def _challenger(self) -> int:
-        """What to compare with: the other numbers in turn, the next smaller one first."""
+        """What to compare with: the other numbers in turn, the next smaller one first; 0 where none may be tried yet.
+
+        Fewer threads may always be: they lose little, and are the way out when a core is taken.
+        """
         place = self._numbers.index(self._challenged) + 1
-        turn = self._numbers[place:] + self._numbers[:place]
-        self._challenged = next(number for number in turn if number != self.chosen)
-        return self._challenged
+        for number in self._numbers[place:] + self._numbers[:place]:
+            allowed = number < self.chosen or self._spent >= self._not_before.get(number, 0.0)
+            if number != self.chosen and allowed:
+                self._challenged = number
+                return number
+        return 0
 
     def _begin(self, other: int) -> None:
-        """Begin a comparison."""
+        """Begin a comparison with another number, if there is one."""
         self._other, self._excess = other, 0.0
+        self._wait = self._interval
         self._scores = {other: [], self.chosen: []}
+        self._times = dict.fromkeys(self._scores, 0.0)
 
-    def _compare(self, score: float) -> None:
+    def _compare(self, score: float, seconds: float) -> None:
         """Take in one pass of a comparison, and end it when it has said enough."""
+        self._times[self.next] += seconds
         self._scores[self.next].append(score)
         others, own = self._scores[self._other], self._scores[self.chosen]
         if len(own) < len(others):
@@ -140,7 +156,9 @@ class PassThreads:
         gain = median(b - a for a, b in zip(others, own, strict=True))
         if len(own) < _PAIRS and gain > -_HOPELESS:
             return
+        lost = self._times[self._other] - self._times[self.chosen]
         changed = gain > _WORTH
+        self._not_before[self.chosen if changed else self._other] = self._spent + abs(lost) / _SHARE
         if changed:
             self.chosen = self._other
         self._other, self._scores = 0, {}

@@ -17,14 +17,15 @@ from retrieve_spec.forks import loaded_libgomp
 class Machine:
     """Times of passes by number of threads; `busy` cores are taken by other programs."""
 
-    def __init__(self, cores: int, seed: int = 0) -> None:
+    def __init__(self, cores: int, seed: int = 0, waiting: float = 4.0) -> None:
         self.cores, self.busy, self.random = cores, 0, np.random.default_rng(seed)
+        self.waiting = waiting
 
     def seconds(self, threads: int, width: int) -> float:
         alone = 1.0 + 0.02 * width
         time = alone * (0.3 + 0.7 / threads)
         if threads > self.cores - self.busy:
-            time *= 4.0  # every region waits for a taken core
+            time *= self.waiting  # every region waits for a taken core
         return time * float(np.exp(0.1 * self.random.normal()))
 
 
@@ -56,6 +57,19 @@ def test_a_taken_core_is_not_waited_for(seed):
     used = run(machine, threads, 400)
     assert threads.chosen == 1
     assert used[20:].count(2) <= 0.03 * len(used)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_trials_of_a_taken_core_cost_a_small_share_of_the_time(seed):
+    machine, threads = Machine(2, seed, waiting=100.0), PassThreads(2)
+    machine.busy = 1
+    run(machine, threads, 60)
+    one = Machine(2, seed)
+    taken = sum(machine.seconds(number, 0) for number in run(machine, threads, 3000))
+    assert taken <= 1.1 * sum(one.seconds(1, 0) for _ in range(3000))
+    machine.busy = 0
+    run(machine, threads, 6000)
+    assert threads.chosen == 2
 
 
 @pytest.mark.parametrize("seed", range(8))
