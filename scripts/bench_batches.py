@@ -267,7 +267,8 @@ def main() -> None:
         rs.accelerate(model, tokenizer, recorded_pass=options.recorded_pass)
         results = {"arrivals": arrivals(model, prompts(tokenizer, options.arrivals), options)}
     elif options.busy is not None:
-        rs.accelerate(model, tokenizer, recorded_pass=options.recorded_pass)
+        # Without phrases: every text is given by every method, and the later ones would know it.
+        rs.accelerate(model, tokenizer, recorded_pass=options.recorded_pass, phrases="off")
         results = {"busy": busy(model, prompts(tokenizer, options.runs + 1), options)}
     else:
         results = {"batches": []}

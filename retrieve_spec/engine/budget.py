@@ -51,20 +51,30 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self.alone = CostModel()
+        self.threads = 0
         self.path_share: float | None = None
         self.left_over = 0.0
-        self._shared: dict[int, CostModel] = {}
+        self._models: dict[int, dict[int, CostModel]] = {}  # by threads, then by sequences
 
-    def of(self, sequences: int) -> CostModel:
-        """Cost of passes over so many sequences."""
-        if sequences == 1:
-            return self.alone
+    @property
+    def alone(self) -> CostModel:
+        """Cost of passes over one sequence."""
+        return self.of(1)
+
+    @alone.setter
+    def alone(self, cost: CostModel) -> None:
+        self._models.setdefault(self.threads, {})[1] = cost
+
+    def of(self, sequences: int, threads: int | None = None) -> CostModel:
+        """Cost of passes over so many sequences, with another number of threads if one is given."""
+        models = self._models.setdefault(self.threads if threads is None else threads, {})
+        if not models:
+            models[1] = CostModel()
         sequences = _alike(sequences)
-        if sequences not in self._shared:
-            fewer = max((count for count in self._shared if count < sequences), default=1)
-            self._shared[sequences] = CostModel(self.of(fewer), more=sequences - fewer)
-        return self._shared[sequences]
+        if sequences not in models:
+            fewer = max(count for count in models if count < sequences)
+            models[sequences] = CostModel(models[fewer], more=sequences - fewer)
+        return models[sequences]
 
     def seconds(self, sequences: int, context: int) -> Seconds:
         """(MAX_NODES + 1,) seconds of a step over so many sequences with 0 … MAX_NODES nodes."""

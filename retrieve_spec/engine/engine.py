@@ -28,7 +28,6 @@ from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.batches import each, kept_bytes, look_all, pads, passes_over, verify_all
 from retrieve_spec.engine.budget import Costs, Rest, fewer_paths, gain, room, row_cost, share_evenly, share_out, worth
-from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.reading import read_all
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, climate
 from retrieve_spec.engine.threads import PassThreads, PromptThreads
@@ -151,16 +150,17 @@ class Engine:
             return
         if len(batch) > 1 or self.costs.is_plain(nodes, drafted_before, context, forward):
             forward = self.costs.without_paths([sequence.seen.tree for sequence in batch], nodes, context, forward)
-            self._learn_cost(self.costs.of(len(batch)), nodes, context, forward, drafted + committed + learned)
+            self._learn_cost(len(batch), nodes, context, forward, drafted + committed + learned)
 
-    def _learn_cost(self, cost: CostModel, nodes: int, context: int, forward: float, around: float) -> None:
-        """Enter a pass with `nodes` drafted nodes behind `context` tokens, seconds in and around the model."""
+    def _learn_cost(self, sequences: int, nodes: int, context: int, forward: float, around: float) -> None:
+        """Enter a pass over so many sequences with `nodes` drafted nodes behind `context` tokens, in seconds."""
+        used = self.costs.threads
         if self.threads is not None:
-            compared = self.threads.comparing
-            self.threads.observe(forward + around, float(cost.seconds(context, MAX_NODES)[min(nodes, MAX_NODES)]))
-            if compared:
-                return
-        cost.observe(nodes, context, forward, around)
+            used = self.threads.lowered_to(self.threads.next)
+            curve = self.costs.of(sequences).seconds(context, MAX_NODES)
+            self.threads.observe(forward + around, float(curve[min(nodes, MAX_NODES)]))
+            self.costs.threads = self.threads.lowered_to(self.threads.chosen)
+        self.costs.of(sequences, used).observe(nodes, context, forward, around)
 
     def run(
         self, sequences: Iterable[Sequence], rows: int = 0

@@ -22,9 +22,11 @@ _PAIRS = 3
 """Passes with either number of threads that one comparison takes."""
 _HOPELESS = 0.25
 """Logarithm of the ratio of two times from which one pair of passes is enough to give up on the other number."""
+_PLAIN = 1.0
+"""… from which one pair is enough to take it: a pass that waited for a taken core."""
 _WORTH = 0.05
 """Logarithm of the ratio of two times that a change must gain."""
-_FIRST_TRIAL, _NEXT_TRIAL, _LAST_TRIAL = 4, 64, 1024
+_FIRST_TRIAL, _NEXT_TRIAL, _LAST_TRIAL = 2, 64, 1024
 """Passes before the first comparison, after a change, and at most while nothing changes (doubled each time)."""
 _TOLERATED, _ALARM = 0.15, 1.0
 """How much slower than expected a pass may be (logarithm), and the sum of what exceeds it that calls for a comparison.
@@ -79,6 +81,10 @@ class PassThreads:
         if self._other and len(self._scores[self._other]) <= len(self._scores[self.chosen]):
             return self._other
         return self.chosen
+
+    def lowered_to(self, number: int) -> int:
+        """The number, 0 where it is the user's setting."""
+        return 0 if number == self.most else number
 
     @classmethod
     def of_torch(cls) -> Self | None:
@@ -154,7 +160,7 @@ class PassThreads:
         if len(own) < len(others):
             return
         gain = median(b - a for a, b in zip(others, own, strict=True))
-        if len(own) < _PAIRS and gain > -_HOPELESS:
+        if len(own) < _PAIRS and -_HOPELESS < gain < _PLAIN:
             return
         lost = self._times[self._other] - self._times[self.chosen]
         changed = gain > _WORTH

@@ -227,6 +227,19 @@ def test_what_paths_cost_is_learned_from_passes_over_trees() -> None:
     assert costs.alone.seconds(100, 4)[[0, 4]] == pytest.approx([1.0, 2.0], rel=0.05)
 
 
+def test_each_number_of_threads_has_a_price_of_its_own() -> None:
+    costs = Costs()
+    for threads, plain, wide in ((0, 1.0, 8.0), (1, 2.0, 3.0)):
+        for _ in range(60):
+            for nodes, seconds in ((0, plain), (32, wide)):
+                costs.of(1, threads).observe(nodes, 100, seconds)
+                costs.of(1, threads).seconds(100, 32)
+    assert costs.alone.seconds(100, 32)[[0, 32]] == pytest.approx([1.0, 8.0], rel=0.05)
+    costs.threads = 1
+    assert costs.alone.seconds(100, 32)[[0, 32]] == pytest.approx([2.0, 3.0], rel=0.05)
+    assert costs.of(4).seconds(100, 32)[0] < 3.0  # what four cost begins with what one costs with as many threads
+
+
 def test_what_a_draft_leaves_to_the_next_pass_is_its_own_price() -> None:
     costs = Costs()
     assert costs.is_plain(0, True, 100, 9.0)  # models without states that stay behind

@@ -73,6 +73,13 @@ def test_trials_of_a_taken_core_cost_a_small_share_of_the_time(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
+def test_a_machine_that_was_busy_from_the_start_is_known_after_three_passes(seed):
+    machine, threads = Machine(2, seed, waiting=20.0), PassThreads(2)
+    machine.busy = 1
+    assert run(machine, threads, 30).count(2) <= 3
+
+
+@pytest.mark.parametrize("seed", range(8))
 def test_a_machine_that_gets_busy_and_idle_again_is_followed(seed):
     machine, threads = Machine(2, seed), PassThreads(2)
     run(machine, threads, 600)
