@@ -8,9 +8,10 @@ that record libgomp starts new threads, in the parent as in the child. LLVM's an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
+
+from retrieve_spec.openmp import loaded_libgomp
 
 _PAUSE_SOFT = 1
 """`omp_pause_soft` of OpenMP 5.0, §3.2.44: threads end, settings such as their number stay."""
@@ -37,15 +38,3 @@ def _end_threads() -> None:
     for library in loaded_libgomp().values():
         with contextlib.suppress(AttributeError):  # older than GCC 9
             library.omp_pause_resource_all(_PAUSE_SOFT)
-
-
-def loaded_libgomp() -> dict[str, ctypes.CDLL]:
-    """Every libgomp that this process has loaded, by path; empty where that cannot be seen."""
-    libraries = {}
-    with contextlib.suppress(OSError):  # not Linux
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-            paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "libgomp" in line}
-        for path in sorted(paths):
-            with contextlib.suppress(OSError):
-                libraries[path] = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    return libraries

@@ -16,7 +16,7 @@ from typing import Self
 
 import torch
 
-from retrieve_spec.forks import loaded_libgomp
+from retrieve_spec.openmp import libgomp_of
 
 _PAIRS = 3
 """Passes with either number of threads that one comparison takes."""
@@ -89,11 +89,8 @@ class PassThreads:
     @classmethod
     def of_torch(cls) -> Self | None:
         """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked."""
-        torch_folder = os.path.realpath(os.path.dirname(torch.__file__))  # the system names files by their own paths
-        for path, library in loaded_libgomp().items():
-            if os.path.realpath(path).startswith(torch_folder + os.sep):
-                return cls(torch.get_num_threads(), library.omp_set_num_threads)
-        return None
+        library = libgomp_of(os.path.dirname(torch.__file__))
+        return None if library is None else cls(torch.get_num_threads(), library.omp_set_num_threads)
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -1,19 +1,26 @@
 """Attention of texts that draft nothing: one row of each of many texts, each over its own preallocated keys and values.
 
 One call per layer serves all of them on a CPU, so that such a text costs a pass no call of its own. Texts with one
-prompt read its keys and values at one place: what one of them has brought near, the next finds there.
+prompt read its keys and values at one place: what one of them has brought near, the next finds there. Where several
+threads compute, each takes a few texts and one head of keys at a time: what a text is given does not depend on whom.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
-from numba import njit
+from numba import cfunc, config, njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.views import view_f32
+from retrieve_spec.kernels.views import take_ticket, view_f32, view_f32_cube, view_f64, view_i64, view_i64_rows
+from retrieve_spec.openmp import run_in_parallel, threads_of_torch
 
+_TOGETHER = 8
+"""Texts that a thread takes at once, at most."""
+_ALONE = 1 << 18
+"""Products of numbers for which one thread takes as long as others take to join it."""
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
@@ -93,7 +100,62 @@ def _mix(
             part[i] += weight * values[j * dv + i]
 
 
+_NUMBERS = 20
+
+
 @njit(cache=True, nogil=True, fastmath=_FAST)
+def _attend(address: int) -> None:
+    """Attend texts, one head of keys at a time, until all is taken; `address` is that of the numbers of `_laid_out`."""
+    numbers = view_i64(address, _NUMBERS)
+    texts, together, heads, kv_heads, width, d, dv, most = numbers[2:10]
+    query, keys = view_f32_cube(numbers[10], heads, width, d), view_f32_cube(numbers[11], kv_heads, width, d)
+    values, out = view_f32_cube(numbers[12], kv_heads, width, dv), view_f32_cube(numbers[13], width, heads, dv)
+    rows, places = view_i64(numbers[14], texts), view_i64_rows(numbers[15], texts, 4)
+    prefixes, window = view_i64_rows(numbers[16], texts, 3), numbers[17]
+    scale, softcap = view_f64(numbers[18], 2)
+    weights = view_f32(numbers[19] + 4 * most * take_ticket(address), most)
+    groups, parts = heads // kv_heads, -(-texts // together)
+    while True:
+        taken = take_ticket(address + 8)
+        if taken >= parts * kv_heads:
+            return
+        h, begin = taken % kv_heads, taken // kv_heads * together
+        for text in range(begin, min(begin + together, texts)):
+            row, capacity, held, common = rows[text], places[text, 2], places[text, 3], prefixes[text, 2]
+            first = max(held - window + 1, 0) if window else 0
+            between = max(min(common, held), first)
+            own_keys = view_f32(places[text, 0] + 4 * h * capacity * d, capacity * d)
+            own_values = view_f32(places[text, 1] + 4 * h * capacity * dv, capacity * dv)
+            common_keys = view_f32(prefixes[text, 0] + 4 * h * common * d, common * d)
+            common_values = view_f32(prefixes[text, 1] + 4 * h * common * dv, common * dv)
+            for i in range(d):
+                own_keys[held * d + i] = keys[h, row, i]
+            for i in range(dv):
+                own_values[held * dv + i] = values[h, row, i]
+            for head in range(h * groups, (h + 1) * groups):
+                asks, part = query[head, row], out[row, head]
+                top = _score(asks, common_keys, first, between, weights, scale, softcap, np.float32(-np.inf))
+                top = _score(asks, own_keys, between, held + 1, weights, scale, softcap, top)
+                total = np.float32(0.0)
+                for j in range(first, held + 1):
+                    weights[j] = math.exp(weights[j] - top)
+                    total += weights[j]
+                part[:] = 0.0
+                _mix(part, common_values, first, between, weights, total)
+                _mix(part, own_values, between, held + 1, weights, total)
+
+
+@functools.cache
+def _in_a_thread() -> int:
+    """Address of `_attend` as a C function."""
+
+    @cfunc("void(int64)", cache=True)
+    def attend(address: int) -> None:
+        _attend(address)
+
+    return int(attend.address)
+
+
 def attend_single_rows(
     query: NDArray[np.float32],
     keys: NDArray[np.float32],
@@ -101,7 +163,6 @@ def attend_single_rows(
     rows: NDArray[np.int64],
     places: NDArray[np.int64],
     prefixes: NDArray[np.int64],
-    weights: NDArray[np.float32],
     scale: float,
     softcap: float,
     window: int,
@@ -123,43 +184,23 @@ def attend_single_rows(
     prefixes
         (texts, 3): addresses of keys (kv_heads, n, d) and values (kv_heads, n, dv) of the first n rows that a text has
         in common with others, equal to its own, and n; 0 where it has none. Such texts stand side by side.
-    weights
-        (most keys,) to work in.
     scale, softcap, window
         As in `attention.online_softmax.LayerRule`.
     out
         (all, heads, dv), filled where texts have their rows.
     """
-    heads, _, d = query.shape
-    kv_heads, dv = len(keys), values.shape[2]
-    groups = heads // kv_heads
-    begin, texts = 0, len(rows)
-    while begin < texts:
-        end = begin + 1
-        while end < texts and prefixes[begin, 2] and prefixes[end, 0] == prefixes[begin, 0]:
-            end += 1
-        for h in range(kv_heads):
-            for text in range(begin, end):
-                row, capacity, held, common = rows[text], places[text, 2], places[text, 3], prefixes[text, 2]
-                first = max(held - window + 1, 0) if window else 0
-                between = max(min(common, held), first)
-                own_keys = view_f32(places[text, 0] + 4 * h * capacity * d, capacity * d)
-                own_values = view_f32(places[text, 1] + 4 * h * capacity * dv, capacity * dv)
-                common_keys = view_f32(prefixes[text, 0] + 4 * h * common * d, common * d)
-                common_values = view_f32(prefixes[text, 1] + 4 * h * common * dv, common * dv)
-                for i in range(d):
-                    own_keys[held * d + i] = keys[h, row, i]
-                for i in range(dv):
-                    own_values[held * dv + i] = values[h, row, i]
-                for head in range(h * groups, (h + 1) * groups):
-                    asks, part = query[head, row], out[row, head]
-                    top = _score(asks, common_keys, first, between, weights, scale, softcap, np.float32(-np.inf))
-                    top = _score(asks, own_keys, between, held + 1, weights, scale, softcap, top)
-                    total = np.float32(0.0)
-                    for j in range(first, held + 1):
-                        weights[j] = math.exp(weights[j] - top)
-                        total += weights[j]
-                    part[:] = 0.0
-                    _mix(part, common_values, first, between, weights, total)
-                    _mix(part, own_values, between, held + 1, weights, total)
-        begin = end
+    heads, width, d = query.shape
+    work = int(places[:, 3].sum()) * heads * d
+    threads = threads_of_torch() if work >= _ALONE and not config.DISABLE_JIT else 1
+    weights = np.empty((threads, 1 + int(places[:, 3].max(initial=0))), np.float32)
+    rule = np.array([scale, softcap], np.float64)
+    arrays = (query, keys, values, out, rows, places, prefixes)
+    assert all(array.flags.c_contiguous for array in arrays)
+    at = [array.ctypes.data for array in arrays]
+    together = min(max(len(rows) * len(keys) // (2 * threads), 1), _TOGETHER)
+    sizes = (len(rows), together, heads, len(keys), width, d, values.shape[2], weights.shape[1])
+    numbers = np.array([0, 0, *sizes, *at, window, rule.ctypes.data, weights.ctypes.data], np.int64)
+    if threads > 1:
+        run_in_parallel(_in_a_thread(), numbers)
+    else:
+        _attend(numbers.ctypes.data)

@@ -7,6 +7,7 @@ be compiled again.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,12 @@ if config.DISABLE_JIT:
     def borrowed(array: Any) -> Any:
         """The same array, not counted as a reference to it."""
         return array
+
+    def take_ticket(address: int) -> int:
+        """The int64 at an address, which grows by one."""
+        counter = np.ctypeslib.as_array((ctypes.c_int64 * 1).from_address(int(address)))
+        counter[0] += 1
+        return int(counter[0]) - 1
 
 else:
 
@@ -101,6 +108,16 @@ else:
         return types.void(types.int64), codegen
 
     @intrinsic
+    def take_ticket(_context: Any, address: Any) -> Any:
+        """The int64 at an address, which grows by one: no two threads get the same."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            word = ir.IntType(64)
+            return builder.atomic_rmw("add", builder.inttoptr(args[0], word.as_pointer()), word(1), "monotonic")
+
+        return types.int64(types.int64), codegen
+
+    @intrinsic
     def borrowed(_context: Any, array: Any) -> Any:
         """The same array, not counted as a reference to it: whoever called must hold it.
 
@@ -146,5 +163,7 @@ view_f32 = _viewer(np.float32)
 """(size,) float32 at an address."""
 view_f64 = _viewer(np.float64)
 """(size,) float64 at an address."""
+view_f32_cube = _viewer(np.float32, 3)
+"""(a, b, c) float32 at an address."""
 view_f64_cube = _viewer(np.float64, 3)
 """(a, b, c) float64 at an address."""

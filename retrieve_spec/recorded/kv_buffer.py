@@ -105,6 +105,8 @@ class KVBuffer(Cache):  # type: ignore[misc]
     prefixes
         (layers, 3) int64: where keys and values, (kv_heads, n, head_dim) float32 each, of the first n rows lie that
         other texts begin with too, and n; 0 where there are none.
+    is_host_float32
+        Whether every slab has its tensors, in float32 on a CPU.
 
     Raises
     ------
@@ -121,6 +123,7 @@ class KVBuffer(Cache):  # type: ignore[misc]
         super().__init__(layers=[PreallocatedLayer(self, i, self.slabs[s]) for i, s in enumerate(self.slab_of)])
         self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(_NO_ROWS, _NO_ROWS)] * len(windows)
         self.prefixes: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)
+        self.is_host_float32 = False
         self._common: list[torch.Tensor] = []  # what these point to
         self._stale = False  # whether those of a slab whose tensors are being replaced are missing
         self._moved: tuple[object, list[list[torch.Tensor]]] = (None, [])  # by slab, rows that a commit moves
@@ -145,6 +148,7 @@ class KVBuffer(Cache):  # type: ignore[misc]
         for i, slab in enumerate(self.slab_of):
             if self.slabs[slab].tensors:
                 self.layer_slabs[i] = self.slabs[slab].of_layer(self.layer_in_slab[i])
+        self.is_host_float32 = all(slab.is_host_float32 for slab in self.slabs)
         self._stale = False
 
     def make_room(self, rows: int) -> None:

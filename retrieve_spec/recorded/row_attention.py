@@ -40,7 +40,6 @@ class RowAttention:
         self._others = sorted(set(range(len(laid))) - set(single))
         self._rows = np.array([spans[i].start for i in single], np.int64)
         self._laid = [laid[i] for i in single]
-        self._weights = np.empty(1 + max((text.held for text in self._laid), default=0), np.float32)
         self._prefixes = [
             np.array(by_text) for by_text in zip(*(text.cache.prefixes for text in self._laid), strict=True)
         ]
@@ -78,7 +77,6 @@ class RowAttention:
             self._rows,
             places,
             self._prefixes[layer],
-            self._weights,
             rule.scale,
             rule.softcap,
             rule.window,
@@ -91,8 +89,5 @@ class RowAttention:
 
 def _is_served(text: LaidOut) -> bool:
     """Whether a text attends with others: it has one row, and keys and values that the kernel reads."""
-    if len(text.ids) > 1 or PASS.attention != AUTO or (text.held > _LONG and torch.get_num_threads() > 1):
-        return False
-    return all(
-        part.device.type == "cpu" and part.dtype == torch.float32 for slab in text.cache.slabs for part in slab.tensors
-    ) and all(slab.tensors for slab in text.cache.slabs)
+    several = text.held > _LONG and torch.get_num_threads() > 1
+    return len(text.ids) == 1 and PASS.attention == AUTO and text.cache.is_host_float32 and not several

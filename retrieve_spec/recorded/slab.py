@@ -40,6 +40,11 @@ class Slab:
         """Memory held."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def is_host_float32(self) -> bool:
+        """Whether there are tensors, in float32 on a CPU."""
+        return bool(self.tensors) and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in self.tensors)
+
     def of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(1, kv_heads, capacity, head_dim) keys and values of one layer."""
         keys, values = self.tensors

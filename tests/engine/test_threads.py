@@ -11,7 +11,7 @@ import torch
 
 import retrieve_spec as rs
 from retrieve_spec.engine.threads import PassThreads, PromptThreads
-from retrieve_spec.forks import loaded_libgomp
+from retrieve_spec.openmp import loaded_libgomp
 
 
 class Machine:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrieve_spec.kernels import single_rows
 from retrieve_spec.kernels.single_rows import attend_single_rows
 
 
@@ -19,6 +22,7 @@ from retrieve_spec.kernels.single_rows import attend_single_rows
     softcap=st.sampled_from([0.0, 3.0]),
     window=st.sampled_from([0, 1, 5, 100]),
     common=st.integers(0, 30),
+    threads=st.booleans(),
 )
 def test_rows_attend_to_what_they_hold(
     seed: int,
@@ -29,8 +33,9 @@ def test_rows_attend_to_what_they_hold(
     softcap: float,
     window: int,
     common: int,
+    threads: bool,
 ) -> None:
-    """The naive twin; rows of the pass that are none of these texts' stay as they were, and so do other kept rows.
+    """The naive twin, in one thread and in several; all other rows of the pass and of caches stay as they were.
 
     Most texts begin with the same rows; what their own slabs hold in these places is not looked at.
     """
@@ -46,10 +51,10 @@ def test_rows_attend_to_what_they_hold(
     rows = draw.permutation(all_rows)[:texts].astype(np.int64)
     places = np.array([[*(p.ctypes.data for p in slab), n + 3, n] for slab, n in zip(slabs, held, strict=True)])
     out = np.full((all_rows, heads, dv), 7.0, np.float32)
-    weights = np.empty(max(held) + 1, np.float32)
     begins = [common if n >= common and i % 3 else 0 for i, n in enumerate(held)]
     prefixes = np.array([[*(p.ctypes.data for p in shared), n] for n in begins])
-    attend_single_rows(query, keys, values, rows, places, prefixes, weights, 0.6, softcap, window, out)
+    with mock.patch.object(single_rows, "_ALONE", 0 if threads else 1 << 62):
+        attend_single_rows(query, keys, values, rows, places, prefixes, 0.6, softcap, window, out)
     for (own_keys, own_values), (old_keys, old_values), n, m, row in zip(
         slabs, before, held, begins, rows, strict=True
     ):

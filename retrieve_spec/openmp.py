@@ -1,0 +1,66 @@
+"""OpenMP runtimes that this process has loaded, and kernels run by the threads of the one that torch computes with."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def loaded_libgomp() -> dict[str, ctypes.CDLL]:
+    """Every libgomp that this process has loaded, by path; empty where that cannot be seen."""
+    libraries = {}
+    with contextlib.suppress(OSError):  # not Linux
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "libgomp" in line}
+        for path in sorted(paths):
+            with contextlib.suppress(OSError):
+                libraries[path] = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    return libraries
+
+
+def libgomp_of(folder: str) -> ctypes.CDLL | None:
+    """The loaded libgomp that lies in a package's folder; None where it brings none."""
+    folder = os.path.realpath(folder)  # the system names files by their own paths
+    for path, library in loaded_libgomp().items():
+        if os.path.realpath(path).startswith(folder + os.sep):
+            return library
+    return None
+
+
+@functools.cache
+def _of_torch() -> ctypes.CDLL | None:
+    import torch
+
+    library = libgomp_of(os.path.dirname(torch.__file__))
+    if library is not None:
+        library.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        library.GOMP_parallel.restype = None
+    return library
+
+
+def threads_of_torch() -> int:
+    """Threads of the caller's next parallel region (`omp_get_max_threads`); 1 where torch has another runtime."""
+    library = _of_torch()
+    return 1 if library is None else int(library.omp_get_max_threads())
+
+
+def run_in_parallel(function: int, data: NDArray[np.int64]) -> None:
+    """Call a compiled function in every thread of a parallel region of torch's runtime, and wait for all of them.
+
+    The threads that wait for torch's own regions serve it: others would compete with them for the cores.
+
+    Parameters
+    ----------
+    function
+        Address of a C function ``void (int64_t *)``; it holds no lock of Python's.
+    data
+        What each of them is given.
+    """
+    library = _of_torch()
+    assert library is not None, "threads_of_torch says whether there is one"
+    library.GOMP_parallel(function, data.ctypes.data, 0, 0)
