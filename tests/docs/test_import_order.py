@@ -10,7 +10,8 @@ import retrieve_spec
 
 PACKAGE = Path(retrieve_spec.__file__).parent
 ORDER = [
-    {"_version", "errors", "forks"},
+    {"_version", "errors", "openmp"},
+    {"forks"},
     {"config", "paths", "model_layers", "reference_model"},
     {"kernels"},
     {"datastore"},
