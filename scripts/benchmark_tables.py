@@ -1,4 +1,4 @@
-"""Turns measured speed-ups and replays in docs/data into the tables and the picture of README.md and docs/."""
+"""Tables of README.md and docs/ from the speed-ups and replays in docs/data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 import textwrap
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+from pictures import OPEN_MODELS, TEMPERATURES
 from published import ROOT, facts, markdown_table, measured, missing, origin, ratio
 
-PICTURE = ROOT / "docs" / "speedup.png"
-TEMPERATURES = {"t0": "greedy", "t0.7": "T = 0.7, top-p 0.95", "t1.0": "T = 1.0"}
 REFERENCE_RUNS = {f"reference-{name}": label for name, label in TEMPERATURES.items()}
 RUNS = {
     "reference": REFERENCE_RUNS | {"reference-tasks": "every kind of text, greedy"},
@@ -60,21 +60,29 @@ def speedup() -> str:
     first = next(iter(runs.values()))
     text = (
         f"Medians over {first['prompts']} unseen Python files with 95 % intervals, the bundled model of 12.6 M "
-        f"parameters, in float32; {facts(first['header']['machine'])}. Small models loop and their passes are cheap, "
-        "so read [docs/benchmarks.md](docs/benchmarks.md) before you expect the same of a large one."
+        f"parameters in float32; {facts(first['header']['machine'])}. Small models repeat themselves and their passes "
+        "are cheap, so do not expect the same of a large one."
     )
-    lines = [
-        "## How much faster",
-        "",
-        f"![Speed-up](docs/{PICTURE.name})",
-        "",
-        *markdown_table(head, rows),
-        "",
-        text,
-        "",
-        *_recording(),
-    ]
-    return "\n".join(lines + _larger_models())
+    return "\n".join([*_recording(), *markdown_table(head, rows), "", text, "", *_larger_models()])
+
+
+def replayed_models() -> str:
+    """The README's picture of larger models' answers, with where it loses."""
+    made = measured("compare")
+    if made is None:
+        return missing("peers")
+    results = {stem: file["drafters"] for stem, file in made["files"].items()}
+    lost = dict(peer_tables().as_many_nodes(results)).get("suffix-decoding tree, wide", [])
+    most = max((1 - mine / rival for _, rival, mine in lost), default=0)
+    text = (
+        f"Answers that these models once gave, replayed through each project's drafting code (those {len(OPEN_MODELS)} "
+        f"of {len(results)} recorded files that open models of this size wrote alone); commit "
+        f"{made['machine']['commit']}, {made['machine']['date']}. The more tokens a draft has, the more of them are "
+        f"right, and the more a pass costs. With as few drafted tokens as SuffixDecoding, this library gets up to "
+        f"{most:.0%} fewer on {len(lost)} of the {len(results)} files: "
+        "[all files, drafters and the command](docs/tables_recorded.md#peers-on-recorded-answers)."
+    )
+    return "\n".join(["![Tokens per pass of 7 B to 70 B models](docs/peers.svg)", "", text, ""])
 
 
 def _recording() -> list[str]:
@@ -98,31 +106,9 @@ def _larger_models() -> list[str]:
     text = (
         "Answers that Vicuna-7B gave to Spec-Bench's questions, given again on the same kind of machine by models with "
         f"random weights that are made to say them: {' and '.join(parts)}, medians over {made['answers']} answers "
-        "([how](docs/benchmarks.md#results-larger-models))."
+        "([how](docs/tables_recorded.md#larger-models))."
     )
     return [text, ""]
-
-
-def draw_speedup() -> None:
-    """Draw the README's picture from the same figures."""
-    from matplotlib.figure import Figure
-
-    runs = {label: found for name, label in REFERENCE_RUNS.items() if (found := measured(name))}
-    figure = Figure(figsize=(6.5, 2.6))
-    axes = figure.add_subplot()
-    for i, (method, colour) in enumerate([("prompt-lookup", "#E69F00"), ("off", "#999999"), ("auto", "#0072B2")]):
-        label = {"auto": "this library", "off": "this library, drafting off"}.get(method, "transformers' prompt lookup")
-        values = [run["methods"][method]["speedup"] for run in runs.values()]
-        errors = [[v["value"] - v["low"] for v in values], [v["high"] - v["value"] for v in values]]
-        at = [x + (i - 1) * 0.27 for x in range(len(values))]
-        bars = axes.bar(at, [v["value"] for v in values], 0.25, color=colour, label=label, yerr=errors, capsize=2)
-        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
-    axes.axhline(1, color="#444444", linewidth=1)
-    axes.set_xticks(range(len(runs)), list(runs))
-    axes.set_ylabel("speed over plain generate")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=8)
-    figure.savefig(PICTURE, dpi=150, bbox_inches="tight")
 
 
 def runs_of(part: str) -> str:
@@ -211,13 +197,18 @@ def compare() -> str:
     made = measured("compare")
     if made is None:
         return missing("peers")
+    table = peer_tables()
+    return "\n".join([*table.acceptance(made), "", *table.times(measured("compare-times") or made), ""])
+
+
+def peer_tables() -> Any:
+    """`tools/compare/table.py`, which is no package."""
     tools = str(ROOT / "tools" / "compare")
     sys.path.insert(0, tools)
     try:
-        table = importlib.import_module("table")
+        return importlib.import_module("table")
     finally:
         sys.path.remove(tools)
-    return "\n".join([*table.acceptance(made), "", *table.times(measured("compare-times") or made), ""])
 
 
 def expectation() -> str:
@@ -235,7 +226,7 @@ def expectation() -> str:
     text = (
         f"Over {len(made['files'])} recorded files, with nothing kept, answers kept and other answers given, expected "
         f"and realised tokens per pass differ by {statistics.median(apart):.1%} (median) and at most {apart[-1]:.1%} "
-        "([the replays](benchmarks.md#results-peers-on-recorded-answers) say where and how)."
+        "([the replays](tables_recorded.md#peers-on-recorded-answers) say where and how)."
     )
     return textwrap.fill(text, 118) + "\n"
 
@@ -243,6 +234,7 @@ def expectation() -> str:
 TABLES: dict[str, Callable[[], str]] = {name: partial(runs_of, name) for name in RUNS}
 TABLES |= {
     "speedup": speedup,
+    "replayed-models": replayed_models,
     "sources-replay": replayed_sources,
     "presets-replay": replayed_presets,
     "compare": compare,

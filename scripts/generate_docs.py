@@ -26,7 +26,8 @@ import benchmark_tables
 import census_tables
 import click
 import cost_tables
-import record_terminal
+import losing_tables
+import pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -122,7 +123,7 @@ def first_sentence(path: Path) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment}
-PARTS |= benchmark_tables.TABLES | cost_tables.TABLES | census_tables.TABLES
+PARTS |= benchmark_tables.TABLES | cost_tables.TABLES | census_tables.TABLES | losing_tables.TABLES
 
 
 def render(text: str) -> str:
@@ -136,9 +137,11 @@ def render(text: str) -> str:
 
 
 def stale() -> dict[Path, str]:
-    """Pages that differ from what they should be, with the text they should have."""
+    """Pages and pictures that differ from what they should be, with the text they should have."""
     pages = {ROOT / page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
-    return {path: fresh for path, text in pages.items() if (fresh := render(text)) != text}
+    made = {path: fresh for path, text in pages.items() if (fresh := render(text)) != text}
+    drawn = pictures.pictures()
+    return made | {path: svg for path, svg in drawn.items() if not path.exists() or path.read_text("utf-8") != svg}
 
 
 def main() -> None:
@@ -153,10 +156,6 @@ def main() -> None:
         )
         if not check:
             path.write_text(text, encoding="utf-8")
-    if not check and benchmark_tables.speedup():
-        benchmark_tables.draw_speedup()
-    if not check:
-        record_terminal.draw_recording()
     sys.exit(1 if check and found else 0)
 
 

@@ -17,9 +17,6 @@ from html import escape
 from time import perf_counter
 from typing import Any
 
-from published import ROOT, measured
-
-PICTURE = ROOT / "docs" / "terminal.svg"
 COLUMNS, ROWS = 54, 16
 """Of a pane; longer lines are cut, later lines are not shown."""
 FILES = 6
@@ -142,13 +139,6 @@ def _text(x: float, y: float, text: str, kind: str = "", late: float | None = No
     style = "" if late is None else f' style="animation-delay:{late:.3f}s"'
     attribute = f' class="{classes}"' if classes else ""
     return f'<text x="{x:.0f}" y="{y}"{attribute}{style} xml:space="preserve">{escape(text)}</text>'
-
-
-def draw_recording() -> None:
-    """Draw the picture if it was recorded."""
-    made = measured("terminal")
-    if made is not None:
-        PICTURE.write_text(draw(made), encoding="utf-8")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Turns the summary of a run into the sections of its report: titles, what the figures mean, tables of text."""
+"""Sections of a run's report: titles, what the figures mean, tables of text."""
 
 from __future__ import annotations
 
@@ -75,16 +75,13 @@ def _ratio(value: dict[str, float]) -> str:
 
 
 def _losing(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Prompts that are slower than the baseline, and than our loop without drafts; this library's methods first."""
+    """Prompts on which this library's methods are slower than the baseline, and than its loop without drafts."""
     base = summary["baseline"]
     mine = [entry for entry in summary["losing"] if parse_method(entry["method"]).ours]
-    theirs = [entry for entry in summary["losing"] if entry not in mine]
     count = {name: f["speedup"]["prompts"] for name, f in summary["methods"].items() if parse_method(name).ours}
     answers = sum(number for name, number in count.items() if name != base)
     text = f"{len(mine)} of {answers} answers of this library's methods (medians over runs) are slower than {base}."
-    for name in dict.fromkeys(entry["method"] for entry in theirs):
-        text += f" {name} loses on {sum(entry['method'] == name for entry in theirs)}."
-    made = [_losing_table("Where it loses", text, [*mine, *theirs])]
+    made = [_losing_table("Where it loses", text, mine)]
     off = summary.get("slower_than_off", [])
     if OFF in summary["methods"] and base != OFF:
         text = (
@@ -97,7 +94,7 @@ def _losing(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _losing_table(title: str, text: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
     if len(entries) > LOSING_SHOWN:
-        text += f" The worst {LOSING_SHOWN}, this library's first:"
+        text += f" The worst {LOSING_SHOWN}:"
     rows = [
         [e["prompt"], e["task"] + (" (loops)" if e["looping"] else ""), e["method"], f"{e['ratio']:.2f}"]
         for e in entries[:LOSING_SHOWN]

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def scripts():
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        names = ("reproduction", "benchmark_tables", "measuring", "published", "cost_tables")
+        names = ("reproduction", "benchmark_tables", "measuring", "published", "cost_tables", "pictures", "losing_tables")
         yield tuple(importlib.import_module(name) for name in names)
     finally:
         sys.path.remove(str(ROOT / "scripts"))
@@ -80,7 +80,7 @@ GIVEN = {
 }  # fmt: skip
 SCRIPTS = {
     "scripts/bench_batches.py": {
-        "batches": [{"rows": 2, "temperature": t, "auto": {"ratio": 1.5}, "off": {"ratio": 1.2}} for t in (0.0, 1.0)],
+        "batches": [{"rows": 2, "temperature": t, "auto": {"ratio": 1.5}, "off": {"ratio": 1.6}} for t in (0.0, 1.0)],
         "arrivals": {"requests": 4, "within_s": 2.0, "auto": dict.fromkeys(("total_s", "p50_s", "p95_s"), 1.0)},
         "new_tokens": 16,
     },
@@ -99,7 +99,7 @@ SCRIPTS = {
     "scripts/bench_recorded.py": {
         "answers": 1, "new_tokens": 64, "prompt_tokens": 99,
         "sizes": {"0.1b": {"parameters": 125 * 10**6, "methods": {
-            "plain": {**GIVEN, "speedup": speed(1.0)}, "prompt-lookup": {**GIVEN, "speedup": speed(0.9)},
+            "plain": {**GIVEN, "speedup": speed(1.0)}, "prompt-lookup": {**GIVEN, "speedup": speed(0.9)}, "off": GIVEN,
             "auto": {**GIVEN, "tokens_per_pass": 2.0, "nodes_per_pass": 4.0}}}},
     },
     "scripts/bench_datastore.py": {
@@ -138,13 +138,13 @@ SCRIPTS = {
 """Last lines of the scripts that parts run."""
 
 
-PARTIAL = ("thinning", "expectation", "speedup")
-"""Blocks beside another one that has their command."""
+PARTIAL = ("thinning", "expectation", "speedup", "replayed-models", "losing-slower", "losing-elsewhere")
+"""Blocks beside another one, or linked to one, that has their command."""
 
 
 def read_by_tables(scripts, monkeypatch):
     """Names of the data files that tables ask for."""
-    _, tables, _, published, costs = scripts
+    _, tables, _, published, costs, pictures, losing = scripts
     names = set()
     whole = published.measured
 
@@ -152,17 +152,17 @@ def read_by_tables(scripts, monkeypatch):
         names.add(name)
         return whole(name)
 
-    for module in (tables, costs):
+    for module in (tables, costs, pictures, losing):
         monkeypatch.setattr(module, "measured", noted)
-    for table in {**tables.TABLES, **costs.TABLES}.values():
-        table()
+    for make in {**tables.TABLES, **costs.TABLES, **losing.TABLES, **pictures.PICTURES}.values():
+        make()
     return names
 
 
 @pytest.fixture
 def asked(scripts, tmp_path, monkeypatch):
     """Commands that parts would run, checked against the program's options; nothing is measured."""
-    reproduction, _, measuring, published, _ = scripts
+    reproduction, _, measuring, published, *_ = scripts
     monkeypatch.setattr(measuring, "OUT", tmp_path / "out")
     monkeypatch.setattr(measuring, "DATA", tmp_path / "data")
     monkeypatch.setattr(measuring, "TRIAL", tmp_path / "trial")
@@ -244,6 +244,11 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     larger = "| 0.12 B | auto | 1.50 (1.50-1.50) | 1.50 | 1.75 | 0 of 1 | 30.0 | 2.00 | 4.0 | 1/1 |"
     assert larger in costs.larger()
     assert "1.50 (1.50-1.50) times as fast with 0.12 B parameters (prompt lookup 0.90)" in tables.speedup()
+    pictures, losing = scripts[5:]
+    assert ">1.50</text>" in pictures.larger() and ">2.00</text>" not in pictures.larger()
+    assert "| greedy | `auto` | 1 of 1 | 1 of 1 | 0.90 |" in losing.slower()
+    assert "drafting off is faster at these numbers of rows: 2 (1.50, off 1.60)" in losing.elsewhere()
+    assert "`auto` runs at 0.990 times its speed without" in losing.elsewhere()
     assert "| 2 | 1.00 ms | 1.0 / 2.0 µs | 0.5 µs |" in costs.datastore_segments()
     assert "| suffix array | 6.20 | 2.00 M tokens/s |" in costs.datastore_peers()
     assert "SuffixDecoding: skipped (ImportError: none)" in costs.datastore_peers()
@@ -255,7 +260,7 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "| uvicorn: 3 files, 1.00 M characters | 1.00 / 2.00 |" in costs.typing_overhead()
     assert "| ours: auto | 4.0 | 2.00 |" in tables.compare()
     assert "busy (other processes took 0.90 cores" in tables.compare()
-    for name, table in {**tables.TABLES, **costs.TABLES}.items():
+    for name, table in {**tables.TABLES, **costs.TABLES, **losing.TABLES}.items():
         assert "Not measured" not in table(), name
         commands = ("`python scripts/", "`retrieve-spec bench", "`a command`", "`compare`")
         assert name in PARTIAL or any(command in table() for command in commands), name
@@ -266,15 +271,42 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert not any(str(Path.cwd()) in path.read_text() for path in (tmp_path / "data").glob("*.json"))
 
 
+def texts(picture):
+    return [text.text for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+
+
 def test_a_recording_is_a_picture_of_itself_alone(scripts):
     drawing = importlib.import_module("record_terminal").draw
     made = SCRIPTS["scripts/record_terminal.py"]
     picture = drawing(made)
     assert picture == drawing(made)
-    root = ElementTree.fromstring(picture)
-    assert "<a & b>" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert re.findall(r"(?:href|src|url)\W", picture) == []
-    assert "prefers-color-scheme:dark" in picture and "prefers-reduced-motion" in picture
+    assert "<a & b>" in texts(picture)
+    assert "prefers-reduced-motion" in picture
+
+
+def test_a_chart_shows_every_value_within_its_width(scripts):
+    pictures = scripts[5]
+    groups = [pictures.Bars("<a & b>", "", [2.0, {"value": 3.0, "low": 1.0, "high": 4.0}])]
+    chart = pictures.chart("title", "note", [("one", "blue"), ("two", "grey")], groups, 1)
+    assert {"<a & b>", "2.00", "3.00", "one", "two", "title", "note"} == set(texts(chart))
+    bars = [element for element in ElementTree.fromstring(chart).iter("{http://www.w3.org/2000/svg}rect")]
+    one, two = (float(bar.get("width")) for bar in bars if bar.get("height") == str(pictures.BAR - 2))
+    assert one / two == pytest.approx(2 / 3, abs=1e-3)
+    assert pictures.LABELS + two * 4 / 3 <= pictures.WIDTH - pictures.END + 1
+
+
+def test_pictures_ask_nobody_and_follow_light_and_dark(scripts):
+    assert len(scripts[5].pictures()) == len(scripts[5].PICTURES)
+    for picture in scripts[5].pictures().values():
+        assert re.findall(r"(?:href|src|url)\W", picture) == []
+        assert "prefers-color-scheme:dark" in picture
+
+
+@pytest.mark.parametrize("name", ["peers", "speedup", "larger", "batches", "terminal"])
+def test_a_picture_that_differs_from_its_data_is_named(scripts, monkeypatch, name):
+    generator = importlib.import_module("generate_docs")
+    monkeypatch.setitem(scripts[5].PICTURES, name, lambda: "<svg/>")
+    assert [path.name for path in generator.stale()] == [f"{name}.svg"]
 
 
 @pytest.mark.parametrize("name", ["pass", "datastore", "dense", "dense_drafting", "typing"])

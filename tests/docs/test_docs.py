@@ -129,6 +129,11 @@ def test_make_targets_in_the_docs_exist():
             assert target in targets, f"{page}: make {target}"
 
 
+@pytest.mark.parametrize(("page", "most"), [("README.md", 120), ("CHANGELOG.md", 80), ("docs/measurements.md", 150)])
+def test_pages_for_newcomers_stay_short(page, most):
+    assert len((ROOT / page).read_text().splitlines()) <= most
+
+
 PROMISES = r"would have said|says? exactly what|output stays? the same|same, token for token|sampled or not"
 
 

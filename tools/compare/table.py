@@ -1,4 +1,4 @@
-"""Turns the comparison's JSON into Markdown: tokens per pass by file, where ours loses, nodes and times."""
+"""Markdown tables of a comparison with peers: tokens per pass by file, where `auto` loses, nodes and times."""
 
 from __future__ import annotations
 
@@ -107,8 +107,18 @@ def losses(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
 
 def dearer(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
     """Drafters that on some files get more tokens out of as many nodes as `auto`, its budgets taken in turns."""
+    found = as_many_nodes({stem: {name: by_name[name] for name in there} for stem, by_name in results.items()})
+    return [
+        f"- {name}: " + ", ".join(f"{number} ({rival:.2f}, auto {mine:.2f})" for number, rival, mine in files)
+        for name, files in found
+    ] or ["- nowhere"]
+
+
+def as_many_nodes(results: dict[str, dict[str, Any]]) -> list[tuple[str, list[tuple[int, float, float]]]]:
+    """Of each such drafter the files, with its tokens per pass and those of `auto` with as many nodes."""
+    there = measured(results)
     autos = [name for name in there if name.startswith(f"{OURS}auto") and not knowledge(name)]
-    lines = []
+    found = []
     for name in there:
         if name.startswith(f"{OURS}auto") or knowledge(name):
             continue
@@ -119,10 +129,10 @@ def dearer(results: dict[str, dict[str, Any]], there: list[str]) -> list[str]:
             rival = by_name[name]
             mine = float(np.interp(rival["nodes_per_pass"], nodes, rates))
             if mine < rival["tokens_per_pass"]:
-                files.append(f"{number} ({rival['tokens_per_pass']:.2f}, auto {mine:.2f})")
+                files.append((number, rival["tokens_per_pass"], mine))
         if files:
-            lines.append(f"- {name}: {', '.join(files)}")
-    return lines or ["- nowhere"]
+            found.append((name, files))
+    return found
 
 
 def envelope(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
