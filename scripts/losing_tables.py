@@ -61,7 +61,9 @@ def elsewhere() -> str:
 def _batches() -> Iterator[str]:
     made = measured("batches") or {"batches": []}
     for temperature in sorted({entry["temperature"] for entry in made["batches"]}):
-        lost = [e for e in made["batches"] if e["temperature"] == temperature and e["auto"]["ratio"] < e["off"]["ratio"]]
+        lost = [
+            e for e in made["batches"] if e["temperature"] == temperature and e["auto"]["ratio"] < e["off"]["ratio"]
+        ]
         if lost:
             cases = ", ".join(f"{e['rows']} ({e['auto']['ratio']:.2f}, off {e['off']['ratio']:.2f})" for e in lost)
             label = f"T = {temperature:g}" if temperature else "greedy"
@@ -115,7 +117,9 @@ def _rollouts() -> Iterator[str]:
     cases = []
     for found in made["epochs"]:
         pairs = zip(found["siblings"], found["memory"], strict=True)
-        lost = [str(number) for number, (siblings, memory) in enumerate(pairs, 1) if memory["ratio"] < siblings["ratio"]]
+        lost = [
+            str(number) for number, (siblings, memory) in enumerate(pairs, 1) if memory["ratio"] < siblings["ratio"]
+        ]
         if lost:
             cases.append(f"T = {found['temperature']:g}, {found['prompts']} at once: epoch {' and '.join(lost)}")
     if cases:

@@ -102,7 +102,9 @@ def _bar(top: float, value: float | dict[str, float], colour: str, scale: float)
     parts = [f'<rect class="{colour}" x="{LABELS}" y="{top}" width="{number * scale:.1f}" height="{BAR - 2}"/>']
     if isinstance(value, dict):
         low, right, y = LABELS + value["low"] * scale, LABELS + high * scale, top + (BAR - 2) / 2
-        parts.append(f'<path class="whisker" d="M{low:.1f} {y}H{right:.1f}M{right:.1f} {y - 3}v6M{low:.1f} {y - 3}v6"/>')
+        parts.append(
+            f'<path class="whisker" d="M{low:.1f} {y}H{right:.1f}M{right:.1f} {y - 3}v6M{low:.1f} {y - 3}v6"/>'
+        )
     return [*parts, _text(LABELS + high * scale + 5, top + BAR - 3, f"{number:.2f}", "value")]
 
 
@@ -143,7 +145,9 @@ def speedup() -> str | None:
         return None
     groups = [Bars(label, "", [run["methods"][name]["speedup"] for name in METHODS]) for label, run in runs.items()]
     first = next(iter(runs.values()))
-    note = f"Tokens/s over plain generate (1): medians over {first['prompts']} unseen files, {_machine(first['header'])}."
+    note = (
+        f"Tokens/s over plain generate (1): medians over {first['prompts']} unseen files, {_machine(first['header'])}."
+    )
     return chart("Bundled model, 12.6 M parameters", note, METHODS.values(), groups, 1)
 
 
@@ -168,7 +172,12 @@ def batches() -> str | None:
     rows: dict[int, list[float]] = {}
     for entry in sorted(made["batches"], key=lambda entry: entry["temperature"]):
         rows.setdefault(entry["rows"], []).extend(entry[name]["ratio"] for name in ("off", "auto"))
-    series = [("greedy, drafting off", "grey"), ("greedy", "blue"), ("T = 1, drafting off", "orange"), ("T = 1", "light")]
+    series = [
+        ("greedy, drafting off", "grey"),
+        ("greedy", "blue"),
+        ("T = 1, drafting off", "orange"),
+        ("T = 1", "light"),
+    ]
     groups = [Bars(f"{number} row{'s' * (number > 1)}", "", values) for number, values in rows.items()]
     note = f"Tokens/s over plain generate with the same batch (1), bundled model, {_machine(made)}."
     return chart("Batches: drafts fade out as rows fill a pass", note, series, groups, 1)

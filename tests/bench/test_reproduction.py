@@ -22,7 +22,15 @@ ROOT = Path(__file__).parents[2]
 def scripts():
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        names = ("reproduction", "benchmark_tables", "measuring", "published", "cost_tables", "pictures", "losing_tables")
+        names = (
+            "reproduction",
+            "benchmark_tables",
+            "measuring",
+            "published",
+            "cost_tables",
+            "pictures",
+            "losing_tables",
+        )
         yield tuple(importlib.import_module(name) for name in names)
     finally:
         sys.path.remove(str(ROOT / "scripts"))
