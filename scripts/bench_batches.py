@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 
 import retrieve_spec as rs

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import numpy as np
 
 from retrieve_spec.bench.machine import machine_facts

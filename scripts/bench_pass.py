@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import checkout  # noqa: F401
 import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from gpu_setting import SHAPES, build
 from hybrid_shapes import HYBRIDS, build_hybrid

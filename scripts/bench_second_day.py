@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 from tokenizers import Tokenizer
 
 from retrieve_spec.bench.replay import Replay, halves

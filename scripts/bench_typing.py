@@ -4,11 +4,9 @@ A session takes a real Python file out of a package, leaves the package as the w
 file again: a request at every keystroke that the last suggestion does not explain (what editors send), now and then the
 rest of a word or line at once (a suggestion was taken), gaps drawn from a log-normal around 180 ms, some pauses.
 Every variant answers the same requests, in turn. Then some sessions are typed with their real gaps, nobody waiting for
-answers, to count the requests that newer keystrokes replaced. With `--clients` several type at once, each in a file of
-their own and with real gaps, while `--chats` others talk without an end. The last line of the output is JSON.
+answers, to count the requests that newer keystrokes replaced. The last line of the output is JSON.
 
     python scripts/bench_typing.py --package uvicorn --sessions 4
-    python scripts/bench_typing.py --clients 8 --chats 2
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import http.client
 import importlib.util
 import json
 import os
-import platform
 import random
 import shutil
 import socket
@@ -30,9 +27,11 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import checkout  # noqa: F401
 
 MARKS_MS = (150, 250, 375, 500)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -56,15 +55,9 @@ class Outcome:
     """What one variant showed."""
 
     latency_ms: list[float] = field(default_factory=list)
-    first_ms: list[float] = field(default_factory=list)
     visible: dict[int, list[int]] = field(default_factory=lambda: {mark: [] for mark in MARKS_MS})
     overhead_ms: list[float] = field(default_factory=list)
     loops: list[bool] = field(default_factory=list)
-    reuse: list[float] = field(default_factory=list)
-    passes: int = 0
-    characters: int = 0
-    accepted: int = 0
-    by_source: dict[str, int] = field(default_factory=dict)
 
 
 def make_session(path: Path, seed: int, keys: int) -> list[Key]:
@@ -158,101 +151,8 @@ def type_on(server: Server, session: list[Key], fields: dict[str, Any]) -> dict[
     return seen
 
 
-class Typist(threading.Thread):
-    """Types a session with its real gaps; asks at every key that the suggestion on the screen does not explain."""
-
-    def __init__(self, server: Server, number: int, session: list[Key], fields: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self.server, self.session, self.fields = server, session, fields
-        self.headers = {"Content-Type": "application/json", "X-Client-Id": f"typist {number}"}
-        self.shown = ("\0", "")
-        self.latency_ms: list[float] = []
-        self.visible: list[int] = []
-        self.replaced = self.failed = 0
-
-    def run(self) -> None:
-        """Type."""
-        asked = []
-        for key in self.session:
-            if not explained(key.body, self.shown):
-                asked.append(threading.Thread(target=self.ask, args=(key,)))
-                asked[-1].start()
-            time.sleep(key.gap_s)
-        for thread in asked:
-            thread.join()
-
-    def ask(self, key: Key) -> None:
-        """Send the request of one key, and look when how much of the answer is there."""
-        begun, text, seen = time.perf_counter(), "", 0
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
-            connection.request("POST", "/infill", json.dumps({**key.body, **self.fields}), self.headers)
-            for line in connection.getresponse():
-                if not line.startswith(b"data: "):
-                    continue
-                event, ms = json.loads(line[6:]), 1000 * (time.perf_counter() - begun)
-                text += event["content"]
-                seen = len(text) if ms <= 250 else seen
-                if event["stop"]:
-                    break
-        except (OSError, ValueError, KeyError):
-            self.failed += 1
-            return
-        self.visible.append(seen)
-        if event.get("superseded"):
-            self.replaced += 1
-        else:
-            self.latency_ms.append(ms)
-            self.shown = (key.body["input_prefix"] + key.body["prompt"], text)
-
-
-class Talker(threading.Thread):
-    """Talks about a long text without an end; how many events came."""
-
-    def __init__(self, server: Server, number: int, text: str) -> None:
-        super().__init__(daemon=True)
-        self.server, self.body = server, {"max_tokens": 400, "stream": True}
-        self.body["messages"] = [{"role": "user", "content": f"# {number}\n{text}"}]
-        self.events, self.over = 0, False
-
-    def run(self) -> None:
-        """Talk."""
-        while not self.over:
-            connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=600)
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/chat/completions", json.dumps(self.body), headers)
-            for line in connection.getresponse():
-                self.events += line.startswith(b"data: {")
-                if self.over:
-                    break
-            connection.close()
-
-
-def type_together(
-    server: Server, sessions: list[list[Key]], chats: list[str], fields: dict[str, Any]
-) -> dict[str, Any]:
-    """What those who type at once see while others talk."""
-    talkers = [Talker(server, number, text) for number, text in enumerate(chats)]
-    typists = [Typist(server, number, session, fields) for number, session in enumerate(sessions)]
-    for thread in [*talkers, *typists]:
-        thread.start()
-    for typist in typists:
-        typist.join()
-    for talker in talkers:
-        talker.over = True
-    latency = [ms for typist in typists for ms in typist.latency_ms]
-    return {
-        "answered": len(latency),
-        "replaced": sum(typist.replaced for typist in typists),
-        "failed": sum(typist.failed for typist in typists),
-        "answer_ms": {"p50": percentile(latency, 0.5), "p95": percentile(latency, 0.95)},
-        "visible_at_250_ms": [statistics.mean(typist.visible or [0]) for typist in typists],
-        "chat_events": sum(talker.events for talker in talkers),
-    }
-
-
-def ask(server: Server, body: dict[str, Any], outcome: Outcome, truth: str = "") -> str:
-    """Send one request, note when which characters arrived, return them; `truth` is what the typist wrote."""
+def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> str:
+    """Send one request, note when which characters arrived, return them."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     begun = time.perf_counter()
     connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
@@ -272,17 +172,9 @@ def ask(server: Server, body: dict[str, Any], outcome: Outcome, truth: str = "")
     connection.close()
     timings = event["timings"]
     outcome.latency_ms.append(arrivals[-1][0])
-    outcome.first_ms.append(arrivals[0][0])
     for mark in MARKS_MS:
         outcome.visible[mark].append(max((n for at, n in arrivals if at <= mark), default=0))
     outcome.loops.append(looping(text))
-    cached, evaluated = timings["cache_n"], timings["prompt_n"]
-    outcome.reuse.append(cached / (cached + evaluated))
-    outcome.passes += timings["passes"]
-    outcome.characters += total
-    outcome.accepted += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, truth, strict=False)))
-    for source, count in timings["accepted_by_source"].items():
-        outcome.by_source[source] = outcome.by_source.get(source, 0) + count
     spent = timings["prompt_ms"] + timings["predicted_ms"] + timings["waited_ms"]
     outcome.overhead_ms.append(max(0.0, arrivals[-1][0] - spent))
     return text
@@ -306,14 +198,8 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     return {
         "requests": len(outcome.latency_ms),
         "latency_ms": {"p50": percentile(outcome.latency_ms, 0.5), "p95": percentile(outcome.latency_ms, 0.95)},
-        "first_ms": {"p50": percentile(outcome.first_ms, 0.5), "p95": percentile(outcome.first_ms, 0.95)},
         "visible_characters": {str(mark): statistics.mean(outcome.visible[mark]) for mark in MARKS_MS},
         "outside_model_ms": {"p50": percentile(outcome.overhead_ms, 0.5), "p95": percentile(outcome.overhead_ms, 0.95)},
-        "prompt_reused": {"p50": percentile(outcome.reuse, 0.5), "p05": percentile(outcome.reuse, 0.05)},
-        "passes_per_character": outcome.passes / max(1, outcome.characters),
-        "passes_per_accepted_character": outcome.passes / max(1, outcome.accepted),
-        "accepted_characters": outcome.accepted,
-        "accepted_by_source": outcome.by_source,
     }
 
 
@@ -390,8 +276,6 @@ def main() -> None:
     parser.add_argument("--model", default="reference")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--overhead", nargs="+", metavar="PACKAGE", help="only the server's own CPU time per request")
-    parser.add_argument("--clients", type=int, default=0, help="only so many who type at once")
-    parser.add_argument("--chats", type=int, default=2, help="how many talk while they type")
     parser.add_argument("--typed-on", type=int, default=2, help="sessions typed with their real gaps")
     options = parser.parse_args()
     if options.overhead:
@@ -403,23 +287,10 @@ def main() -> None:
     shutil.copytree(find_package(options.package), workspace, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
     files = sorted(p for p in workspace.rglob("*.py") if len(p.read_text("utf-8").splitlines()) > 80)
     rng = random.Random(options.seed)
-    chosen = rng.sample(files, min(options.clients or options.sessions, len(files)))
+    chosen = rng.sample(files, min(options.sessions, len(files)))
     sessions = [make_session(path, options.seed + i, options.keys) for i, path in enumerate(chosen)]
     for path in chosen:
         path.unlink()  # what is typed is not in the workspace
-    if options.clients:
-        talks = ["".join(key.body["input_prefix"] for key in sessions[0][:1])[-6000:]] * options.chats
-        together = {}
-        for name in list(VARIANTS)[:2]:
-            server = Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)], options.model)
-            try:
-                ask(server, {**sessions[0][0].body, **VARIANTS[name]}, Outcome())
-                together[name] = type_together(server, sessions, talks, VARIANTS[name])
-            finally:
-                server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-        print(json.dumps({**together, "load": os.getloadavg()[0]}))
-        return
     results = {name: Outcome() for name in VARIANTS}
     typed_on = {name: Counter[str]() for name in VARIANTS}
     servers = {
@@ -439,9 +310,7 @@ def main() -> None:
                 if explained(key.body, shown):  # the editor goes on showing what it has
                     skipped += 1
                 else:
-                    texts = [
-                        ask(server, {**key.body, **VARIANTS[n]}, results[n], key.truth) for n, server in servers.items()
-                    ]
+                    texts = [ask(server, {**key.body, **VARIANTS[n]}, results[n]) for n, server in servers.items()]
                     shown = (key.body["input_prefix"] + key.body["prompt"], max(texts, key=len))
         for session in sessions[: options.typed_on]:
             for name, server in servers.items():
@@ -470,12 +339,7 @@ def main() -> None:
         "package": options.package,
         "files": [path.name for path in chosen],
         "model": options.model,
-        "machine": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg()[0],
     }
-    for name in VARIANTS:
-        print(name, json.dumps(report[name], indent=1))
     print(json.dumps(report))
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import checkout  # noqa: F401
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

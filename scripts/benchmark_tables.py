@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from pictures import OPEN_MODELS, TEMPERATURES
-from published import ROOT, facts, markdown_table, measured, missing, origin, ratio
+from published import ROOT, block, facts, markdown_table, measured, missing, ratio
 
 REFERENCE_RUNS = {f"reference-{name}": label for name, label in TEMPERATURES.items()}
 RUNS = {
@@ -41,6 +41,10 @@ LEFT_OUT = {
 SHOWN = ("Where it loses", "Where drafting does not pay", "Methods", "Tasks", "Divergences")
 
 
+TABLES: dict[str, Callable[[], str]] = {}
+"""What can stand between the marks of a page."""
+
+
 def speedup() -> str:
     """The README's figures of the bundled model; nothing until they are measured."""
     runs = {label: found for name, label in REFERENCE_RUNS.items() if (found := measured(name))}
@@ -66,11 +70,9 @@ def speedup() -> str:
     return "\n".join([*_recording(), *markdown_table(head, rows), "", text, "", *_larger_models()])
 
 
-def replayed_models() -> str:
+@block(TABLES, "compare", part="peers", name="replayed-models", alone=False)
+def replayed_models(made: dict[str, Any]) -> list[str]:
     """The README's picture of larger models' answers, with where it loses."""
-    made = measured("compare")
-    if made is None:
-        return missing("peers")
     results = {stem: file["drafters"] for stem, file in made["files"].items()}
     lost = dict(peer_tables().as_many_nodes(results)).get("suffix-decoding tree, wide", [])
     most = max((1 - mine / rival for _, rival, mine in lost), default=0)
@@ -82,7 +84,7 @@ def replayed_models() -> str:
         f"{most:.0%} fewer on {len(lost)} of the {len(results)} files: "
         "[all files, drafters and the command](docs/tables_recorded.md#peers-on-recorded-answers)."
     )
-    return "\n".join(["![Tokens per pass of 7 B to 70 B models](docs/peers.svg)", "", text, ""])
+    return ["![Tokens per pass of 7 B to 70 B models](docs/peers.svg)", "", text]
 
 
 def _recording() -> list[str]:
@@ -133,11 +135,9 @@ def runs_of(part: str) -> str:
     return "\n".join(lines) or missing(part)
 
 
-def replayed_sources() -> str:
+@block(TABLES, "sources-replay")
+def replayed_sources(made: dict[str, Any]) -> list[str]:
     """What each source adds on recorded answers."""
-    made = measured("sources-replay")
-    if made is None:
-        return missing("sources-replay")
     rows = []
     for name, figures in made["rows"].items():
         nodes, _, left_out = name.partition(" ")
@@ -148,15 +148,12 @@ def replayed_sources() -> str:
         what = " and ".join(left_out.split()) or "nothing"
         rows.append([nodes, what, f"{rate:.3f}", loss, f"{figures['nodes_per_pass']:.1f}", accepted])
     head = ["nodes", "left out", "tokens/pass", "", "nodes/pass", "accepted by source"]
-    intro = [*origin(made), f"The store: answers of `{made['store']}`.", ""]
-    return "\n".join([*intro, *markdown_table(head, rows), ""])
+    return [f"The store: answers of `{made['store']}`.", "", *markdown_table(head, rows)]
 
 
-def replayed_presets() -> str:
+@block(TABLES, "presets-replay")
+def replayed_presets(made: dict[str, Any]) -> list[str]:
     """Presets on recorded answers."""
-    made = measured("presets-replay")
-    if made is None:
-        return missing("presets-replay")
     rows = [
         [
             f"`{name}`",
@@ -166,7 +163,7 @@ def replayed_presets() -> str:
         ]
         for name, f in made["rows"].items()
     ]
-    return "\n".join([*origin(made), *markdown_table(["draft", "tokens/pass", "nodes/pass", "µs p50 / p99"], rows), ""])
+    return markdown_table(["draft", "tokens/pass", "nodes/pass", "µs p50 / p99"], rows)
 
 
 def left_out() -> str:
@@ -192,13 +189,11 @@ def left_out() -> str:
     return "\n".join(lines) or missing("sources")
 
 
-def compare() -> str:
+@block(TABLES, "compare", part="peers", alone=False)
+def compare(made: dict[str, Any]) -> list[str]:
     """The comparison with peers on recorded answers; times from the part that measures only them, where it was run."""
-    made = measured("compare")
-    if made is None:
-        return missing("peers")
     table = peer_tables()
-    return "\n".join([*table.acceptance(made), "", *table.times(measured("compare-times") or made), ""])
+    return [*table.acceptance(made), "", *table.times(measured("compare-times") or made)]
 
 
 def peer_tables() -> Any:
@@ -211,11 +206,9 @@ def peer_tables() -> Any:
         sys.path.remove(tools)
 
 
-def expectation() -> str:
+@block(TABLES, "compare", part="peers", name="expectation", alone=False)
+def expectation(made: dict[str, Any]) -> list[str]:
     """How far the tokens that `auto` expected of its drafts and those it got agree, over all replays."""
-    made = measured("compare")
-    if made is None:
-        return missing("peers")
     full = ("ours: auto", "ours: auto, answers kept", "ours: auto, other answers given")
     apart = sorted(
         abs(figures["expected_tokens_per_pass"] / figures["tokens_per_pass"] - 1)
@@ -228,17 +221,7 @@ def expectation() -> str:
         f"and realised tokens per pass differ by {statistics.median(apart):.1%} (median) and at most {apart[-1]:.1%} "
         "([the replays](tables_recorded.md#peers-on-recorded-answers) say where and how)."
     )
-    return textwrap.fill(text, 118) + "\n"
+    return textwrap.wrap(text, 118)
 
 
-TABLES: dict[str, Callable[[], str]] = {name: partial(runs_of, name) for name in RUNS}
-TABLES |= {
-    "speedup": speedup,
-    "replayed-models": replayed_models,
-    "sources-replay": replayed_sources,
-    "presets-replay": replayed_presets,
-    "compare": compare,
-    "expectation": expectation,
-    "sources": left_out,
-}
-"""What can stand between the marks of a page."""
+TABLES |= {name: partial(runs_of, name) for name in RUNS} | {"speedup": speedup, "sources": left_out}

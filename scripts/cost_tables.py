@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from published import markdown_table, measured, millions, missing, origin, ratio, two
+from published import block, markdown_table, millions, ratio, two
+
+TABLES: dict[str, Callable[[], str]] = {}
+"""What can stand between the marks of a page."""
 
 
-def passes() -> str:
+@block(TABLES, "passes")
+def passes(made: dict[str, Any]) -> list[str]:
     """What a pass costs beside plain's, one line for each kind and context."""
-    made = measured("passes")
-    if made is None:
-        return missing("passes")
     ratios = {(entry["pass"], entry["context"]): entry["ratio"] for entry in made["passes"]}
     plain = {entry["context"]: entry["ms"] for entry in made["passes"] if entry["pass"] == "plain"}
     widths = sorted({int(kind.split()[1]) for kind, _ in ratios if kind != "plain"})
@@ -22,14 +24,12 @@ def passes() -> str:
             cells = [f"{ratios[f'{kind} {width}', context]:.2f}" for width in widths]
             rows.append([f"{context:,} tokens{own}", f"{milliseconds:.1f} ms", *cells])
     head = ["context", "plain's pass", *(f"{width} nodes" for width in widths)]
-    return "\n".join([*origin(made), *markdown_table(head, rows), ""])
+    return markdown_table(head, rows)
 
 
-def batches() -> str:
+@block(TABLES, "batches")
+def batches(made: dict[str, Any]) -> list[str]:
     """Speed over the original `generate`, one line for each number of rows."""
-    made = measured("batches")
-    if made is None:
-        return missing("batches")
     entries = {(entry["temperature"], entry["rows"]): entry for entry in made["batches"]}
     temperatures = sorted({temperature for temperature, _ in entries})
     head = ["rows"]
@@ -42,14 +42,12 @@ def batches() -> str:
         rows.append([str(number), *(f"{entry[name]['ratio']:.2f}" for entry in found for name in ("auto", "off"))])
     same = all(entry.get("identical", True) for entry in made["batches"])
     said = f"{made['new_tokens']} new tokens of each row; greedy text is {'' if same else 'not '}that of `generate`."
-    return "\n".join([*origin(made), *markdown_table(head, rows), "", said, ""])
+    return [*markdown_table(head, rows), "", said]
 
 
-def rollouts() -> str:
+@block(TABLES, "rollouts")
+def rollouts(made: dict[str, Any]) -> list[str]:
     """Speed over the original `generate` in each epoch, and what the last tenth of the rows take alone."""
-    made = measured("rollouts")
-    if made is None:
-        return missing("rollouts")
     rows = [
         [
             f"T = {found['temperature']:g}",
@@ -65,13 +63,13 @@ def rollouts() -> str:
         )
     ]
     head = ["", "prompts", "epoch", "`generate`", "siblings", "tokens/pass", "and memory", "tokens/pass"]
-    lines = [*origin(made), *markdown_table(head, rows), ""]
+    lines = [*markdown_table(head, rows), ""]
     ends = [
         [f"T = {found['temperature']:g}", str(found["rows"]), *_ends(found["plain"]), *_ends(found["drafts"])]
         for found in made["stragglers"]
     ]
     head = ["", "rows", "`generate`, all", "the last tenth", "drafts, all", "the last tenth"]
-    return "\n".join([*lines, *markdown_table(head, ends), ""])
+    return [*lines, *markdown_table(head, ends)]
 
 
 def _epoch(figures: dict[str, float]) -> list[str]:
@@ -82,11 +80,9 @@ def _ends(figures: dict[str, float]) -> list[str]:
     return [f"{figures['seconds']:.1f} s", f"{figures['tail_s']:.1f} s"]
 
 
-def arrivals() -> str:
+@block(TABLES, "arrivals")
+def arrivals(made: dict[str, Any]) -> list[str]:
     """Seconds until all are answered, and that one waits, for each way to serve them."""
-    made = measured("arrivals")
-    if made is None:
-        return missing("arrivals")
     found = {name: figures for name, figures in made["arrivals"].items() if isinstance(figures, dict)}
     names = {name: f"original `generate`, {name}" for name in found} | {"auto": "this library, a thread for each"}
     rows = [
@@ -94,14 +90,12 @@ def arrivals() -> str:
         for name, figures in found.items()
     ]
     head = [f"{made['arrivals']['requests']} requests", "all answered", "latency, median", "p95"]
-    return "\n".join([*origin(made), *markdown_table(head, rows), ""])
+    return markdown_table(head, rows)
 
 
-def datastores() -> str:
+@block(TABLES, "datastores")
+def datastores(made: dict[str, Any]) -> list[str]:
     """Building, opening and walking one large store."""
-    made = measured("datastores")
-    if made is None:
-        return missing("datastores")
     corpus, store, step = made["corpus"], made["store"], made["step"]
     rows = [
         ["tokens, real ones among them", f"{millions(corpus['tokens'])}, {millions(corpus['real_tokens'])}"],
@@ -116,14 +110,12 @@ def datastores() -> str:
         ["steps that fall off the match", f"{step['steps_that_fell_off']:.0%}"],
         ["mean match", f"{step['mean_match']:.1f} tokens"],
     ]
-    return "\n".join([*origin(made), *markdown_table(["", ""], rows), ""])
+    return markdown_table(["", ""], rows)
 
 
-def datastore_segments() -> str:
+@block(TABLES, "datastores-segments")
+def datastore_segments(made: dict[str, Any]) -> list[str]:
     """Steps of one cursor through more and more segments."""
-    made = measured("datastores-segments")
-    if made is None:
-        return missing("datastores-segments")
     many = made["many_segments"]
     opened = f"{two(made['open']['median_ms'])} ms", f"{two(many['open']['median_ms'])} ms"
     rows = []
@@ -133,7 +125,7 @@ def datastore_segments() -> str:
         rows.append([number, opening, f"{step['p50_us']:.1f} / {step['p90_us']:.1f} µs", each])
     size = f"{many['segments']} segments, {millions(many['tokens'])} tokens, {many['bytes'] / 1e9:.1f} GB in all:"
     head = ["segments", "open", "step, median / p90", "per segment"]
-    return "\n".join([*origin(made), size, "", *markdown_table(head, rows), ""])
+    return [size, "", *markdown_table(head, rows)]
 
 
 PEERS = {
@@ -144,11 +136,9 @@ PEERS = {
 }
 
 
-def datastore_peers() -> str:
+@block(TABLES, "datastores-peers")
+def datastore_peers(made: dict[str, Any]) -> list[str]:
     """What others make of the same text."""
-    made = measured("datastores-peers")
-    if made is None:
-        return missing("datastores-peers")
     rows, skipped = [], []
     for name, figures in made["peers"].items():
         if "skipped" in figures:
@@ -157,14 +147,12 @@ def datastore_peers() -> str:
         rate, step = millions(figures["tokens_per_second"]), f"{figures['p50_us']:.1f} / {figures['p99_us']:.1f} µs"
         rows.append([PEERS[name], f"{two(figures['bytes_per_token'])}", f"{rate} tokens/s", step])
     head = ["", "bytes per token", "built", "step, median / p99"]
-    return "\n".join([*origin(made), *markdown_table(head, rows), "", *skipped])
+    return [*markdown_table(head, rows), "", *skipped]
 
 
-def dense() -> str:
+@block(TABLES, "dense")
+def dense(made: dict[str, Any]) -> list[str]:
     """Kinds of dense indexes."""
-    made = measured("dense")
-    if made is None:
-        return missing("dense")
     rows = []
     for figures in made["indexes"]:
         codes = f", {figures['key_bytes']} of them codes" if figures["key_bytes"] else ""
@@ -178,27 +166,23 @@ def dense() -> str:
     )
     if made["states_per_second"]:
         text += f" The model made {made['states_per_second']:,.0f} hidden states per second."
-    return "\n".join([*origin(made), text, "", *markdown_table(head, rows), ""])
+    return [text, "", *markdown_table(head, rows)]
 
 
-def thinning() -> str:
+@block(TABLES, "dense", name="thinning", alone=False)
+def thinning(made: dict[str, Any]) -> list[str]:
     """What keys are worth that `--thin` would keep."""
-    made = measured("dense")
-    if made is None:
-        return missing("dense")
     names = {"none": "none", "all": "all", "thinned": "thinned", "random": "as many at random"}
     rows = []
     for figures in made["thinning"]:
         alone = f"{figures['alone']:.2f}" if "alone" in figures else ""
         rows.append([names[figures["keys"]], f"{figures['share']:.0%}", alone, f"{figures['with_exact']:.2f}"])
-    return "\n".join(markdown_table(["keys", "kept", "dense alone", "better of dense and exact matches"], rows))
+    return markdown_table(["keys", "kept", "dense alone", "better of dense and exact matches"], rows)
 
 
-def dense_drafting() -> str:
+@block(TABLES, "dense-drafting")
+def dense_drafting(made: dict[str, Any]) -> list[str]:
     """Drafting with neighbours of the hidden state, and without."""
-    made = measured("dense-drafting")
-    if made is None:
-        return missing("dense-drafting")
     rows = []
     for name, f in made["figures"]["all"].items():
         row = [name, f"{f['tokens_per_pass']:.3f}", f"{f['nodes_per_pass']:.1f}", f"{f['accepted']:,}"]
@@ -217,14 +201,12 @@ def dense_drafting() -> str:
         f"{replay['dense_tokens_per_place']:.2f} tokens per place, the best of ten exact matches for "
         f"{replay['exact_tokens_per_place']:.2f} ({replay['places']:,} places)."
     )
-    return "\n".join([*origin(made), text, "", *markdown_table(head, rows), ""])
+    return [text, "", *markdown_table(head, rows)]
 
 
-def typing() -> str:
+@block(TABLES, "typing")
+def typing(made: dict[str, Any]) -> list[str]:
     """Typing in an editor: with drafting, without, and without the kept keys and values."""
-    made = measured("typing")
-    if made is None:
-        return missing("typing")
     variants = {name: f for name, f in made.items() if isinstance(f, dict) and "latency_ms" in f}
     real = made["typed_with_real_gaps"]
     marks = list(next(iter(variants.values()))["visible_characters"])
@@ -249,14 +231,12 @@ def typing() -> str:
             f" At 250 ms that is {seen:.2f} times as many characters as without drafts, {apart:.2f} times in the "
             f"{straight} of {requests} requests whose text does not loop (most of what so small a model writes does)."
         )
-    return "\n".join([*origin(made), *markdown_table(["", *variants], rows), "", text, ""])
+    return [*markdown_table(["", *variants], rows), "", text]
 
 
-def larger() -> str:
+@block(TABLES, "larger")
+def larger(made: dict[str, Any]) -> list[str]:
     """Recorded answers in real passes of larger models."""
-    made = measured("larger")
-    if made is None:
-        return missing("larger")
     rows = []
     for figures in made["sizes"].values():
         for method, f in figures["methods"].items():
@@ -278,18 +258,16 @@ def larger() -> str:
     head = ["model", "method", "speed-up (95 %)", "pooled", "without the prompt", "slower than plain", "tokens/s"]
     head += ["tokens/pass", "nodes/pass", "identical"]
     size = f"{made['answers']} answers, {made['new_tokens']:,} tokens behind {made['prompt_tokens']:,} of prompts."
-    return "\n".join([*origin(made), size, "", *markdown_table(head, rows), ""])
+    return [size, "", *markdown_table(head, rows)]
 
 
 def _milliseconds(times: dict[str, float]) -> str:
     return f"{two(times['p50'])} / {two(times['p95'])} ms"
 
 
-def typing_overhead() -> str:
+@block(TABLES, "typing-overhead", part="typing")
+def typing_overhead(made: dict[str, Any]) -> list[str]:
     """The server's own time per request, by size of the workspace."""
-    made = measured("typing-overhead")
-    if made is None:
-        return missing("typing")
     rows = []
     for package, figures in made["overhead_ms"].items():
         space = figures["workspace"]
@@ -297,21 +275,4 @@ def typing_overhead() -> str:
         parts: list[Any] = [figures[part] for part in ("read", "prompt", "drafts", "answer", "total")]
         rows.append([size, *(f"{two(part['p50'])} / {two(part['p95'])}" for part in parts)])
     head = ["workspace", "reading", "prompt", "what to draft from", "answer", "all"]
-    return "\n".join([*origin(made), *markdown_table(head, rows), ""])
-
-
-TABLES = {
-    "passes": passes,
-    "batches": batches,
-    "arrivals": arrivals,
-    "rollouts": rollouts,
-    "datastores": datastores,
-    "datastores-segments": datastore_segments,
-    "datastores-peers": datastore_peers,
-    "dense": dense,
-    "thinning": thinning,
-    "dense-drafting": dense_drafting,
-    "larger": larger,
-    "typing": typing,
-    "typing-overhead": typing_overhead,
-}
+    return markdown_table(head, rows)

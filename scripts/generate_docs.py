@@ -28,8 +28,8 @@ import click
 import cost_tables
 import losing_tables
 import pictures
+from checkout import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 PART = re.compile(r"<!-- generated:(?P<name>[\w.-]+) -->\n.*?<!-- /generated -->", re.DOTALL)
 ENVIRONMENT = {

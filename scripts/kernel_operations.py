@@ -20,6 +20,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import checkout  # noqa: F401
 from tokenizers import Tokenizer
 
 from retrieve_spec.bench.replay import Replay, TraceRow, read_trace

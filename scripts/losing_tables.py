@@ -67,7 +67,7 @@ def _batches() -> Iterator[str]:
         if lost:
             cases = ", ".join(f"{e['rows']} ({e['auto']['ratio']:.2f}, off {e['off']['ratio']:.2f})" for e in lost)
             label = f"T = {temperature:g}" if temperature else "greedy"
-            yield f"**Batches**, {label}: drafting off is faster at these numbers of rows: {cases} ([all]({BUNDLED}#batches))."
+            yield f"**Batches**, {label}: drafting off is faster with these rows: {cases} ([all]({BUNDLED}#batches))."
 
 
 def _peers() -> Iterator[str]:
@@ -75,13 +75,13 @@ def _peers() -> Iterator[str]:
     if made is None:
         return
     results = {stem: file["drafters"] for stem, file in made["files"].items()}
-    cases = [
-        f"{name.removeprefix('ours: ')} on {len(files)} (by up to {max(rival / mine - 1 for _, rival, mine in files):.1%})"
-        for name, files in peer_tables().as_many_nodes(results)
-    ]
+    cases = []
+    for name, files in peer_tables().as_many_nodes(results):
+        most = max(rival / mine - 1 for _, rival, mine in files)
+        cases.append(f"{name.removeprefix('ours: ')} on {len(files)} (by up to {most:.1%})")
     if cases:
         yield (
-            f"**Small trees**: with as few drafted tokens, these drafters get more of them right than `auto` on some of "
+            f"**Small trees**: with as few drafted tokens, these get more of them right than `auto` on some of "
             f"{len(results)} recorded files: {', '.join(cases)} ([which]({RECORDED}#peers-on-recorded-answers))."
         )
 

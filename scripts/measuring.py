@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from checkout import ROOT
+
 from retrieve_spec.bench.machine import NOT_MEASURED, OtherWork, machine_facts
 
-ROOT = Path(__file__).resolve().parent.parent
 OUT = Path("bench-out") / "reproduce"
 DATA, TRIAL = Path("docs") / "data", OUT / "trial"
 BIN = Path(sys.executable).parent

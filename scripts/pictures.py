@@ -1,7 +1,7 @@
 """Bar charts of README.md and docs/, drawn as SVG from docs/data; the same data gives the same bytes.
 
-A chart asks nobody for a font and follows light and dark. `make docs` draws them, `generate_docs.py --check` names those
-that are out of date.
+A chart asks nobody for a font and follows light and dark. `make docs` draws them, and `generate_docs.py --check` names
+those that are out of date.
 """
 
 from __future__ import annotations

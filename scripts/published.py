@@ -1,13 +1,13 @@
-"""Turns a data file of docs/data into the lines that every published table shares: figures, machine, command."""
+"""Data files of docs/data, and the lines that every published table of them shares: figures, machine, command."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from checkout import ROOT
+
 DATA = ROOT / "docs" / "data"
 
 
@@ -32,6 +32,31 @@ def facts(machine: dict[str, Any]) -> str:
 def origin(made: dict[str, Any]) -> list[str]:
     """Where a table comes from: machine, versions, commit and date, then the command."""
     return [facts(made["machine"]), "", f"`{made['command']}`", ""]
+
+
+Lines = Callable[[dict[str, Any]], Iterable[str]]
+
+
+def block(
+    tables: dict[str, Callable[[], str]], data: str, *, part: str = "", name: str = "", alone: bool = True
+) -> Callable[[Lines], Callable[[], str]]:
+    """A decorator: the function turns the data file `data` into lines, and is put among `tables` as a block of a page.
+
+    `part` of `scripts/reproduce` makes the file, and `name` is the block's, where they are called otherwise. A block
+    that does not stand alone has its origin in another one.
+    """
+
+    def register(lines: Lines) -> Callable[[], str]:
+        def text() -> str:
+            made = measured(data)
+            if made is None:
+                return missing(part or data)
+            return "\n".join([*(origin(made) if alone else ()), *lines(made), ""])
+
+        tables[name or data] = text
+        return text
+
+    return register
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

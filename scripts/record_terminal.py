@@ -17,6 +17,8 @@ from html import escape
 from time import perf_counter
 from typing import Any
 
+import checkout  # noqa: F401
+
 COLUMNS, ROWS = 54, 16
 """Of a pane; longer lines are cut, later lines are not shown."""
 FILES = 6

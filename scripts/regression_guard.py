@@ -24,6 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 from tokenizers import Tokenizer
 
 from retrieve_spec.bench.replay import Replay, read_trace

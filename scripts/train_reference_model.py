@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -35,61 +36,23 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SPECIAL_TOKENS = [
-    "<|endoftext|>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "<|im_start|>",
-    "<|im_end|>",
-]
-HOLDOUT = frozenset(
-    (
-        "flax",
-        "httpx",
-        "humanize",
-        "marshmallow",
-        "networkx",
-        "peewee",
-        "seaborn",
-        "sortedcontainers",
-        "structlog",
-        "tabulate",
-        "toolz",
-        "typer",
-        "uvicorn",
-        "werkzeug",
-    )
-)
+    "<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>",
+    "<|file_sep|>", "<|im_start|>", "<|im_end|>",
+]  # fmt: skip
+HOLDOUT = frozenset((
+    "flax", "httpx", "humanize", "marshmallow", "networkx", "peewee", "seaborn", "sortedcontainers", "structlog",
+    "tabulate", "toolz", "typer", "uvicorn", "werkzeug",
+))  # fmt: skip
 PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation|Unlicense|Zlib|HPND)\b", re.IGNORECASE)
 COPYLEFT = re.compile(r"\b(A?L?GPL\w*|GNU|MPL\S*|Mozilla|EPL|CC-BY-SA|Proprietary)\b", re.IGNORECASE)
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
-    "embedded": {
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-    },
-    "medium": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-    },
+    "tiny": dict(zip(SIZES, (32, 64, 1, 2, 1), strict=True)),
+    "embedded": dict(zip(SIZES, (384, 1024, 6, 6, 2), strict=True)),
+    "medium": dict(zip(SIZES, (768, 2048, 12, 12, 4), strict=True)),
 }
 FILES_PER_BLOCK = 12  # files of one package that stay together when the stream is shuffled
 TOKENIZER_FILES = 5000

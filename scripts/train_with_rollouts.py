@@ -17,6 +17,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import checkout  # noqa: F401
+
 PROMPTS = [
     "class Stack:\n    def __init__(self):\n",
     "import os\n\n\ndef read_lines(path):\n",

@@ -22,6 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 from bench_typing import VARIANTS, Key, explained, find_package, make_session, percentile
 
 from retrieve_spec.config import ServeConfig

@@ -1,4 +1,4 @@
-"""Turn recorded answers into a table of tokens per pass, nodes and times for every peer and every preset of ours.
+"""Comparison with peers on recorded answers: tokens per pass, nodes and times of every peer and every preset.
 
 ::
 
@@ -21,6 +21,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # this checkout's package, whichever one is installed
 
 from peers import GIVEN, KEPT, PEERS, PHRASES, ArcticSuffix, ours
 from sources import ARCTIC, LLAMA, VLLM, Skipped
