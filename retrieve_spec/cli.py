@@ -1,4 +1,4 @@
-"""Turns command lines into calls of library functions; each command lives in the module that the table below names.
+"""Command line: the table of commands, each in the module that it names, and one place where errors become words.
 
 Nothing heavy is imported before a command runs, so that `--help` and shell completion answer at once.
 Exit codes: 0 done, 1 an error the message explains, 2 wrong usage, 130 interrupted.

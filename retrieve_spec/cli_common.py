@@ -1,4 +1,4 @@
-"""What several commands share: words of a command line as checked values, and what is said while a model gets ready."""
+"""Options and messages that several commands share: checked values, and what is said while a model gets ready."""
 
 from __future__ import annotations
 

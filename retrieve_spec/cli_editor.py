@@ -1,4 +1,4 @@
-"""Turns `retrieve-spec editor` into a look at the server, an editor's settings, and a first completion."""
+"""Command `retrieve-spec editor`: a look at the server, an editor's settings, and a first completion."""
 
 from __future__ import annotations
 

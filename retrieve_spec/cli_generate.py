@@ -1,4 +1,4 @@
-"""Turns `retrieve-spec generate` into one accelerated generation, and on request a plain one beside it."""
+"""Command `retrieve-spec generate`: one accelerated generation, and on request a plain one beside it."""
 
 from __future__ import annotations
 

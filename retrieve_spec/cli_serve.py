@@ -1,4 +1,4 @@
-"""Turns `retrieve-spec serve`, `lsp` and `forget` into calls of the server."""
+"""Commands `retrieve-spec serve`, `lsp` and `forget`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns the commands that share a datastore into one library call each, and the report into text or JSON."""
+"""Commands that share a datastore: each is one library call, reported as text or JSON."""
 
 from __future__ import annotations
 

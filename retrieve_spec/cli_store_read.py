@@ -1,4 +1,4 @@
-"""Turns the commands that look into a datastore into one library call each, and the result into text or JSON."""
+"""Commands that look into a datastore: each is one library call, its result shown as text or JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns the command that follows folders into library calls, and the reports into text or JSON."""
+"""Command `retrieve-spec sync`: a store that follows folders, reported as text or JSON."""
 
 from __future__ import annotations
 

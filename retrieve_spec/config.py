@@ -1,4 +1,4 @@
-"""Every default of the library in one place, checked when a config is made."""
+"""Configuration: every default of the library in one place, checked when a config is made."""
 
 from __future__ import annotations
 

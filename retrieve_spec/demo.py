@@ -1,4 +1,4 @@
-"""Turns Python files into a race on the terminal: the bundled model plain, accelerated and with a datastore."""
+"""Demo: a race on the terminal between the bundled model plain, accelerated, and with a datastore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's screen: from panes of text that grow to frames on a terminal."""
+"""Screen of the demo: panes of growing text, drawn as frames on a terminal."""
 
 from __future__ import annotations
 

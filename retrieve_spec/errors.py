@@ -1,4 +1,4 @@
-"""Every error a user can cause, each saying what was expected, what was got and what to do."""
+"""Errors that a user can cause, each saying what was expected, what was got and what to do."""
 
 from __future__ import annotations
 

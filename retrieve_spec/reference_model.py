@@ -1,4 +1,4 @@
-"""Turns the name a user gives (`reference`, a folder or a hub id) into a model and its tokenizer."""
+"""Models by name: `reference` (the bundled one), a folder or a hub id, with the tokenizer."""
 
 from __future__ import annotations
 

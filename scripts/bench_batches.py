@@ -1,4 +1,4 @@
-"""Measures batches, requests that arrive at random, and busy machines, beside the original `generate`; one JSON object.
+"""Benchmark of batches, requests that arrive at random, and busy machines, beside the original `generate`.
 
     python scripts/bench_batches.py [--rows 1 2 4 8 16 32 64] [--temperature 0 1] [--new-tokens 120] [--runs 2]
     python scripts/bench_batches.py --arrivals 32 --within 60

@@ -1,4 +1,4 @@
-"""Measures datastores: build rate, size, time to open and time per cursor step, beside what else can be installed.
+"""Benchmark of datastores: build rate, size, time to open and time per cursor step, beside what else there is.
 
     python scripts/bench_datastore.py --tokens 100e6 --text FOLDER [--segments 10]
 

@@ -1,4 +1,4 @@
-"""Measures dense indexes: recall@10 against exact search, time of a query on one core, bytes per vector, thinning.
+"""Benchmark of dense indexes: recall@10, time of a query on one core, bytes per vector, thinning.
 
     python scripts/bench_dense.py STORE --queries FOLDER --vectors 4e5 [--index ivf-pq hnsw] [--thinning] [--cache DIR]
 

@@ -1,4 +1,4 @@
-"""Measures what dense retrieval adds to drafting; the last line is one JSON object.
+"""Benchmark of drafting with dense retrieval; the last line is one JSON object.
 
     python scripts/bench_dense_drafting.py [--store FOLDER] [--max-vectors N] [--build-only] [--nodes 24] [--prompts 8]
 

@@ -1,4 +1,4 @@
-"""Measures what a verifying pass over n drafted nodes costs next to a one-token pass of plain `generate`.
+"""Benchmark of a verifying pass over n drafted nodes beside a one-token pass of plain `generate`.
 
     python scripts/bench_pass.py [--model reference] [--dtype float32] [--context 256 1024] [--nodes 0 1 2 4 8 16 32 64]
 

@@ -1,4 +1,4 @@
-"""Measures how fast a larger model would have given answers that were recorded, on this machine.
+"""Benchmark of larger models that give recorded answers, on this machine.
 
     python scripts/bench_recorded.py TRACE --tokenizer FILE [--size 0.1b 0.4b] [--answers 12] [--new-tokens 80]
     python scripts/bench_recorded.py TRACE --tokenizer FILE --size 0.1b qwen3_5 nemotron_h mamba2 granite4 --processor

@@ -1,4 +1,4 @@
-"""Measures many answers to the same prompts: a batch whose rows end one after the other, and epochs with a memory.
+"""Benchmark of many answers to the same prompts: rows that end one after the other, and epochs with a memory.
 
     python scripts/bench_rollouts.py [--prompts 8 1] [--samples 8] [--new-tokens 160] [--temperature 0.7 1] [--epochs 3]
 

@@ -1,4 +1,4 @@
-"""Count what yesterday's answers are worth: one process replays half of a trace, another one the other half.
+"""Benchmark of yesterday's answers: one process replays half of a trace, another one the other half.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Replays typing in real files against the server: what is visible when, with drafting, without, and without KV reuse.
+"""Benchmark of typing in real files: what is visible when, with drafting, without, and without KV reuse.
 
 A session takes a real Python file out of a package, leaves the package as the workspace, and types a stretch of the
 file again: a request at every keystroke that the last suggestion does not explain (what editors send), now and then the

@@ -1,4 +1,4 @@
-"""Measure drafting inside vLLM: decoding speed without drafts and with one method; JSON on standard output.
+"""Benchmark of drafting inside vLLM: speed without drafts and with one method; JSON on standard output.
 
 Both are engines in this process over the same model; prompts are pieces of this package's files. Rounds are
 interleaved, and medians given. One method a run: vLLM's CPU build starts no further engine once one has loaded Numba.

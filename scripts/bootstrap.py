@@ -1,4 +1,4 @@
-"""Turn a fresh clone into a working `.venv`: create it, install the pinned packages, and do nothing when it is current.
+"""Environment of a fresh clone: `.venv` with the pinned packages; nothing is done when it is current.
 
 Knows only the standard library, because it runs before anything is installed::
 

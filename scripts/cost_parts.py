@@ -1,4 +1,4 @@
-"""Turns the parts of `scripts/reproduce` that measure costs, not speed-ups, into runs of the benchmark scripts."""
+"""Parts of `scripts/reproduce` that measure costs, not speed-ups, as runs of the benchmark scripts."""
 
 from __future__ import annotations
 

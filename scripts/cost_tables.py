@@ -1,4 +1,4 @@
-"""Turns measurements of parts (passes, stores, dense indexes, typing) in docs/data into the tables of their pages."""
+"""Tables of costs (passes, stores, dense indexes, typing) from docs/data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn what the code says of itself (help texts, config docstrings, module sentences) into the generated docs.
+"""Generated parts of the docs: help texts, config docstrings, tables and pictures from docs/data.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Checks and measures the verifying pass on one GPU, without downloads; prints a table, and one JSON object last.
+"""GPU check: the verifying pass on one GPU, without downloads; prints a table, and one JSON object last.
 
     python scripts/gpu_check.py [--sizes 8b 1b] [--context 512 4096] [--trace FILE] [--out FILE] [--seconds 460]
 

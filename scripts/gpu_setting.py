@@ -1,4 +1,4 @@
-"""What the sections of `gpu_check.py` share: where they run, models of random weights, trees, timing."""
+"""Setting of the GPU check's sections: where they run, models of random weights, trees, timing."""
 
 from __future__ import annotations
 

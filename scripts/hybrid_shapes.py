@@ -1,4 +1,4 @@
-"""Builds hybrid models of random weights with 100 to 130 million parameters, whose layers are like released ones'."""
+"""Hybrid models of random weights with 100 to 130 million parameters, with layers like released ones'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn replayed answers into counts of what the drafting kernels do, whatever machine they run on.
+"""Operation counts of the drafting kernels over replayed answers, whatever machine they run on.
 
 ::
 

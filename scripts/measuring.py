@@ -1,4 +1,4 @@
-"""Turns one command into one data file: run once, continued where it was interrupted, with the machine it ran on."""
+"""Measured data files: one command each, run once, continued where it was interrupted, with its machine."""
 
 from __future__ import annotations
 

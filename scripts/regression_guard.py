@@ -1,4 +1,4 @@
-"""Turn a fixed workload into counts that do not depend on the machine, and compare them with the checked-in ones.
+"""Regression guard: counts of a fixed workload that do not depend on the machine, against the checked-in ones.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Turns the names of parts into measurements, and their results into docs/data/*.json; `scripts/reproduce` calls it."""
+"""Parts of the reproduction: their measurements, and results in docs/data/*.json; `scripts/reproduce` calls it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Turns a model of random weights into one that says a recorded text: it does all the work of a real pass, then the
-recorded token is made the most probable one."""
+"""Trace-driven verifier: a model of random weights says a recorded text.
+
+It does all the work of a real pass, then the recorded token is made the most probable one."""
 
 from __future__ import annotations
 

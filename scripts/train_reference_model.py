@@ -1,4 +1,4 @@
-"""Turn permissively licensed Python source on this machine into a small code model: corpus, tokenizer, stream, weights.
+"""Training of the bundled model from permissively licensed Python source: corpus, tokenizer, stream, weights.
 
 What ships in `retrieve_spec/reference` was made by::
 

@@ -1,4 +1,4 @@
-"""Trains the bundled model for a few steps with TRL's GRPO trainer and says what drafting did for its rollouts.
+"""Trial of rollouts in training: a few steps of TRL's GRPO trainer, and what drafting did for them.
 
     python scripts/train_with_rollouts.py --steps 6
 

@@ -1,4 +1,4 @@
-"""Simulates typing in company by a clock of processor time: what one core shows to whom, however busy the machine is.
+"""Simulation of typing in company by a clock of processor time, however busy the machine is.
 
 The server's own service and engine run in this thread. Its clock stands still while nothing is computed and otherwise
 goes as fast as processor time; keys are pressed, chats begun and answers seen by that clock. Time on the wire is not in

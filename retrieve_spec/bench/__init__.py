@@ -1,1 +1,1 @@
-"""Measures acceptance and speed: replay of recorded answers, interleaved runs, reports."""
+"""Benchmarks: replay of recorded answers, interleaved runs, reports."""

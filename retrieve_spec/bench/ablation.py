@@ -1,4 +1,4 @@
-"""Turns a configuration into a drafter that can be made anew at will, and that does without some of its sources.
+"""Ablations: a drafter made anew at will from a configuration, without some of its sources.
 
 What such a drafter learns is kept in memory only: a calibration file beside a store would carry one measurement into
 the next.

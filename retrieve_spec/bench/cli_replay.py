@@ -1,4 +1,4 @@
-"""Turns `retrieve-spec bench replay` into acceptance figures of recorded answers."""
+"""Command `retrieve-spec bench replay`: acceptance figures of recorded answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns `retrieve-spec bench run` into a results folder with a report."""
+"""Commands `retrieve-spec bench run` and `bench report`: a results folder with a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all figures share: colours that everyone can tell apart, sizes, style, bytes."""
+"""Style of all figures: colours that everyone can tell apart, sizes, bytes."""
 
 from __future__ import annotations
 

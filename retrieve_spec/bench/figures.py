@@ -1,4 +1,4 @@
-"""Turns records and their summary into figures that a person can read."""
+"""Figures of a report: speed-ups, tokens per pass, and where the time goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns the machine and the installed packages into the facts that every published figure carries."""
+"""Machine facts that every published figure carries: processor, versions, commit, load, other work."""
 
 from __future__ import annotations
 

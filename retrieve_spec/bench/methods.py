@@ -1,4 +1,4 @@
-"""Turns the name of a method and a prompt into one timed generation.
+"""Benchmark methods: a name as `--methods` takes it, and one timed generation with it.
 
 `plain`
     transformers' own `generate`, untouched.

@@ -1,4 +1,4 @@
-"""Turns what every pass drafted, expected and accepted into figures."""
+"""Figures of single passes: accepted lengths, cost by width, calibration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns records into `prompts.csv`: a line for each answer, for spreadsheets and for those who trust no median."""
+"""Table `prompts.csv`: a line for each answer, for spreadsheets and for those who trust no median."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns what `--prompts` names (built in, JSON Lines, Spec-Bench's questions) into prompts and their token ids."""
+"""Prompts that `--prompts` names: built in, JSON Lines, or Spec-Bench's questions, with their token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded answers in, acceptance figures out: replays greedy verification of a drafter without the model."""
+"""Replay of recorded answers: greedy verification of a drafter without the model, and its acceptance figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded answers to the same prompts in, passes with and without what siblings write out."""
+"""Replay of several answers to the same prompts: passes with and without drafting from one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a results folder into `summary.json`, `prompts.csv`, `report.md`, self-contained `report.html`, and answers."""
+"""Report of a results folder: `summary.json`, `prompts.csv`, `report.md`, self-contained `report.html`, answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns measured generations into lines of a results folder, and such a folder back into records.
+"""Results folder: measured generations as JSON lines, and the records read back from them.
 
 ::
 

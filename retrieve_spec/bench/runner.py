@@ -1,4 +1,4 @@
-"""Turns prompts and methods into records: A B C A B C …, every method on the same prompts, in one process."""
+"""Interleaved runs: A B C A B C …, every method on the same prompts, in one process."""
 
 from __future__ import annotations
 

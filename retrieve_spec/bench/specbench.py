@@ -1,4 +1,4 @@
-"""Turns records of Spec-Bench's questions into the answer files that its own `speed.py` reads.
+"""Spec-Bench answer files, as its own `speed.py` reads them.
 
 One file per method and run; a line has the answers of one question with passes, new tokens, seconds and accepted
 lengths per turn. Spec-Bench counts a baseline's tokens by tokenising its text again, less one; here ids are counted on

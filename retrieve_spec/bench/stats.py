@@ -1,4 +1,4 @@
-"""Turns records into medians with bootstrap intervals over prompts; ratios are taken within one run only."""
+"""Statistics: medians with bootstrap intervals over prompts; ratios are taken within one run only."""
 
 from __future__ import annotations
 

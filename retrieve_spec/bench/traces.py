@@ -1,4 +1,4 @@
-"""Trace files in, recorded conversations as token ids out."""
+"""Trace files: recorded conversations, read as token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns files found on this machine into prompts for the bundled model, so that measuring needs no download.
+"""Built-in workloads: prompts for the bundled model from files on this machine, so that nothing is downloaded.
 
 Four kinds, each labelled in `task`:
 

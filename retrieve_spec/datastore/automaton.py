@@ -1,4 +1,4 @@
-"""Static automata of small segments: from local ids to the arrays of a compact suffix automaton."""
+"""Static automata of small segments: arrays of a compact suffix automaton over local ids."""
 
 from __future__ import annotations
 

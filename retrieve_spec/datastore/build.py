@@ -1,4 +1,4 @@
-"""Building and growing stores: from sources and a tokenizer to a store on disk."""
+"""Building and growing stores on disk, out of sources and with a tokenizer."""
 
 from __future__ import annotations
 

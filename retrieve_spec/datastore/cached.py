@@ -1,4 +1,4 @@
-"""Stores that can be made again: from a recipe to a store in a cache, built on first use and opened after that."""
+"""Cached stores: built from a recipe on first use, and opened from the cache after that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion: from a store of the format before to this one, whose arrays are the same.
+"""Conversion of stores in the previous format; the arrays stay as they are.
 
 Format 2 kept the documents in one SQLite catalogue, and wrote segments anew whenever documents were removed.
 """

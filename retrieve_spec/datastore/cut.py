@@ -1,4 +1,4 @@
-"""Cut: from the documents of all shards to which of them make which segment, by their order and length alone."""
+"""Cut of a build: which documents make which segment, by their order and length alone."""
 
 from __future__ import annotations
 

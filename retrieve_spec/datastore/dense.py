@@ -1,4 +1,4 @@
-"""Dense indexes: from a model's hidden state to the places of a segment where it was in a similar one.
+"""Dense indexes: the places of a segment where the model's hidden state was similar to a given one.
 
 A key is the hidden state at one token, standardised, reduced by PCA and scaled to length one (DReSD, arXiv 2502.15572);
 similarity is the inner product of keys, their cosine. A key leads to the position of its token, so what followed there

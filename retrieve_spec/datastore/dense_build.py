@@ -1,4 +1,4 @@
-"""Building dense indexes: from the segments of a change and a model to their index files, resumable step by step.
+"""Building dense indexes for the segments of a change, resumable step by step.
 
 The work folder holds, beside the segments, ``dense-transform.bin`` (mean, scale, components), ``keys-N-M.bin``
 (checkpoint M of the keys of segment N) and ``dense-N.json``, the record that the index files of segment N are written.

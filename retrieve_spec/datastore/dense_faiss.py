@@ -1,4 +1,4 @@
-"""FAISS indexes: from keys to an index of a fitting kind, and how much of the exact answer it finds.
+"""FAISS indexes: one of a fitting kind for some keys, and how much of the exact answer it finds.
 
 IVF-PQ keeps a key in 40 bytes: 16 bytes of product quantizer over what is left of it beside its cell's centroid, which
 are scanned, and 24 bytes of a second one over what the first leaves, which rank the best of the scan (Jégou et al.,

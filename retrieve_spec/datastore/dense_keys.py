@@ -1,4 +1,4 @@
-"""Keys of segments: from their text and a model to hidden states, reduced, in checkpoints that survive a kill.
+"""Keys of segments: the model's hidden states over their text, reduced, in checkpoints that survive a kill.
 
 The text is read in windows that overlap, so that every position has context; none crosses the border of a document. Of
 a window only the positions that the one before did not have become keys, and never the last token of a document, which

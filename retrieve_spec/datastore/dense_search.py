@@ -1,4 +1,4 @@
-"""Searching by meaning, by hand: from a text and a model to the places whose hidden states are most similar."""
+"""Search by meaning: the places whose hidden states are most similar to a text's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thinning: from a segment's text to the positions at which exact matching does not say what comes next."""
+"""Thinning of dense keys: the positions at which exact matching does not say what comes next."""
 
 from __future__ import annotations
 

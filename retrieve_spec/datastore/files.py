@@ -1,4 +1,4 @@
-"""Files of a store: from arrays to checksummed raw files on a stable disk, and back to memory maps."""
+"""Files of a store: arrays as checksummed raw files on a stable disk, and the memory maps over them."""
 
 from __future__ import annotations
 

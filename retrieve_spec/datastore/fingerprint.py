@@ -1,4 +1,4 @@
-"""Tokenizers: from a path or an object to the `tokenizers` backend and a fingerprint of how it maps text to ids."""
+"""Tokenizers of stores: the `tokenizers` backend, and a fingerprint of how it maps text to ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store begins with: a folder that is free, a copy of the tokenizer, a manifest without segments."""
+"""New stores: a folder that is free, a copy of the tokenizer, a manifest without segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading: from listed files to documents as token ids, in order, whatever the number of workers."""
+"""Reading of listed files as documents of token ids, in order, whatever the number of workers."""
 
 from __future__ import annotations
 

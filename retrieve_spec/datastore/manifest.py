@@ -1,4 +1,4 @@
-"""The manifest: from what a store is made of to one JSON file that is put in place atomically, and back."""
+"""Manifest: one JSON file that says what a store is made of, put in place atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""N-gram tables: from a segment's suffix array to arrays of top continuations within a size limit."""
+"""N-gram tables of a segment: the most frequent continuations of short contexts, within a size limit."""
 
 from __future__ import annotations
 

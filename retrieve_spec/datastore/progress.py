@@ -1,4 +1,4 @@
-"""Progress: from amounts of work done to bars on a terminal and seconds per stage."""
+"""Progress of a build: bars on a terminal, and seconds for each stage."""
 
 from __future__ import annotations
 

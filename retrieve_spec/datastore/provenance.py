@@ -1,4 +1,4 @@
-"""Origins of accepted drafts in, documents out: which drafted text stands where, under which licence."""
+"""Provenance: which accepted drafts stand in which document, and under which licence."""
 
 from __future__ import annotations
 

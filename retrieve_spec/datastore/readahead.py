@@ -1,4 +1,4 @@
-"""Asks the system to read open stores into its page cache, since drafting jumps about in them.
+"""Read-ahead: the system is asked to load open stores into its page cache, since drafting jumps about in them.
 
 A page that is read from disk when a draft needs it costs more than the draft is worth, and a fresh store would pay for
 each of thousands of pages.

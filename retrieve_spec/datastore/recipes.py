@@ -1,4 +1,4 @@
-"""Recipes: from a TOML file that says what a store is made of to sources and settings."""
+"""Recipes: TOML files that say what a store is made of, read as sources and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: from listed files to their texts, one per plain file, one per row of JSON Lines and Parquet files."""
+"""Records: the texts of listed files, one of a plain file, one of each row of JSON Lines and Parquet files."""
 
 from __future__ import annotations
 

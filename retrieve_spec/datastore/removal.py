@@ -1,4 +1,4 @@
-"""Removing: from paths or a condition to documents, and to a store that drafts nothing from them."""
+"""Removal of documents by path or condition: the store drafts nothing from them any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searching by hand: from a text to its longest match in a store, what followed, and in which documents."""
+"""Search for a text by hand: its longest match in a store, what followed, and in which documents."""
 
 from __future__ import annotations
 

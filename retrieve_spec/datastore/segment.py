@@ -1,4 +1,4 @@
-"""Segments: from a flat array of token ids and document lengths to the files of one immutable part, and back."""
+"""Segments: the files of one immutable part of a store, with its token ids and documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharing: from a store on this machine to a remote, and back; only files that the other side lacks travel."""
+"""Sharing of stores with a remote; only files that the other side lacks travel."""
 
 from __future__ import annotations
 

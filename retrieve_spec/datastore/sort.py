@@ -1,4 +1,4 @@
-"""Suffix sorting: from a segment's local ids to its suffix array."""
+"""Suffix sorting: the suffix array of a segment's local ids."""
 
 from __future__ import annotations
 

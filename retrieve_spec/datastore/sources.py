@@ -1,4 +1,4 @@
-"""What to build from: from files, folders and checkouts to an ordered list of files, with what is skipped and why."""
+"""Sources of a build: files, folders and checkouts as an ordered list of files, with what is skipped and why."""
 
 from __future__ import annotations
 

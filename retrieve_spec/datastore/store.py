@@ -1,4 +1,4 @@
-"""Open datastores: from a folder to memory-mapped segments, n-gram tables and the documents behind a position."""
+"""Open datastores: memory-mapped segments, n-gram tables, and the documents behind a position."""
 
 from __future__ import annotations
 

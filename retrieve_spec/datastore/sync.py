@@ -1,4 +1,4 @@
-"""Synchronising: from folders as they are now to a store that says what they say.
+"""Synchronising: a store is made to say what some folders say now.
 
 What counts is the document tables; what a folder said last time (`folder_state`) only spares reading it again.
 """

@@ -1,4 +1,4 @@
-"""Verification: from a store on disk to certainty that every byte, every order and every count is as it was built."""
+"""Verification: every byte, every order and every count of a store is as it was built."""
 
 from __future__ import annotations
 

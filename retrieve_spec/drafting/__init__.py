@@ -1,4 +1,4 @@
-"""Drafting: from the text so far and every open source to one draft tree; for any engine, without torch.
+"""Drafting: one draft tree out of the text so far and every open source; for any engine, without torch.
 
 A `Drafter` is asked for a `DraftTree` within a `Budget` before every pass of the model, and told by a `VerifiedPass`
 what the pass showed. `MixtureDrafter` drafts from all sources at once::

@@ -1,4 +1,4 @@
-"""What is learned about how far each source can be trusted: plain arrays that can be saved and warm-started."""
+"""Calibration: how far each source can be trusted, learned as plain arrays that can be saved and loaded."""
 
 from __future__ import annotations
 

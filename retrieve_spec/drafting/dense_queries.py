@@ -1,4 +1,4 @@
-"""Hidden states and what earlier queries of the dense index added and took in, queries where they pay out."""
+"""Dense queries: when the dense index is asked, by what earlier queries added and cost."""
 
 from __future__ import annotations
 

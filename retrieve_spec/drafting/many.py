@@ -1,4 +1,4 @@
-"""Rows: drafters of many requests in, what all of them draft out; chains by one compiled call for all."""
+"""Rows of many requests: what all of them draft, chains by one compiled call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All sources' cursors in, one calibrated draft tree out: the engine behind `auto`."""
+"""Mixture drafter: one calibrated draft tree out of the cursors of all sources; the engine behind `auto`."""
 
 from __future__ import annotations
 

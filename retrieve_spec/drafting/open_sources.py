@@ -1,4 +1,4 @@
-"""The sources of one request in, rows of one table with a cursor each out: what kernels walk, and which rows rest."""
+"""Open sources of one request: the rows of its source table, a cursor for each, and which of them rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preset names in, drafters out: `auto` is the mixture of all sources, the others follow published rules."""
+"""Presets: drafters by name; `auto` is the mixture of all sources, the others follow published rules."""
 
 from __future__ import annotations
 

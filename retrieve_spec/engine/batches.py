@@ -1,4 +1,4 @@
-"""Sequences in, the passes that serve them out: packed where the model is recorded, padded, or one after another."""
+"""Batches: which sequences share a pass, packed where the model is recorded, padded, or one after another."""
 
 from __future__ import annotations
 

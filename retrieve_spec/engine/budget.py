@@ -1,4 +1,4 @@
-"""The node budget of one pass: sequences that share it in, a draft tree for each out.
+"""Node budget of one pass: a draft tree for each of the sequences that share it.
 
 Nodes go where they are most probably accepted, over all sequences, while the pass gives more tokens per second with
 them than without. As sequences become many their last tokens alone fill a pass, and drafting fades out. The rows of one

@@ -1,4 +1,4 @@
-"""Times of past passes in, the expected time of a pass over n nodes at context length L out: T(n, L)."""
+"""Cost model T(n, L): the expected time of a pass over n nodes at context length L, from the times of past passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in, the first entries of its cost model out: a few passes of different width, timed at `accelerate`."""
+"""Cost probe: a few passes of different width, timed at `accelerate`, that begin the cost model."""
 
 from __future__ import annotations
 

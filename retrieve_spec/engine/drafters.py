@@ -1,4 +1,4 @@
-"""Names of presets in, their drafters out: lent to one sequence at a time, and kept with what they learned."""
+"""Drafters by preset name: lent to one sequence at a time, and kept with what they learned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining: a prepared call in, a sequence for each of its rows out, with a verifier, rules, and a drafter on loan."""
+"""Joining: a sequence for each row of a prepared call, with a verifier, rules, and a drafter on loan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes as they happen in, what the report says of them out."""
+"""Pass log: what the report says of the passes of one generation."""
 
 from __future__ import annotations
 

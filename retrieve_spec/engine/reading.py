@@ -1,4 +1,4 @@
-"""Reading: prompts in, passes over pieces of them out, each over pieces of several prompts where they can share it."""
+"""Reading of prompts: passes over pieces of them, each over pieces of several prompts where they can share it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one generation did: how it was decoded, how many passes it took, which sources were right, where time went."""
+"""Generation report: how a text was decoded, in how many passes, which sources were right, where time went."""
 
 from __future__ import annotations
 

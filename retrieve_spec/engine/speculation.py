@@ -1,4 +1,4 @@
-"""What an accelerated model carries: its verifier, drafters, measured costs and the report of the last generation."""
+"""Speculation of an accelerated model: its verifier, drafters, measured costs and the last report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of token ids in, runs of text out: text appears as soon as no later token can change it."""
+"""Streaming of text: token ids become visible text as soon as no later token can change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller gives, text, ids or tensors, in; token ids that the model has, on its device, out."""
+"""Arguments of a call: text, ids or tensors, checked, as token ids that the model has, on its device."""
 
 from __future__ import annotations
 

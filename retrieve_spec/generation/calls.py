@@ -1,4 +1,4 @@
-"""Turns a call of an accelerated model's `generate` into the model's own tokens, or leaves it to the original."""
+"""Calls of an accelerated model's `generate`: decoded by the engine, or left to the original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many requests: any iterable of them in, an iterator of what the model said to each out; a caller of `Engine.run`."""
+"""Many requests: an iterator over what the model said to each; a caller of `Engine.run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs: sequences that have ended in, what `generate` returns of them out."""
+"""Outputs: what `generate` returns of sequences that have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of `generate` in, what it prepares for decoding or the reason to leave it to the original out.
+"""Requests: what the original `generate` prepares for decoding, or the reason to leave the call to it.
 
 The original `generate` prepares: it merges generation configs, builds masks, positions, cache, processors and stopping
 criteria, then hands them to our callable (`custom_generate`), which only takes them down.

@@ -1,4 +1,4 @@
-"""Streams: a call of `generate_stream` in, what becomes visible with every pass out."""
+"""Streams: what becomes visible with every pass of a call of `generate_stream`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pace of an engine: seconds of its steps in, what further steps will cost out, and when it is not worth drafting."""
+"""Pace of an engine: what its further steps will cost by the seconds of past ones, and when drafting does not pay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numba and Triton kernels: arrays and scalars in, arrays out; no validation."""
+"""Numba and Triton kernels over arrays and scalars; they check nothing."""
 
 from retrieve_spec.kernels.compiled_code import drop_stale_kernels
 

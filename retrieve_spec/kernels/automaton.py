@@ -1,4 +1,4 @@
-"""Numba kernels that read a suffix automaton: states and tokens in, states, successors and counts out.
+"""Numba kernels that read a suffix automaton: steps, successors and counts of a state.
 
 `kernels/automaton_growth.py` appends to it.
 

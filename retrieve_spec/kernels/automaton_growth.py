@@ -1,4 +1,4 @@
-"""Numba kernels that grow the suffix automaton: token ids in, rows of states and edges (`kernels/automaton.py`) out."""
+"""Numba kernels that grow the suffix automaton of `kernels/automaton.py` by token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following: from where a text stands in the segments of stores and its newest tokens to where it stands then.
+"""Numba kernels that follow a text: where its newest tokens stand in the segments of stores.
 
 A match that goes on is narrowed. Where there was none, or it fell off, a match must end with the newest tokens: the
 gram filters of all segments say, for one read each, which of them can hold that, and only those are searched.

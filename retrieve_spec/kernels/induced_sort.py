@@ -1,4 +1,4 @@
-"""Induced sorting: from an array of integers to its suffix array, in time linear in its length.
+"""Induced sorting: the suffix array of an array of integers, in time linear in its length.
 
 SA-IS (Nong, Zhang, Chan 2009) in the form that keeps all but a few small arrays in the suffix array itself. A suffix is
 of type S when it is smaller than the one that begins a token later, else of type L; those of type S behind one of type

@@ -1,4 +1,4 @@
-"""N-gram tables: from a suffix array to hashed contexts of 1 … 5 tokens with their most frequent next tokens.
+"""Numba kernels of n-gram tables: hashed contexts of 1 … 5 tokens with their most frequent next tokens.
 
 A table is an open-addressing hash table. A slot is four uint32 side by side, so that a context costs one cache line:
 its fingerprint (`KEY`, 0: empty), how often it was continued (`TOTAL`), where its top continuations begin (`START`),

@@ -1,4 +1,4 @@
-"""Numba kernels of the phrase memory: generated texts in, counts of what follows the last one or two tokens out.
+"""Numba kernels of the phrase memory: counts of what followed the last one or two tokens of generated texts.
 
 A continuation is *known* once two askers (requests, or keys of a server) have been given it. Until then nothing is kept
 of it but a fingerprint of context and continuation and the number of its asker: ``seen`` (slots, 2) uint64, sets of

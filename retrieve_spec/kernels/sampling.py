@@ -1,4 +1,4 @@
-"""A row of logits and a key in, one token drawn from the processed distribution out (Gumbel-max with counted noise)."""
+"""Numba kernels of the sampler: one token drawn from a processed row of logits (Gumbel-max with counted noise)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One source as a row of integers: what the row holds, and Numba kernels that read the arrays behind it.
+"""Source table: each source as a row of integers, and Numba kernels that read the arrays behind it.
 
 Source table: one int64 row per source, its `KIND`, its `NUMBER` (index into `retrieve_spec.sources.SOURCE_NAMES`), and
 addresses and sizes of the arrays that a source of this kind keeps (`sources/rows.py` holds them together). Cursors:

@@ -1,4 +1,4 @@
-"""Static suffix automaton: from a segment's text to a compact cursor machine that answers as its suffix array does.
+"""Static suffix automaton of a segment's text: a compact cursor machine that answers as its suffix array does.
 
 State i ≤ n stands for the first i tokens of the text (state 0 for none), the states above for shorter strings that
 occur in several contexts. So the edge from state i by ``tokens[i]`` to i + 1 is never stored, nor is the length of the

@@ -1,4 +1,4 @@
-"""Step: what one pass showed in, the next draft tree out, as one compiled call over the state of a request.
+"""Step of drafting: a pass is learned and the next draft tree grown in one compiled call.
 
 `propose` first lets `observe` learn from the emitted tokens, move every cursor over them and keep the target's top
 tokens; then it grows the tree and puts it into order. What both read and write lies in the sources' arrays

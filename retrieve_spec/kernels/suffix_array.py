@@ -1,4 +1,4 @@
-"""Suffix array intervals: from a sorted array of text positions to matches and next-token counts.
+"""Suffix array intervals: matches and next-token counts of sorted text positions.
 
 A segment's text is a flat array of *local* ids: 0 separates documents, tokens are numbered from 1 in the order of their
 ids, and the last entry is 0. The suffix array `sa` holds the positions of all tokens (separators and removed documents

@@ -1,4 +1,4 @@
-"""Searching a suffix array from nothing: from a text to the interval of its longest end that occurs.
+"""Search in a suffix array from nothing: the interval of a text's longest end that occurs.
 
 `top` is a sparse copy of the array: entry j packs the first ``64 // bits`` tokens of suffix ``j << TOP_SHIFT`` into one
 uint64, so that a search from nothing reads a few cache lines of it and one short stretch of `sa`.

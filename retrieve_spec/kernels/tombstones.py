@@ -1,4 +1,4 @@
-"""Tombstones: from the documents that count as removed to indexes of a segment that do not show them.
+"""Numba kernels of tombstones: indexes of a segment that do not show the documents that count as removed.
 
 A removed suffix shows its nearest neighbour in the suffix array instead, so the array stays sorted and as long as it
 was, every search works as before, and an interval is empty unless a text that is left goes on that way. What it costs:

@@ -1,4 +1,4 @@
-"""Rows of logits in, the k largest entries of every row out (what `torch.topk` does, fast for few rows on one core)."""
+"""Top-k of rows of logits (what `torch.topk` does, fast for few rows on one core)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft tree in, the inputs of one pass over it out: ids, positions, and who may look at which token."""
+"""Numba kernels of tree masks: ids, positions, and who may look at which token in one pass over a draft tree."""
 
 from __future__ import annotations
 

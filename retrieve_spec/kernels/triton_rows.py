@@ -1,4 +1,4 @@
-"""Turns what a decoder layer does to every row besides products and attention into one launch each on a GPU.
+"""Triton kernels of row work: what a decoder layer does besides products and attention, one launch each.
 
 Each kernel rounds to the 16-bit type where the operations it stands for do, so results differ at most where a sum or an
 exponential is added up in another order. With TRITON_INTERPRET=1 the kernels run on the CPU.

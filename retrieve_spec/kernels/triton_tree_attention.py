@@ -1,4 +1,4 @@
-"""Turns queries of draft trees into attention on a GPU: prefix and tree block in one launch, a merge in another.
+"""Triton tree attention: queries of draft trees over prefix and tree in one launch, a merge in another.
 
 The trees of several texts take the same launches as one, behind one that writes their keys and values to their slabs.
 With TRITON_INTERPRET=1 the kernels run on the CPU.

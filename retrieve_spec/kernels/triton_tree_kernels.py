@@ -1,4 +1,4 @@
-"""Turns the rows of a pass and preallocated keys and values into partial attention outputs on a GPU, and merges them.
+"""Triton kernels of tree attention: partial outputs over preallocated keys and values, and their merge.
 
 Queries that share a key head are stacked, so a key is read once per group; the tree block's mask is one bit per pair of
 rows, and the prefix has none; a long context is split over programs whose partial results are merged by log-sum-exp.

@@ -1,4 +1,4 @@
-"""Logits of a verified tree in, the target's own tokens out: the walk that makes drafting lossless.
+"""Acceptance: the target's own tokens down a verified tree, by the walk that makes drafting lossless.
 
 At every node the target's next token is chosen, by argmax or by a sample from its processed distribution; if a child
 carries it the walk steps down, else it stops and the token is the bonus token. The choice never looks at the draft, so

@@ -1,4 +1,4 @@
-"""Turns the logits of a verified tree into the target's token at every row, on the device that made them.
+"""Acceptance on the device: the target's token at every row of a verified tree, where its logits are.
 
 The rules are those of the host's samplers and so are the results: the noise of a token is the same 53 bits, and a row
 is left to the host (-1) where the last digits of a logarithm or of a sum could decide it.

@@ -1,4 +1,4 @@
-"""Logits of a pass in, what the walk and the drafter need of them on the host out."""
+"""Logits of a pass: what the walk and the drafter need of them on the host."""
 
 from __future__ import annotations
 

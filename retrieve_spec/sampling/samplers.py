@@ -1,4 +1,4 @@
-"""A call's logits processors in, the cheapest sampler that applies them exactly out."""
+"""Samplers: the cheapest one that applies a call's logits processors exactly."""
 
 from __future__ import annotations
 

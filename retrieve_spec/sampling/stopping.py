@@ -1,4 +1,4 @@
-"""One emitted token after another in, the exact token at which generation stops out."""
+"""Stopping criteria: the exact token at which generation stops, one emitted token after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server keeps of each user: texts, encodings, suggestions. Nothing of one is ever seen by another."""
+"""Accounts: the texts, encodings and suggestions the server keeps of each user; nothing of one is seen by another."""
 
 from __future__ import annotations
 

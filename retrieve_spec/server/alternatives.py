@@ -1,4 +1,4 @@
-"""Turns the branches a verified draft left aside into further suggestions, each to the end of its line."""
+"""Alternatives: further suggestions from branches that a verified draft left aside, each to the end of its line."""
 
 from __future__ import annotations
 

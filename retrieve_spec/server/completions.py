@@ -1,4 +1,4 @@
-"""Handlers that ask the model: every dialect's request becomes tasks, and their completions its answer or stream."""
+"""Completion handlers: every dialect's request becomes tasks, and their completions its answer or stream."""
 
 from __future__ import annotations
 

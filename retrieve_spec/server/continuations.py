@@ -1,4 +1,4 @@
-"""Finds, by characters, what followed the text left of a cursor when it was written before.
+"""Continuations: what followed the text left of a cursor when it was written before, by characters.
 
 A cursor stands anywhere in a token: after ``ret`` the model first has to write ``urn``, a token that no tokenised file
 has at that place. Characters know no such borders, so the beginning of a draft is looked up in text.

@@ -1,4 +1,4 @@
-"""One thread that owns the model: turns tasks into streamed completions, those at somebody's cursor before all others.
+"""Engine thread: it owns the model and streams completions of tasks, those at somebody's cursor first.
 
 Every pass of the model serves all tasks of the rank whose turn it is: nobody who types waits for another who does, and
 chats, which stand aside while somebody types, go on beside one another. The queue is bounded, stale keystrokes are

@@ -1,4 +1,4 @@
-"""Turns prefix, suffix and chunks of other files into the fill-in-the-middle prompt a model was trained on."""
+"""Fill-in-the-middle prompts: prefix, suffix and chunks of other files in the form that a model was trained on."""
 
 from __future__ import annotations
 

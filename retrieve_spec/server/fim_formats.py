@@ -1,4 +1,4 @@
-"""Finds which fill-in-the-middle format a model was trained on, by its vocabulary and never by its name.
+"""Fill-in-the-middle formats: which one a model was trained on, by its vocabulary and never by its name.
 
 A row of the table applies when every token it names is exactly one entry of the vocabulary. Sources are the model cards
 of the families and llama.cpp's table of spellings.

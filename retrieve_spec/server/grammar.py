@@ -1,4 +1,4 @@
-"""Grammars: the JSON a request asks for in, a logits processor that lets nothing else through out (by llguidance)."""
+"""Grammars: a logits processor that lets through nothing but the JSON that a request asks for (by llguidance)."""
 
 from __future__ import annotations
 

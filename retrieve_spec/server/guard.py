@@ -1,4 +1,4 @@
-"""Turns away what must not reach a handler: wrong keys, browser pages of other origins, bodies that are too large."""
+"""Guard: wrong keys, browser pages of other origins and bodies that are too large never reach a handler."""
 
 from __future__ import annotations
 

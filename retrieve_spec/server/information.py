@@ -1,4 +1,4 @@
-"""Handlers that answer without the model: what is served, tokens, metrics, and forgetting."""
+"""Information handlers, which need no model: what is served, tokens, metrics, and forgetting."""
 
 from __future__ import annotations
 

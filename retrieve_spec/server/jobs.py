@@ -1,4 +1,4 @@
-"""What a client asks of the engine, and what it is told: tasks, jobs, deltas and completions."""
+"""Jobs: what a client asks of the engine, and the deltas and completions that come back."""
 
 from __future__ import annotations
 

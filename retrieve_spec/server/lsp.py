@@ -1,4 +1,4 @@
-"""Serves `textDocument/inlineCompletion` (LSP 3.18) on the same engine as the HTTP surface.
+"""Language server: `textDocument/inlineCompletion` (LSP 3.18) on the same engine as the HTTP surface.
 
 Names outside the specification follow the de facto ones of Copilot's language server: `textDocument/didShowCompletion`,
 `textDocument/didPartiallyAcceptCompletion`, `textDocument/didFocus`, and a command that runs after an accept.

@@ -1,4 +1,4 @@
-"""Turns everything the server has seen of a workspace into what one completion is drafted from.
+"""Workspace memory: everything the server has seen of a workspace, as what one completion is drafted from.
 
 Order of trust: the client's prediction, the file under the cursor (both sides), chunks the editor sent, completions the
 user accepted, open buffers, the rest of the workspace. Drafts are verified, so the order costs or saves time only.

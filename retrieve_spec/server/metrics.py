@@ -1,4 +1,4 @@
-"""Turns finished requests and completions into Prometheus metrics."""
+"""Prometheus metrics of finished requests and completions."""
 
 from __future__ import annotations
 

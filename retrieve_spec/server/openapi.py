@@ -1,4 +1,4 @@
-"""Describes the HTTP surface as OpenAPI 3.1, from the same models that check requests."""
+"""OpenAPI 3.1 description of the HTTP surface, from the same models that check requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns prompts of every kind into token ids: raw text, conversations, expected texts; and finds a cursor in them."""
+"""Prompts as token ids: raw text, conversations, expected texts, and the cursor in them."""
 
 from __future__ import annotations
 

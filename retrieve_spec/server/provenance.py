@@ -1,4 +1,4 @@
-"""Tells where the lines of a completion stand verbatim: in which file, at which line, under which licence."""
+"""Provenance of completions: in which file, at which line and under which licence their lines stand verbatim."""
 
 from __future__ import annotations
 

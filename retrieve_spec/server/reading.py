@@ -1,4 +1,4 @@
-"""Reads requests: bodies into schemas, connections into callers."""
+"""Request parsing: bodies as schemas, connections as callers."""
 
 from __future__ import annotations
 

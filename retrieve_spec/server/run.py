@@ -1,4 +1,4 @@
-"""Puts a server together: model, stores, workspace, engine, HTTP."""
+"""Assembly of a server: model, stores, workspace, engine, HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a request's sampler chain into what the decoder is asked for: greedy, or sampling with processors."""
+"""Sampler chains of requests, as what the decoder is asked for: greedy, or sampling with processors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients send, as they send it: every field optional unless its dialect demands it, unknown fields ignored."""
+"""Request schemas, as clients send them: a field is optional unless its dialect demands it, unknown ones pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a client's request, in whatever dialect, into a task for the engine."""
+"""Service: a client's request, in whatever dialect, becomes a task for the engine."""
 
 from __future__ import annotations
 

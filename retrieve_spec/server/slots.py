@@ -1,4 +1,4 @@
-"""Keeps the key-value caches of recent prompts and finds the one a new prompt can continue.
+"""Slots: the key-value caches of recent prompts, and the one that a new prompt can continue.
 
 A cache serves the scope that filled it and no other: how much of a prompt is cached would tell what somebody else sent.
 """

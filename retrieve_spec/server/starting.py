@@ -1,4 +1,4 @@
-"""What answers while the model is being loaded: 503 with what is going on and for how long."""
+"""Starting up: while the model is being loaded, requests get 503 with what is going on and for how long."""
 
 from __future__ import annotations
 

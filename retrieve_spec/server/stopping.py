@@ -1,4 +1,4 @@
-"""Turns accepted tokens into the text a client may see, and decides at which token a completion ends.
+"""Stop rules of completions: the text a client may see, and the token at which a completion ends.
 
 A verified pass emits several tokens at once; each is looked at on its own, so that a run of accepted tokens ends
 exactly where decoding one token at a time would have ended.

@@ -1,4 +1,4 @@
-"""Carries what the engine's thread says about a task into an event loop."""
+"""Streams between threads: what the engine's thread says about a task, in an event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns source text into token ids that no text can smuggle control tokens into, and token ids back into text."""
+"""Source text and token ids: encoding through which no text can smuggle control tokens, and decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns completions into the JSON bodies that each dialect's clients read."""
+"""Wire format: completions as the JSON bodies that each dialect's clients read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the text of opened folders at hand and indexed, and follows what changes.
+"""Workspace: the text of opened folders, indexed, and followed when it changes.
 
 What may be remembered is decided by `retrieve_spec.datastore.entry_filter`. Nothing is written into a workspace and
 nothing leaves the machine.

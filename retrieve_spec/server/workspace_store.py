@@ -1,4 +1,4 @@
-"""Keeps a datastore on disk in step with the text of a workspace, so that all of it can be drafted from.
+"""Workspace store: a datastore on disk that follows a workspace's text, so that all of it can be drafted from.
 
 Stores lie in the user's cache folder: one folder for each set of opened folders, which are named in it, and in that one
 store for each tokenizer. What may no longer be known, because it was deleted or became secret, is taken out of the

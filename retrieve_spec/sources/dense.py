@@ -1,4 +1,4 @@
-"""A hidden state in, what followed its nearest neighbours in the stores out, as a small trie (DReSD's retrieval)."""
+"""Dense source: what followed the nearest neighbours of a hidden state in the stores, as a small trie (as DReSD)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifies draft trees with any Hugging Face decoder, through its public forward, cache and mask arguments only."""
+"""Tree verifier for any Hugging Face decoder, through its public forward, cache and mask arguments only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model in, what its forward pass accepts out: argument names, mask formats, windows and limits."""
+"""Model interface: what a model's forward pass accepts: argument names, mask formats, windows and limits."""
 
 from __future__ import annotations
 

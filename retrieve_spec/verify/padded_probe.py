@@ -1,4 +1,4 @@
-"""A model in, whether texts may share passes of its own forward out: shared passes are compared with lone ones."""
+"""Probe of padded batches: whether texts may share passes of a model's own forward, compared with lone ones."""
 
 from __future__ import annotations
 

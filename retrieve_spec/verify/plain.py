@@ -1,4 +1,4 @@
-"""Verifies one token per pass exactly as `generate` prepares it, for models whose state cannot be rolled back."""
+"""Plain verifier: one token per pass, prepared as `generate` does, for models whose state cannot be rolled back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in, the strongest mode it can be verified in out: passes over drafts are compared with single steps.
+"""Probe: the strongest mode a model can be verified in; passes over drafts are compared with single steps.
 
 The reference is what plain `generate` does: the prompt in one pass, then single steps from the cache, with padding in
 front and without. A text of a few passes is read both ways: drafts whose second branch is right, wrong ones, right

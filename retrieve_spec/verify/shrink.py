@@ -1,4 +1,4 @@
-"""A model in, a small random copy of its architecture out, whose windows are short enough to read beyond them."""
+"""Small twins: random copies of a model's architecture, whose windows are short enough to read beyond them."""
 
 from __future__ import annotations
 

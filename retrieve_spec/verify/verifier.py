@@ -1,4 +1,4 @@
-"""The door between the loop and a model's forward pass: tokens and a draft tree in, logits out, accepted rows kept."""
+"""Verifier protocol between the loop and a model's forward pass: logits of a draft tree, and accepted rows kept."""
 
 from __future__ import annotations
 

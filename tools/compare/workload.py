@@ -1,4 +1,4 @@
-"""Turns one file of recorded answers into the rows that are replayed and the answers that drafters may know before."""
+"""Workload of one file of recorded answers: the rows that are replayed, and what drafters may know before."""
 
 from __future__ import annotations
 

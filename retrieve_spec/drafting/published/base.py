@@ -1,4 +1,4 @@
-"""What published rules have in common: the text so far in, nodes added by a rule, one valid draft tree out."""
+"""Base of published rules: the text so far, and nodes that a rule adds to one valid draft tree."""
 
 from __future__ import annotations
 

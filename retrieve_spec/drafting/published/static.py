@@ -1,4 +1,4 @@
-"""Static automata of a store's segments: from the tokens read so far to the longest match, kept from token to token."""
+"""Static automata as drafters' cursors: the longest match in a store's segments, kept from token to token."""
 
 from __future__ import annotations
 
