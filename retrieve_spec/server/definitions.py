@@ -19,7 +19,7 @@ from threading import Lock
 from retrieve_spec.server.fim import Chunk, FimParts
 from retrieve_spec.server.workspace import Workspace
 
-_PYTHON = re.compile(r"^[ \t]*from[ \t]+([\w.]*)[ \t]+import[ \t]+(?:\(([^()]*)\)|([^\n(]+))", re.MULTILINE)
+_PYTHON = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(?:\(([^()]*)\)|([^\n(]+))", re.MULTILINE)
 _SCRIPT = re.compile(
     r"""^[ \t]*(?:import|export) (?:type )?(?:[\w$]+[ \t]*,\s*)?(\{[^{}]{1,2000}\})\s*from[ \t]*["']([^"'\n]+)["']""",
     re.MULTILINE,
