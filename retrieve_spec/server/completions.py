@@ -116,7 +116,7 @@ class CompletionHandlers:
         choices = [{"index": 0, "text": text}] if text else []
         answer = wire.OpenAIAnswer(self.service.name, chat=False).chunk("")
         out = {"id": answer["id"], "choices": choices, "mode": body.mode or "standard"}
-        if text:
+        if text and not prepared.is_forgotten:
             self.service.account(who.scope).suggest(str(answer["id"]), prepared, text)
         return JSONResponse(out)
 

@@ -82,9 +82,14 @@ class Prepared:
         seeds = [0 if sampling.greedy else (sampling.seed + number * _NEXT_SEED) % _MAX_SEED for number in range(count)]
         return [replace(self, task=replace(task, client=None, sampling=replace(sampling, seed=seed))) for seed in seeds]
 
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether the user had everything forgotten meanwhile: nothing of the task is kept."""
+        return self.memory.times_forgotten != self.times_forgotten
+
     def remember(self, done: Completion) -> None:
-        """Note what was suggested, unless the user had everything forgotten meanwhile."""
-        if done.outcome == "done" and self.left and self.memory.times_forgotten == self.times_forgotten:
+        """Note what was suggested."""
+        if done.outcome == "done" and self.left and not self.is_forgotten:
             self.memory.note_answer(self.left, done.text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import httpx
@@ -10,6 +11,7 @@ from live import Live
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.server.completions import CompletionHandlers
 from retrieve_spec.server.run import assemble
 
 SOURCE = "".join(
@@ -156,6 +158,21 @@ def test_forgetting_holds_for_what_is_under_way(shared):
     ask(shared, ALICE, "DELETE", "/v1/workspace")
     talk.join(120)
     assert answers[0].status_code == 200
+    assert set(ask(shared, ALICE, "GET", "/v1/workspace").json().values()) == {0}
+
+
+def test_a_suggestion_that_was_under_way_while_its_user_forgot_is_not_kept(shared, monkeypatch):
+    collect = CompletionHandlers._collect
+
+    async def forgets_meanwhile(self, *args):
+        done = await collect(self, *args)
+        await asyncio.to_thread(ask, shared, ALICE, "DELETE", "/v1/workspace")
+        return done
+
+    monkeypatch.setattr(CompletionHandlers, "_collect", forgets_meanwhile)
+    segments = {"prefix": INFILL["input_prefix"] + INFILL["prompt"], "suffix": "\n"}
+    answer = ask(shared, ALICE, "POST", "/v1/completions", {"language": "python", "segments": segments})
+    assert answer.json()["choices"][0]["text"]
     assert set(ask(shared, ALICE, "GET", "/v1/workspace").json().values()) == {0}
 
 
