@@ -118,7 +118,12 @@ class Calibration:
         self.phrases.forget()
         self._phrases_saved = 0
         if self.path is not None:
-            _phrases_path(self.path).unlink(missing_ok=True)
+            kept = _phrases_path(self.path)
+            kept.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # the folder
+                for path in kept.parent.iterdir():
+                    if path.name.startswith(f".{kept.name}."):  # of a process that was ended while it wrote
+                        path.unlink(missing_ok=True)
 
     def begin_with(self, other: Calibration) -> None:
         """Start from another one's tables, unless this one has learned something."""

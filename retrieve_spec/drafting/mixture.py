@@ -104,6 +104,7 @@ class MixtureDrafter(OpenSources):
         self._rest = self._misses = 0
         self.asker: str | None = None
         self.learns_phrases = True
+        self._forgotten = False
 
     @compiling_logged()
     def prepare(self) -> None:
@@ -132,6 +133,7 @@ class MixtureDrafter(OpenSources):
         self._fresh = []
         self._shown = []
         self._rest = self._misses = 0
+        self._forgotten = False
         self._noise[0] = 0
         self._sampled = False
         self._keep_learned()
@@ -326,6 +328,10 @@ class MixtureDrafter(OpenSources):
         self._sync()
         return True
 
+    def forget_request(self) -> None:
+        """Learn no phrases from the request under way."""
+        self._forgotten = True
+
     def finish(self) -> None:
         """End the request: phrases and session, if there is one, learn what was generated; calibration is kept."""
         self._catch_up()
@@ -333,7 +339,7 @@ class MixtureDrafter(OpenSources):
             self._queries.leave()
         if any(len(part) and part[0] >= 0 for part in self._history):
             text = np.concatenate(self._history)
-            if self.phrases is not None and self.learns_phrases:
+            if self.phrases is not None and self.learns_phrases and not self._forgotten:
                 self.phrases.learn(text, self.asker)
             if self.session is not None:
                 self.session.remember(text[text >= 0])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from retrieve_spec.config import AUTO, SpeculationConfig
@@ -23,6 +25,25 @@ from retrieve_spec.sources.unigrams import token_classes
 OFF = "off"
 KEPT = 8
 """Drafters of one preset that are kept for later sequences."""
+
+
+@dataclass(eq=False)
+class Claim:
+    """What one sequence was lent.
+
+    Attributes
+    ----------
+    scope
+        Whose text it is.
+    lent
+        Drafters that it has.
+    forgotten
+        Whether that text was to be forgotten meanwhile: nothing more is kept of it.
+    """
+
+    scope: str
+    lent: list[Drafter] = field(default_factory=list)
+    forgotten: bool = False
 
 
 class Drafters:
@@ -61,6 +82,7 @@ class Drafters:
         self._config, self._model_key, self._tokenizer = config, model_key, tokenizer
         self._made: dict[str, list[Drafter]] = {}
         self._lent: set[int] = set()
+        self._claims: weakref.WeakSet[Claim] = weakref.WeakSet()
         # What drafters have themselves that draft from siblings, or for a scope, meanwhile.
         self._own: dict[int, tuple[SessionMemory | None, Any]] = {}
         self._scopes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -173,36 +195,56 @@ class Drafters:
             self.datastores = list(datastores)
             self._made = {name: [self._like(name, made[0])] for name, made in self._made.items() if made}
 
+    def claim(self, scope: str = "") -> Claim:
+        """What a sequence is going to be lent, to be kept as long as that may keep something of its text."""
+        claim = Claim(scope)
+        with self._lock:
+            self._claims.add(claim)
+        return claim
+
     def forget(self) -> None:
         """Drop all drafters that were made here, with what they learned; phrases also where they are kept."""
-        with self._lock:
-            known = [getattr(drafter, "calibration", None) for made in self._made.values() for drafter in made]
-            for calibration in [*known, self._kept_calibration()]:
-                if isinstance(calibration, Calibration):
-                    calibration.forget()
+        with self._lock, contextlib.ExitStack() as all_of_it:  # each of them, also where a file cannot be written
+            if self.rollouts is not None:
+                all_of_it.callback(self.rollouts.forget)
+            all_of_it.callback(self.sessions.forget)
+            for calibration in self._calibrations():
+                all_of_it.callback(calibration.forget)
+            self._forget_claims(None)
             self._made.clear()
             self._learned.clear()
             self._rollouts_calibration = None
-            try:
-                self.sessions.forget()
-            finally:  # also where a file cannot be written
-                if self.rollouts is not None:
-                    self.rollouts.forget()
 
     def forget_scope(self, scope: str) -> None:
         """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""
-        with self._lock:
+        with self._lock, contextlib.ExitStack() as all_of_it:  # each of them, also where a file cannot be written
+            for calibration in self._calibrations():
+                all_of_it.callback(calibration.forget)
+            self._forget_claims(scope)
             for drafter, last in list(self._scopes.items()):
                 if last == scope:
                     _forget_logits(drafter)
             try:
                 self.sessions.forget(scope)
-            finally:  # also where its file cannot be written
+            finally:
                 if not scope:  # those that are at work end with the old session
                     self._made = {name: [self._anew(name, made[0])] for name, made in self._made.items() if made}
-                calibration = getattr(self.of(), "calibration", None)
-                if isinstance(calibration, Calibration):
-                    calibration.forget()
+
+    def _forget_claims(self, scope: str | None) -> None:
+        """Let nothing more be kept of texts of a scope, or of all, that are under way."""
+        for claim in list(self._claims):
+            if scope in (None, claim.scope):
+                claim.forgotten = True
+                for drafter in claim.lent:
+                    if isinstance(drafter, MixtureDrafter):
+                        drafter.forget_request()
+
+    def _calibrations(self) -> list[Calibration]:
+        """Those that drafters have themselves, and the one that is kept in a file."""
+        drafters = [*(drafter for made in self._made.values() for drafter in made), self.given]
+        known = [self._own_of(drafter)[1] for drafter in drafters if drafter is not None]
+        different = {id(one): one for one in [*known, self._kept_calibration()]}
+        return [one for one in different.values() if isinstance(one, Calibration)]
 
     def keep(self, at_once: bool = False) -> None:
         """Write files of answers if that is due; with `at_once` the session's file and its calibration in any case."""

@@ -9,8 +9,9 @@ import pytest
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
-from retrieve_spec.drafting.drafter import Budget
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources import SOURCE_NAMES
@@ -182,6 +183,49 @@ def test_forgetting_before_the_first_request_empties_the_file(tmp_path):
     store = SimpleNamespace(calibration_path=lambda key: tmp_path / f"{key}.npy")
     Drafters(SpeculationConfig(), [store], None, "m").forget()
     assert not (tmp_path / "m.phrases.npy").exists()
+
+
+def test_forgetting_takes_what_an_ended_process_left_half_written(tmp_path):
+    calibration = Calibration(tmp_path / "m.npy")
+    others = tmp_path / ".n.phrases.npy.1234"
+    for left in (tmp_path / ".m.phrases.npy.1234", others):
+        left.write_bytes(b"phrases")
+    calibration.forget()
+    assert list(tmp_path.iterdir()) == [others]
+
+
+def test_phrases_that_cannot_be_deleted_keep_nothing_else_from_being_forgotten(tmp_path):
+    store = SimpleNamespace(calibration_path=lambda key: tmp_path / f"{key}.npy")
+    drafters = Drafters(SpeculationConfig(session=True), [], None, "m")
+    drafters.datastores = [store]
+    text = np.arange(9, dtype=np.int32)
+    for forget in (drafters.forget, lambda: drafters.forget_scope("")):
+        drafters.sessions.of().remember(text)
+        (tmp_path / "m.phrases.npy").mkdir(exist_ok=True)
+        with pytest.raises(OSError, match="phrases"):
+            forget()
+        assert not drafters.sessions.of().texts
+
+
+def test_of_what_is_under_way_while_its_scope_is_forgotten_no_phrase_is_learned():
+    drafters = Drafters(SpeculationConfig(), [], None, "m")
+    claims = {scope: drafters.claim(scope) for scope in ("alice", "bob")}
+    for scope, claim in claims.items():
+        drafter = drafters.lend(scope=scope)
+        claim.lent.append(drafter)
+        drafter.start(np.arange(5, dtype=np.int32))
+        drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array(answer(1, *RARE), np.int32)))
+    drafters.forget_scope("alice")
+    for scope, requests in (("alice", 0), ("bob", 1)):
+        (drafter,) = claims[scope].lent
+        drafter.finish()
+        assert drafter.calibration.phrases.requests == requests
+        drafters.give_back(drafter)
+    (drafter,) = claims["alice"].lent
+    drafter.start(np.arange(5, dtype=np.int32))
+    drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array(answer(1, *RARE), np.int32)))
+    drafter.finish()
+    assert drafter.calibration.phrases.requests == 2, "the next request is learned from"
 
 
 def test_the_same_requests_make_the_same_phrases(run):
