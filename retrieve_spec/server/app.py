@@ -76,6 +76,8 @@ def create_app(
         route("/v1/fim/completions", h.fim, "POST"),
         route("/v1/chat/completions", h.chat, "POST"),
         route("/chat/completions", h.chat, "POST"),
+        route("/v1/edits", h.edits, "POST"),
+        route("/v1/edit", h.edits, "POST"),
         route("/v1/events", h.events, "POST"),
         route("/v1/attach", attached.attach, "GET"),
         route("/v1/models", about.models, "GET"),

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from retrieve_spec.server import schemas, wire
+from retrieve_spec.server.edits import Edit
 from retrieve_spec.server.fim import FimParts
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
@@ -87,7 +88,7 @@ class CompletionHandlers:
         wanted = _first(body.max_tokens, body.n_predict, _FIM_TOKENS)
         parts, who = FimParts(body.prompt, body.suffix or ""), caller(request, body, arrived)
         prepared = await asyncio.to_thread(self.service.fill, parts, body, who, wanted)
-        return await self._openai(request, body, [prepared], chat=True)
+        return await self._openai(request, body, [prepared], kind="chat.completion")
 
     def _one(self, prompt: Any, body: schemas.Common, who: Caller, wanted: int) -> Prepared:
         suffix = getattr(body, "suffix", None)
@@ -106,7 +107,16 @@ class CompletionHandlers:
         def prepare() -> Prepared:
             return self.service.raw(self.service.prompts.chat(body.messages), body, who, wanted)
 
-        return await self._openai(request, body, [await asyncio.to_thread(prepare)], chat=True)
+        return await self._openai(request, body, [await asyncio.to_thread(prepare)], kind="chat.completion")
+
+    async def edits(self, request: Request) -> Response:
+        """`POST /v1/edits`: a text and what to change, answered by the whole new text."""
+        arrived = monotonic()
+        body = await self._reader.read(request, schemas.EditRequest)
+        edit, wanted = Edit.of(body), _first(body.max_tokens, body.n_predict, -1)
+        who = caller(request, body, arrived)
+        prepared = await asyncio.to_thread(edit.prepare, self.service, body, who, wanted)
+        return await self._openai(request, body, [prepared], kind="edit", newline=edit.newline)
 
     async def _tabby(self, request: Request, body: schemas.TabbyRequest, arrived: float) -> Response:
         who = caller(request, body, arrived)
@@ -114,7 +124,7 @@ class CompletionHandlers:
         (done,) = await self._collect(request, [prepared])
         text = done.text if done.outcome == "done" else ""
         choices = [{"index": 0, "text": text}] if text else []
-        answer = wire.OpenAIAnswer(self.service.name, chat=False).chunk("")
+        answer = wire.OpenAIAnswer(self.service.name).chunk("")
         out = {"id": answer["id"], "choices": choices, "mode": body.mode or "standard"}
         if text and not prepared.is_forgotten:
             self.service.account(who.scope).suggest(str(answer["id"]), prepared, text)
@@ -157,15 +167,17 @@ class CompletionHandlers:
     async def _openai(
         self,
         request: Request,
-        body: schemas.OpenAICompletionRequest | schemas.ChatRequest,
+        body: schemas.OpenAIOptions,
         prepared: Sequence[Prepared],
         *,
-        chat: bool = False,
+        kind: wire.Kind = "text_completion",
+        newline: str = "\n",
     ) -> Response:
         samples = body.n or 1
         answer = wire.OpenAIAnswer(
             self.service.name,
-            chat=chat,
+            kind=kind,
+            newline=newline,
             predicted=prepared[0].predicted_tokens,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             samples=samples,

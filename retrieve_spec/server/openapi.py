@@ -25,6 +25,7 @@ _POSTS: dict[str, tuple[str, tuple[type[BaseModel], ...], tuple[int, ...]]] = {
         (501,),
     ),
     "/v1/chat/completions": ("Chat completions, with predicted outputs.", (schemas.ChatRequest,), ()),
+    "/v1/edits": ("The whole new text of a file, given what to change.", (schemas.EditRequest,), ()),
     "/v1/events": ("What became of a Tabby suggestion.", (schemas.TabbyEvent,), ()),
     "/tokenize": ("Text as token ids.", (schemas.TokenizeRequest,), ()),
     "/detokenize": ("Token ids as text.", (schemas.DetokenizeRequest,), ()),
@@ -37,7 +38,7 @@ _GETS = {
     "/props": "Context length and defaults.",
     "/v1beta/server_setting": "Settings for Tabby's clients.",
 }
-_WORKING = ("/infill", "/completion", "/v1/completions", "/v1/fim/completions", "/v1/chat/completions")
+_WORKING = ("/infill", "/completion", "/v1/completions", "/v1/fim/completions", "/v1/chat/completions", "/v1/edits")
 
 
 @lru_cache(maxsize=1)

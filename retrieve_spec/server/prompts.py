@@ -9,6 +9,9 @@ from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.schemas import Common, Message
 from retrieve_spec.server.text import TextCodec
 
+_PLACE = "<<what the user says>>"
+"""Stands for a question while a chat template is filled in, since questions are encoded apart."""
+
 
 class Prompts:
     """Prompts for one model; what cannot fit is refused by its length, before it is encoded.
@@ -35,27 +38,58 @@ class Prompts:
         Refusal
             400: too long.
         """
-        if len(text) > self.most_chars:
+        self._fits(len(text))
+        return self.codec.encode_prompt(text, add_special_tokens=add_special_tokens)
+
+    def _fits(self, size: int) -> None:
+        if size > self.most_chars:
             raise Refusal(
                 400,
-                f"the prompt has {len(text)} characters; the model reads {self.n_ctx} tokens, which are at most"
+                f"the prompt has {size} characters; the model reads {self.n_ctx} tokens, which are at most"
                 f" {self.most_chars} characters",
                 "exceed_context",
             )
-        return self.codec.encode_prompt(text, add_special_tokens=add_special_tokens)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, by the model's own template where it has one."""
         turns = [{"role": m.role, "content": m.as_text()} for m in messages]
-        if getattr(self.codec.tokenizer, "chat_template", None):
-            try:
-                text = self.codec.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # templates raise what they like
-                raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
-            return self.encode(text, add_special_tokens=False)
-        if (size := sum(len(turn["content"]) for turn in turns)) > self.most_chars:
-            return self.encode(" " * size)  # refused
+        if self._has_template:
+            return self.encode(self._templated(turns), add_special_tokens=False)
+        self._fits(sum(len(turn["content"]) for turn in turns))
         return self._plain_chat(turns)
+
+    def asked(self, question: str, begun: str) -> list[int]:
+        """Token ids of a question, in which nothing is a control token, and of how its answer begins.
+
+        Raises
+        ------
+        Refusal
+            400: too long.
+        """
+        self._fits(len(question) + len(begun))
+        encode = self.codec.encode
+        if not self._has_template:
+            lead = "" if self._has_chatml else "\n"
+            return [*self._plain_chat([{"role": "user", "content": question}]), *encode(lead + begun)]
+        before, found, after = self._templated([{"role": "user", "content": _PLACE}]).partition(_PLACE)
+        if not found:
+            raise Refusal(400, "the model's chat template leaves out what the user says")
+        ends = (self.codec.encode_prompt(part, add_special_tokens=False) for part in (before, after))
+        return [*next(ends), *encode(question), *next(ends), *encode(begun)]
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(self.codec.tokenizer, "chat_template", None))
+
+    @property
+    def _has_chatml(self) -> bool:
+        return None not in (self.codec.token_id("<|im_start|>"), self.codec.token_id("<|im_end|>"))
+
+    def _templated(self, turns: Sequence[dict[str, str]]) -> str:
+        try:
+            return str(self.codec.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # templates raise what they like
+            raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
 
     def _plain_chat(self, turns: Sequence[dict[str, str]]) -> list[int]:
         """ChatML where the vocabulary has it, else turns as paragraphs."""

@@ -173,6 +173,14 @@ class ChatRequest(OpenAIOptions):
     max_completion_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
 
 
+class EditRequest(OpenAIOptions):
+    """`POST /v1/edits`: OpenAI's edits, with the name of the file."""
+
+    input: Text
+    instruction: Text
+    path: Text | None = Field(None, description="How the file is called in the prompt; it is not opened.")
+
+
 class TabbySnippet(_Lenient):
     """A piece of code that Tabby's client found."""
 

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.schemas import Common, CompletionRequest, InfillRequest
@@ -170,6 +170,10 @@ def finish_reason(done: Completion) -> str:
     return "stop" if done.stop_type in ("eos", "word") else "length"
 
 
+Kind = Literal["chat.completion", "text_completion", "edit"]
+_ID_OF: dict[Kind, str] = {"chat.completion": "chatcmpl", "text_completion": "cmpl", "edit": "edit"}
+
+
 class OpenAIAnswer:
     """The bodies of one OpenAI answer, streamed or whole; they share an id.
 
@@ -177,8 +181,10 @@ class OpenAIAnswer:
     ----------
     model
         Name of the model.
-    chat
-        Chat completions rather than text completions.
+    kind
+        Chat completions, text completions or edits.
+    newline
+        How lines end.
     predicted
         Tokens of the prediction that came with the request.
     include_usage
@@ -190,12 +196,20 @@ class OpenAIAnswer:
     closing = DONE
 
     def __init__(
-        self, model: str, *, chat: bool, predicted: int = 0, include_usage: bool = False, samples: int = 1
+        self,
+        model: str,
+        *,
+        kind: Kind = "text_completion",
+        predicted: int = 0,
+        include_usage: bool = False,
+        samples: int = 1,
+        newline: str = "\n",
     ) -> None:
-        self.chat, self._predicted, self._include_usage, self._samples = chat, predicted, include_usage, samples
-        kind = "chat.completion" if chat else "text_completion"
+        self.chat = kind == "chat.completion"
+        self._predicted, self._include_usage, self._samples = predicted, include_usage, samples
+        self._newline = newline
         self._head = {
-            "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
+            "id": f"{_ID_OF[kind]}-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
             "model": model,
@@ -207,9 +221,9 @@ class OpenAIAnswer:
         for index, done in enumerate(finished):
             body: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish_reason(done)}
             if self.chat:
-                body["message"] = {"role": "assistant", "content": done.text, "refusal": None}
+                body["message"] = {"role": "assistant", "content": self._written(done.text), "refusal": None}
             else:
-                body["text"] = done.text
+                body["text"] = self._written(done.text)
             choices.append(body)
         marks = {"superseded": True} if any(done.outcome == "superseded" for done in finished) else {}
         if any(done.deadline_hit for done in finished):
@@ -240,7 +254,11 @@ class OpenAIAnswer:
 
     def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
         """Events for what one pass made certain."""
-        return [self.chunk(delta.text, index)] if delta.text else []
+        return [self.chunk(self._written(delta.text), index)] if delta.text else []
+
+    def _written(self, text: str) -> str:
+        """A text with the line ends of the client; parts of it may be given one after the other."""
+        return text if self._newline == "\n" else text.replace("\r", "").replace("\n", self._newline)
 
     def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
         """Events at the end of a text: the reason stands on a chunk before ``[DONE]``, where some clients stop."""

@@ -1,0 +1,129 @@
+"""Measures edits that were recorded, given again through the server by a model of another size.
+
+    python scripts/bench_edits.py TRACE --tokenizer FILE [--size 0.1b] [--edits 12] [--processor]
+
+A model of random weights does all the work of its passes, then the recorded token is made the most probable one
+(`trace_driven.py`). Where a whole text was rewritten in a fence, `/v1/edits` is asked for it; other answers, such as
+blocks of what to search and what to put there, are chats with the first file of the prompt as `prediction`. Every
+answer is given with it, without it and without drafts, in turn; nothing is kept between them, and all must be the
+recorded one. The last line is one JSON object; with `--processor` seconds are those of one processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_setting import SHAPES, build
+from starlette.testclient import TestClient
+from trace_driven import TraceDriven
+from transformers import PreTrainedTokenizerFast
+
+from retrieve_spec.bench.machine import machine_facts
+from retrieve_spec.bench.stats import interval
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.server.app import create_app
+from retrieve_spec.server.metrics import Metrics
+from retrieve_spec.server.run import assemble
+from retrieve_spec.verify.verifier import VerifierInputs
+
+REWRITE = re.compile(r"### Instruction:\n(.*?)\n```\w*\n(.*?)\n*```\s*### Response:", re.DOTALL)
+FENCED = re.compile(r"\n```\w*\n(.*?\n)```", re.DOTALL)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "prediction": {},
+    "no prediction": {"prediction": {"content": ""}},
+    "drafting off": {"speculative": False},
+}
+
+
+class Answering(TraceDriven):
+    """Says a recorded answer behind whatever prompt it is given."""
+
+    def start(self, inputs: VerifierInputs) -> None:
+        """Begin at the prompt."""
+        self._trace = torch.cat([inputs.input_ids[0], self._trace])
+        super().start(inputs)
+
+
+def request_of(row: dict[str, Any]) -> tuple[str, dict[str, Any], str] | None:
+    """Path and body of the request, and the text of its answer; None where it is neither kind of edit."""
+    new = FENCED.search(row["output"])
+    if (asked := REWRITE.search(row["prompt"])) and new:
+        return "/v1/edits", {"instruction": asked[1], "input": asked[2] + "\n"}, new[1]
+    if old := FENCED.search(row["prompt"]):
+        messages = [{"role": "user", "content": row["prompt"]}]
+        return "/v1/chat/completions", {"messages": messages, "prediction": {"content": old[1]}}, row["output"].strip()
+    return None
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trace", help="JSON Lines with `prompt` and `output`")
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--size", default="0.1b", choices=[name for name in SHAPES if name != "tiny"])
+    parser.add_argument("--edits", type=int, default=12)
+    parser.add_argument("--context", type=int, default=1536, help="tokens of the longest prompt")
+    parser.add_argument("--longest", type=int, default=800, help="tokens of the longest answer")
+    parser.add_argument("--processor", action="store_true", help="seconds of one processor instead of the clock's")
+    options = parser.parse_args()
+    if options.processor:
+        torch.set_num_threads(1)
+    clock = time.process_time if options.processor else time.perf_counter
+    os.environ["RETRIEVE_SPEC_CACHE"] = tempfile.mkdtemp()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=options.tokenizer, eos_token="</s>")
+    model = build(options.size, options.context, "cpu", torch.float32)
+    service = assemble(model, tokenizer, options.size, ServeConfig(deadline_s=1e6)).service
+    make, codec = model.speculation._make_verifier, service.codec
+    chosen = []
+    rows = [json.loads(line) for line in Path(options.trace).read_text("utf-8").splitlines()]
+    random.Random(0).shuffle(rows)
+    for request in filter(None, map(request_of, rows)):
+        body, answer = request[1], request[2]
+        size = len(codec.encode(body.get("input") or body["messages"][0]["content"])) + 80
+        if size <= options.context and len(codec.encode(answer)) <= options.longest:
+            chosen.append(request)
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    passes = dict.fromkeys(VARIANTS, 0)
+    characters = tokens = 0
+    with TestClient(create_app(service, Metrics(lambda: 0)), base_url="http://127.0.0.1") as client:
+        for number, (path, body, answer) in enumerate(chosen[: options.edits]):
+            said = torch.tensor([*codec.encode(answer + "```" * ("input" in body)), tokenizer.eos_token_id])
+            model.speculation._make_verifier = lambda said=said: Answering(make(), said, clock)
+            names = list(VARIANTS)
+            for name in names[number % 3 :] + names[: number % 3]:
+                service.forget()
+                began = clock()
+                got = client.post(path, json={**body, "max_tokens": len(said), **VARIANTS[name]}).json()
+                seconds[name].append(clock() - began)
+                (choice,) = got["choices"]
+                text = choice["text"] if "text" in choice else choice["message"]["content"]
+                if text != answer:
+                    raise SystemExit(f"{name} said something else: {text[-200:]!r} for {answer[-200:]!r}")
+                passes[name] += got["timings"]["passes"]
+            characters += len(answer)
+            tokens += len(said)
+            print(number + 1, path, {name: round(len(answer) / seconds[name][-1], 1) for name in names}, flush=True)
+    off = seconds["drafting off"]
+    found = {
+        name: {
+            "characters_per_second": characters / sum(took),
+            "tokens_per_pass": tokens / passes[name],
+            "speedup": interval([slow / fast for slow, fast in zip(off, took, strict=True)]),
+            "speedup_pooled": sum(off) / sum(took),
+        }
+        for name, took in seconds.items()
+    }
+    print(json.dumps({"edits": len(off), "characters": characters, "variants": found, "machine": machine_facts()}))
+
+
+if __name__ == "__main__":
+    main()
