@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import re
+from pathlib import Path
 
 import pytest
+import torch
 from scripted import ScriptedBackend
 from test_exact import plain_text
 
@@ -168,3 +170,36 @@ def test_several_samples_of_an_edit_differ(reference_live):
     choices = reference_live.post("/v1/edits", body).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2]
     assert len({choice["text"] for choice in choices}) == 3
+
+
+METHODS = "".join(
+    f"def {verb}(path, count, limit):\n    while count < limit:\n        path.{verb}(limit - count)\n"
+    f"        count += 1\n    return path, count\n\n\n"
+    for verb in ["open", "close", "read", "write", "move", "copy", "link", "sort", "find", "drop"]
+)
+
+
+def test_a_name_that_was_replaced_is_mostly_drafted_as_replaced_when_it_comes_again(
+    reference, reference_live, monkeypatch
+):
+    """The model is made to say the answer, since this one follows no instructions; drafts and passes are real."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    from trace_driven import TraceDriven
+
+    class Told(TraceDriven):
+        def start(self, inputs):
+            self._trace = torch.cat([inputs.input_ids[0], self._trace])
+            super().start(inputs)
+
+    service, said = reference[0].service, METHODS.replace("count", "number")
+    speculation, codec = service.backend.model.speculation, service.codec
+    assert [len(codec.encode(" " + name)) for name in ("count", "number")] == [1, 1]
+    make, trace = speculation._make_verifier, torch.tensor(codec.encode(said + "```\n"))
+    monkeypatch.setattr(speculation, "_make_verifier", lambda: Told(make(), trace))
+    service.forget()
+    body = {"input": METHODS, "instruction": "Rename count to number.", "stream": True}
+    *events, _ = reference_live.events("/v1/edits", body)
+    passes = [text_of(json.loads(event)) for event in events]
+    assert "".join(passes) == said
+    # What no draft had ends its pass.
+    assert sum(text.endswith("number") for text in passes) <= said.count("number") // 2
