@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicCache
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.verify.interface import input_device
+from retrieve_spec.verify.steps import prepare_call
 from retrieve_spec.verify.verifier import Verifier, VerifierInputs
 
 _CONTEXT = 128
@@ -30,17 +30,14 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
         return
     vocab = model.config.get_text_config(decoder=True).vocab_size
     seconds = _SECONDS if speculation.ranks is None else math.inf  # ranks must run the same passes
-    positions = speculation.interface.max_positions or _CONTEXT + max(_WIDTHS) + 1
+    limits = (speculation.interface.max_positions, speculation.interface.max_slots)
+    positions = min((limit for limit in limits if limit), default=_CONTEXT + max(_WIDTHS) + 1)
     context = max(min(_CONTEXT, positions - max(_WIDTHS) - 1), 1)
     prompt = torch.as_tensor((np.arange(context) * 31 + 7) % vocab, device=input_device(model))[None]
-    kwargs: dict[str, Any] = {
-        speculation.interface.cache_name: DynamicCache(config=model.config.get_text_config(decoder=True))
-    }
-    if speculation.interface.takes_position_ids:
-        kwargs["position_ids"] = torch.arange(context, device=prompt.device)[None]
     verifier = speculation.verifiers()[0]
     with torch.no_grad():
-        verifier.start(VerifierInputs(prompt, kwargs, max_length=context + max(_WIDTHS) + _REPEATS * 8))
+        call = prepare_call(model, prompt, torch.ones_like(prompt))
+        verifier.start(VerifierInputs(prompt, call.take(), max_length=context + max(_WIDTHS) + _REPEATS * 8))
         verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
         verifier.commit(_NOTHING)
         verifier.forward(_ROOT)  # the first pass of a kind pays for set-up
