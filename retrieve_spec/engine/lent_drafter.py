@@ -119,6 +119,8 @@ class LentDrafter:
         if limits.draft_end:
             depth = min(depth, limits.draft_end - length)
         nodes = most if limits.nodes is None else min(limits.nodes, most)
+        if limits.slot_end:
+            nodes = min(nodes, max(limits.slot_end - length, 0))
         if depth < 1:
             nodes, cost = 0, None
         return self.drafter.propose(Budget(nodes, max(depth, 0), cost, noise))

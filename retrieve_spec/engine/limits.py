@@ -24,6 +24,8 @@ class Limits:
         Tokens the text may grow to.
     draft_end
         Length of the text that no drafted token may reach beyond (position limit, rotary switch); 0 for no limit.
+    slot_end
+        Tokens of the text and nodes of a draft together, at most; 0 for no limit.
     prefill_chunk
         Prompt tokens per pass at most; 0 feeds the prompt in one pass.
     prompt_logits
@@ -36,6 +38,7 @@ class Limits:
     max_depth: int
     max_length: int
     draft_end: int = 0
+    slot_end: int = 0
     prefill_chunk: int = 0
     prompt_logits: int = 0
     provenance: bool = False
@@ -61,6 +64,7 @@ def limits_of(
         max_depth=config.max_depth,
         max_length=stopper.max_length if stopper.max_length is not None else prepared.config.max_length,
         draft_end=max(min(ends) - unseen, 1) + padding if ends else 0,
+        slot_end=max(interface.max_slots - unseen, 1) if interface.max_slots else 0,
         prefill_chunk=config.prefill_chunk,
         prompt_logits=-(-config.prompt_logits // rows),  # as rows become many, what is learned there drafts less
         provenance=config.provenance,

@@ -29,7 +29,8 @@ PROMPT = 12
 def layout_of(interface: ModelInterface) -> str:
     """Which of the candidates an interface is."""
     way = interface.recurrence.way if interface.recurrence is not None else ""
-    return f"{sorted(interface.masks)}{way}{bool(interface.places)}{interface.takes_position_ids}"
+    inside = interface.masks_inside
+    return f"{sorted(interface.masks)}{way}{bool(interface.places)}{inside}{interface.takes_position_ids}"
 
 
 def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface | str]:
@@ -39,15 +40,16 @@ def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface
     if "" not in interface.masks and len(views) == 1:
         variants.append(replace(interface, masks={"": views[0]}))
     if interface.derives_positions and not interface.recurrent:
-        places = _find_places(model, interface)
-        if not places:
+        ways = _find_places(model, interface)
+        if not ways:
             yield DERIVES
-            return
-        variants = [replace(variant, places=places) for variant in variants]
+        yield from (replace(variant, places=places) for places in ways for variant in variants)
+        return
     if not interface.recurrent:
         yield from variants
-        if interface.takes_position_ids and (places := _find_places(model, unplaced(interface))):
-            yield from (replace(unplaced(variant), places=places) for variant in variants)
+        if interface.takes_position_ids:
+            ways = _find_places(model, unplaced(interface))
+            yield from (replace(unplaced(variant), places=places) for places in ways for variant in variants)
         return
     try:
         mixers = find_mixers(model, interface.cache_name, sample_tokens(model, 4))
@@ -66,8 +68,8 @@ def unplaced(interface: ModelInterface) -> ModelInterface:
     return replace(interface, takes_position_ids=False)
 
 
-def _find_places(model: Any, interface: ModelInterface) -> tuple[Place, ...]:
-    """Where a model hands on positions that it derives itself; nothing where it cannot be told."""
+def _find_places(model: Any, interface: ModelInterface) -> list[tuple[Place, ...]]:
+    """Where a model hands on positions that it derives itself, and then also masks; nothing where it cannot be told."""
     ids = sample_tokens(model, PROMPT)
     root, *chain = (token % vocabulary(model) for token in range(5, 10))
     verifier = HFVerifier(model, interface, "chain")
@@ -80,10 +82,13 @@ def _find_places(model: Any, interface: ModelInterface) -> tuple[Place, ...]:
                 verifier.forward(np.array([root], np.int32), DraftTree.from_paths([chain]))
     except Exception:  # whatever a model's own code raises: chains will tell
         logger.debug("no chain passes", exc_info=True)
-        return ()
+        return []
     finally:
         verifier.finish()
-    return outermost(places)
+    ways = [outermost([place for place in places if place.kind != "mask"])]
+    if any(place.kind == "mask" for place in places):
+        ways.append(outermost(places))
+    return [way for way in ways if way]
 
 
 def start(model: Any, verifier: Verifier, ids: torch.Tensor) -> NDArray[np.int32]:

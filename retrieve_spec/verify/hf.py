@@ -163,7 +163,7 @@ class HFVerifier:
         if reading:
             kwargs = self._inputs.reading(self._cache, self._past, self._fed, len(root_ids), keep)
         else:
-            masked = self.mode == "tree"
+            masked = self.mode == "tree" and not self.interface.masks_inside
             kwargs = self._inputs.decoding(self._cache, self._rows, self._past, root_ids, tree, keep, masked)
         hidden_states, draft = catch_hidden(self.model, want_hidden), self._draft(len(root_ids), tree)
         with hidden_states as hidden, draft, self.around(len(root_ids) + nodes):

@@ -106,6 +106,16 @@ class ModelInterface:
         return self.attends and not self.takes_position_ids
 
     @property
+    def masks_inside(self) -> bool:
+        """Whether the mask of a tree goes to the layers, past a forward that takes none."""
+        return any(place.kind == "mask" for place in self.places)
+
+    @property
+    def max_slots(self) -> int:
+        """Tokens in the cache and in a pass together, nodes of all branches included, at most; 0 if unlimited."""
+        return min((place.slots for place in self.places if place.slots), default=0)
+
+    @property
     def ids_name(self) -> str:
         """Name of the forward argument that takes the text's ids."""
         return "decoder_input_ids" if self.has_encoder else "input_ids"

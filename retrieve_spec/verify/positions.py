@@ -1,8 +1,9 @@
 """Derived positions: models that count positions themselves are told those of a draft tree, module by module.
 
 Such a model hands `past + 0 … n - 1` to a module that embeds positions, or buckets of distances to one that embeds
-those, or `past` to one that counts on from there. A pass over a chain shows which modules these are; in a pass over a
-tree they get, or give, what belongs to the positions of the nodes.
+those, or `past` to one that counts on from there, or a bias by key (ALiBi) to its layers. Some also make the mask of
+their layers themselves and take none of a tree. A pass over a chain shows which modules these are; in a pass over a
+tree they get, or give, what belongs to the positions of the nodes: what a chain's token has at that position.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels.treemask import fill_tree_mask
+
+Kind = Literal["positions", "distances", "past", "bias", "mask"]
+_NOBODY = np.empty(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +39,16 @@ class Place:
     kind
         "positions": the argument holds one for each row. "distances": a (…, rows, keys) matrix of buckets.
         "past": the number in front of the first, and the output has a row (…, rows, d) for each.
+        "bias": (…, 1, keys or more) numbers that rise or fall from key to key, those of the last key at the end.
+        "mask": (…, rows, keys) what a row sees, one value where it sees nothing; biases may be in it.
+    slots
+        Keys that a longer bias is made for; 0 where it is made anew for every pass.
     """
 
     module: nn.Module
     key: int | str
-    kind: Literal["positions", "distances", "past"]
+    kind: Kind
+    slots: int = 0
 
 
 @contextmanager
@@ -52,7 +62,8 @@ def noting_places(model: nn.Module, past: int, rows: int) -> Iterator[list[Place
             kind = _kind_of(value, past, rows, out)
             if kind is not None and (id(module), key) not in noted:
                 noted.add((id(module), key))
-                places.append(Place(module, key, kind))
+                longer = kind == "bias" and value.shape[-1] > past + rows
+                places.append(Place(module, key, kind, value.shape[-1] if longer else 0))
 
     handles = [
         module.register_forward_hook(look, with_kwargs=True) for module in model.modules() if module is not model
@@ -72,12 +83,18 @@ def outermost(places: list[Place]) -> tuple[Place, ...]:
     return tuple(place for place in places if id(place.module) not in inside)
 
 
-def _kind_of(value: Any, past: int, rows: int, out: Any) -> Literal["positions", "distances", "past"] | None:
+def _kind_of(value: Any, past: int, rows: int, out: Any) -> Kind | None:
     """What an argument says of positions; None for nothing."""
     if isinstance(value, int) and not isinstance(value, bool):
         by_rows = isinstance(out, torch.Tensor) and out.ndim >= 2 and out.shape[-2] == rows
         return "past" if value == past and by_rows else None
-    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.long, torch.int32):
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.dtype == torch.bool or value.is_floating_point():
+        if _is_mask(value, past, rows):
+            return "mask"
+        return "bias" if _is_bias(value, past + rows) else None
+    if value.dtype not in (torch.long, torch.int32):
         return None
     if _are_distances(value, past, rows):
         return "distances"
@@ -99,6 +116,24 @@ def _are_distances(value: torch.Tensor, past: int, rows: int) -> bool:
     return bool((value[..., 1:, 1:] == value[..., :-1, :-1]).all()) and bool((value != value.flatten()[0]).any())
 
 
+def _is_mask(value: torch.Tensor, past: int, rows: int) -> bool:
+    """Whether a tensor hides from every row the keys behind it, with one value for each head, and not the row itself."""
+    if value.ndim < 2 or value.shape[-2:] != (rows, past + rows) or rows < 2:
+        return False
+    among = value[..., past:]
+    hidden = among[..., :1, -1:] == among
+    ahead = torch.ones((rows, rows), dtype=torch.bool, device=value.device).triu(1)
+    return bool(hidden[..., ahead].all()) and not bool(hidden.diagonal(dim1=-2, dim2=-1).any())
+
+
+def _is_bias(value: torch.Tensor, keys: int) -> bool:
+    """Whether a tensor has one row, the same for all, of numbers that rise or fall from key to key."""
+    if value.dtype == torch.bool or value.ndim < 2 or value.shape[-2] != 1 or value.shape[-1] < keys or keys < 2:
+        return False
+    steps = value[..., -keys + 1 :] - value[..., -keys:-1]
+    return bool((steps > 0).all()) or bool((steps < 0).all())
+
+
 class DerivedPositions:
     """The positions of a draft tree for a model that derives positions, for one verifier.
 
@@ -113,6 +148,9 @@ class DerivedPositions:
         self._handles: list[Any] = []
         self._thread = 0
         self._ahead: torch.Tensor | None = None
+        self._masks = any(place.kind == "mask" for place in places)
+        self._seen: torch.Tensor | None = None  # (rows, rows) bool, who sees whom in the pass
+        self._placed: dict[tuple[int, Kind], tuple[torch.Tensor, torch.Tensor]] = {}  # layers are handed the same
 
     def attach(self) -> None:
         """Put hooks on the modules; they do nothing but inside `verifying`."""
@@ -140,10 +178,15 @@ class DerivedPositions:
         self._depths = torch.from_numpy(depths).to(device)
         self._ahead = torch.from_numpy(depths - slots).to(device)
         self._thread = get_ident()
+        if self._masks:
+            seen = np.empty((len(slots), len(slots)), np.bool_)
+            fill_tree_mask(seen, tree.parent, tree.depth, roots, 0, 0, 0, 0, 0, _NOBODY)
+            self._seen = torch.from_numpy(seen).to(device)
         try:
             yield
         finally:
-            self._ahead = None
+            self._ahead = self._seen = None
+            self._placed = {}
 
     def _after(self, _module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor | None:
         if self._ahead is None or self._thread != get_ident():
@@ -155,12 +198,36 @@ class DerivedPositions:
             if self._ahead is None or self._thread != get_ident():
                 return None
             given = args[place.key] if isinstance(place.key, int) else kwargs[place.key]
-            placed = self._distances(given) if place.kind == "distances" else self._positions(given)
+            placed = self._in_place_of(given, place.kind)
             if isinstance(place.key, int):
                 return (*args[: place.key], placed, *args[place.key + 1 :]), kwargs
             return args, {**kwargs, place.key: placed}
 
         return before
+
+    def _in_place_of(self, given: torch.Tensor, kind: Kind) -> torch.Tensor:
+        """What a module gets for what it is given; the same for all that are given the same tensor in a pass."""
+        known = self._placed.get((id(given), kind))
+        if known is not None and known[0] is given:
+            return known[1]
+        ways = {"distances": self._distances, "bias": self._bias, "mask": self._mask}
+        placed = ways.get(kind, self._positions)(given)
+        self._placed[id(given), kind] = given, placed
+        return placed
+
+    def _bias(self, given: torch.Tensor) -> torch.Tensor:
+        """A bias by key, of the nodes' positions in place of their slots."""
+        depths = self._depths.to(given.device)
+        past = given.shape[-1] - len(depths)
+        return torch.cat([given[..., :past], given[..., past:].index_select(-1, depths)], dim=-1)
+
+    def _mask(self, given: torch.Tensor) -> torch.Tensor:
+        """A mask of a chain made that of the tree: rows and keys as of their positions, others' branches hidden."""
+        assert self._seen is not None
+        by_row = given.index_select(-2, self._depths.to(given.device))
+        nodes = self._bias(by_row)[..., -len(self._depths) :]
+        seen = torch.where(self._seen.to(given.device), nodes, given[..., :1, -1:])
+        return torch.cat([by_row[..., : -len(self._depths)], seen], dim=-1)
 
     def _positions(self, given: torch.Tensor) -> torch.Tensor:
         """Positions of the rows in place of their slots."""

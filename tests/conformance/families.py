@@ -96,11 +96,10 @@ FAMILIES = [
     Family("gptj", extra={**_GPT2_NAMES, "rotary_dim": 4}, attention=("eager",)),
     Family("opt", extra={"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     Family("falcon", without=("head_dim",), extra={"new_decoder_architecture": True, "num_kv_heads": 2}),
-    Family("falcon", title="falcon-alibi", without=("head_dim",), mode="chain", extra={"alibi": True}),
-    Family("bloom", mode="chain", extra={"n_layer": 2, "n_head": 4}, attention=("eager",)),
+    Family("falcon", title="falcon-alibi", without=("head_dim",), extra={"alibi": True}),
+    Family("bloom", extra={"n_layer": 2, "n_head": 4}, attention=("eager",)),
     Family(
         "mpt",
-        mode="chain",
         extra={"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 256},
         attention=("eager",),
     ),

@@ -284,6 +284,37 @@ def test_models_that_derive_positions_are_told_those_of_trees(name: str, mapping
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon-alibi"])
+def test_biases_by_key_are_those_of_nodes(name: str) -> None:
+    """In half precision too, and where a bias has as many places as the text grows to."""
+    from families import FAMILIES, Family
+    from families import build as build_family
+
+    family = next(family for family in FAMILIES if family.name == name)
+    length = {"max_seq_len": 40} if name == "mpt" else {}
+    model = build_family(Family(family.model_type, extra=family.extra | length, without=family.without), "eager")
+    ids = prompt(model, 28)
+    wanted = model.generate(ids, **GREEDY)
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=24)
+    assert model.speculation.mode == "tree"
+    for script in ("branchy", "right"):
+        planted.plant(wanted[0], 28, script)
+        assert torch.equal(model.generate(ids, **GREEDY), wanted)
+        assert model.speculation.last.tokens_per_pass > 1.5
+    rs.restore(model)
+    rs.accelerate(model.to(torch.bfloat16), drafter=planted, nodes=24)
+    assert model.speculation.mode == "tree"
+
+
+@pytest.mark.parametrize("name", ["t5", "florence2"])
+def test_passes_of_models_with_encoders_are_timed(name: str) -> None:
+    model = build(name, "image" if name == "florence2" else "seq2seq")
+    rs.accelerate(model)
+    assert model.speculation.mode == "tree"
+    assert model.speculation.cost.measured
+
+
 def test_what_an_encoder_reads_is_drafted_from() -> None:
     model = build("bart", "seq2seq")
     ids = prompt(model, 20)

@@ -30,6 +30,7 @@ NOT_RECORDED = {
     "xglm": INTERFACE,
     "dbrx": "torch.export refused it",  # experts are looped over
     "lfm2": "layers of type LinearAttentionLayer",
+    **dict.fromkeys(["falcon-alibi", "bloom", "mpt"], "the model derives positions itself"),
     **dict.fromkeys(["mamba", "mamba2", "falcon_h1", "jamba", "qwen3_next"], INTERFACE),  # recurrent state
 }
 if Version(transformers.__version__) < Version("5.23"):
