@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from retrieve_spec.engine.engine import Engine
@@ -11,6 +12,12 @@ from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.padded_batch import PaddedBatch, PaddedRow
 from retrieve_spec.verify.padded_probe import why_not_together
 from retrieve_spec.verify.verifier import Verifier
+
+
+def _own(make: Callable[[], Verifier]) -> Verifier:
+    """A verifier that runs the model's own forward."""
+    verifier = make()
+    return verifier.ordinary if isinstance(verifier, RecordedVerifier) else verifier
 
 
 class Company:
@@ -30,8 +37,13 @@ class Company:
             return self._why_not_padded(verifier)
         return verifier.reason or "its verifier serves one text"
 
-    def verifiers(self, make: Callable[[], Verifier], count: int) -> list[Verifier]:
-        """Verifiers of sequences that are decoded together; they share captured passes, and have none of their own."""
+    def verifiers(self, make: Callable[[], Verifier], count: int, recorded: bool = True) -> list[Verifier]:
+        """Verifiers of sequences that are decoded together; they share captured passes, and have none of their own.
+
+        `recorded`: whether passes may be recorded ones; else they are the model's own.
+        """
+        if not recorded:
+            make = functools.partial(_own, make)
         first = make()
         if isinstance(first, RecordedVerifier):
             self._engine.pool = first.pool

@@ -23,6 +23,7 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
 from retrieve_spec.sampling.stopping import Stopper
+from retrieve_spec.verify.batch_prompt import RowPrompt
 
 
 def sequences_of(
@@ -61,14 +62,16 @@ def sequences_of(
         seed, criteria = ranks.seed(seed), ranks.criteria(criteria)
     if together is None and len(rows) > 1:
         together = SharedPrompts(cache_name)
-    verifiers = speculation.verifiers(len(rows), together is not None)  # looks at the model, then its interface is read
+    batch = prepared.batch  # its prompts are not their tokens alone
+    recorded = batch is None or not batch.by_axis
+    verifiers = speculation.verifiers(len(rows), together is not None, recorded)  # looks at the model, then interface
     wants_dict = bool(prepared.config.return_dict_in_generate)
     call = uuid4().hex if len(rows) > 1 else None
     # One that others watch, or that must see every pass, comes at once.
     may_wait = like is not None and like is not speculation.drafters.given and like.wants_hidden is None
     may_wait &= most is None and ranks is None and on_pass is None and on_loan is None
     shared: list[Family | None] = [None] * len(rows)
-    if siblings != "off" and most != 0 and draft != OFF:
+    if siblings != "off" and batch is None and most != 0 and draft != OFF:
         shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary, scope or "")
     made = []
     for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
@@ -97,7 +100,7 @@ def sequences_of(
             on_end=give_back,
             waits_for_reader=prepared.callers_cache,
             bytes_per_token=speculation.bytes_per_token,
-            prompt=None if together is None else together.of(row.inputs),
+            prompt=RowPrompt(batch, row.index) if batch is not None else together.of(row.inputs) if together else None,
             siblings=family.siblings if family is not None and family.heard else None,
             call=call,
             may_wait=may_wait,

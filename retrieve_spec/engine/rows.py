@@ -14,6 +14,7 @@ from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from retrieve_spec.sampling.samplers import processors_of_row
+from retrieve_spec.verify.batch_prompt import BatchPrompt
 from retrieve_spec.verify.extras import says_nothing
 from retrieve_spec.verify.verifier import VerifierInputs
 
@@ -38,6 +39,8 @@ class Prepared:
         (n,) int32 what a drafter reads in place of the prompt, where that is not the prompt alone.
     ids
         (rows, L) long, the text as processors and criteria see it, where a prompt of embeddings is no part of it.
+    batch
+        What reads the prompts of a batch that is given more than text.
     """
 
     inputs: VerifierInputs
@@ -47,6 +50,7 @@ class Prepared:
     callers_cache: bool = False
     context_ids: NDArray[np.int32] | None = None
     ids: torch.Tensor | None = None
+    batch: BatchPrompt | None = None
 
 
 @dataclass(slots=True)
@@ -84,6 +88,8 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     mask = whole.model_kwargs.get("attention_mask")
     for index, padding in enumerate(padding_in_front(whole) or []):
         kwargs = {**whole.model_kwargs, cache_name: new_cache()}
+        if prepared.batch is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name in (*_TEXT, cache_name)}
         if mask is not None:  # what is behind the padding may have holes
             rest = mask[index : index + 1, padding:]
             kwargs["attention_mask"] = None if bool(rest.all()) else rest
@@ -97,6 +103,7 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     return rows
 
 
+_TEXT = ("attention_mask", "position_ids", "logits_to_keep", "use_cache")
 _ROW_BY_ROW = (
     hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor, hf.RepetitionPenaltyLogitsProcessor,
     hf.NoRepeatNGramLogitsProcessor, hf.NoBadWordsLogitsProcessor, hf.SequenceBiasLogitsProcessor,
@@ -109,13 +116,18 @@ _ROW_BY_ROW = (
 _STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
+def extras_of(prepared: Prepared, cache_name: str) -> list[str]:
+    """What a batch is given besides text; what is whose only the model knows."""
+    kwargs = prepared.inputs.model_kwargs
+    parts = {name: value for name, value in kwargs.items() if isinstance(value, (torch.Tensor, dict))}
+    return [name for name, value in parts.items() if name not in (*_TEXT, cache_name) and not says_nothing(value)]
+
+
 def why_not_together(prepared: Prepared, cache_name: str) -> str:
     """Why a prepared batch is left to the original `generate`; empty when its rows can be decoded together."""
     kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
-    known = (cache_name, "attention_mask", "position_ids", "logits_to_keep")
-    parts = {name: value for name, value in kwargs.items() if isinstance(value, (torch.Tensor, dict))}
-    extras = [name for name, value in parts.items() if name not in known and not says_nothing(value)]
-    if extras:  # pictures, types, encoder states: what is whose only the model knows
+    extras = extras_of(prepared, cache_name)
+    if {"inputs_embeds", "encoder_outputs"} & set(extras):  # a row is no text with something beside it
         return f"a batch is given {', '.join(extras)}"
     if prepared.callers_cache:
         return "a batch goes on from a cache that was given"
@@ -130,7 +142,13 @@ def why_not_together(prepared: Prepared, cache_name: str) -> str:
     kinds = [type(criterion) for criterion in criteria]
     if StopStringCriteria in kinds and EosTokenCriteria not in kinds:
         return "rows of a batch go on behind a stop string where there is no end-of-text token"
-    return "" if padding_in_front(prepared.inputs) is not None else "a row of a batch has no text"
+    padding = padding_in_front(prepared.inputs)
+    if padding is None:
+        return "a row of a batch has no text"
+    mask = kwargs.get("attention_mask")
+    if extras and mask is not None and int(mask.bool().sum()) != sum(mask.shape[1] - many for many in padding):
+        return f"a batch with padding inside is given {', '.join(extras)}"
+    return ""
 
 
 def padding_in_front(inputs: VerifierInputs) -> list[int] | None:

@@ -34,6 +34,7 @@ from retrieve_spec.sampling.acceptance import Sampler
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.sampling.text import RowText
+from retrieve_spec.verify.batch_prompt import RowPrompt
 from retrieve_spec.verify.verifier import Verifier, VerifierInputs, VerifierOutput
 
 NO_DRAFT = DraftTree()
@@ -110,7 +111,7 @@ class Sequence:
         on_end: Callable[[Sequence], None] | None = None,
         waits_for_reader: bool = False,
         bytes_per_token: int = 0,
-        prompt: SharedPrompt | None = None,
+        prompt: SharedPrompt | RowPrompt | None = None,
         siblings: Siblings | None = None,
         call: str | None = None,
         may_wait: bool = False,

@@ -214,11 +214,11 @@ class Speculation:
             self._said.add(message)
             logger.info(message)
 
-    def verifiers(self, count: int = 1, together: bool = False) -> list[Verifier]:
+    def verifiers(self, count: int = 1, together: bool = False, recorded: bool = True) -> list[Verifier]:
         """Verifiers for the sequences of one call, which may share passes with others' where they go `together`."""
         with self.engine.alone():  # probing and recording a model that has changed
             if together:
-                return self.company.verifiers(self._make_verifier, count)
+                return self.company.verifiers(self._make_verifier, count, recorded)
             return [self._make_verifier() for _ in range(count)]
 
     def ended(self, *sequences: Sequence) -> None:

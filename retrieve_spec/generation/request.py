@@ -15,9 +15,12 @@ import torch
 from numpy.typing import NDArray
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from retrieve_spec.engine.rows import Prepared, why_not_together
+from retrieve_spec.engine.rows import Prepared, extras_of, padding_in_front, why_not_together
 from retrieve_spec.errors import PromptError
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.verify.batch_prompt import BatchPrompt
 from retrieve_spec.verify.cache import seq_length
+from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.tensor_parallel import why_in_step
 from retrieve_spec.verify.verifier import VerifierInputs
@@ -128,8 +131,34 @@ def from_captured(
     if interface.has_encoder:
         prepared.context_ids = _encoded_ids(model, arguments, captured.input_ids)
     if len(prepared.inputs.input_ids) > 1:
-        return why_not_together(prepared, interface.cache_name) or prepared
+        why = why_not_together(prepared, interface.cache_name) or _why_not_read(model, prepared, interface)
+        positions = captured.model_kwargs.get("position_ids")
+        if not why and prepared.batch is None and positions is not None and _axes_differ(positions):
+            return "positions of a batch differ from axis to axis"
+        return why or prepared
     return prepared
+
+
+def _why_not_read(model: Any, prepared: Prepared, interface: ModelInterface) -> str:
+    """Let a model read the prompts of a batch that is given more than text; why its rows cannot go on apart."""
+    padding = padding_in_front(prepared.inputs)
+    if padding is None or not extras_of(prepared, interface.cache_name):
+        return ""
+    speculation = model.speculation
+    verifier = speculation.verifiers()[0]
+    own = verifier.ordinary if isinstance(verifier, RecordedVerifier) else verifier
+    if not isinstance(own, HFVerifier):
+        return str(verifier.reason)
+    batch = BatchPrompt(model, prepared.inputs, padding, interface.cache_name)
+    with speculation.engine.alone():
+        if why := batch.examine(own):
+            return why
+        drafter = speculation.drafter()
+        batch.read(None if drafter is None else drafter.wants_hidden)
+        if not batch.problem and batch.by_axis and (why := speculation.company.why_alone(own)):
+            return f"positions of a batch differ from axis to axis, and {why}"
+    prepared.batch = batch
+    return batch.problem
 
 
 def _says_nothing(name: str, value: Any) -> bool:
@@ -223,8 +252,6 @@ def _reason_from_captured(captured: Captured, interface: ModelInterface, alone: 
     if captured.input_ids.ndim != 2 or (captured.input_ids.shape[0] > 1 and alone):
         return alone or _TOO_MANY
     positions = kwargs.get("position_ids")
-    if len(captured.input_ids) > 1 and positions is not None and _axes_differ(positions):
-        return "positions of a batch differ from axis to axis"
     if kwargs.get("use_cache") is False:
         return "the cache is switched off"
     length, past = captured.input_ids.shape[1], _past_length(kwargs)

@@ -54,7 +54,7 @@ class RecordedVerifier:
         self.whole_prompts = ordinary.whole_prompts
         self.not_recorded = ""
         """Why this generation does not use the recorded pass; empty when it does."""
-        self._ordinary, self.recorded, self._state = ordinary, recorded, state
+        self.ordinary, self.recorded, self._state = ordinary, recorded, state
         self._mask = TreeMask(recorded.groups, model.dtype, recorded.device)
         self._slabs: KVBuffer | None = None
         self._loaded = False  # whether all rows have moved to the slabs
@@ -69,22 +69,22 @@ class RecordedVerifier:
     @property
     def mode(self) -> Mode:
         """What `forward` accepts now."""
-        return self._ordinary.mode
+        return self.ordinary.mode
 
     @property
     def reason(self) -> str:
         """Why that is no tree."""
-        return self._ordinary.reason
+        return self.ordinary.reason
 
     @property
     def takes_back(self) -> bool:
         """Whether a pass can begin again (`Verifier.takes_back`)."""
-        return not self.not_recorded or self._ordinary.takes_back
+        return not self.not_recorded or self.ordinary.takes_back
 
     @property
     def pass_kind(self) -> PassKind:
         """What runs the model in this generation."""
-        return self._ordinary.pass_kind if self.not_recorded else "recorded"
+        return self.ordinary.pass_kind if self.not_recorded else "recorded"
 
     @property
     def pass_reason(self) -> str:
@@ -93,7 +93,7 @@ class RecordedVerifier:
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
-        self._ordinary.start(inputs)
+        self.ordinary.start(inputs)
         self._slabs, self._loaded = None, False
         self._max_length, self._returns_cache = inputs.max_length, inputs.returns_cache
         self._common_rows = inputs.common_rows
@@ -101,7 +101,7 @@ class RecordedVerifier:
         self._unread = len(inputs.uncached_ids)
         self._kept = (self._past, self._unread)
         kwargs = inputs.model_kwargs
-        self._cache = kwargs.get(self._ordinary.interface.cache_name)
+        self._cache = kwargs.get(self.ordinary.interface.cache_name)
         self._shift = 0
         if (positions := kwargs.get("position_ids")) is not None:
             self._shift = int(positions.flatten()[-1]) + 1 - self._past - self._unread
@@ -110,11 +110,11 @@ class RecordedVerifier:
 
     def alone(self) -> RecordedVerifier:
         """Another verifier of the same recording, with a cache of its own and without graphs."""
-        return RecordedVerifier(self.model, self._ordinary.fresh(), self.recorded, state=self._state)
+        return RecordedVerifier(self.model, self.ordinary.fresh(), self.recorded, state=self._state)
 
     def _why_not(self, kwargs: dict[str, Any]) -> str:
         """Why a generation is left to the ordinary verifier."""
-        known = {self._ordinary.interface.cache_name, "attention_mask", "position_ids", "logits_to_keep", "use_cache"}
+        known = {self.ordinary.interface.cache_name, "attention_mask", "position_ids", "logits_to_keep", "use_cache"}
         extras = [name for name, value in kwargs.items() if name not in known and not says_nothing(value)]
         mask = kwargs.get("attention_mask")
         if self.mode != "tree":
@@ -146,7 +146,7 @@ class RecordedVerifier:
         if want_hidden not in (None, self.recorded.layer) and self._slabs is None:
             self.not_recorded = self.not_recorded or f"hidden states of layer {want_hidden} are not recorded"
         if self.not_recorded or (self._unread > 0 and not self._reads(roots, keep)):
-            return self._ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
+            return self.ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
         with self.recorded.on_device():
             if self._unread > 0:
                 root_ids = self._read(root_ids, max(CHUNK, keep))
@@ -174,9 +174,9 @@ class RecordedVerifier:
         """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all."""
         self._unread -= len(prompt_ids)
         if self._past == 0:  # an empty cache does not know yet what its rows look like
-            if self._ordinary.past == 0:
-                self._ordinary.forward(prompt_ids[:1])
-                self._ordinary.commit(_NOTHING)
+            if self.ordinary.past == 0:
+                self.ordinary.forward(prompt_ids[:1])
+                self.ordinary.commit(_NOTHING)
             self._past, prompt_ids = 1, prompt_ids[1:]
         first = len(prompt_ids) % size or size
         while len(prompt_ids) > first:
@@ -224,7 +224,7 @@ class RecordedVerifier:
     def _adopt(self) -> KVBuffer:
         """Move the rows that the prompt left in the caller's cache to slabs; cut short, it goes on where it was."""
         if self._slabs is None:
-            self._cache = self._ordinary.cache
+            self._cache = self.ordinary.cache
             held = self._past + self._unread
             room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + MAX_NODES + 1
             room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
@@ -242,7 +242,7 @@ class RecordedVerifier:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
         unread = self._unread
         if self._slabs is None:
-            self._ordinary.commit(path)
+            self.ordinary.commit(path)
             unread -= self._pending
         else:
             self._slabs.commit(self._past, self._pending, path)
@@ -251,7 +251,7 @@ class RecordedVerifier:
     def copy_rows(self) -> DynamicCache | None:
         """What the cache holds, in another one, which nothing writes to (`HFVerifier.copy_rows`)."""
         if self._slabs is None:
-            return self._ordinary.copy_rows()
+            return self.ordinary.copy_rows()
         twin = same_rows(self._cache)
         self._slabs.unload(twin, self._kept[0], copy=True)
         return twin
@@ -267,7 +267,7 @@ class RecordedVerifier:
                 self.pool.give_back(self._graphs)
             self._slabs, self._layers, self._graphs = None, [], None
         self._cache = None
-        cache = self._ordinary.finish()
+        cache = self.ordinary.finish()
         return cache if self._returns_cache else None
 
 

@@ -53,7 +53,7 @@ class Extras:
     @property
     def kind(self) -> frozenset[str]:
         """Names of the arguments that say something about the prompt, and of what is in them where they have parts."""
-        return frozenset(name for given in self.given.items() for name in _telling(*given))
+        return frozenset(name for given in self.given.items() for name in telling(*given))
 
     def up_to(self, slots: int, length: int) -> dict[str, Any]:
         """The arguments of a pass that ends at `slots` of a prompt of `length` tokens."""
@@ -90,11 +90,11 @@ class Extras:
         self.by_rows = bool(self._grown) or any(a != b for a, b in shapes)
 
 
-def _telling(name: str, value: Any) -> Iterator[str]:
+def telling(name: str, value: Any) -> Iterator[str]:
     """Names of an argument, or of parts of it, that are more than settings."""
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _telling(f"{name}.{key}", part)
+            yield from telling(f"{name}.{key}", part)
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         yield name
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
@@ -70,7 +71,7 @@ class HFVerifier:
         self.whole_prompts = self._ignores_state
         self._device = input_device(model)
         self._model_mode: tuple[Mode, str] = (mode, reason)
-        self._kinds = kinds
+        self.kinds = kinds
         self._state = RecurrentState(interface.recurrence) if interface.recurrence is not None else None
         self._derived = DerivedPositions(interface.places) if interface.places else None
         self._take_cache(None)
@@ -86,7 +87,7 @@ class HFVerifier:
 
     def fresh(self) -> HFVerifier:
         """Another verifier that knows what this one does of the model, for another text."""
-        return HFVerifier(self.model, self.interface, *self._model_mode, self._kinds, self.around)
+        return HFVerifier(self.model, self.interface, *self._model_mode, self.kinds, self.around)
 
     @property
     def takes_back(self) -> bool:
@@ -124,7 +125,7 @@ class HFVerifier:
         self._mode_here = weaker(self._model_mode, cache_mode(self._cache))
         if self._inputs.is_padded and not self.interface.takes_padding:
             self._mode_here = "plain", _PADDED
-        if self._kinds is not None and (known := self._kinds.known.get(self._kind)) is not None:
+        if self.kinds is not None and (known := self.kinds.known.get(self._kind)) is not None:
             self._mode_here = weaker(self._mode_here, known)
         self.mode, self.reason = self._mode_here
         self._was_recording = recording(self._rows) if self._rows is not None else []
@@ -198,7 +199,7 @@ class HFVerifier:
         if self._inputs.extras.kind:
             self._inputs.extras.went_on(self.model, outputs)
         self._inputs.behind_prompt(self._cache, past)
-        if self._kinds is None or not (self._kind.names or self.reason == _PADDED):
+        if self.kinds is None or not (self._kind.names or self.reason == _PADDED):
             return
         if self.mode != "plain":
 
@@ -206,7 +207,7 @@ class HFVerifier:
                 return SingleSteps.behind(self.model, self._prompt, self._given, outputs)
 
             end = self.interface.rope_switch or self.interface.max_positions
-            found = self._kinds.examine(
+            found = self.kinds.examine(
                 self._kind,
                 self._mode_here,
                 self.model,
@@ -251,6 +252,11 @@ class HFVerifier:
     def shift(self) -> int:
         """Position of a token minus its slot, where that is the same on every axis."""
         return self._inputs.shift
+
+    @property
+    def axes(self) -> torch.Tensor | None:
+        """(…, 1, 1) long, the same on every axis of positions; None where they have one."""
+        return self._inputs.axes
 
     def lend(self) -> tuple[Any, int]:
         """The cache between two passes, and how many tokens it has seen; `resume` when it has seen more."""

@@ -59,6 +59,8 @@ class PaddedRow:
         self.own, self.batch = own, batch
         self.alone = ""
         """Why this generation shares no passes; empty when it may."""
+        self.axes: torch.Tensor | None = None
+        """(axes, 1, 1) long, positions minus slots where they differ from axis to axis."""
         self.whole_prompts = own.whole_prompts
         self._recurrent = own.interface.recurrent
 
@@ -95,7 +97,7 @@ class PaddedRow:
         self.whole_prompts = self.own.whole_prompts
         self.alone = self.own.reason if self.own.mode != "tree" else ""
         extras = [key for key, value in kwargs.items() if key not in _KNOWN | {name} and not says_nothing(value)]
-        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        mask = kwargs.get("attention_mask")
         if extras:
             self.alone = f"the model is given {', '.join(extras)}"
         elif type(self.own.cache) is not DynamicCache:
@@ -104,8 +106,8 @@ class PaddedRow:
             self.alone = f"the cache has a {other}"
         elif mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             self.alone = "the prompt is padded"
-        elif positions is not None and len(positions[..., -1].unique()) > 1:
-            self.alone = "positions differ from axis to axis"
+        axes = self.own.axes
+        self.axes = axes if axes is not None and bool((axes != axes.flatten()[0]).any()) else None
         self._in_a_row = inputs.in_a_row
 
     @property
@@ -227,8 +229,10 @@ class PaddedBatch:
         held = self.rows
         ids = np.zeros((len(order), width), np.int64)
         positions = np.zeros_like(ids)
+        by_axis = any(row.axes is not None for row in rows)
         for row, at, root, tree in zip(rows, order, roots, trees, strict=True):
-            first, position = width - len(root) - len(tree), held.lengths[at] + row.own.shift
+            shift = 0 if by_axis else row.own.shift
+            first, position = width - len(root) - len(tree), held.lengths[at] + shift
             fill_inputs(ids[at, first:], positions[at, first:], root, tree.token_ids, tree.depth, position)
         kwargs: dict[str, Any] = {
             "input_ids": torch.from_numpy(ids).to(self._device),
@@ -237,8 +241,21 @@ class PaddedBatch:
             self.interface.cache_name: held.cache,
         }
         if self.interface.takes_position_ids:
-            kwargs["position_ids"] = torch.from_numpy(positions).to(self._device)
+            placed = torch.from_numpy(positions)
+            if by_axis:
+                placed = self._by_axis(placed, dict(zip(order, rows, strict=True)))
+            kwargs["position_ids"] = placed.to(self._device)
         return kwargs
+
+    @staticmethod
+    def _by_axis(placed: torch.Tensor, rows: dict[int, PaddedRow]) -> torch.Tensor:
+        """(axes, rows, width) positions, given (rows, width) slots, where rows go on otherwise from axis to axis."""
+        like = next(row.axes for row in rows.values() if row.axes is not None)
+        shifts = []
+        for _, row in sorted(rows.items()):
+            axes = row.own.axes
+            shifts.append(torch.full_like(like, row.own.shift) if axes is None else axes)
+        return placed[None] + torch.cat(shifts, dim=-2)
 
     def _masks(
         self, order: list[int], roots: Sequence[NDArray[np.int32]], trees: Sequence[DraftTree], width: int

@@ -89,6 +89,14 @@ class PassInputs:
         return 0 if self._position_ids is None else int(self._position_ids.flatten()[-1]) + 1 - self._length
 
     @property
+    def axes(self) -> torch.Tensor | None:
+        """(…, 1, 1) long, the same on every axis of positions; None where they have one."""
+        if self._position_ids is None or self._position_ids.ndim == 2:
+            return None
+        axes: torch.Tensor = self._position_ids[..., -1:].cpu() + 1 - self._length
+        return axes
+
+    @property
     def is_padded(self) -> bool:
         """Whether some slots of the prompt hold nothing."""
         return bool(self._padded.any())

@@ -117,7 +117,7 @@ def _are_distances(value: torch.Tensor, past: int, rows: int) -> bool:
 
 
 def _is_mask(value: torch.Tensor, past: int, rows: int) -> bool:
-    """Whether a tensor hides from every row the keys behind it, with one value for each head, and not the row itself."""
+    """Whether a tensor hides from every row the keys behind it, by one value for each head, and not the row itself."""
     if value.ndim < 2 or value.shape[-2:] != (rows, past + rows) or rows < 2:
         return False
     among = value[..., past:]

@@ -73,18 +73,23 @@ def _encoded(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 
 class SingleSteps:
-    """A text that the model reads as plain `generate` would: the prompt in one pass, then token by token."""
+    """A text that the model reads as plain `generate` would: the prompt in one pass, then token by token.
 
-    def __init__(self, model: Any, call: PreparedCall) -> None:
-        self._model = model
+    `row`: of a batch, whose logits are looked at; the others are fed the same tokens.
+    """
+
+    def __init__(self, model: Any, call: PreparedCall, row: int = 0) -> None:
+        self._model, self._row = model, row
         self._text = call.input_ids
         self._kwargs = {**call.take(), "use_cache": True}
         self._first = True
 
     @classmethod
-    def behind(cls, model: Any, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any) -> SingleSteps:
-        """A text (1, L) that has been read with these arguments and outputs; their cache stays as it is."""
-        steps = cls(model, PreparedCall(text, {}))
+    def behind(
+        cls, model: Any, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any, row: int = 0
+    ) -> SingleSteps:
+        """A text (rows, L) that has been read with these arguments and outputs; their cache stays as it is."""
+        steps = cls(model, PreparedCall(text, {}), row)
         after = kwargs_behind(model, outputs, {**model_kwargs, "use_cache": True})
         steps._kwargs, steps._first = _separate(after), False
         return steps
@@ -93,7 +98,7 @@ class SingleSteps:
         """(vocab,) logits behind the prompt, or behind one more token."""
         if token is not None:
             more = torch.tensor([[token]], dtype=self._text.dtype, device=self._text.device)
-            self._text = torch.cat([self._text, more], dim=-1)
+            self._text = torch.cat([self._text, more.expand(len(self._text), 1)], dim=-1)
         length = self._text.shape[1] if self._first else 1
         inputs = self._model.prepare_inputs_for_generation(
             self._text, next_sequence_length=length, is_first_iteration=self._first, **self._kwargs
@@ -101,7 +106,7 @@ class SingleSteps:
         outputs = self._model(**inputs, return_dict=True)
         self._kwargs = kwargs_behind(self._model, outputs, self._kwargs)
         self._first = False
-        logits: torch.Tensor = outputs.logits[0, -1]
+        logits: torch.Tensor = outputs.logits[self._row, -1]
         return logits.float()
 
     def fork(self) -> SingleSteps:

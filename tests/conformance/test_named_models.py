@@ -359,16 +359,65 @@ def test_generations_beside_each_other_do_not_change_what_is_known_of_a_model(ca
     assert {stream.report.mode for stream in streams} == {"tree"}
 
 
-def test_batches_with_pictures_are_left_to_generate() -> None:
-    model = build("gemma3", "image")
+def pictures(model: Any, padding: int) -> dict[str, torch.Tensor]:
+    """A row, and a shorter one with another picture and padding in front."""
     one = picture_prompt(model)
     assert one is not None
-    inputs = {name: torch.cat([value, value.flip(-1) * 0.5 if name == "pixel_values" else value])
-              for name, value in one.items()}  # fmt: skip
+    other = {name: value.flip(-1) * 0.5 if name == "pixel_values" else value for name, value in one.items()}
+    for name in one.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"} if padding else ():
+        front = one[name].new_zeros(1, padding)
+        other[name] = torch.cat([front, one[name][:, :-padding]], dim=1)
+    return {name: torch.cat([value, other[name]]) for name, value in one.items()}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "idefics3", "qwen3_5", "chameleon"])
+def test_rows_of_a_batch_with_pictures_are_drafted_for(name: str) -> None:
+    """Windows, positions of several axes, recurrent states, recorded passes; other pictures behind the same words."""
+    model = build(name, "image")
+    batches = [pictures(model, 0), pictures(model, 5)]
+    batches.append({**batches[0], "pixel_values": batches[0]["pixel_values"].flip(0)})
+    sampled = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "seed": 5}
+    wanted = [model.generate(**inputs, **GREEDY) for inputs in batches]
+    options = {"return_dict_in_generate": True, "output_logits": True, **GREEDY}
+    told = [model.generate(**inputs, **options) for inputs in batches[1:]]
+    cache = told[0].past_key_values
+    assert not torch.allclose(told[0].logits[0][0], told[1].logits[0][0])
+    for recorded in ("off", "always") if name in ("gemma3", "qwen2_vl") else ("auto",):
+        rs.accelerate(model, nodes=8, recorded_pass=recorded)
+        for inputs, text in zip(batches, wanted, strict=True):
+            answers = [row[inputs["input_ids"].shape[1] :].tolist() for row in text]
+            assert torch.equal(model.generate(**inputs, prediction=answers, **GREEDY), text)
+            assert model.speculation.last.mode == "tree"
+            assert model.speculation.last.tokens_per_pass > 4
+        drawn = model.generate(**inputs, **sampled)
+        assert torch.equal(model.generate(**inputs, draft="off", **sampled), drawn)
+        got, other = (model.generate(**inputs, **options) for inputs in batches[1:])
+        assert torch.equal(got.sequences, wanted[1])
+        for ours, plain in ((got, told[0]), (other, told[1])):
+            torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), atol=2e-4, rtol=2e-4)
+        for layer, plain in zip(got.past_key_values.layers, cache.layers, strict=True):
+            if getattr(plain, "keys", None) is not None:
+                assert layer.keys.shape == plain.keys.shape
+                torch.testing.assert_close(layer.keys[0], plain.keys[0], atol=2e-5, rtol=2e-5)
+        rs.restore(model)
+
+
+def test_what_a_batch_is_given_behind_its_prompt_leaves_it_to_generate() -> None:
+    """Masks over pictures go along with every token; a later call of the kind does not read its prompt in vain."""
+    model = build("mllama", "image")
+    inputs = pictures(model, 0)
     wanted = model.generate(**inputs, **GREEDY)
-    rs.accelerate(model, nodes=8, recorded_pass="always")
-    assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
-    assert model.speculation.last.mode == "delegated"
+    passes: list[int] = []
+    hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
+    rs.accelerate(model, nodes=8)
+    model.generate(inputs["input_ids"][:, :4], max_new_tokens=2)
+    for many in (13, 12):
+        passes.clear()
+        assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
+        assert len(passes) == many
+        assert model.speculation.last.mode == "delegated"
+        assert "cross_attention_mask" in model.speculation.last.reason
+    hook.remove()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
