@@ -1,0 +1,284 @@
+"""The worker behind a scheduler that does what SGLang's does, as far as a worker sees it; SGLang is not needed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from sglang_engine import (
+    WIDTH,
+    NgramWorker,
+    Request,
+    Scheduler,
+    links,
+    plain,
+    pretend_modules,
+    walk_sampled,
+)
+
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.errors import ConfigError, StoreNotFoundError
+from retrieve_spec.integrations import ServingDrafter, options, sglang
+from retrieve_spec.integrations.tree_corpus import TreeCorpus, mask_of
+
+
+class Worker(sglang.Drafting, NgramWorker):
+    """As `worker_class` makes it, over the stand-in of SGLang's worker."""
+
+
+@pytest.fixture
+def make(monkeypatch):
+    def worker(given=None, overlap=True, topk=10):
+        pretend_modules(monkeypatch)
+        monkeypatch.setenv(sglang.PLACE, json.dumps(given or {}))
+        return Worker(overlap=overlap, topk=topk)
+
+    return worker
+
+
+@pytest.mark.parametrize(("overlap", "topk", "given"), [(True, 10, {}), (False, 10, {"session": True}), (True, 1, {})])
+def test_texts_are_those_without_drafts(make, overlap, topk, given):
+    scheduler = Scheduler(make(given, overlap, topk), seed=overlap + topk, retracts=0.05)
+    wanted = {}
+    for i in range(16):
+        prompt = [(10 * (i % 9)) + j % 9 for j in range((1, 9, 30, 60)[i % 4])]
+        wanted[f"r{i}"] = {"prompt": prompt, "max_new_tokens": (1, 2, 9, 40)[i % 3], "top_k": 1 + i % 2}
+        scheduler.add(f"r{i}", **wanted[f"r{i}"])
+    assert scheduler.serve() == {name: plain(w["prompt"], w["max_new_tokens"]) for name, w in wanted.items()}
+    assert scheduler.accepted > scheduler.steps / 2
+    counts = scheduler.worker.ngram_corpus.trees.statistics()
+    assert counts["failures"] == 0 and counts["requests"] >= 16
+    scheduler.add("last", prompt=[1])
+    scheduler.step()
+    assert scheduler.worker.ngram_corpus.trees.statistics()["under_way"] == 1, "those that ended are forgotten"
+
+
+def test_whole_prompts_are_drafted_from(make):
+    """What comes next stands at the prompt's beginning, further back than SGLang's tails reach."""
+    prompt = [*range(60), *range(100, 400), 3, 4, 5]
+    corpus = make().ngram_corpus.trees
+    corpus.drafter.vocabulary = None
+    token_ids, parent = corpus.trees([Request("a", prompt)], [[]])
+    assert token_ids[0].tolist() == list(range(5, 5 + WIDTH))
+    assert parent[0].tolist() == list(range(-1, WIDTH - 1))
+
+
+def check(token_ids, parent):
+    """A tree that any verifier takes: parents first, children of a node all different."""
+    assert parent[0] == -1 and (parent[1:] < np.arange(1, len(parent))).all() and (parent[1:] >= 0).all()
+    assert len({(int(p), int(t)) for p, t in zip(parent[1:], token_ids[1:], strict=True)}) == len(parent) - 1
+
+
+def test_trees_are_filled_up_with_a_path(make):
+    corpus = make().ngram_corpus.trees
+    branched = DraftTree(np.array([5, 6, 7, 8], np.int32), np.array([-1, 0, 0, -1], np.int32))
+    for tree in (branched, branched.first(2), DraftTree(), branched.first(1)):
+        corpus._draft = lambda *_, tree=tree: [tree]
+        token_ids, parent = corpus.trees([Request("a", [7, 7])], [[]])
+        check(token_ids[0], parent[0])
+        assert token_ids[0, 0] == 7
+        assert token_ids[0, 1 : 1 + len(tree)].tolist() == tree.token_ids.tolist()
+        assert parent[0, 1 : 1 + len(tree)].tolist() == (tree.parent + 1).tolist()
+        child, _ = links(mask_of(parent))
+        assert (child[0] == -1).sum() == max(tree.paths, 1)
+
+
+def test_masks_are_those_of_the_parents():
+    rng = np.random.default_rng(0)
+    parent = np.stack([[-1, *(int(rng.integers(0, i)) for i in range(1, WIDTH))] for _ in range(5)]).astype(np.int32)
+    mask = mask_of(parent)
+    for b in range(5):
+        for i in range(WIDTH):
+            path, at = set(), i
+            while at >= 0:
+                path.add(at)
+                at = int(parent[b, at])
+            assert set(np.flatnonzero(mask[b, i])) == path
+
+
+def test_sampled_tokens_have_the_models_distribution(make):
+    """Of SGLang's walk with coins, by chi-square; tokens that come twice below one node would come too often."""
+    rng = np.random.default_rng(1)
+    vocabulary, draws = 6, 4000
+    corpus = make().ngram_corpus.trees
+    tree = DraftTree(np.array([0, 1, 2, 3], np.int32), np.array([-1, 0, 0, -1], np.int32))
+    corpus._draft = lambda *_: [tree]
+    token_ids, parent = corpus.trees([Request("a", [0, 0])], [[]])
+    padded = (token_ids[0], mask_of(parent)[0])
+    twice = (np.array([4, *tree.token_ids, 0, 0, 0, 0]), mask_of(np.array([[-1, *(tree.parent + 1), 0, 0, 0, 0]]))[0])
+    target = rng.dirichlet(np.ones(vocabulary), WIDTH)
+    far = []
+    for candidates, mask in (padded, twice):
+        child, sibling = (one[0] for one in links(mask[None]))
+        counts = np.zeros(vocabulary)
+        for _ in range(draws):
+            nodes, token = walk_sampled(candidates, child, sibling, target, rng.random(WIDTH), rng.random())
+            counts[candidates[nodes[1]] if len(nodes) > 1 else token] += 1
+        expected = target[0] * draws
+        far.append((((counts - expected) ** 2 / expected).sum() - (vocabulary - 1)) / (2 * (vocabulary - 1)) ** 0.5)
+    assert far[0] < 4.0 < far[1]
+
+
+def test_wishes_of_requests(make, caplog):
+    worker = make({"session": True})
+    scheduler = Scheduler(worker)
+    scheduler.add("off", prompt=list(range(9)) * 3, retrieve_spec_draft=0)
+    scheduler.add("predicted", prompt=[60], retrieve_spec_prediction=[69, 61, 63, 65, 67, 61, 62, 63])
+    scheduler.add("wrong", prompt=[30, 31], retrieve_spec_prediction={"no": "text"})
+    scheduler.add("text", prompt=[30, 31], retrieve_spec_prediction="text without a tokenizer")
+    scheduler.serve()
+    assert caplog.text.count("goes without drafts") == 2
+    assert worker.ngram_corpus.trees.statistics()["requests"] == 1
+    scheduler.add("secret", prompt=[80, 81, 82], retrieve_spec_keep="false")
+    scheduler.serve()
+    scheduler.add("other", prompt=[5])
+    scheduler.serve()
+    remembered = np.concatenate([*worker.ngram_corpus.trees.drafter.session.texts, np.empty(0, np.int32)])
+    assert not (remembered >= 80).any() and (remembered // 10 == 6).any()
+    assert worker.ngram_corpus.trees.statistics()["failures"] == 0
+
+
+def test_what_is_no_text_goes_without(make):
+    scheduler = Scheduler(make())
+    scheduler.add("pictures", prompt=[1, 2, 3] * 5, embeds=[[0.0]])
+    scheduler.add("text", prompt=list(range(9)) * 3)
+    scheduler.serve()
+    assert scheduler.texts["pictures"] == plain([1, 2, 3] * 5)
+    assert scheduler.worker.ngram_corpus.trees.statistics()["requests"] == 1
+
+
+def corpus_of(**given):
+    return TreeCorpus(ServingDrafter(**given), WIDTH, "tree", lambda: None)
+
+
+def test_answers_are_remembered_whole_and_once():
+    """The tokens of the last step come when the request has left the batch; what is read again is no answer twice."""
+    corpus = corpus_of(session=options.Options(session=True).drafter(lambda: None, 100).session)
+    request = Request("a", [1, 2, 3])
+    corpus.begin([request])
+    request.output_ids.extend([11, 12])
+    corpus.trees([request], [[13]])
+    request.is_retracted = True
+    corpus.end_those_gone()
+    assert not len(corpus.drafter) and not corpus.drafter.session.texts
+    request.is_retracted = False
+    request.output_ids.extend([13, 14, 15])
+    corpus.trees([request], [[]])
+    request.output_ids.extend([16, 17])
+    request.finished_reason = "stop"
+    corpus.end_those_gone()
+    assert [text.tolist() for text in corpus.drafter.session.texts] == [[11, 12, 13, 14, 15, 16, 17]]
+
+
+def test_requests_that_never_decode_are_forgotten():
+    corpus = corpus_of()
+    for i in range(5):
+        request = Request(f"r{i}", [1, 2, 3])
+        corpus.begin([request])
+        if i % 2:
+            request.finished_reason = "abort"
+        del request
+        gc.collect()
+    corpus.begin([])
+    assert not len(corpus.drafter)
+
+
+def test_tokens_that_change_and_names_that_come_back():
+    corpus = corpus_of()
+    request = Request("a", list(range(9)) * 3)
+    corpus.trees([request], [[0, 1, 2]])
+    request.output_ids.extend([0, 1, 9])
+    corpus.trees([request], [[4]])
+    assert corpus.drafter.length("a") == 27 + 4
+    request.output_ids = array("q", [5])
+    corpus.trees([request], [[]])
+    assert corpus.drafter.length("a") == 27 + 1
+    other = Request("a", [50] * 40)
+    token_ids, _ = corpus.trees([other], [[]])
+    assert set(token_ids[0]) == {50} and corpus.statistics()["failures"] == 0
+
+
+def test_a_failure_leaves_the_answer_and_ends_drafting(make, monkeypatch, caplog):
+    worker = make()
+    monkeypatch.setattr(worker.ngram_corpus.trees.drafter, "draft", lambda *_, **__: 1 / 0)
+    scheduler = Scheduler(worker)
+    scheduler.add("a", prompt=list(range(9)) * 3)
+    with caplog.at_level(logging.CRITICAL):
+        assert scheduler.serve() == {"a": plain(list(range(9)) * 3)}
+    assert worker.ngram_corpus.trees.statistics()["failures"] == 3
+
+
+def test_state_is_kept(make, tmp_path):
+    for _ in range(2):
+        worker = make({"session": True, "state": str(tmp_path / "state")})
+        known = len(worker.ngram_corpus.trees.drafter.session)
+        scheduler = Scheduler(worker)
+        scheduler.add("a", prompt=[1])
+        scheduler.serve()
+        scheduler.add("b", prompt=[2])
+        scheduler.step()
+        worker.ngram_corpus.trees.drafter.save()
+    assert known > 30
+    worker.ngram_corpus.reset()
+    assert not len(worker.ngram_corpus.trees.drafter)
+
+
+def test_the_first_rank_drafts_for_all(make, monkeypatch):
+    batch = SimpleNamespace(reqs=[Request("a", list(range(9)) * 3)], grammar_needs_sync=lambda: True)
+    first = make(overlap=False)
+    drafts = first._prepare_draft_tokens(batch)
+    wire = []
+    monkeypatch.setattr(sglang, "_tell", lambda group, drafted: wire.append(drafted.copy()))
+    pretend_modules(monkeypatch, rank=0, world=2)
+    Worker(overlap=False)._prepare_draft_tokens(batch)
+    monkeypatch.setattr(sglang, "_tell", lambda group, drafted: np.copyto(drafted, wire[0]))
+    pretend_modules(monkeypatch, rank=1, world=2)
+    second = Worker(overlap=False)
+    assert second.ngram_corpus.trees is None
+    for one, other in zip(drafts, second._prepare_draft_tokens(batch), strict=True):
+        assert (one == other).all()
+    second.ngram_corpus.begin(batch.reqs)
+    second._update_ngram_corpus(batch)
+    second.ngram_corpus.erase_match_state(["a"])
+    second.ngram_corpus.reset()
+
+
+ARGUMENTS = {
+    "device": "cuda",
+    "pp_size": 1,
+    "speculative_num_draft_tokens": None,
+    "speculative_ngram_external_corpus_path": None,
+}
+
+
+def test_mistakes_are_named(make, monkeypatch):
+    with pytest.raises(ConfigError, match="Use datastores, session"):
+        make({"datastore": "x"})
+    with pytest.raises(ConfigError, match="model's tokenizer, got --skip-tokenizer-init"):
+        make({"datastores": "/nowhere"})
+    monkeypatch.setattr(Worker, "_trees", lambda *_: options.Options(("/nowhere",)).drafter(lambda: None, 9))
+    with pytest.raises(StoreNotFoundError):
+        make()
+    monkeypatch.setattr(options, "installed_version", lambda name: "0.5.23.post1")
+    sglang.validate(SimpleNamespace(**ARGUMENTS))
+    for wrong, message in (
+        ({"speculative_ngram_external_corpus_path": "x.jsonl"}, "Build a store"),
+        ({"speculative_num_draft_tokens": 1}, "2 … 257"),
+        ({"pp_size": 2}, "--pp-size 1"),
+        ({"device": "npu"}, "cuda, cpu, xpu"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sglang.validate(SimpleNamespace(**{**ARGUMENTS, **wrong}))
+    monkeypatch.setattr(options, "installed_version", lambda name: "0.6.0")
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.23, got 0\.6\.0"):
+        sglang.validate(SimpleNamespace(**ARGUMENTS))
+    monkeypatch.setenv(sglang.PLACE, '{"any_version": true}')
+    sglang.validate(SimpleNamespace(**ARGUMENTS))
+    monkeypatch.setenv(sglang.PLACE, "datastores=x")
+    with pytest.raises(ConfigError, match="object in JSON"):
+        sglang.options()
