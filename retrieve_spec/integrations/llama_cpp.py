@@ -1,0 +1,305 @@
+"""Draft model for llama-cpp-python: a text's ids so far in, what it will probably say next out.
+
+Give one to a `Llama`::
+
+    llm = Llama("model.gguf", logits_all=True, draft_model=DraftModel(datastores=["stores/code"]))
+
+llama-cpp-python samples from the model at every drafted position and keeps tokens as long as they are the drafted ones,
+so texts are those without drafts. Three of its ways would break that, or fail: they are seen and go without drafts, or
+are named in an error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
+from retrieve_spec.datastore.store import Datastore, open_datastore
+from retrieve_spec.errors import ConfigError, TokenizerMismatchError
+from retrieve_spec.integrations.serving import ServingDrafter
+
+logger = logging.getLogger(__name__)
+_SAVE_EVERY = 30.0
+"""Seconds between two times that what was learned is written, where texts have ended."""
+_MOST_FAILURES = 3
+_SAMPLE, _LEAST_ALIKE = 1024, 0.98
+"""Tokens of a store that are compared with the model's, and what share of them must stand for the same text."""
+_NO_DRAFT = np.empty(0, np.intc)
+
+
+@dataclass(slots=True)
+class _Text:
+    """A text under way: its request, what it was given, whether it is sampled; the last draft's size and time."""
+
+    name: str
+    ids: NDArray[np.int32]
+    sampled: bool
+    drafted: int = 0
+    answered: float = 0.0
+
+
+@dataclass(slots=True)
+class _Llama:
+    """What is known of a `Llama` that asked: why it gets no drafts, if it does not, and how much it can verify."""
+
+    without: bool
+    most: int
+    longest: int
+
+
+class DraftModel:
+    """Drafts for the texts that a `Llama` of llama-cpp-python writes; any thread may call it.
+
+    A text is known by what it says: ids that go on from the last ones, by no more than a draft and one token, are the
+    same text's; any others (another prompt, one that was edited, a next turn of a chat) end it and begin a new one.
+    Several `Llama` objects of one model can share a draft model, and each has one text at a time.
+
+    Parameters
+    ----------
+    datastores
+        Open stores, or folders or addresses of them, built with the model's tokenizer.
+    num_pred_tokens
+        Tokens drafted at most; fewer where that is faster, by the measured time of past steps.
+    session, session_tokens
+        Draft from earlier texts' answers, whoever asked, and how many tokens of them are remembered.
+    phrases
+        ``"auto"`` drafts what follows one or two tokens in the answers of several texts; ``"off"`` does not.
+    state
+        Folder in which what was learned is kept between runs; None keeps it in memory. One for each model.
+    min_path_probability
+        A token whose path is less probable is not drafted.
+
+    Raises
+    ------
+    ConfigError
+        An option has no such value, or the state folder cannot be made.
+    StoreError
+        A store cannot be opened.
+    """
+
+    def __init__(
+        self,
+        datastores: Many[Datastore | str | os.PathLike[str]] | str | os.PathLike[str] = (),
+        *,
+        num_pred_tokens: int = 16,
+        session: bool = False,
+        session_tokens: int = SpeculationConfig().session_tokens,
+        phrases: str = AUTO,
+        state: str | os.PathLike[str] | None = None,
+        min_path_probability: float = 0.05,
+    ) -> None:
+        if not 1 <= num_pred_tokens <= MAX_NODES:
+            raise ConfigError(f"num_pred_tokens from 1 to {MAX_NODES}", repr(num_pred_tokens), "16 is the default.")
+        config = SpeculationConfig(
+            session=session,
+            session_tokens=session_tokens,
+            phrases=phrases,  # type: ignore[arg-type]
+            min_path_probability=min_path_probability,
+        )
+        given = [datastores] if isinstance(datastores, str | os.PathLike) else list(datastores)
+        stores = [one if isinstance(one, Datastore) else open_datastore(one) for one in given]
+        self._most = num_pred_tokens
+        self._texts: weakref.WeakKeyDictionary[Any, _Text] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, _Llama] = weakref.WeakKeyDictionary()
+        self._names: dict[str, None] = {}  # requests under way, in the order they were begun
+        self._begun = self._failures = 0
+        self._expected: NDArray[Any] | Many[int] | None = None
+        self._last: _Text | None = None
+        self._saved = perf_counter()
+        self._lock = threading.RLock()
+        self.drafter = ServingDrafter(config, datastores=stores, state=state)
+        self.drafter.prepare(["chain"])
+        atexit.register(_close, weakref.ref(self))
+
+    def __call__(self, input_ids: NDArray[np.intc], /, **kwargs: Any) -> NDArray[np.intc]:
+        """Draft what follows a text.
+
+        Parameters
+        ----------
+        input_ids
+            (L,) token ids of the text so far.
+        kwargs
+            Not looked at.
+
+        Returns
+        -------
+        numpy.ndarray
+            (n,) intc token ids, possibly none.
+
+        Raises
+        ------
+        ConfigError
+            The `Llama` that asks keeps too few logits to verify drafts.
+        TokenizerMismatchError
+            A store was built with another tokenizer than that of the `Llama` that asks.
+        """
+        came = perf_counter()
+        with self._lock:
+            llama, call = _who_generates()
+            known = self._meet(llama)
+            if known.without or call.get("logits_processor") is not None or self._failures >= _MOST_FAILURES:
+                return _NO_DRAFT  # processors are shown drafted tokens as if they stood in the text
+            try:
+                return self._draft(
+                    self if llama is None else llama,
+                    np.array(input_ids, np.int32),
+                    bool(call.get("temp", 0.0)),
+                    known,
+                    came,
+                )
+            except Exception:  # a text goes on without drafts rather than not at all
+                self._failures += 1
+                off = self._failures == _MOST_FAILURES
+                logger.exception("drafting failed, %s", "and is off from now on" if off else "this step goes without")
+                self._texts.clear()
+                self._names.clear()
+                self.drafter.abandon()
+                return _NO_DRAFT
+
+    def expect(self, token_ids: NDArray[Any] | Many[int] | None) -> None:
+        """Say what the answer to the next prompt is expected to repeat: an edited file, above all.
+
+        Parameters
+        ----------
+        token_ids
+            (P,) token ids, as ``llm.tokenize(text, add_bos=False)`` gives them; None for nothing.
+        """
+        with self._lock:
+            self._expected = token_ids
+
+    def statistics(self) -> dict[str, float]:
+        """See `ServingDrafter.statistics`; `failures` are steps in which drafting failed, and was left out."""
+        with self._lock:
+            return {**self.drafter.statistics(), "failures": self._failures}
+
+    def close(self) -> None:
+        """End the texts under way, so that session and phrases learn their answers, and write what was learned.
+
+        That is done at exit, too; a closed draft model can go on drafting.
+        """
+        with self._lock:
+            self._texts.clear()
+            self._end_others()
+            self.drafter.save()
+
+    def _draft(
+        self, owner: Any, ids: NDArray[np.int32], sampled: bool, known: _Llama, came: float
+    ) -> NDArray[np.intc]:
+        text = self._texts.get(owner)
+        if text is not None and text.sampled == sampled and _goes_on(text, ids):
+            if self._last is text and len(ids) > len(text.ids):
+                self.drafter.measured(max(came - text.answered, 1e-9))
+            self.drafter.feed(text.name, ids[len(text.ids) :])
+            text.ids = ids
+        else:
+            text = self._texts[owner] = self._begin(owner, ids, sampled)
+        room = min(self._most, known.most, known.longest - len(ids))
+        [tree] = self.drafter.draft([text.name], max(room, 0))
+        self._last, text.drafted, text.answered = text, len(tree), perf_counter()
+        return tree.token_ids.astype(np.intc)
+
+    def _begin(self, owner: Any, ids: NDArray[np.int32], sampled: bool) -> _Text:
+        self._texts.pop(owner, None)
+        self._end_others()
+        self._begun += 1
+        name = f"text {self._begun}"
+        expected, self._expected = self._expected, None
+        read = max(len(ids) - 1, 1)  # the last token is the model's first
+        self.drafter.start(name, ids[:read], prediction_ids=expected, sampled=sampled)
+        self._names[name] = None
+        self.drafter.feed(name, ids[read:])
+        return _Text(name, ids, sampled)
+
+    def _end_others(self) -> None:
+        """End requests whose text is no longer under way, also those of a `Llama` that is gone."""
+        kept = {text.name for text in self._texts.values()}
+        gone = [name for name in self._names if name not in kept]
+        for name in gone:
+            del self._names[name]
+            self.drafter.finish(name)
+        if gone and perf_counter() - self._saved > _SAVE_EVERY:
+            self.drafter.save()
+            self._saved = perf_counter()
+
+    def _meet(self, llama: Any) -> _Llama:
+        """What is known of who asks, looked at once."""
+        if llama is None:
+            return _Llama(False, MAX_NODES, sys.maxsize)
+        known = self._known.get(llama)
+        if known is None:
+            _check_logits(llama)
+            vocabulary = int(llama.n_vocab())
+            for store in self.drafter.datastores:
+                store.check_ids(vocabulary)
+                _check_tokenizer(store, llama)
+            without = bool(getattr(llama, "_is_recurrent", True) or getattr(llama, "_is_hybrid", True))
+            if without:
+                logger.warning(
+                    "no drafts for %s: llama-cpp-python cannot take tokens back from recurrent state", llama.model_path
+                )
+            known = self._known[llama] = _Llama(without, int(llama.n_batch) - 1, int(llama.n_ctx()))
+        return known
+
+
+def _who_generates() -> tuple[Any, Any]:
+    """The `Llama` whose `generate` has called, and that method's names and values; None and none for another caller."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and hasattr(frame.f_locals.get("self"), "draft_model"):
+            return frame.f_locals["self"], frame.f_locals
+        frame = frame.f_back  # type: ignore[assignment]
+    return None, {}
+
+
+def _goes_on(text: _Text, ids: NDArray[np.int32]) -> bool:
+    """Whether ids are those of a text and at most what its last draft can have brought."""
+    more = len(ids) - len(text.ids)
+    return 0 <= more <= text.drafted + 1 and bool((ids[: len(text.ids)] == text.ids).all())
+
+
+def _check_logits(llama: Any) -> None:
+    """Refuse a `Llama` that has room for the logits of one batch only.
+
+    With a draft model it writes those of every position, and fails at the first one behind its batch.
+    """
+    if len(llama.scores) < llama.n_ctx():
+        raise ConfigError(
+            "Llama(…, logits_all=True), which keeps the logits of all positions",
+            f"room for {len(llama.scores)} of {llama.n_ctx()}",
+            "Pass logits_all=True beside draft_model.",
+        )
+
+
+def _check_tokenizer(store: Datastore, llama: Any) -> None:
+    """Compare what some of a store's tokens stand for with what the model takes them for."""
+    ids = np.unique(np.concatenate([segment.to_global[1:] for segment in store.segments] or [np.empty(0, np.uint32)]))
+    seen = alike = 0
+    for token in ids[:: max(len(ids) // _SAMPLE, 1)].tolist():
+        piece = store.tokenizer.decode([token], skip_special_tokens=False)
+        if piece.strip() and "\ufffd" not in piece:  # a part of a character has no text of its own
+            seen += 1
+            alike += llama.detokenize([token], special=True).decode(errors="replace").strip() == piece.strip()
+    if alike < _LEAST_ALIKE * seen:
+        raise TokenizerMismatchError(
+            f"a store of the tokenizer of {llama.model_path}",
+            f"{store.path}, of whose tokens {1 - alike / seen:.0%} stand for another text",
+            f"Build it again with the model's tokenizer, or convert it with `retrieve-spec retokenize {store.path}`.",
+        )
+
+
+def _close(draft_model: weakref.ref[DraftModel]) -> None:
+    known = draft_model()
+    if known is not None:
+        known.close()

@@ -1,0 +1,287 @@
+"""The draft model behind a `Llama` that does what llama-cpp-python's does, and, where that is installed, behind a real one."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.errors import ConfigError, StoreNotFoundError, TokenizerMismatchError
+from retrieve_spec.integrations.llama_cpp import DraftModel
+from retrieve_spec.integrations.serving import ServingDrafter
+
+
+def says(text):
+    """The next token of a made-up model: it goes round in circles that the first token chooses, with exceptions."""
+    return int((text[-1] + 1 + (len(text) % 23 == 0)) % 9 + 10 * (text[0] // 10))
+
+
+class Llama:
+    """What a draft model sees of one: the loop that samples at every drafted position, over a made-up model."""
+
+    def __init__(self, draft_model, n_ctx=256, n_batch=32, recurrent=False, scores=None):
+        self.draft_model, self.n_batch, self.model_path = draft_model, n_batch, "made-up.gguf"
+        self._is_recurrent, self._is_hybrid = recurrent, False
+        self._n_ctx = n_ctx
+        self.input_ids = np.full(n_ctx, 77, np.intc)
+        self.scores = np.empty((n_ctx if scores is None else scores, 1))
+        self.steps = self.accepted = 0
+
+    def n_ctx(self):
+        return self._n_ctx
+
+    def n_vocab(self):
+        return 100
+
+    def detokenize(self, tokens, special=False):
+        return bytes(f"<{tokens[0]}>", "ascii")
+
+    def generate(self, tokens, temp=0.0, logits_processor=None):
+        known, fresh = 0, list(tokens)
+        while True:
+            assert len(fresh) <= self.n_batch or not self.steps and not known, "more than a batch holds"
+            assert known + len(fresh) <= self._n_ctx, "more than the cache holds"
+            at = known + len(fresh) - (len(fresh) if known else 1)
+            self.input_ids[known : known + len(fresh)] = fresh
+            known += len(fresh)
+            self.steps += 1
+            while at < known:
+                token = says(self.input_ids[: at + 1])
+                at += 1
+                yield token
+                if at < known and token != self.input_ids[at]:
+                    known = at
+                    break
+                self.accepted += at < known
+            fresh = [token]
+            self.input_ids[known : known + 1] = fresh
+            draft = self.draft_model(self.input_ids[: known + 1])
+            assert draft.dtype == np.intc
+            fresh.extend(draft.astype(int)[: self._n_ctx - known - 1])
+
+    def write(self, prompt, count, **options):
+        """The text of a prompt and so many tokens more."""
+        text = list(prompt)
+        for token in self.generate(prompt, **options):
+            text.append(token)
+            if len(text) == len(prompt) + count:
+                return text
+
+
+def plain(prompt, count):
+    text = list(prompt)
+    for _ in range(count):
+        text.append(says(text))
+    return text
+
+
+def test_texts_are_those_without_drafts():
+    llama = Llama(DraftModel(num_pred_tokens=9))
+    for i, (length, count) in enumerate([(1, 40), (9, 1), (30, 200), (30, 30), (31, 30), (5, 251)]):
+        prompt = [10 * i + j % 9 for j in range(length)]
+        assert llama.write(prompt, count) == plain(prompt, count)
+    assert llama.accepted > llama.steps
+    assert llama.draft_model.statistics()["failures"] == 0
+    assert llama.draft_model.statistics()["under_way"] == 1, "texts that ended are forgotten"
+
+
+def test_drafts_that_fit_batch_and_context():
+    llama = Llama(DraftModel(num_pred_tokens=64), n_ctx=100, n_batch=4)
+    asked = []
+    draft = llama.draft_model
+
+    class Watched:
+        def __call__(self, ids):
+            found = draft(ids)
+            asked.append((len(ids), len(found)))
+            return found
+
+    llama.draft_model = Watched()
+    assert llama.write([1], 99) == plain([1], 99)
+    assert max(most for _, most in asked) == 3
+    assert all(length + most <= 100 for length, most in asked)
+
+
+class Naive:
+    """The plain way: a drafter of one request is told what happens to texts, which it keeps as lists."""
+
+    def __init__(self, session):
+        self.drafter = ServingDrafter(SpeculationConfig(session=session, min_path_probability=0.05))
+        self.texts, self.drafted, self.count = {}, {}, 0
+
+    def draft(self, who, ids):
+        old = self.texts.get(who)
+        if old and ids[: len(old[1])] == old[1] and len(ids) - len(old[1]) <= self.drafted[who] + 1:
+            name = old[0]
+            self.drafter.feed(name, ids[len(old[1]) :])
+        else:
+            if old:
+                self.drafter.finish(old[0])
+            self.count += 1
+            name = str(self.count)
+            self.drafter.start(name, ids[: max(len(ids) - 1, 1)])
+            self.drafter.feed(name, ids[max(len(ids) - 1, 1) :])
+        self.texts[who] = name, ids
+        draft = self.drafter.draft([name], 6)[0].token_ids.tolist()
+        self.drafted[who] = len(draft)
+        return draft
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.integers(1, 3))
+def test_state_follows_what_texts_say(seed, session, llamas):
+    """Texts that go on as drafted and otherwise, are taken back, edited, replaced, continued; several in turn."""
+    rng = np.random.default_rng(seed)
+    ours, naive = DraftModel(num_pred_tokens=6, session=session), Naive(session)
+    ours.drafter.measured = lambda seconds: None  # drafts are to depend on texts alone
+    askers = [Llama(ours) for _ in range(llamas)]
+    texts = [rng.integers(0, 5, 9).tolist() for _ in askers]
+    drafts = [[] for _ in askers]
+    for _ in range(60):
+        who = int(rng.integers(llamas))
+        text, what = texts[who], rng.choice(["goes on"] * 6 + ["back", "edit", "new", "turn", "again"])
+        if what == "goes on":
+            text = text + drafts[who][: int(rng.integers(0, 7))] + [int(rng.integers(5))]
+        elif what == "back":
+            text = text[: int(rng.integers(1, len(text) + 1))]
+        elif what == "edit":
+            at = int(rng.integers(len(text)))
+            text = [*text[:at], int(rng.integers(5)), *text[at + 1 :]]
+        elif what == "new":
+            text = rng.integers(0, 5, int(rng.integers(1, 30))).tolist()
+        elif what == "turn":
+            text = text + rng.integers(0, 5, 20).tolist()
+        texts[who] = text
+        drafts[who] = called(askers[who], text)
+        assert drafts[who] == naive.draft(who, text)
+    ours.close()
+    for name in sorted((name for name, _ in naive.texts.values()), key=int):
+        naive.drafter.finish(name)
+    wanted, got = naive.drafter.statistics(), ours.statistics()
+    assert got["failures"] == 0
+    for name in ("requests", "steps", "drafted", "accepted", "emitted", "under_way"):
+        assert got[name] == wanted[name]
+    if session:
+        kept = [[text.tolist() for text in drafter.session.texts] for drafter in (ours.drafter, naive.drafter)]
+        assert kept[0] == kept[1]
+
+
+def called(llama, text):
+    """What the draft model of a `Llama` says when `generate` calls it."""
+
+    def generate(self):
+        return self.draft_model(np.array(text, np.intc)).tolist()
+
+    return generate(llama)
+
+
+def test_a_step_is_measured_from_draft_to_draft(monkeypatch):
+    steps = []
+    monkeypatch.setattr(ServingDrafter, "measured", lambda self, seconds: steps.append(seconds))
+    one, other = Llama(DraftModel()), None
+    other = Llama(one.draft_model)
+    called(one, [1, 2, 3])
+    assert not steps, "the prompt was read before the first draft"
+    called(one, [1, 2, 3, 4])
+    assert len(steps) == 1 and 0 < steps[0] < 60
+    called(other, [1, 2, 3])
+    called(one, [1, 2, 3, 4, 5])
+    assert len(steps) == 1, "another text's step lies between"
+    called(one, [1, 2, 3, 4, 5, 6])
+    called(one, [9, 9])
+    assert len(steps) == 2
+
+
+def test_greedy_and_sampled_texts_are_apart():
+    llama = Llama(DraftModel())
+    list(zip(range(3), llama.generate([1, 2], temp=0.0), strict=False))
+    assert [text.sampled for text in llama.draft_model._texts.values()] == [False]
+    list(zip(range(3), llama.generate([1, 2], temp=0.7), strict=False))
+    assert [text.sampled for text in llama.draft_model._texts.values()] == [True]
+
+
+def test_what_cannot_be_verified_goes_without_drafts(caplog):
+    prompt = list(range(9)) * 3
+    llama = Llama(DraftModel(), recurrent=True)
+    assert llama.write(prompt, 30) == plain(prompt, 30) and llama.steps == 30
+    assert caplog.text.count("recurrent state") == 1
+    llama = Llama(DraftModel())
+    llama.write(prompt, 30, logits_processor=[lambda ids, scores: scores])
+    assert llama.steps == 30
+    with pytest.raises(ConfigError, match="Pass logits_all=True"):
+        Llama(DraftModel(), scores=32).write(prompt, 30)
+
+
+def test_other_callers():
+    draft = DraftModel(num_pred_tokens=4)
+    assert draft(np.array([1, 2, 3, 4] * 4, np.intc)).tolist() == [1, 2, 3, 4]
+    assert draft(np.array([1, 2, 3, 4] * 5, np.int64), top_k=3).dtype == np.intc
+    assert draft.statistics()["requests"] == 1
+
+
+def test_an_expected_answer_is_drafted_once():
+    llama = Llama(DraftModel())
+    llama.draft_model.expect([60, 61, 62, 63, 64, 65, 66, 67])
+    assert called(llama, [99, 60, 61])[:4] == [62, 63, 64, 65]
+    assert called(llama, [98, 60, 61]) == []
+
+
+def test_a_llama_that_is_gone_leaves_no_text():
+    draft = DraftModel(session=True)
+    for i in range(4):
+        Llama(draft).write([10 * i], 20)
+        gc.collect()
+    called(Llama(draft), [1])
+    assert draft.statistics()["under_way"] == 1
+    assert len(draft.drafter.session.texts) == 4
+    draft.close()
+    assert draft.statistics()["under_way"] == 0
+
+
+def test_state_is_kept(tmp_path):
+    for _ in range(2):
+        draft = DraftModel(session=True, state=tmp_path / "state")
+        known = len(draft.drafter.session)
+        Llama(draft).write([1], 60)
+        draft.close()
+    assert known > 30
+
+
+def test_a_failure_leaves_the_text_and_ends_drafting(caplog, monkeypatch):
+    llama = Llama(DraftModel())
+    monkeypatch.setattr(llama.draft_model.drafter, "draft", lambda *_: 1 / 0)
+    with caplog.at_level(logging.CRITICAL):
+        assert llama.write(list(range(9)) * 3, 30) == plain(list(range(9)) * 3, 30)
+    assert llama.draft_model.statistics()["failures"] == 3
+    assert called(llama, []) == []
+
+
+def test_a_store_of_another_tokenizer(monkeypatch):
+    def store(piece, highest=60):
+        pieces = SimpleNamespace(decode=lambda ids, **_: piece.format(ids[0]))
+        segment = SimpleNamespace(to_global=np.arange(highest, dtype=np.uint32))
+        return SimpleNamespace(tokenizer=pieces, segments=[segment], path="store", check_ids=lambda known: None)
+
+    for piece, right in (("<{}>", True), (" <{}>", True), ("({})", False)):
+        llama = Llama(DraftModel())
+        llama.draft_model.drafter.datastores = [store(piece)]
+        if right:
+            llama.draft_model._meet(llama)
+        else:
+            with pytest.raises(TokenizerMismatchError, match="100% stand for another text"):
+                called(llama, [1])
+
+
+def test_mistakes_are_named():
+    with pytest.raises(StoreNotFoundError):
+        DraftModel("/nowhere")
+    with pytest.raises(ConfigError, match="num_pred_tokens from 1"):
+        DraftModel(num_pred_tokens=0)
+    with pytest.raises(ConfigError, match="phrases 'auto' or 'off'"):
+        DraftModel(phrases="on")
