@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter, LlamaFileType, TokenType
+from gguf import GGUFWriter, Keys, LlamaFileType, TokenType
 from numpy.typing import NDArray
 from safetensors import deserialize
 
@@ -63,7 +63,9 @@ def export(source: Path, target: Path) -> None:
     rope = config.get("rope_parameters") or {}
     kind = config["model_type"], rope.get("rope_type", "default"), tokenizer["model"]["type"]
     if kind != ("llama", "default", "BPE") or _words(tokenizer) != WORDS:
-        sys.exit(f"expected a Llama whose tokenizer divides words as Qwen2's does, got {kind}. Use llama.cpp's converter.")
+        sys.exit(
+            f"expected a Llama whose tokenizer divides words as Qwen2's does, got {kind}. Use llama.cpp's converter."
+        )
     writer = GGUFWriter(target, "llama")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     writer.add_name(source.name)
@@ -120,7 +122,7 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], size: int) -> 
     known = {piece: i for i, piece in enumerate(pieces)}
     for role, piece in SPECIAL.items():
         if piece in known:
-            getattr(writer, f"add_{role}_token_id")(known[piece])
+            writer.add_uint32(getattr(Keys.Tokenizer, f"{role.upper()}_ID"), known[piece])
 
 
 def _name(name: str) -> str:

@@ -194,9 +194,7 @@ class DraftModel:
             self._end_others()
             self.drafter.save()
 
-    def _draft(
-        self, owner: Any, ids: NDArray[np.int32], sampled: bool, known: _Llama, came: float
-    ) -> NDArray[np.intc]:
+    def _draft(self, owner: Any, ids: NDArray[np.int32], sampled: bool, known: _Llama, came: float) -> NDArray[np.intc]:
         text = self._texts.get(owner)
         if text is not None and text.sampled == sampled and _goes_on(text, ids):
             if self._last is text and len(ids) > len(text.ids):

@@ -1,4 +1,4 @@
-"""The draft model behind a `Llama` that does what llama-cpp-python's does, and, where that is installed, behind a real one."""
+"""The draft model behind a `Llama` that does what llama-cpp-python's does; that package is not needed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Llama:
     def generate(self, tokens, temp=0.0, logits_processor=None):
         known, fresh = 0, list(tokens)
         while True:
-            assert len(fresh) <= self.n_batch or not self.steps and not known, "more than a batch holds"
+            assert len(fresh) <= self.n_batch or not known, "more than a batch holds"
             assert known + len(fresh) <= self._n_ctx, "more than the cache holds"
             at = known + len(fresh) - (len(fresh) if known else 1)
             self.input_ids[known : known + len(fresh)] = fresh
