@@ -36,6 +36,8 @@ _SAVE_EVERY = 30.0
 _MOST_FAILURES = 3
 _SAMPLE, _LEAST_ALIKE = 1024, 0.98
 """Tokens of a store that are compared with the model's, and what share of them must stand for the same text."""
+_LONGEST_PIECE = 32
+"""Bytes of a token's text that llama-cpp-python has room for when it says what a token stands for."""
 _NO_DRAFT = np.empty(0, np.intc)
 
 
@@ -247,7 +249,10 @@ class DraftModel:
                 logger.warning(
                     "no drafts for %s: llama-cpp-python cannot take tokens back from recurrent state", llama.model_path
                 )
-            known = self._known[llama] = _Llama(without, int(llama.n_batch) - 1, int(llama.n_ctx()))
+            longest = min(
+                int(llama.n_ctx()), len(llama.input_ids)
+            )  # it keeps fewer ids than llama.cpp, which rounds up
+            known = self._known[llama] = _Llama(without, int(llama.n_batch) - 1, longest)
         return known
 
 
@@ -272,10 +277,10 @@ def _check_logits(llama: Any) -> None:
 
     With a draft model it writes those of every position, and fails at the first one behind its batch.
     """
-    if len(llama.scores) < llama.n_ctx():
+    if len(llama.scores) < len(llama.input_ids):
         raise ConfigError(
             "Llama(…, logits_all=True), which keeps the logits of all positions",
-            f"room for {len(llama.scores)} of {llama.n_ctx()}",
+            f"room for {len(llama.scores)} of {len(llama.input_ids)}",
             "Pass logits_all=True beside draft_model.",
         )
 
@@ -286,7 +291,7 @@ def _check_tokenizer(store: Datastore, llama: Any) -> None:
     seen = alike = 0
     for token in ids[:: max(len(ids) // _SAMPLE, 1)].tolist():
         piece = store.tokenizer.decode([token], skip_special_tokens=False)
-        if piece.strip() and "\ufffd" not in piece:  # a part of a character has no text of its own
+        if piece.strip() and "\ufffd" not in piece and len(piece.encode()) <= _LONGEST_PIECE:  # no part of a character
             seen += 1
             alike += llama.detokenize([token], special=True).decode(errors="replace").strip() == piece.strip()
     if alike < _LEAST_ALIKE * seen:

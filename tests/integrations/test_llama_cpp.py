@@ -28,7 +28,7 @@ class Llama:
     def __init__(self, draft_model, n_ctx=256, n_batch=32, recurrent=False, scores=None):
         self.draft_model, self.n_batch, self.model_path = draft_model, n_batch, "made-up.gguf"
         self._is_recurrent, self._is_hybrid = recurrent, False
-        self._n_ctx = n_ctx
+        self._n_ctx = -(-n_ctx // 256) * 256  # llama.cpp rounds up
         self.input_ids = np.full(n_ctx, 77, np.intc)
         self.scores = np.empty((n_ctx if scores is None else scores, 1))
         self.steps = self.accepted = 0
