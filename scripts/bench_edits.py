@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from gpu_setting import SHAPES, build
 from starlette.testclient import TestClient

@@ -1,4 +1,4 @@
-"""Tree corpus: the requests of a batch in, draft trees that are all of one width out, as SGLang verifies them."""
+"""Tree corpus: draft trees of one width for the requests of a batch, in the arrays by which SGLang verifies them."""
 
 from __future__ import annotations
 
