@@ -17,6 +17,7 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+import checkout  # noqa: F401
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 

@@ -1,4 +1,4 @@
-"""Options of a drafter inside an engine: what its user and its requests wrote in, a `ServingDrafter` out."""
+"""Options of a drafter inside an engine, as its users and their requests write them, made into a `ServingDrafter`."""
 
 from __future__ import annotations
 
