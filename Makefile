@@ -13,7 +13,7 @@ KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!trit
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast hammer test-lowest test-cluster test-trl test-vllm lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-fast hammer test-lowest test-cluster test-trl test-lm-eval test-vllm lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -50,6 +50,12 @@ test-trl:
 	.venv-trl/bin/python -m pip install -q 'trl>=1.16' $(PIP_ARGS)
 	.venv-trl/bin/python -m pytest tests/integrations/test_trl.py $(ARGS)
 
+## make test-lm-eval lm-eval's scores with drafting on and off, in an environment of its own
+test-lm-eval:
+	$(MAKE) setup-test VENV=.venv-lm-eval
+	.venv-lm-eval/bin/python -m pip install -q lm-eval $(PIP_ARGS)
+	.venv-lm-eval/bin/python -m pytest tests/integrations/test_lm_eval.py $(ARGS)
+
 ## make test-vllm   drafting inside vLLM on a CPU, in an environment of its own (3.5 GB; Python 3.11 or newer)
 test-vllm:
 	@$(check-python)
@@ -58,12 +64,13 @@ test-vllm:
 		&& .venv-vllm/bin/pip install -q -e . hypothesis pytest pytest-timeout $(PIP_ARGS); }
 	NUMBA_CACHE_DIR=.venv-vllm/numba VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_engine.py $(ARGS)
 
-## make lint        ruff, mypy, spelling, and whether the generated parts of the docs are current
+## make lint        ruff, mypy, spelling, odd phrases, and whether the generated parts of the docs are current
 lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell retrieve_spec scripts tools docs datastores *.md
+	$(BIN)/python scripts/prose.py
 	$(BIN)/python scripts/generate_docs.py --check
 
 ## make fmt         format the code and fix what ruff can fix
@@ -100,7 +107,7 @@ setup-test:
 
 ## make clean       remove .venv and caches
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-site .venv-trl .venv-vllm build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-site .venv-trl .venv-lm-eval .venv-vllm build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 check-python = if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer was not found; name one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; fi

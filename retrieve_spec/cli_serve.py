@@ -235,8 +235,8 @@ def lsp(
 def forget(workspaces: tuple[Path, ...]) -> None:
     """Delete what is kept on disk about these folders, whichever others were opened with them; alone, list it.
 
-    A server that runs with one of them keeps what it has in memory until it ends, or until it is told
-    (DELETE /v1/workspace).
+    A server that runs with one of them keeps what it has in memory until it ends, or until it gets the
+    request DELETE /v1/workspace.
     """
     need_extra()
     from retrieve_spec.server.workspace_store import forget_workspace, kept_workspaces

@@ -280,4 +280,4 @@ def _error(stage: str, rank: int) -> str:
 
 
 def _silent(_: int) -> None:
-    """Progress of ranks is told by their marks."""
+    """Progress of ranks, by the marks they leave."""

@@ -1,6 +1,6 @@
 """Workers: runs the ranks of a stage in this process, or in processes of their own.
 
-A worker is a fresh interpreter (never a fork: threads and their locks stay where they are) that is told ranks on its
+A worker is a fresh interpreter (never a fork: threads and their locks stay where they are) that gets ranks on its
 standard input and answers on its standard output. It ends with the process that started it.
 """
 

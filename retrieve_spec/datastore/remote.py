@@ -1,9 +1,9 @@
 """Remotes: a store in a folder or an object store that fsspec reaches, as immutable files and numbered versions.
 
 A remote holds the files of segments and tombstones under the names that a store gives them, which say what they hold,
-and ``versions/N.json``, a manifest that is put there once and never replaced: of two writers of one version, one is
-told so. The newest version is what the remote holds; ``manifest.json`` beside it makes a plain copy of the remote a
-store.
+and ``versions/N.json``, a manifest that is put there once and never replaced: of two writers of one version, one
+gets an error. The newest version is what the remote holds; ``manifest.json`` beside it makes a plain copy of the
+remote a store.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Remote add: adds documents to a store at an address, of which only the manifest and document tables travel here.
 
 New segments are made here, or on a cluster, and sent there; then a version that lists them beside the others takes
-effect. Of two processes that add at once, one is told to do it again.
+effect. Of two processes that add at once, one gets an error and does it again.
 """
 
 from __future__ import annotations

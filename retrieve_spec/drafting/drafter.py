@@ -1,4 +1,4 @@
-"""The door between drafting and decoding: what a drafter is asked, and what it is told after each verified pass."""
+"""Drafter protocol between drafting and decoding: what a drafter is asked, and what it learns after each pass."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Company:
         return verifier.reason or "its verifier serves one text"
 
     def verifiers(self, make: Callable[[], Verifier], count: int, recorded: bool = True) -> list[Verifier]:
-        """Verifiers of sequences that are decoded together; they share captured passes, and have none of their own.
+        """Verifiers of sequences that are decoded together; they share captured passes, and capture none alone.
 
         `recorded`: whether passes may be recorded ones; else they are the model's own.
         """

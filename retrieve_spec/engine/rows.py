@@ -132,7 +132,7 @@ def why_not_together(prepared: Prepared, cache_name: str) -> str:
     if prepared.callers_cache:
         return "a batch goes on from a cache that was given"
     if (positions := kwargs.get("position_ids")) is not None and positions.shape[-2] != len(prepared.inputs.input_ids):
-        return "a batch has positions of its own"
+        return "a batch brings its own positions"
     if type(kwargs.get(cache_name)) is not DynamicCache or kwargs[cache_name].offloading:
         return f"a batch is kept in a {type(kwargs.get(cache_name)).__name__}"
     others = [p for p in prepared.processors if type(p) not in _ROW_BY_ROW]

@@ -238,7 +238,7 @@ class CompletionHandlers:
     async def _collect(
         self, request: Request, prepared: Sequence[Prepared], seen: Callable[[Delta], object] | None = None
     ) -> list[Completion]:
-        """Completions of some tasks; all are given up when the client goes away. ``seen`` is told of every pass."""
+        """Completions of some tasks; all are given up when the client goes away. ``seen`` hears of every pass."""
         streams: list[Stream] = []
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:

@@ -1,4 +1,4 @@
-"""Editor settings: what each editor's plug-in is told so that it asks a server, and where it looks for that."""
+"""Editor settings: what makes each editor's plug-in ask a server, and where it looks for them."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Editor:
         Raises
         ------
         ServeError
-            The address, or the model's name in an editor that is told it, has signs that could end a string: settings
-            are run as a program by some editors, and a server is not to write into it.
+            The address, or the model's name in an editor whose settings hold it, has signs that could end a string:
+            settings are run as a program by some editors, and a server is not to write into it.
         """
         if not _PLAIN_URL.fullmatch(remote.url):
             raise ServeError("an address of letters, digits and . : / - only", repr(remote.url), "Check --url.")

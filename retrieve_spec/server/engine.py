@@ -220,7 +220,7 @@ class Engine:
     def _supersede(self, task: Task, besides: Job | None = None) -> list[Waiter]:
         """Whoever waits for what the new task replaces, taken out; a job that nobody waits for any more ends.
 
-        The last one who waits for a job under way is told by the job itself, after the pass it is in.
+        The last one who waits for a job under way hears from the job itself, after the pass it is in.
         """
         gone: list[Waiter] = []
         for job in list(self._jobs):
@@ -472,7 +472,7 @@ class Engine:
             log.exception("a completion could not be counted")
 
     def publish(self, job: Job, delta: Delta) -> None:
-        """Hand a delta to everyone who waits for a job; who cannot take it would miss it, and is told no more."""
+        """Hand a delta to everyone who waits for a job; who cannot take it would miss it, and hears no more."""
         with self._changed:
             job.text += delta.text
             job.token_ids.extend(delta.token_ids)

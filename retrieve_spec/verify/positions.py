@@ -1,4 +1,4 @@
-"""Derived positions: models that count positions themselves are told those of a draft tree, module by module.
+"""Derived positions: models that count positions themselves get those of a draft tree, module by module.
 
 Such a model hands `past + 0 … n - 1` to a module that embeds positions, or buckets of distances to one that embeds
 those, or `past` to one that counts on from there, or a bias by key (ALiBi) to its layers. Some also make the mask of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import importlib.util
 import re
 import shlex
@@ -145,6 +146,14 @@ def test_make_targets_in_the_docs_exist():
 @pytest.mark.parametrize(("page", "most"), [("README.md", 120), ("CHANGELOG.md", 80), ("docs/measurements.md", 150)])
 def test_pages_for_newcomers_stay_short(page, most):
     assert len((ROOT / page).read_text().splitlines()) <= most
+
+
+def test_odd_phrases_are_found_over_the_ends_of_lines(generator):
+    prose = importlib.import_module("prose")
+    assert [line for line, *_ in prose.found("one\nEach drafter is\ntold so, in order to\nutilise it.")] == [2, 3, 4]
+    assert not list(prose.found("Clients are told apart by their names; it cannot be helped."))
+    pages = {path: list(prose.found(path.read_text(encoding="utf-8"))) for path in prose.texts()}
+    assert not {str(path.relative_to(ROOT)): phrases for path, phrases in pages.items() if phrases}
 
 
 PROMISES = r"would have said|says? exactly what|output stays? the same|same, token for token|sampled or not"
