@@ -100,6 +100,6 @@ def test_scores_are_identical_on_and_off(tasks: Path, batch: int, monkeypatch: p
     if batch == 1:
         assert all(report.mode == "tree" for report in passes)
         assert sum(report.nodes for report in passes) > 0, "nothing was drafted"
-    else:  # lm-eval's stop criterion keeps count of all rows at once, so the original `generate` decodes
-        assert {(report.mode, bool(report.reason)) for report in passes} == {("delegated", True)}, passes
+    else:  # lm-eval's stop criterion tells rows apart: batches are left to the original `generate`, a last row is not
+        assert {report.mode for report in passes} == {"delegated", "tree"}
     assert len({json.dumps(said) for said in on[1]["generated"]}) > 1, "all documents were answered alike"
