@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import re
 
-_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]*@")
+_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
+_SIGNATURE = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]*[^\s'\".,:;)]")
+"""What is asked for behind an address of the web: it may let in whom it is shown to."""
+
+
+def _public(text: str) -> str:
+    """A text whose addresses let nobody in."""
+    return _SIGNATURE.sub(r"\1***", _PASSWORD.sub(r"\1:***@", text))
 
 
 def in_a_line(error: Exception, most: int = 160) -> str:
@@ -30,7 +37,7 @@ class RetrieveSpecError(Exception):
     """
 
     def __init__(self, expected: str, got: str, remedy: str) -> None:
-        expected, got, remedy = (_PASSWORD.sub(r"\1:***@", str(part)) for part in (expected, got, remedy))
+        expected, got, remedy = (_public(str(part)) for part in (expected, got, remedy))
         done = expected.startswith("to ")
         happened = f"could not {expected[3:]}: {got}" if done else f"expected {expected}, got {got}"
         super().__init__(f"{happened}. {remedy}")

@@ -199,7 +199,23 @@ def test_what_is_shared_names_no_password(address, public, name):
     assert (public_name(address), name_of(address)) == (public, name)
 
 
-def test_errors_name_no_password():
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("ftp://me:sekret@host/x", "ftp://me:***@host/x"),
+        ("ftp://me:sek@ret@host/x", "ftp://me:***@host/x"),
+        ("https://host/x?X-Amz-Signature=sekret&y=1", "https://host/x?***"),
+        ("simplecache::https://me:sekret@host/x?sig=sekret", "simplecache::https://me:***@host/x?***"),
+    ],
+)
+def test_errors_name_no_password_nor_signature(address, public):
     with pytest.raises(BuildError) as told:
-        remove_documents("ftp://me:sekret@host/x", ["a.txt"])
-    assert "me:***@host/x" in str(told.value) and "sekret" not in str(told.value) + told.value.remedy
+        remove_documents(address, ["a.txt"])
+    assert f"the address {public}. " in str(told.value)
+    assert public in told.value.remedy
+    assert "sekret" not in str(told.value) + told.value.remedy
+
+
+@pytest.mark.parametrize("text", ["Is a server at http://host:8012/v1? See it.", "'https://h/x?'", "s3://b/what?/me"])
+def test_errors_leave_other_addresses_as_they_are(text):
+    assert BuildError(text, text, text).remedy == text
