@@ -11,6 +11,7 @@ from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.padded_batch import PaddedBatch, PaddedRow
 from retrieve_spec.verify.padded_probe import why_not_together
+from retrieve_spec.verify.plain import keeping_texts
 from retrieve_spec.verify.verifier import Verifier
 
 
@@ -56,7 +57,8 @@ class Company:
     def _why_not_padded(self, verifier: HFVerifier) -> str:
         """Why texts do not share passes of the model's own forward."""
         if verifier.interface is not self._looked_at:
-            self._problem = why_not_together(verifier.model, verifier.interface)
+            with keeping_texts(verifier.model):  # the call at hand may have been prepared already
+                self._problem = why_not_together(verifier.model, verifier.interface)
             self._padded = None if self._problem else PaddedBatch(verifier.model, verifier.interface)
             self._looked_at = verifier.interface
         return self._problem

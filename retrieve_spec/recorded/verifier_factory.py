@@ -24,7 +24,7 @@ from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import input_device
 from retrieve_spec.verify.kept_texts import reads_what_it_keeps
-from retrieve_spec.verify.plain import StepVerifier
+from retrieve_spec.verify.plain import StepVerifier, keeping_texts
 from retrieve_spec.verify.probe import Finding, check_verifier
 from retrieve_spec.verify.verifier import PassKind, Verifier
 
@@ -176,7 +176,8 @@ class VerifierFactory:
     def _reads(self, known: _Known, kept: list[str]) -> bool:
         """Whether passes of the model read what it keeps of texts."""
         names = frozenset(name.rpartition(".")[2] for name in kept)
-        return reads_what_it_keeps(self._model, known.finding.interface, names)
+        with keeping_texts(self._model):  # the call at hand may have been prepared already
+            return reads_what_it_keeps(self._model, known.finding.interface, names)
 
     def _examine(self, finding: Finding | None = None) -> _Known:
         """Probe the model, record it if it may be, and remember both for its state."""
@@ -184,7 +185,7 @@ class VerifierFactory:
             return _Known(ModelState(self._model), Finding("plain", why, self._finding.interface))
         if self._known and logger.isEnabledFor(logging.DEBUG):
             logger.debug("the model has changed: %s", ", ".join(self._known[0].state.changes(self._model)[:5]))
-        with torch.autocast(input_device(self._model).type, enabled=False):
+        with keeping_texts(self._model), torch.autocast(input_device(self._model).type, enabled=False):
             if finding is not None:
                 known = _Known(ModelState(self._model), finding)
             elif self._credit < 1:

@@ -402,6 +402,26 @@ def test_rows_of_a_batch_with_pictures_are_drafted_for(name: str) -> None:
         rs.restore(model)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_model_keeps_what_it_kept_of_the_picture_while_it_is_examined(rows: int) -> None:
+    """Qwen-VL notes how far positions are behind slots when a call is prepared; a second turn goes on by that."""
+    model = build("qwen2_vl", "image")
+    inputs = pictures(model, 0) if rows > 1 else picture_prompt(model)
+    assert inputs is not None
+    options = {"return_dict_in_generate": True, **GREEDY}
+
+    def turns(generate: Any) -> torch.Tensor:
+        first = generate(**inputs, **options)
+        more = torch.cat([first.sequences, prompt(model, 6, 53).expand(rows, -1)], dim=1)
+        told: torch.Tensor = generate(more, past_key_values=first.past_key_values, **options).sequences
+        return told
+
+    wanted = turns(model.generate)
+    rs.accelerate(model, nodes=8, recorded_pass="always")
+    assert torch.equal(turns(model.generate), wanted)
+    assert torch.equal(turns(model.generate), wanted)
+
+
 def test_what_a_batch_is_given_behind_its_prompt_leaves_it_to_generate() -> None:
     """Masks over pictures go along with every token; a later call of the kind does not read its prompt in vain."""
     model = build("mllama", "image")
