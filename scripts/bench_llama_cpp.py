@@ -49,7 +49,11 @@ def methods(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.datastore:
         made["ours, store"] = {"draft_model": DraftModel(args.datastore)}
-    given = {"n_ctx": args.prompt_tokens + args.new_tokens + 1, "n_threads": args.threads, "verbose": False}
+    given = {
+        "n_ctx": -(-(args.prompt_tokens + args.new_tokens + 16) // 256) * 256,
+        "n_threads": args.threads,
+        "verbose": False,
+    }
     return {
         name: Llama(args.model, **given, n_threads_batch=args.threads, logits_all=bool(one), **one)
         for name, one in made.items()

@@ -1,4 +1,4 @@
-"""Draft model for llama-cpp-python: a text's ids so far in, what it will probably say next out.
+"""Draft model for llama-cpp-python: proposes what a text will probably say next, by its ids so far.
 
 Give one to a `Llama`::
 
