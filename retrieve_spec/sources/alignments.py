@@ -1,4 +1,4 @@
-"""Places of one text that its newest tokens run beside, though single words differ."""
+"""Places of one text that its newest tokens run beside, though words are replaced, put in or left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from retrieve_spec.sources.rows import Row, source_row
 
 
 class Alignments:
-    """Copies with replaced words: goes on where an exact context ends, and remembers what words were replaced by.
+    """Copies that were edited: goes on where an exact context ends, and remembers how the copy differed.
 
     Half a megabyte, however long the text is: of longer ones than `retrieve_spec.kernels.alignment.WINDOW` tokens the
     newest are known.
@@ -20,7 +20,7 @@ class Alignments:
     def __init__(self) -> None:
         self.text: NDArray[np.int32] = np.zeros(kernels.WINDOW, np.int32)
         self.places: NDArray[np.int32] = np.zeros(kernels.SLOTS, np.int32)
-        self.kept: NDArray[np.int64] = np.zeros((kernels.KEPT, source_table.CURSOR), np.int64)
+        self.kept: NDArray[np.int64] = np.zeros((kernels.KEPT, kernels.WIDTH), np.int64)
         self.meta: NDArray[np.int64] = np.zeros(kernels.META, np.int64)
 
     def reset(self) -> None:

@@ -51,20 +51,27 @@ class Pair:
         assert self.level(draft) == list(self.naive.levels([*self.naive.text, *draft]))
 
 
-PART = st.tuples(st.integers(0, 40), st.booleans(), st.sampled_from([0.0, 0.05, 0.3]))
+PART = st.tuples(st.integers(0, 60), st.booleans(), st.sampled_from([0.0, 0.05, 0.3]))
+
+
+def edited(rng, token, alphabet, noise):
+    """What comes instead of a token: mostly itself, or up to three others, it among them or not."""
+    if rng.random() >= noise:
+        return [token]
+    return [*rng.integers(0, alphabet, rng.integers(0, 4)).tolist(), *[token] * int(rng.integers(0, 2))]
 
 
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from([2, 3, 5]), st.integers(0, 2**32), st.lists(PART, min_size=1, max_size=7))
 def test_alignments_as_defined(alphabet, seed, parts):
-    """Texts that copy earlier passages with some tokens replaced, in pieces of any length."""
+    """Texts that copy earlier passages with tokens replaced, put in and left out, in pieces of any length."""
     rng = np.random.default_rng(seed)
     pair = Pair()
     for length, generated, noise in parts:
         text = pair.naive.text
         start = int(rng.integers(0, len(text) - length)) if len(text) > length else None
         copied = text[start : start + length] if start is not None else rng.integers(0, alphabet, length).tolist()
-        said = [int(rng.integers(0, alphabet)) if rng.random() < noise else token for token in copied]
+        said = [new for token in copied for new in edited(rng, token, alphabet, noise)]
         pair.say(said, generated)
         pair.same()
         followed = list(pair.naive.kept[0].outcomes) if pair.naive.kept[0] else []
@@ -84,9 +91,11 @@ def test_few_tokens_have_slots_of_their_own():
 
 
 def test_constants():
-    names = "WINDOW", "KEPT", "ANCHOR", "OUTCOMES", "RECENT", "FEWEST"
+    names = "WINDOW", "KEPT", "ANCHOR", "OUTCOMES", "RECENT", "FEWEST", "REACH", "LONGEST", "FARTHEST"
     assert [getattr(kernels, name) for name in names] == [getattr(naive_alignments, name) for name in names]
-    assert CURSOR == 4  # the place and three replacements
+    names = "MORE", "PASSED", "ID"
+    assert [getattr(kernels, f"_{name}") for name in names] == [getattr(naive_alignments, name) for name in names]
+    assert CURSOR == 4  # the place and three edits
 
 
 def test_a_copy_goes_on_behind_a_word_that_differs_and_knows_it_again():
@@ -115,7 +124,49 @@ def test_places_beyond_the_window_are_not_followed():
         assert (length > 0) == found
 
 
-@pytest.mark.parametrize("token", [-1, -(2**31), 2**31 - 1])
+def test_a_copy_goes_on_behind_words_that_were_put_in_or_left_out():
+    for passage, copied in (
+        ([1, 2, 3, 4, 50, 51, 52, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6]),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 60, 61, 62, 5, 6]),
+        ([1, 2, 3, 4, 50, 51, 5, 6, 7, 8], [1, 2, 3, 4, 60, 61, 62, 5, 6]),
+    ):
+        pair = Pair()
+        pair.say(passage, generated=False)
+        pair.say(copied)
+        pair.same()
+        assert pair.level()[0][3] == [(7, 1.0)]
+        assert pair.level([7])[0][3] == [(8, 1.0)]
+
+
+def test_an_edit_of_several_tokens_is_expected_again():
+    """Numbered lines that are quoted: behind every line comes another mark, and the number of the next is left out."""
+    pair = Pair()
+    lines = [(30, 40 + line, 31, *range(6 * line + 100, 6 * line + 106)) for line in range(9)]
+    pair.say([token for line in lines for token in line], generated=False)
+    pair.say([100, 101, 102, 103, 104, 105])
+    for line in range(1, 3):
+        pair.say([70, 71, *range(6 * line + 100, 6 * line + 106)])
+        pair.same()
+    assert pair.level()[0][3] == [(70, 1.0)]
+    assert pair.level([70]) == [], "what else is put in is not remembered"
+    for draft in ([70, 71], [70, 9], [70, 71, 118], [70, 71, *range(118, 124)]):
+        pair.same(draft)
+    assert pair.level([70, 71])[0][3] == [(118, 1.0)]
+    assert pair.level([70, 71, *range(118, 124)])[0][3] == [(70, 1.0)]
+
+
+def test_edits_that_are_too_long_are_followed_and_not_remembered():
+    for put_in, left_out in ((12, 0), (0, 20), (14, 3), (30, 0), (0, 40)):
+        pair = Pair()
+        pair.say([1, 2, 3, *range(1000, 1000 + left_out), *range(10, 30)], generated=False)
+        pair.say([1, 2, 3])
+        for token in (*range(2000, 2000 + put_in), *range(10, 30)):
+            pair.say([token])
+            pair.same()
+            pair.same([token + 1, token + 2])
+
+
+@pytest.mark.parametrize("token", [-1, -(2**31), 2**24 - 1, 2**24, 2**31 - 1])
 def test_ids_of_any_size(token):
     pair = Pair()
     pair.say([1, 2, 3, token, 4, 5, token, 6], generated=False)
