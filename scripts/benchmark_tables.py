@@ -151,6 +151,26 @@ def replayed_sources(made: dict[str, Any]) -> list[str]:
     return [f"The store: answers of `{made['store']}`.", "", *markdown_table(head, rows)]
 
 
+@block(TABLES, "knowledge")
+def knowledge(made: dict[str, Any]) -> list[str]:
+    """Tokens per pass of `auto` on recorded files, by nodes and by what it knows beside the text."""
+    budgets = list(dict.fromkeys(name.split()[0] for name in made["rows"]))
+    files = list(dict.fromkeys(name.split()[2] for name in made["rows"]))
+    columns = [(nodes, known) for nodes in budgets for known in made["options"]]
+    rows = []
+    for file in files:
+        found = [made["rows"][f"{nodes} {known} {file}"] for nodes, known in columns]
+        rows.append([file.removesuffix(".jsonl"), *(f"{figures['tokens_per_pass']:.3f}" for figures in found)])
+    apart = sorted(abs(f["expected_tokens_per_pass"] / f["tokens_per_pass"] - 1) for f in made["rows"].values())
+    told = ", ".join(f"{known} `{options}`" for known, options in made["options"].items())
+    text = (
+        f"All rows of each file. Options: {told}. Expected and realised tokens per pass differ by "
+        f"{statistics.median(apart):.1%} (median) and at most {apart[-1]:.1%}."
+    )
+    head = ["file", *(f"{nodes} nodes, {known}" for nodes, known in columns)]
+    return [*textwrap.wrap(text, 118), "", *markdown_table(head, rows)]
+
+
 @block(TABLES, "presets-replay")
 def replayed_presets(made: dict[str, Any]) -> list[str]:
     """Presets on recorded answers."""

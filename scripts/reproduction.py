@@ -21,6 +21,16 @@ PRESETS = "suffix,sam,anpd,ours/prompt-lookup,token-recycling,sam+recycling,stan
 LEADING = "suffix,sam,anpd,sam+recycling"
 SPEC_BENCH = "specbench_vicuna7b_greedy.jsonl"
 OTHER_ANSWERS = "chat_arenabench_5models_temp0.jsonl"
+KNOWLEDGE_FILES = (
+    SPEC_BENCH,
+    "code_classeval_incremental_deepseekcoder_greedy.jsonl",
+    "code_evalplus_gpt35_llama3_mistral_greedy.jsonl",
+    "code_fim_evocodebench_greedy.jsonl",
+    "codeedit_aider_claude35sonnet.jsonl",
+    "agent_moatless_claude35sonnet_temp0.jsonl",
+)
+KNOWN = {"cold": ("--without", "phrases"), "warm": ("--phrases", "warm"), "kept": ("--session",)}
+"""What `auto` knows beside the text, and how `bench replay` is told."""
 INTERRUPTED = 130
 TIMED_ROWS, TIMED_TOKENS = 10, 2_500
 """Of each file, where only times are measured again; acceptance does not depend on the machine."""
@@ -139,6 +149,17 @@ def sources_replay(args: argparse.Namespace) -> None:
     replays(args, "sources-replay", {"store": OTHER_ANSWERS}, commands)
 
 
+def knowledge(args: argparse.Namespace) -> None:
+    """Recorded files by what `auto` knows: the text alone, phrases of the other half of the file, earlier answers."""
+    commands = {}
+    for nodes in (16, 60):
+        for file in KNOWLEDGE_FILES:
+            words = ["bench", "replay", str(the_trace(args, file)), "--tokenizer", native(args, file)]
+            for known, options in KNOWN.items():
+                commands[f"{nodes} {known} {file}"] = [*words, "--nodes", str(nodes), *options, *few(args)]
+    replays(args, "knowledge", {"options": {known: " ".join(options) for known, options in KNOWN.items()}}, commands)
+
+
 def other_answers(args: argparse.Namespace, tokenizer: str) -> Path:
     """A store of other models' answers."""
     store = measuring.OUT / "stores" / "other-answers"
@@ -216,6 +237,7 @@ PARTS: dict[str, Part] = {
     "dense-drafting": Part(7, "drafting with neighbours of the hidden state, and without", cost_parts.dense_drafting),
     "typing": Part(4, "typing in an editor, and the server's own time", cost_parts.typing),
     "sources-replay": Part(4, "auto without each of its sources, on recorded answers", sources_replay, traces=True),
+    "knowledge": Part(8, "tokens per pass cold, with phrases and with answers kept", knowledge, traces=True),
     "presets-replay": Part(2, "presets on recorded answers", replayed_presets, traces=True),
     "larger": Part(9, "recorded answers in real passes of larger models with random weights", larger, traces=True),
     "peers": Part(7, "peers and presets on all recorded answers", peers, traces=True),
