@@ -13,7 +13,7 @@ KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!trit
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast hammer test-lowest test-cluster test-trl test-lm-eval test-vllm test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-fast hammer test-lowest test-cluster test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -64,6 +64,13 @@ test-vllm:
 		&& .venv-vllm/bin/pip install -q -e . hypothesis pytest pytest-timeout $(PIP_ARGS); }
 	NUMBA_CACHE_DIR=.venv-vllm/numba VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_engine.py $(ARGS)
 
+## make test-sglang the plug-in against the classes of SGLang's wheel, fetched without what that needs, in an environment of its own
+test-sglang:
+	$(MAKE) setup-test VENV=.venv-sglang
+	.venv-sglang/bin/python -m pip install -q --no-deps sglang==0.5.23 $(PIP_ARGS)
+	.venv-sglang/bin/python -m pip install -q msgspec orjson pybase64 pyzmq triton $(PIP_ARGS)
+	.venv-sglang/bin/python -m pytest tests/integrations/test_sglang_contract.py $(ARGS)
+
 ## make test-llama-cpp drafting inside llama-cpp-python, in an environment of its own (pip compiles llama.cpp)
 test-llama-cpp:
 	$(MAKE) setup-test VENV=.venv-llama
@@ -113,7 +120,7 @@ setup-test:
 
 ## make clean       remove .venv and caches
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-site .venv-trl .venv-lm-eval .venv-vllm .venv-llama build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-site .venv-trl .venv-lm-eval .venv-vllm .venv-sglang .venv-llama build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 check-python = if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer was not found; name one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; fi

@@ -35,6 +35,7 @@ PART = re.compile(r"<!-- generated:(?P<name>[\w.-]+) -->\n.*?<!-- /generated -->
 ENVIRONMENT = {
     "RETRIEVE_SPEC_CACHE": "Folder for what can be made again; by default `$XDG_CACHE_HOME/retrieve-spec` or "
     "`~/.cache/retrieve-spec`.",
+    "RETRIEVE_SPEC_SGLANG": "Options of drafts inside SGLang, an object in JSON ([docs](sglang.md)).",
     "NUMBA_DISABLE_JIT": "`1` runs the kernels as plain Python (very slow; for finding errors).",
     "HF_HUB_OFFLINE": "`1` keeps Hugging Face libraries from asking the hub.",
 }

@@ -43,7 +43,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             raise ConfigError("to return log-probabilities", reason, "Leave out return_logprobs=True.")
         with seeded(own["seed"], self):
             output, reason = decode_inside(
-                self, original(self), args, kwargs, lambda prepared: _decoded(self, prepared, own, {})
+                self, original(self), args, kwargs, lambda prepared: decode_prepared(self, prepared, own, {})
             )
         if not reason:
             return output
@@ -63,10 +63,10 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             if own["return_logprobs"]:
                 return of_original(self, original(self), arguments)
             return original(self)(*args, **kwargs)
-    return _decoded(self, prepared, own, arguments)
+    return decode_prepared(self, prepared, own, arguments)
 
 
-def _decoded(model: Any, prepared: Prepared, own: dict[str, Any], arguments: dict[str, Any]) -> Any:
+def decode_prepared(model: Any, prepared: Prepared, own: dict[str, Any], arguments: dict[str, Any]) -> Any:
     """What a prepared call returns, given the options that are ours (`own`) and the others."""
     speculation = model.speculation
     tokenizer = arguments.get("tokenizer") or speculation.tokenizer

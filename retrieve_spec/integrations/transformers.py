@@ -1,0 +1,149 @@
+"""Custom generation for transformers: one call of `generate` drafts and verifies, others of the model stay as they are.
+
+::
+
+    model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True, datastores=["stores/code"])
+    model.generate(**inputs, custom_generate=generate)
+
+Nothing is accelerated for good: what the first call prepares stays with the model as `model.speculation` for the next
+ones, `model.generate` is not replaced.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from retrieve_spec.acceleration import accelerate
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.generation.calls import BEFORE, decode_prepared, seeded
+from retrieve_spec.generation.calls import generate as accelerated_generate
+from retrieve_spec.generation.request import capture, from_captured, reason_from_arguments
+
+FOLDER = str(Path(__file__).parent / "recipe")
+"""Folder for `custom_generate=`, as a repository has it; what a model's own repository needs is the folder in it."""
+_KEPT = "_kept_by_custom_generate"
+_ONCE = frozenset(SpeculationConfig.__dataclass_fields__) - {"draft", "nodes"}
+"""Options of a model rather than of a call, beside stores, drafter and config."""
+
+
+class _Kept:
+    """What a model was prepared with; a copy of the model has nothing of it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.given: dict[str, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing."""
+
+
+def generate(
+    *args: Any,
+    model: Any = None,
+    draft: str | None = None,
+    nodes: int | str | None = None,
+    prediction: Any = None,
+    seed: int | None = None,
+    scope: str | None = None,
+    siblings: str | None = None,
+    datastores: Sequence[Any] | None = None,
+    drafter: Drafter | None = None,
+    config: SpeculationConfig | None = None,
+    **arguments: Any,
+) -> Any:
+    """Generate as an accelerated model does; transformers calls this, by its folder or as a callable.
+
+    Parameters
+    ----------
+    *args
+        As a callable: the model and its input ids, prepared by transformers. By the folder: as for `generate`.
+    model
+        By the folder: the model.
+    draft, nodes, prediction, seed, scope, siblings
+        As for `generate` of a model that `retrieve_spec.accelerate` was given.
+    datastores, drafter, config
+        As for `accelerate`: what the first call gives serves the next ones too. One that gives others prepares anew.
+    **arguments
+        Arguments of `generate`. By the folder: also `return_logprobs`, and fields of `SpeculationConfig`, which belong
+        to the model as stores do. As a callable there is no `streamer` and no `tokenizer`: transformers keeps these.
+
+    Returns
+    -------
+    object
+        What `generate` returns.
+
+    Raises
+    ------
+    ConfigError
+        Options for `accelerate` are given to a model that was accelerated by itself, or are out of range.
+    UnsupportedModelError, StoreError, TokenizerMismatchError, ModelMismatchError
+        As for `accelerate`.
+    """
+    own = {"draft": draft, "nodes": nodes, "prediction": prediction, "seed": seed, "scope": scope, "siblings": siblings}
+    once = {"datastores": datastores, "drafter": drafter, "config": config}
+    if model is None:
+        model, input_ids = args
+        _prepare(model, None, once)
+        return _decode(model, input_ids, own, arguments)
+    once |= {name: arguments.pop(name) for name in list(arguments) if name in _ONCE}
+    _prepare(model, arguments.get("tokenizer"), once)
+    return accelerated_generate(model, *args, **own, **arguments)
+
+
+def _prepare(model: Any, tokenizer: Any, given: dict[str, Any]) -> None:
+    """Make what a model needs to be drafted for, where it was not made, or with other options."""
+    given = {name: value for name, value in given.items() if value is not None}
+    kept = model.__dict__.setdefault(_KEPT, _Kept())
+    if kept is None:  # of a copy
+        kept = model.__dict__[_KEPT] = _Kept()
+    with kept.lock:
+        before = model.__dict__.get("generate")
+        if getattr(before, "__func__", None) is accelerated_generate and _is_prepared(model):
+            if given:
+                remedy = "Give them to accelerate, or call restore(model) first."
+                raise ConfigError("a model that is not accelerated", f"one, and {', '.join(given)}", remedy)
+        elif not _is_prepared(model) or (given and given != kept.given):
+            accelerate(model, tokenizer, **given)
+            kept.given = given
+            model.__dict__.pop("generate")
+            if before is not None:
+                model.__dict__["generate"] = before
+        with suppress(AttributeError):  # a model's repository may have this as its generate: what is left to the
+            if model.__dict__.get(BEFORE).func is generate:  # original is left to the class's
+                model.__dict__[BEFORE] = None
+
+
+def _is_prepared(model: Any) -> bool:
+    return isinstance(getattr(model, "speculation", None), Speculation)
+
+
+def _decode(model: Any, input_ids: Any, own: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """Decode what transformers prepared, or let transformers decode it in its own way."""
+    speculation = model.speculation
+    speculation.drafter(own["draft"])  # an unknown preset is an error
+    prepared = capture(model, input_ids, **arguments)
+    settings = prepared.generation_config
+    why = "it is asked for in the middle of another generation" if speculation.engine.is_stepping else ""
+    if why := why or reason_from_arguments(model, {"generation_config": settings}, ""):
+        speculation.delegated(why)
+    else:
+        alone = "" if len(input_ids) == 1 else speculation.why_alone()
+        cache = speculation.interface.cache_name
+        found = from_captured(model, prepared, speculation.interface, {cache: arguments.get(cache)}, alone)
+        if not isinstance(found, str):
+            return decode_prepared(model, found, own, {})
+        speculation.delegated(found)
+    method = getattr(type(model), GENERATION_MODES_MAPPING[settings.get_generation_mode()], None)
+    if method is None:
+        raise ConfigError("a way to decode that transformers has itself", str(why), "Leave custom_generate out.")
+    with seeded(own["seed"], model):
+        return method(model, input_ids, **arguments)
