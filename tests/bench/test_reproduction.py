@@ -59,7 +59,8 @@ def summary(words):
     header = {"command": "a command", "machine": machine, "prompts": "builtin", "cost_curves": {"auto": [1.0]}}
     methods = {name: {**figures, "by_task": by_task} for name in names}
     losing = [{"prompt": "p", "task": "prose", "method": "auto", "ratio": 0.9, "looping": True}]
-    return {"header": header, "baseline": names[0], "methods": methods, "prompts": 1, "losing": losing,
+    theirs = {"prompt": "p", "task": "prose", "method": "prompt-lookup", "ratio": 0.5, "looping": False}
+    return {"header": header, "baseline": names[0], "methods": methods, "prompts": 1, "losing": [*losing, theirs],
             "slower_than_off": losing}  # fmt: skip
 
 
@@ -235,6 +236,8 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
         assert "Not measured" not in text
         assert text.index("**Where it loses.**") < text.index("**Methods.**")
         assert "a command" in text
+        assert "| p | prose (loops) | auto |" in text
+        assert "| p | prose | prompt-lookup |" not in text, "a competitor's losses are not ours"
     assert "busy (load 2.5 at the start" in tables.runs_of("reference")
     assert "changes that are not committed" in tables.runs_of("reference")
     assert "| 16 | context | 2.000 | +0.0% |" in tables.replayed_sources()
