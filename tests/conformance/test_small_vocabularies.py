@@ -28,7 +28,7 @@ def small(model_type: str, tokens: int, **extra: Any) -> Any:
 @pytest.mark.parametrize(
     ("model_type", "tokens", "mode"),
     [("llama", 2, "tree"), ("llama", 4, "tree"), ("llama", 12, "tree"), ("mamba2", 2, "tree"), ("mamba2", 5, "tree"),
-     ("bloom", 3, "chain")],
+     ("bloom", 3, "tree")],
 )  # fmt: skip
 def test_single_texts_and_batches(model_type: str, tokens: int, mode: str) -> None:
     model = small(model_type, tokens, **(MIXERS if model_type == "mamba2" else {}))
