@@ -1,4 +1,4 @@
-"""Measures edits that were recorded, given again through the server by a model of another size.
+"""Benchmark of edits that were recorded, given again through the server by a model of another size.
 
     python scripts/bench_edits.py TRACE --tokenizer FILE [--size 0.1b] [--edits 12] [--processor]
 

@@ -1,4 +1,4 @@
-"""Measure drafting inside llama-cpp-python: no drafts, its own prompt lookup, and ours; a JSON object last.
+"""Benchmark of drafting inside llama-cpp-python: no drafts, its own prompt lookup, and ours; a JSON object last.
 
 Every prompt is answered once by each method, one after the other in turning order, by a `Llama` of its own over the
 same file in this process. Time counts from the first token to the last, so that no prompt's reading is in it, and so

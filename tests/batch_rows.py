@@ -59,6 +59,13 @@ def script(
     return drafters
 
 
+CHAINS: dict[str, Any] = {
+    "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8,
+    "attn_implementation": "eager",
+}  # fmt: skip
+"""Settings of a small model ("gpt_neo") that verifies chains alone."""
+
+
 def small_model(model_type: str, **settings: Any) -> Any:
     """A model of two layers with random weights in float32."""
     attention = settings.pop("attn_implementation", "sdpa")

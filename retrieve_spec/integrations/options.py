@@ -86,7 +86,7 @@ class Options:
         vocabulary
             Tokens of the model.
         replica
-            Number of this copy of the model where there are several: each has state of its own.
+            Number of this copy of the model where there are several: each keeps its own state.
 
         Raises
         ------

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_rows import left_padded, script, small_model
+from batch_rows import CHAINS, left_padded, script, small_model
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 import retrieve_spec as rs
@@ -84,9 +84,9 @@ def test_a_separate_forward_says_the_same(
             torch.testing.assert_close(got, expected.masked_fill(ended, 0.0), atol=1e-5, rtol=0.0)
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "qwen3_next"])
+@pytest.mark.parametrize("model_type", ["gpt_neo", "qwen3_next"])
 def test_chains_and_recurrent_state(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    extra: dict[str, Any] = {"n_layer": 2, "n_head": 4, "attn_implementation": "eager"}
+    extra: dict[str, Any] = CHAINS
     if model_type == "qwen3_next":
         extra = {
             "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
@@ -101,7 +101,7 @@ def test_chains_and_recurrent_state(model_type: str, monkeypatch: pytest.MonkeyP
     script(model, monkeypatch, free, "right", recorded_pass="off")
     out = model.generate(prompt, **options, **DICT)
     assert torch.equal(out.sequences, free)
-    assert model.speculation.last.mode == ("chain" if model_type == "bloom" else "tree")
+    assert model.speculation.last.mode == ("chain" if model_type == "gpt_neo" else "tree")
     assert model.speculation.last.tokens_per_pass > 2
     rs.restore(model)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_rows import small_model
+from batch_rows import CHAINS, small_model
 
 import retrieve_spec as rs
 
@@ -17,11 +17,12 @@ SAMPLES = 600
 
 
 @pytest.mark.parametrize(
-    ("model_type", "temperature"), [("llama", None), ("llama", 0.7), ("llama", 1.0), ("bloom", None), ("bloom", 0.7)]
+    ("model_type", "temperature"),
+    [("llama", None), ("llama", 0.7), ("llama", 1.0), ("gpt_neo", None), ("gpt_neo", 0.7)],
 )
 def test_the_same_with_and_without_drafts(model_type: str, temperature: float | None) -> None:
     """Families that verify trees and chains; greedy rows are equal prompts of a batch."""
-    extra = {"n_layer": 2, "n_head": 4, "attn_implementation": "eager"} if model_type == "bloom" else {}
+    extra = CHAINS if model_type == "gpt_neo" else {}
     model = small_model(model_type, **extra)
     rs.accelerate(model, nodes=12, recorded_pass="off", rollouts=rs.RolloutMemory())
     prompt = torch.tensor([[3 + (i * 37 + 7) % 190 for i in range(7)]])
