@@ -101,10 +101,10 @@ class PassThreads:
         if self.next == before:
             yield
             return
-        self._set(self.next)
         try:
+            self._set(self.next)
             yield
-        finally:
+        finally:  # also where Ctrl-C comes as soon as it is set
             self._set(before)
 
     def observe(self, seconds: float, expected: float) -> None:

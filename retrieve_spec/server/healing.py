@@ -62,6 +62,10 @@ class Beginnings:
             at += 1
         return tuple(found)
 
+    def forget(self) -> None:
+        """Drop what is remembered of words that were begun."""
+        Beginnings.agreeing.cache_clear()
+
     def processor(self, begun: str, prompt_length: int) -> Any:
         """A ``LogitsProcessor`` for one text behind a prompt of so many tokens."""
         return BeginningProcessor(self, begun.encode(), prompt_length)

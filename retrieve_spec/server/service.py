@@ -210,6 +210,7 @@ class Service:
         """
         kept = self.kept(scope)
         self.account(scope).forget()
+        self.beginnings.forget()  # of all users: whose words they were is not kept
         if self.workspace is not None and not self._shared:
             self.workspace.forget()
         try:

@@ -149,7 +149,9 @@ def read_interface(model: Any) -> ModelInterface:
     positions = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
     if mode == "tree" and attends and recurrent and positions not in parameters:
         mode, reason = "chain", DERIVES
-    if getattr(model, "_is_stateful", False) and not recurrent:
+    named = bool(masks) and getattr(config, "layer_types", None) is not None
+    every_layer_attends = named and all(view is not None for view in masks.values())  # Granite 4 without Mamba layers
+    if getattr(model, "_is_stateful", False) and not recurrent and not every_layer_attends:
         mode, reason = "plain", "recurrent state outside of its cache cannot be rolled back"
     switch, rescans = _rope_switch(config)
     return ModelInterface(

@@ -315,6 +315,24 @@ def test_passes_of_models_with_encoders_are_timed(name: str) -> None:
     assert model.speculation.cost.measured
 
 
+def test_a_hybrid_class_whose_layers_all_attend_keeps_no_state() -> None:
+    """Granite 4 without Mamba layers; classes whose layers are unlike attention stay as they are."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    config = GraniteMoeHybridConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, layer_types=["attention"] * 2,
+        num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=4, mamba_d_head=16, shared_intermediate_size=24,
+        num_local_experts=0, eos_token_id=None,
+    )  # fmt: skip
+    model = GraniteMoeHybridForCausalLM(config).eval()
+    ids = prompt(model, 20)
+    wanted = model.generate(ids, **GREEDY)
+    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=99), nodes=12)
+    assert model.speculation.mode == "tree"
+    assert torch.equal(model.generate(ids, **GREEDY), wanted)
+    assert read_interface(build("deepseek_v4", "causal")).mode == "plain"
+
+
 def test_what_an_encoder_reads_is_drafted_from() -> None:
     model = build("bart", "seq2seq")
     ids = prompt(model, 20)

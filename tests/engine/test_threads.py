@@ -123,6 +123,21 @@ def test_only_the_pass_and_only_its_thread_see_another_number():
     assert torch.get_num_threads() == before
 
 
+def test_an_interruption_as_soon_as_a_number_is_set_leaves_the_setting() -> None:
+    before, set_to = torch.get_num_threads(), list[int]()
+
+    def cut_short(number: int) -> None:
+        set_to.append(number)
+        if len(set_to) == 1:
+            raise KeyboardInterrupt
+
+    threads = PassThreads(before, cut_short)
+    threads.chosen = before + 1
+    with pytest.raises(KeyboardInterrupt), threads.used():
+        pass
+    assert set_to == [before + 1, before]
+
+
 def test_a_setting_that_the_user_changes_counts():
     calls = []
     threads = PassThreads(torch.get_num_threads() + 1, calls.append)

@@ -12,6 +12,7 @@ from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.completions import CompletionHandlers
+from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.run import assemble
 
 SOURCE = "".join(
@@ -145,6 +146,7 @@ def test_each_key_forgets_its_own(shared):
     assert told == {"forgotten": True, "kept": kept}
     left = ask(shared, ALICE, "GET", "/v1/workspace").json()
     assert set(left.values()) == {0}
+    assert Beginnings.agreeing.cache_info().currsize == 0, "words that were begun"
     assert infill(shared, BOB, input_extra=chunk)["timings"]["cache_n"] > 100
     assert infill(shared, ALICE, input_extra=chunk)["timings"]["cache_n"] == 0
 
