@@ -24,7 +24,11 @@ def load(name):
 
 @pytest.fixture(scope="module")
 def guard():
-    return load("regression_guard")
+    sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbours
+    try:
+        return load("regression_guard")
+    finally:
+        sys.path.remove(str(SCRIPTS))
 
 
 @pytest.fixture(scope="module")
