@@ -154,13 +154,8 @@ class DraftModel:
             if known.without or call.get("logits_processor") is not None or self._failures >= _MOST_FAILURES:
                 return _NO_DRAFT  # processors are shown drafted tokens as if they stood in the text
             try:
-                return self._draft(
-                    self if llama is None else llama,
-                    np.array(input_ids, np.int32),
-                    bool(call.get("temp", 0.0)),
-                    known,
-                    came,
-                )
+                ids, sampled = np.array(input_ids, np.int32), bool(call.get("temp", 0.0))
+                return self._draft(self if llama is None else llama, ids, sampled, known, came)
             except Exception:  # a text goes on without drafts rather than not at all
                 self._failures += 1
                 off = self._failures == _MOST_FAILURES
