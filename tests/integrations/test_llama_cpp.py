@@ -91,8 +91,9 @@ def test_texts_are_those_without_drafts():
     assert llama.draft_model.statistics()["under_way"] == 1, "texts that ended are forgotten"
 
 
-def test_drafts_that_fit_batch_and_context():
-    llama = Llama(DraftModel(num_pred_tokens=64), n_ctx=100, n_batch=4)
+@pytest.mark.parametrize("context", [97, 98, 99, 100])
+def test_drafts_that_fit_batch_and_context(context):
+    llama = Llama(DraftModel(num_pred_tokens=64), n_ctx=context, n_batch=4)
     llama.draft_model.drafter.measured = lambda seconds: None  # then every draft is as long as it may be
     asked = []
     draft = llama.draft_model
@@ -104,9 +105,9 @@ def test_drafts_that_fit_batch_and_context():
             return found
 
     llama.draft_model = Watched()
-    assert llama.write([1], 99) == plain([1], 99)
+    assert llama.write([1], context - 1) == plain([1], context - 1)
     assert max(most for _, most in asked) == 3
-    assert all(length + most <= 100 for length, most in asked)
+    assert all(length + most <= context for length, most in asked)
 
 
 class Naive:
