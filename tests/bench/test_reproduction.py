@@ -191,7 +191,12 @@ def asked(scripts, tmp_path, monkeypatch):
             Path(words[1]).mkdir(parents=True)
             (Path(words[1]) / "manifest.json").write_text("{}")
             return ""
-        figures = {"tokens_per_pass": 2.0, "nodes_per_pass": 8.0, "accepted_by_source": {"context": 3}}
+        figures = {
+            "tokens_per_pass": 2.0,
+            "expected_tokens_per_pass": 2.1,
+            "nodes_per_pass": 8.0,
+            "accepted_by_source": {"context": 3},
+        }
         figures["propose_us"] = {"p50": 1.0, "p99": 2.0}
         return json.dumps(summary(words) if words[1] == "run" else figures)
 
@@ -224,7 +229,7 @@ def test_the_list_names_every_part_with_its_time(scripts, monkeypatch, capsys):
 
 def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypatch, tmp_path):
     trace = {"prompt": "a", "output": "b"}
-    for name in (scripts[0].SPEC_BENCH, scripts[0].OTHER_ANSWERS):
+    for name in (scripts[0].OTHER_ANSWERS, *scripts[0].KNOWLEDGE_FILES):
         (tmp_path / name).write_text(json.dumps(trace))
     given = ["--traces", str(tmp_path), "--tokenizer", str(tmp_path / "t.json"), "--native", "specbench*=v.json"]
     run(scripts, monkeypatch, "all", *given)
@@ -245,7 +250,7 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "| recycling | 2.00 | +0.0% |" in tables.left_out()
     assert "| ngram and exact |" in tables.left_out()
     assert "| `rest --store` |" in tables.replayed_presets()
-    assert "5.0% (median)" in tables.expectation()
+    assert "5.0% (median)" in tables.expectation() and "differ by 5.0% (median)" in tables.TABLES["knowledge"]()
     costs = scripts[4]
     assert "| 256 tokens, the model's own forward | 2.0 ms | 1.25 |" in costs.passes()
     assert "| T = 1 | 2 | 1 | 3.0 s | 2.00 | 4.00 | 2.00 | 4.00 |" in costs.rollouts()
@@ -278,7 +283,8 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert {path.stem for path in (tmp_path / "data").glob("*.json")} == read_by_tables(scripts, monkeypatch)
     assert "cost_curves" not in json.loads((tmp_path / "data" / "reference-t0.json").read_text())["header"]
     replays = [command for command in asked if command[1:3] == ["bench", "replay"]]
-    assert all(any(word.endswith("v.json") for word in command) for command in replays)
+    native = [command for command in replays if scripts[0].SPEC_BENCH in command[3]]
+    assert native and all(any(word.endswith("v.json") for word in command) for command in native)
     assert not any(str(Path.cwd()) in path.read_text() for path in (tmp_path / "data").glob("*.json"))
 
 
