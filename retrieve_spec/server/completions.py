@@ -113,7 +113,7 @@ class CompletionHandlers:
         """`POST /v1/edits`: a text and what to change, answered by the whole new text."""
         arrived = monotonic()
         body = await self._reader.read(request, schemas.EditRequest)
-        edit, wanted = Edit.of(body), _first(body.max_tokens, body.n_predict, -1)
+        edit, wanted = await asyncio.to_thread(Edit.of, body), _first(body.max_tokens, body.n_predict, -1)
         who = caller(request, body, arrived)
         prepared = await asyncio.to_thread(edit.prepare, self.service, body, who, wanted)
         return await self._openai(request, body, [prepared], kind="edit", newline=edit.newline)
