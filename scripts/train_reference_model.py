@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
 import numpy as np
 import torch
 from numpy.typing import NDArray
