@@ -28,12 +28,10 @@ from numpy.typing import NDArray
 from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import ConfigError, TokenizerMismatchError
+from retrieve_spec.integrations.hosted import Hosted
 from retrieve_spec.integrations.serving import ServingDrafter
 
 logger = logging.getLogger(__name__)
-_SAVE_EVERY = 30.0
-"""Seconds between two times that what was learned is written, where texts have ended."""
-_MOST_FAILURES = 3
 _SAMPLE, _LEAST_ALIKE = 1024, 0.98
 """Tokens of a store that are compared with the model's, and what share of them must stand for the same text."""
 _LONGEST_PIECE = 32
@@ -116,12 +114,12 @@ class DraftModel:
         self._texts: weakref.WeakKeyDictionary[Any, _Text] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Any, _Llama] = weakref.WeakKeyDictionary()
         self._names: dict[str, None] = {}  # requests under way, in the order they were begun
-        self._begun = self._failures = 0
+        self._begun = 0
         self._expected: NDArray[Any] | Many[int] | None = None
         self._last: _Text | None = None
-        self._saved = perf_counter()
         self._lock = threading.RLock()
         self.drafter = ServingDrafter(config, datastores=stores, state=state)
+        self._hosted = Hosted(self.drafter)
         self.drafter.prepare(["chain"])
         atexit.register(_close, weakref.ref(self))
 
@@ -151,18 +149,15 @@ class DraftModel:
         with self._lock:
             llama, call = _who_generates()
             known = self._meet(llama)
-            if known.without or call.get("logits_processor") is not None or self._failures >= _MOST_FAILURES:
+            if known.without or call.get("logits_processor") is not None or self._hosted.is_off:
                 return _NO_DRAFT  # processors are shown drafted tokens as if they stood in the text
             try:
                 ids, sampled = np.array(input_ids, np.int32), bool(call.get("temp", 0.0))
                 return self._draft(self if llama is None else llama, ids, sampled, known, came)
             except Exception:  # a text goes on without drafts rather than not at all
-                self._failures += 1
-                off = self._failures == _MOST_FAILURES
-                logger.exception("drafting failed, %s", "and is off from now on" if off else "this step goes without")
+                self._hosted.failed()
                 self._texts.clear()
                 self._names.clear()
-                self.drafter.abandon()
                 return _NO_DRAFT
 
     def expect(self, token_ids: NDArray[Any] | Many[int] | None) -> None:
@@ -177,9 +172,9 @@ class DraftModel:
             self._expected = token_ids
 
     def statistics(self) -> dict[str, float]:
-        """See `ServingDrafter.statistics`; `failures` are steps in which drafting failed, and was left out."""
+        """See `Hosted.statistics`."""
         with self._lock:
-            return {**self.drafter.statistics(), "failures": self._failures}
+            return self._hosted.statistics()
 
     def close(self) -> None:
         """End the texts under way, so that session and phrases learn their answers, and write what was learned.
@@ -224,9 +219,8 @@ class DraftModel:
         for name in gone:
             del self._names[name]
             self.drafter.finish(name)
-        if gone and perf_counter() - self._saved > _SAVE_EVERY:
-            self.drafter.save()
-            self._saved = perf_counter()
+        if gone:
+            self._hosted.save_now_and_then()
 
     def _meet(self, llama: Any) -> _Llama:
         """What is known of who asks, looked at once."""

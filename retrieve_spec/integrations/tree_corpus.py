@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -16,16 +13,9 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.errors import ConfigError, PromptError, in_a_line
-from retrieve_spec.integrations.options import DRAFT, KEEP, prediction_of, wished
+from retrieve_spec.integrations.hosted import COMPARED, Hosted
+from retrieve_spec.integrations.options import DRAFT, KEEP, wished
 from retrieve_spec.integrations.serving import ServingDrafter, Shape
-
-logger = logging.getLogger(__name__)
-_COMPARED = 8
-"""Tokens at the end of a text that are compared with what its request was last given."""
-_SAVE_EVERY = 30.0
-"""Seconds between two times that what was learned is written, where requests have ended."""
-_MOST_FAILURES = 3
 
 
 @dataclass(slots=True)
@@ -68,14 +58,12 @@ class TreeCorpus:
         self.shape: Shape = shape
         self._tokenizer = tokenizer
         self._seen: dict[str, _Seen] = {}
-        self._failures = 0
-        self._saved = perf_counter()
-        drafter.prepare([shape])
-        atexit.register(_save, weakref.ref(drafter))
+        self._hosted = Hosted(drafter)
+        self._hosted.ready(shape)
 
     def begin(self, requests: Iterable[Any]) -> None:
         """Begin requests whose prompts are being read, so that their first draft does not wait for that."""
-        if self._failures >= _MOST_FAILURES:
+        if self._hosted.is_off:
             return
         try:
             self.end_those_gone()
@@ -103,7 +91,7 @@ class TreeCorpus:
             (requests, width) int32, -1 at the text's last token; parents come before their children.
         """
         drafts: list[DraftTree] = []
-        if self._failures < _MOST_FAILURES:
+        if not self._hosted.is_off:
             try:
                 drafts = self._draft(requests, latest)
             except Exception:  # a request is answered without drafts rather than not at all
@@ -117,10 +105,8 @@ class TreeCorpus:
         return token_ids, parent
 
     def _failed(self) -> None:
-        self._failures += 1
-        off = self._failures == _MOST_FAILURES
-        logger.exception("drafting failed, %s", "and is off from now on" if off else "this step goes without")
-        self.reset()
+        self._hosted.failed()
+        self._seen.clear()
 
     def _draft(self, requests: Many[Any], latest: Many[Many[int]]) -> list[DraftTree]:
         drafts = [DraftTree()] * len(requests)
@@ -143,7 +129,7 @@ class TreeCorpus:
         seen = self._seen.get(name)
         length = len(request.origin_input_ids_unpadded) + len(request.output_ids) + len(latest)
         if seen is not None:
-            known = max(seen.length - _COMPARED, 0)
+            known = max(seen.length - COMPARED, 0)
             tail = _piece(request, latest, known)
             if length < seen.length or not (tail[: seen.length - known] == seen.end).all():
                 self._forget(name, keep=False)  # tokens were taken back, or the name is another's
@@ -152,9 +138,9 @@ class TreeCorpus:
                 self.drafter.feed(name, tail[seen.length - known :])
         if seen is None:
             seen = self._seen[name] = self._begin(request, latest)
-            tail = _piece(request, latest, max(length - _COMPARED, 0))
+            tail = _piece(request, latest, max(length - COMPARED, 0))
         seen.request, seen.answer = weakref.ref(request), request.output_ids
-        seen.end, seen.length = tail[-_COMPARED:].copy(), length
+        seen.end, seen.length = tail[-COMPARED:].copy(), length
         return seen
 
     def _begin(self, request: Any, latest: Many[int]) -> _Seen:
@@ -164,20 +150,8 @@ class TreeCorpus:
         drafts = request.input_embeds is None and wished(wishes, DRAFT)
         prompt = len(request.origin_input_ids_unpadded)
         if drafts:
-            try:
-                text = _piece(request, latest, 0)
-                self.drafter.start(
-                    name,
-                    text[:prompt],
-                    prediction_ids=prediction_of(wishes, self._tokenizer),
-                    sampled=parameters.top_k != 1,  # how SGLang writes a temperature of 0
-                )
-                self.drafter.feed(name, text[prompt:])
-            except (ConfigError, PromptError) as error:
-                logger.warning("a request goes without drafts: %s", in_a_line(error))
-                if name in self.drafter:
-                    self.drafter.finish(name, keep=False)
-                drafts = False
+            sampled = parameters.top_k != 1  # how SGLang writes a temperature of 0
+            drafts = self._hosted.begin(name, _piece(request, latest, 0), prompt, wishes, self._tokenizer, sampled)
         nothing = np.empty(0, np.int64)
         return _Seen(weakref.ref(request), request.output_ids, nothing, 0, prompt, drafts, wished(wishes, KEEP))
 
@@ -190,14 +164,12 @@ class TreeCorpus:
             if ended and seen.drafts:
                 self.drafter.feed(name, np.asarray(seen.answer[seen.length - seen.prompt :], np.int64), verified=0)
             self._forget(name, seen.keep and ended)
-        if gone and perf_counter() - self._saved > _SAVE_EVERY:
-            self.drafter.save()
-            self._saved = perf_counter()
+        if gone:
+            self._hosted.save_now_and_then()
 
     def _forget(self, name: str, keep: bool) -> None:
         self._seen.pop(name, None)
-        if name in self.drafter:
-            self.drafter.finish(name, keep=keep)
+        self._hosted.end(name, keep)
 
     def reset(self) -> None:
         """Forget all requests; nothing is learned from them."""
@@ -205,8 +177,8 @@ class TreeCorpus:
         self.drafter.abandon()
 
     def statistics(self) -> dict[str, float]:
-        """See `ServingDrafter.statistics`; `failures` are steps in which drafting failed, and was left out."""
-        return {**self.drafter.statistics(), "failures": self._failures}
+        """See `Hosted.statistics`."""
+        return self._hosted.statistics()
 
 
 def mask_of(parent: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -252,10 +224,3 @@ def _left(request: Any, latest: int) -> int:
 
 def _is_gone(request: Any) -> bool:
     return request is None or request.finished() or request.is_retracted
-
-
-def _save(drafter: weakref.ref[ServingDrafter]) -> None:
-    """Write at exit what was learned; processes that are killed have written it every half minute."""
-    known = drafter()
-    if known is not None:
-        known.save()

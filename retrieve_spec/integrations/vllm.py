@@ -19,8 +19,6 @@ whose they are: that is read, at every step, from the model runner that made the
 
 from __future__ import annotations
 
-import atexit
-import logging
 import sys
 import weakref
 from collections.abc import Mapping
@@ -31,20 +29,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.errors import ConfigError, PromptError, in_a_line
-from retrieve_spec.integrations.options import DRAFT, KEEP, Options, check_version, prediction_of, wished
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.integrations.hosted import COMPARED, Hosted
+from retrieve_spec.integrations.options import DRAFT, KEEP, Options, check_version, wished
 from retrieve_spec.integrations.serving import ServingDrafter
 
-logger = logging.getLogger(__name__)
 TESTED = ("0.32",)
 """Versions of vLLM that the tests run with."""
 _PLACE = "additional_config['retrieve_spec']"
 _REMEDY = "Install one of these, or set additional_config={'retrieve_spec': {'any_version': True}}."
-_COMPARED = 8
-"""Tokens at the end of a row that are compared with what its request was last given."""
-_SAVE_EVERY = 30.0
-"""Seconds between two times that what was learned is written, where requests have ended."""
-_MOST_FAILURES = 3
 _NO_DRAFT: list[int] = []
 
 
@@ -87,13 +80,12 @@ class Proposer:
         parallel = vllm_config.parallel_config
         self._silent = parallel.rank % parallel.tensor_parallel_size != 0  # the first rank's drafts are those verified
         self._seen: dict[str, _Seen] = {}
-        self._step = self._failures = 0
+        self._step = 0
         self._answered: tuple[list[str], float] = ([], 0.0)
-        self._saved = perf_counter()
         self.drafter = self._make_drafter(vllm_config)
+        self._hosted = Hosted(self.drafter)
         if not self._silent:
-            self.drafter.prepare(["chain"])
-            atexit.register(_save, weakref.ref(self.drafter))
+            self._hosted.ready("chain")
 
     def _make_drafter(self, vllm_config: Any) -> ServingDrafter:
         parallel = vllm_config.parallel_config
@@ -105,8 +97,8 @@ class Proposer:
         """Nothing: there is no model to draft with."""
 
     def statistics(self) -> dict[str, float]:
-        """See `ServingDrafter.statistics`; `failures` are steps in which drafting failed, and was left out."""
-        return {**self.drafter.statistics(), "failures": self._failures}
+        """See `Hosted.statistics`."""
+        return self._hosted.statistics()
 
     def propose(
         self,
@@ -132,16 +124,13 @@ class Proposer:
             A draft for each row, possibly empty.
         """
         nothing = [_NO_DRAFT] * len(sampled_token_ids)
-        if self._silent or self._failures >= _MOST_FAILURES:
+        if self._silent or self._hosted.is_off:
             return nothing
         try:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         except Exception:  # a request is answered without drafts rather than not at all
-            self._failures += 1
-            off = self._failures == _MOST_FAILURES
-            logger.exception("drafting failed, %s", "and is off from now on" if off else "this step goes without")
+            self._hosted.failed()
             self._seen.clear()
-            self.drafter.abandon()
             return nothing
 
     def _propose(
@@ -183,29 +172,18 @@ class Proposer:
             self.drafter.feed(
                 name, text[seen.length :], verified=None if seen.step == self._step - 1 else 0
             )  # a row that was left out of steps had its draft dropped
-        seen.end, seen.length, seen.step = text[-_COMPARED:].copy(), len(text), self._step
+        seen.end, seen.length, seen.step = text[-COMPARED:].copy(), len(text), self._step
         return seen
 
     def _begin(self, name: str, state: Any, text: NDArray[np.int32]) -> _Seen:
         parameters = state.sampling_params
         wishes = (parameters.extra_args or {}) if parameters is not None else {}
-        drafts = parameters is not None and state.prompt_embeds is None and wished(wishes, DRAFT)
         read = min(int(state.num_prompt_tokens), len(text))
-        if drafts and read:
-            try:
-                self.drafter.start(
-                    name,
-                    text[:read],
-                    prediction_ids=prediction_of(wishes, self._tokenizer.get),
-                    sampled=parameters.temperature >= 1e-5,
-                )
-                self.drafter.feed(name, text[read:])
-            except PromptError as error:
-                logger.warning("a request goes without drafts: %s", in_a_line(error))
-                if name in self.drafter:
-                    self.drafter.finish(name, keep=False)
-                drafts = False
-        return _Seen(text[:0], 0, self._step, drafts and bool(read), wished(wishes, KEEP))
+        drafts = parameters is not None and state.prompt_embeds is None and wished(wishes, DRAFT) and bool(read)
+        if drafts:
+            sampled = parameters.temperature >= 1e-5
+            drafts = self._hosted.begin(name, text, read, wishes, self._tokenizer.get, sampled)
+        return _Seen(text[:0], 0, self._step, drafts, wished(wishes, KEEP))
 
     def _room(self, state: Any, length: int) -> int:
         """Tokens worth drafting: the one behind them is the model's own."""
@@ -217,14 +195,12 @@ class Proposer:
         gone = [name for name in self._seen if name not in under_way]
         for name in gone:
             self._forget(name, self._seen[name].keep)
-        if gone and perf_counter() - self._saved > _SAVE_EVERY:
-            self.drafter.save()
-            self._saved = perf_counter()
+        if gone:
+            self._hosted.save_now_and_then()
 
     def _forget(self, name: str, keep: bool) -> None:
         self._seen.pop(name, None)
-        if name in self.drafter:
-            self.drafter.finish(name, keep=keep)
+        self._hosted.end(name, keep)
 
 
 class WorkerExtension:
@@ -278,11 +254,4 @@ def _continues(seen: _Seen, text: NDArray[np.int32]) -> bool:
     """Whether a row's tokens go on from what its request was last given."""
     if len(text) < seen.length:
         return False
-    return bool((text[max(seen.length - _COMPARED, 0) : seen.length] == seen.end).all())
-
-
-def _save(drafter: weakref.ref[ServingDrafter]) -> None:
-    """Write at exit what was learned; workers that are killed have written it every half minute."""
-    known = drafter()
-    if known is not None:
-        known.save()
+    return bool((text[max(seen.length - COMPARED, 0) : seen.length] == seen.end).all())
