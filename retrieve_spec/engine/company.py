@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 from retrieve_spec.engine.engine import Engine
-from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, own_forward
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.padded_batch import PaddedBatch, PaddedRow
 from retrieve_spec.verify.padded_probe import why_not_together
 from retrieve_spec.verify.plain import keeping_texts
 from retrieve_spec.verify.verifier import Verifier
-
-
-def _own(make: Callable[[], Verifier]) -> Verifier:
-    """A verifier that runs the model's own forward."""
-    verifier = make()
-    return verifier.ordinary if isinstance(verifier, RecordedVerifier) else verifier
 
 
 class Company:
@@ -43,13 +36,12 @@ class Company:
 
         `recorded`: whether passes may be recorded ones; else they are the model's own.
         """
-        if not recorded:
-            make = functools.partial(_own, make)
         first = make()
-        if isinstance(first, RecordedVerifier):
+        if isinstance(first, RecordedVerifier) and recorded:
             self._engine.pool = first.pool
             return [first.alone() for _ in range(count)]
-        all_of_them = [first, *(make() for _ in range(count - 1))]
+        all_of_them = [own_forward(each) for each in (first, *(make() for _ in range(count - 1)))]
+        first = all_of_them[0]
         if self.why_alone(first) or self._padded is None:
             return all_of_them
         return [PaddedRow(each, self._padded) for each in all_of_them if isinstance(each, HFVerifier)]

@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from retrieve_spec.sampling.samplers import processors_of_row
 from retrieve_spec.verify.batch_prompt import BatchPrompt
-from retrieve_spec.verify.extras import says_nothing
+from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 from retrieve_spec.verify.verifier import VerifierInputs
 
 
@@ -89,7 +89,7 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     for index, padding in enumerate(padding_in_front(whole) or []):
         kwargs = {**whole.model_kwargs, cache_name: new_cache()}
         if prepared.batch is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name in (*_TEXT, cache_name)}
+            kwargs = {name: value for name, value in kwargs.items() if name in OF_TEXT | {cache_name}}
         if mask is not None:  # what is behind the padding may have holes
             rest = mask[index : index + 1, padding:]
             kwargs["attention_mask"] = None if bool(rest.all()) else rest
@@ -103,7 +103,6 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     return rows
 
 
-_TEXT = ("attention_mask", "position_ids", "logits_to_keep", "use_cache")
 _ROW_BY_ROW = (
     hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor, hf.RepetitionPenaltyLogitsProcessor,
     hf.NoRepeatNGramLogitsProcessor, hf.NoBadWordsLogitsProcessor, hf.SequenceBiasLogitsProcessor,
@@ -120,7 +119,7 @@ def extras_of(prepared: Prepared, cache_name: str) -> list[str]:
     """What a batch is given besides text; what is whose only the model knows."""
     kwargs = prepared.inputs.model_kwargs
     parts = {name: value for name, value in kwargs.items() if isinstance(value, (torch.Tensor, dict))}
-    return [name for name, value in parts.items() if name not in (*_TEXT, cache_name) and not says_nothing(value)]
+    return [name for name, value in parts.items() if name not in OF_TEXT | {cache_name} and not says_nothing(value)]
 
 
 def why_not_together(prepared: Prepared, cache_name: str) -> str:

@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 from transformers import DynamicCache
 
 from retrieve_spec.verify.cache import same_rows
+from retrieve_spec.verify.extras import OF_TEXT
 from retrieve_spec.verify.verifier import VerifierInputs, VerifierOutput
 
-_SHAREABLE = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}
 KEPT = 4
 """Prompts of `generate_many` whose readings are kept for later requests."""
 
@@ -79,7 +79,7 @@ class SharedPrompt:
 
 def is_text_alone(inputs: VerifierInputs, cache_name: str) -> bool:
     """Whether tokens are all that a model is given."""
-    known = _SHAREABLE | {cache_name}
+    known = OF_TEXT | {cache_name}
     return all(name in known or value is None for name, value in inputs.model_kwargs.items())
 
 

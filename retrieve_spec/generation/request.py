@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from retrieve_spec.engine.rows import Prepared, extras_of, padding_in_front, why_not_together
 from retrieve_spec.errors import PromptError
-from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.recorded.recorded_verifier import own_forward
 from retrieve_spec.verify.batch_prompt import BatchPrompt
 from retrieve_spec.verify.cache import seq_length
 from retrieve_spec.verify.hf import HFVerifier
@@ -141,14 +141,12 @@ def from_captured(
 
 def _why_not_read(model: Any, prepared: Prepared, interface: ModelInterface) -> str:
     """Let a model read the prompts of a batch that is given more than text; why its rows cannot go on apart."""
-    padding = padding_in_front(prepared.inputs)
-    if padding is None or not extras_of(prepared, interface.cache_name):
+    if not extras_of(prepared, interface.cache_name) or (padding := padding_in_front(prepared.inputs)) is None:
         return ""
     speculation = model.speculation
-    verifier = speculation.verifiers()[0]
-    own = verifier.ordinary if isinstance(verifier, RecordedVerifier) else verifier
+    own = own_forward(speculation.verifiers()[0])
     if not isinstance(own, HFVerifier):
-        return str(verifier.reason)
+        return str(own.reason)
     batch = BatchPrompt(model, prepared.inputs, padding, interface.cache_name)
     with speculation.engine.alone():
         if why := batch.examine(own):

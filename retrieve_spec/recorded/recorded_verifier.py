@@ -21,9 +21,9 @@ from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.pass_buffer import LaidOut
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
 from retrieve_spec.verify.cache import same_rows
-from retrieve_spec.verify.extras import says_nothing
+from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, PassKind, Verifier, VerifierInputs, VerifierOutput
 
 CHUNK = 256
 """Prompt tokens of one recorded pass at most."""
@@ -114,7 +114,7 @@ class RecordedVerifier:
 
     def _why_not(self, kwargs: dict[str, Any]) -> str:
         """Why a generation is left to the ordinary verifier."""
-        known = {self.ordinary.interface.cache_name, "attention_mask", "position_ids", "logits_to_keep", "use_cache"}
+        known = OF_TEXT | {self.ordinary.interface.cache_name}
         extras = [name for name, value in kwargs.items() if name not in known and not says_nothing(value)]
         mask = kwargs.get("attention_mask")
         if self.mode != "tree":
@@ -279,3 +279,8 @@ def run_rows(
     places = torch.from_numpy(positions)[None].to(recorded.device, non_blocking=True)
     logits, hidden = recorded.run(rows, places, attend, wanted)
     return logits[0], hidden[0]
+
+
+def own_forward(verifier: Verifier) -> Verifier:
+    """A verifier's passes through the model's own forward: the verifier itself, or what a recorded one begins with."""
+    return verifier.ordinary if isinstance(verifier, RecordedVerifier) else verifier

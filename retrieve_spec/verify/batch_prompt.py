@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionC
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.verify.cache import HOLD_STATE, TAKE_TREES
 from retrieve_spec.verify.call_kinds import CallKind
-from retrieve_spec.verify.extras import SET_EACH_PASS, kwargs_behind, telling
+from retrieve_spec.verify.extras import SET_EACH_PASS, Extras, kwargs_behind
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import catch_hidden
 from retrieve_spec.verify.shrink import lengths_of
@@ -48,9 +48,7 @@ class BatchPrompt:
         self.model, self.inputs, self.padding, self._cache_name = model, inputs, padding, cache_name
         self.problem = ""
         """Why rows cannot go on apart, once they were read; empty when they can."""
-        given = inputs.model_kwargs.items()
-        known = SET_EACH_PASS | {"attention_mask", cache_name}
-        self.names = frozenset(name for item in given if item[0] not in known for name in telling(*item))
+        self.names = self._beside_text(inputs.model_kwargs)
         self._outputs: Any = None
         self._positions: torch.Tensor | None = None
         self._last: torch.Tensor | None = None
@@ -84,18 +82,16 @@ class BatchPrompt:
         self.problem = self._why_not(step)
         self._outputs = outputs
 
+    def _beside_text(self, kwargs: dict[str, Any]) -> frozenset[str]:
+        """Names of the arguments of a pass that say more than its text."""
+        of_text = SET_EACH_PASS | {"attention_mask", self._cache_name}
+        return Extras({name: value for name, value in kwargs.items() if name not in of_text}).kind
+
     def _why_not(self, step: dict[str, Any]) -> str:
         """Why rows are no texts of their own behind the prompt, by what the model is given there."""
-        known = SET_EACH_PASS | {"attention_mask", self._cache_name}
-        given = sorted(
-            name
-            for item in step.items()
-            if item[0] not in known
-            for name in telling(*item)
-            if not name.endswith("token_type_ids")
-        )  # what is written is text
+        given = [name for name in self._beside_text(step) if not name.endswith("token_type_ids")]  # all of it is text
         if given:
-            return f"behind the prompts of a batch the model is given {', '.join(given)}"
+            return f"behind the prompts of a batch the model is given {', '.join(sorted(given))}"
         if type(self._cache) is not DynamicCache or self._cache.offloading:
             return f"a batch is kept in a {type(self._cache).__name__}"
         for layer in self._cache.layers:

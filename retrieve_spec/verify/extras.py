@@ -16,6 +16,8 @@ SET_EACH_PASS = {
     "use_cache",
 }  # fmt: skip
 """Arguments that a pass gets from elsewhere."""
+OF_TEXT = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache"})
+"""Arguments of a call with text alone, its ids and cache not among them."""
 
 
 def says_nothing(value: Any) -> bool:

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
-from retrieve_spec.verify.extras import says_nothing
+from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device
 from retrieve_spec.verify.padded_cache import PaddedCache
@@ -26,7 +26,6 @@ from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 _NOBODY = np.empty(0, np.bool_)
-_KNOWN = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}
 
 
 def why_not_padded(interface: ModelInterface) -> str:
@@ -96,7 +95,7 @@ class PaddedRow:
         kwargs, name = inputs.model_kwargs, self.own.interface.cache_name
         self.whole_prompts = self.own.whole_prompts
         self.alone = self.own.reason if self.own.mode != "tree" else ""
-        extras = [key for key, value in kwargs.items() if key not in _KNOWN | {name} and not says_nothing(value)]
+        extras = [key for key, value in kwargs.items() if key not in OF_TEXT | {name} and not says_nothing(value)]
         mask = kwargs.get("attention_mask")
         if extras:
             self.alone = f"the model is given {', '.join(extras)}"
