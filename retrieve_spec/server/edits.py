@@ -77,14 +77,13 @@ class Edit:
         given = [request.stop] if isinstance(request.stop, str) else request.stop or []
         prediction = Prediction(content=self.expected)
         asked = request.model_copy(update={"prediction": prediction, "stop": [*given, *self.closed]})
-        ids = service.prompts.asked(self.question, f"{self.fence}\n")
-        if wanted < 0:
-            room = min(service.backend.n_ctx - len(ids), service.config.max_predict)
-            if (needed := len(service.codec.encode(self.expected))) > room:
-                raise Refusal(
-                    400,
-                    f"the new text may need {needed} tokens, and {max(0, room)} can follow the prompt of {len(ids)};"
-                    " send a part of the file, or say with max_tokens how much of the new text is enough",
-                    "exceed_context",
-                )
-        return service.raw(ids, asked, caller, wanted)
+        ids, expected = service.prompts.asked(self.question, f"{self.fence}\n"), service.prompts.expected(asked)
+        room = min(service.backend.n_ctx - len(ids), service.config.max_predict)
+        if wanted < 0 and len(expected) > room:
+            raise Refusal(
+                400,
+                f"the new text may need {len(expected)} tokens, and {max(0, room)} can follow the prompt of {len(ids)};"
+                " send a part of the file, or say with max_tokens how much of the new text is enough",
+                "exceed_context",
+            )
+        return service.raw(ids, asked, caller, wanted, expected)

@@ -278,8 +278,18 @@ class Service:
         )
         return Prepared(task, memory, prompt.truncated, parts.prefix, len(expected), forgotten)
 
-    def raw(self, prompt: str | Sequence[int], request: Common, caller: Caller, wanted: int) -> Prepared:
-        """A task for what follows a prompt; one that spells fill-in-the-middle tokens is treated as typing."""
+    def raw(
+        self,
+        prompt: str | Sequence[int],
+        request: Common,
+        caller: Caller,
+        wanted: int,
+        expected: list[int] | None = None,
+    ) -> Prepared:
+        """A task for what follows a prompt; one that spells fill-in-the-middle tokens is treated as typing.
+
+        `expected` are the tokens of the request's prediction, where they are known.
+        """
         ids = self.prompts.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             ids = [self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else next(iter(self.end_ids))]
@@ -291,7 +301,7 @@ class Service:
             raise Refusal(
                 400, f"the prompt has {len(ids)} tokens; the model reads at most {limit - 1}", "exceed_context"
             )
-        memory, expected = self.memory(caller.scope), self.prompts.expected(request)
+        memory, expected = self.memory(caller.scope), self.prompts.expected(request) if expected is None else expected
         forgotten, cursor = memory.times_forgotten, self.prompts.cursor(ids)
         if cursor is None:
             tail = self.codec.decode(ids[-512:], skip_special=True)
