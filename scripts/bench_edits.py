@@ -17,7 +17,6 @@ import os
 import random
 import re
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import checkout  # noqa: F401
 import torch
 from gpu_setting import SHAPES, build
 from starlette.testclient import TestClient
-from trace_driven import TraceDriven
+from trace_driven import TraceDriven, clock_of
 from transformers import PreTrainedTokenizerFast
 
 from retrieve_spec.bench.machine import machine_facts
@@ -76,9 +75,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=800, help="tokens of the longest answer")
     parser.add_argument("--processor", action="store_true", help="seconds of one processor instead of the clock's")
     options = parser.parse_args()
-    if options.processor:
-        torch.set_num_threads(1)
-    clock = time.process_time if options.processor else time.perf_counter
+    clock = clock_of(options.processor)
     os.environ["RETRIEVE_SPEC_CACHE"] = tempfile.mkdtemp()
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=options.tokenizer, eos_token="</s>")
     model = build(options.size, options.context, "cpu", torch.float32)

@@ -27,7 +27,7 @@ import checkout  # noqa: F401
 import torch
 from gpu_setting import SHAPES, build
 from hybrid_shapes import HYBRIDS, build_hybrid
-from trace_driven import TraceDriven, told
+from trace_driven import TraceDriven, clock_of, told
 
 import retrieve_spec as rs
 from retrieve_spec.bench.machine import machine_facts
@@ -192,9 +192,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="longest prompt")
     parser.add_argument("--processor", action="store_true", help="seconds of one processor instead of the clock's")
     options = parser.parse_args()
-    if options.processor:
-        torch.set_num_threads(1)
-    clock = time.process_time if options.processor else time.perf_counter
+    clock = clock_of(options.processor)
     facts, answers = machine_facts(), chosen(options)
     if not answers:
         raise SystemExit(
