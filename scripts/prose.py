@@ -14,8 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTEAD = {
-    r"(?:is|are) told(?! apart)": "gets, learns, or is informed of",
-    r"(?:is|are) told by": "is known by",
+    r"(?:is|are) told(?! apart)": "gets, learns, is known by, or is informed of",
     r"[Mm]end(?:s|ed)?\b": "repair, correct",
     r"(?:can|cannot|could) be had": "is (not) available",
     r"(?:has|have) \w+ of (?:its|their) own\b": "has its own",
