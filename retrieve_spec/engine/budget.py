@@ -36,7 +36,8 @@ class Costs:
 
     A pass in which none drafts may take another way through the model, so that its cost is no point of a line through
     those of others. Numbers of sequences within an eighth of one another share what is measured. What is not measured
-    yet is taken from fewer sequences: the last token of one more costs what one more node does.
+    yet is taken from fewer sequences: the last token of one more costs what one more node does. Passes with a number of
+    threads that is new are taken to be as steep as those with another.
 
     Attributes
     ----------
@@ -69,7 +70,8 @@ class Costs:
         """Cost of passes over so many sequences, with another number of threads if one is given."""
         models = self._models.setdefault(self.threads if threads is None else threads, {})
         if not models:
-            models[1] = CostModel()
+            measured = (others[1] for others in self._models.values() if 1 in others and others[1].measured)
+            models[1] = CostModel(next(measured, None))
         sequences = _alike(sequences)
         if sequences not in models:
             fewer = max(count for count in models if count < sequences)
@@ -91,8 +93,7 @@ class Costs:
 
     def without_paths(self, trees: Many[DraftTree], nodes: int, context: int, seconds: float) -> float:
         """Seconds of a pass over `trees`, which took `seconds`, had each been a chain; learns what paths cost."""
-        more = sum(max(tree.paths - 1, 0) for tree in trees)
-        if self.path_share is None or not more:
+        if self.path_share is None or not (more := sum(max(tree.paths - 1, 0) for tree in trees)):
             return seconds
         if len(trees) == 1:
             curve = self.alone.seconds(context, MAX_NODES) - self.alone.overhead

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import os
 import sys
 import threading
 import types
@@ -69,10 +70,20 @@ class Engine:
         self.pool: PassPool | None = None
         self._sequences: list[Sequence] = []
         self._rest = Rest()
+        self._process = 0
+        self._belong_here()
+
+    def _belong_here(self) -> None:
+        """Let this process step; in a forked child nobody is left who does, and what others had begun is over."""
+        if self._process == os.getpid():
+            return
+        for sequence in self._sequences:
+            sequence.cancelled = True
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         self._driver = 0  # the thread that steps
         self._holder: types.FrameType | None = None  # and its call that does
+        self._process = os.getpid()
 
     def step(self, own: Many[Sequence] = ()) -> None:
         """One pass for every sequence that may go on; `own` are those that the caller waits for."""
@@ -207,6 +218,7 @@ class Engine:
 
     def join(self, sequence: Sequence) -> None:
         """Let a sequence take part from the next step on."""
+        self._belong_here()
         with self._mutex:
             self._sequences.append(sequence)
 
@@ -254,6 +266,7 @@ class Engine:
     @contextlib.contextmanager
     def alone(self, unless: Callable[[], bool] = bool) -> Iterator[bool]:
         """Keep others from stepping; False if there was to wait, and `unless` came true meanwhile."""
+        self._belong_here()
         me = threading.get_ident()
         if self.is_stepping:
             raise ConfigError(

@@ -81,6 +81,7 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget every row, keep the storage."""
         self.length = self._slab.offset = 0
+        self._cache.refresh()
 
 
 class KVBuffer(Cache):  # type: ignore[misc]
@@ -107,6 +108,8 @@ class KVBuffer(Cache):  # type: ignore[misc]
         other texts begin with too, and n; 0 where there are none.
     is_host_float32
         Whether every slab has its tensors, in float32 on a CPU.
+    addresses
+        (slabs, 3) int64: where the first layer's keys and values lie in memory, and rows that there is room for.
 
     Raises
     ------
@@ -124,8 +127,10 @@ class KVBuffer(Cache):  # type: ignore[misc]
         self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(_NO_ROWS, _NO_ROWS)] * len(windows)
         self.prefixes: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)
         self.is_host_float32 = False
+        self.addresses: NDArray[np.int64] = np.zeros((len(self.slabs), 3), np.int64)
         self._common: list[torch.Tensor] = []  # what these point to
         self._stale = False  # whether those of a slab whose tensors are being replaced are missing
+        self._fits = 0  # rows of text for which nothing has to be moved or replaced
         self._moved: tuple[object, list[list[torch.Tensor]]] = (None, [])  # by slab, rows that a commit moves
 
     @property
@@ -148,13 +153,18 @@ class KVBuffer(Cache):  # type: ignore[misc]
         for i, slab in enumerate(self.slab_of):
             if self.slabs[slab].tensors:
                 self.layer_slabs[i] = self.slabs[slab].of_layer(self.layer_in_slab[i])
+        for at, each in zip(self.addresses, self.slabs, strict=True):
+            at[:] = (*(tensor.data_ptr() for tensor in each.tensors), each.capacity) if len(each.tensors) == 2 else 0
         self.is_host_float32 = all(slab.is_host_float32 for slab in self.slabs)
-        self._stale = False
+        self._stale, self._fits = False, 0
 
     def make_room(self, rows: int) -> None:
         """Let a pass over `rows` rows fit behind the rows held."""
+        if self.length + rows <= self._fits:
+            return
         for slab in self.slabs:
             self.make_room_in(slab, self.length, rows)
+        self._fits = min(slab.offset + slab.capacity for slab in self.slabs)
 
     def reserve(self, rows: int) -> None:
         """Let a text of `rows` rows fit from the start; slabs with a window do not depend on it."""
@@ -164,6 +174,7 @@ class KVBuffer(Cache):  # type: ignore[misc]
 
     def make_room_in(self, slab: Slab, held: int, rows: int) -> None:
         """Let `rows` rows fit behind `held` in one slab; the views of its old tensors go first, and with them these."""
+        self._fits = 0
         if slab.fits(held, rows) and not self._stale:
             slab.make_room(held, rows)
             return

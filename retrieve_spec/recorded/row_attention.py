@@ -43,16 +43,13 @@ class RowAttention:
         self._prefixes = [
             np.array(by_text) for by_text in zip(*(text.cache.prefixes for text in self._laid), strict=True)
         ]
-        self._places = [self._of_slab(k) for k in range(len(laid[0].cache.slabs))] if single else []
+        self._places = self._by_slab() if single else np.empty((0, 0, 4), np.int64)
 
-    def _of_slab(self, k: int) -> NDArray[np.int64]:
-        """(texts, 4) int64: where the keys and values of a slab's first layer lie, its capacity, and rows held."""
-        places = []
-        for text in self._laid:
-            slab = text.cache.slabs[k]
-            keys, values = slab.tensors
-            places.append((keys.data_ptr(), values.data_ptr(), slab.capacity, text.held - slab.offset))
-        return np.array(places, np.int64)
+    def _by_slab(self) -> NDArray[np.int64]:
+        """(slabs, texts, 4): where the keys and values of a slab's first layer lie, its capacity, and rows held."""
+        addresses = np.array([text.cache.addresses for text in self._laid])
+        held = np.array([[text.held - slab.offset for slab in text.cache.slabs] for text in self._laid])
+        return np.concatenate([addresses, held[:, :, None]], axis=2).swapaxes(0, 1)
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Write a layer's keys and values and attend: (1, heads, rows, d) in, (1, rows, heads, dv) out."""

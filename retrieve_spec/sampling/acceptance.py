@@ -301,7 +301,7 @@ def walk(
             text.append(sampler.choose(logits, first_row + 1 + at, text))
         token = text.last
         stopped = stop(text, token, tuple(sampler.scores) if sampler.scores is not None else None)
-        child = ROOT if stopped else find_child(tree.parent, tree.token_ids, at, token)
+        child = ROOT if stopped or not len(tree) else find_child(tree.parent, tree.token_ids, at, token)
         if child < 0:
             return Walk(np.array(path, np.int32), text.ids[begun:].astype(np.int32), stopped)
         path.append(child)

@@ -60,29 +60,37 @@ def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
 
 
 def read_side_by_side(parts: Sequence[torch.Tensor], top_k: int) -> list[PassLogits]:
-    """`read_logits` of the rows of several texts, at once where one pass left them behind one another in memory."""
-    whole = _joined(parts)
-    if whole is None:
-        return [read_logits(part, top_k) for part in parts]
-    read, first, found = read_logits(whole, top_k), 0, []
-    for part in parts:
-        rows = slice(first, first + len(part))
-        host = None if read._host is None else read._host[rows]
-        found.append(PassLogits(part, read.top_ids[rows], read.top_logits[rows], host))
-        first += len(part)
+    """`read_logits` of the rows of several texts, at once for those that one pass left behind one another in memory."""
+    found = []
+    for run in _runs(parts):
+        rows, vocabulary = sum(map(len, run)), run[0].shape[1]
+        whole = run[0] if len(run) == 1 else run[0].as_strided((rows, vocabulary), (vocabulary, 1))
+        read, first = read_logits(whole, top_k), 0
+        for part in run:
+            at = slice(first, first + len(part))
+            host = None if read._host is None else read._host[at]
+            found.append(PassLogits(part, read.top_ids[at], read.top_logits[at], host))
+            first += len(part)
     return found
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """(rows, vocab) the parts as one, without a copy; None where they do not stand behind one another."""
-    first, end = parts[0], parts[0].storage_offset()
+def _runs(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The parts, those together that stand behind one another in memory."""
+    runs: list[list[torch.Tensor]] = []
     for part in parts:
-        alike = part.dtype == first.dtype and part.shape[1:] == first.shape[1:] and part.is_contiguous()
-        beside = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (alike and beside and part.storage_offset() == end):
-            return None
-        end += part.numel()
-    return first.as_strided((sum(map(len, parts)), first.shape[1]), (first.shape[1], 1))
+        if runs and _follows(part, runs[-1][-1]):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _follows(part: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a part begins where the one before it ends."""
+    alike = part.dtype == before.dtype and part.shape[1:] == before.shape[1:]
+    beside = part.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    whole = part.is_contiguous() and before.is_contiguous()
+    return alike and beside and whole and part.storage_offset() == before.storage_offset() + before.numel()
 
 
 def _put_nan_first(host: NDArray[np.float32], ids: NDArray[np.int32]) -> None:

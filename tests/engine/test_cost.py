@@ -240,6 +240,17 @@ def test_each_number_of_threads_has_a_price_of_its_own() -> None:
     assert costs.of(4).seconds(100, 32)[0] < 3.0  # what four cost begins with what one costs with as many threads
 
 
+def test_another_number_of_threads_begins_with_how_steep_passes_were() -> None:
+    costs = Costs()
+    for _ in range(60):
+        for nodes, seconds in ((0, 1.0), (64, 4.0)):
+            costs.alone.observe(nodes, 100, seconds)
+            costs.alone.seconds(100, 64)
+    costs.threads = 1
+    costs.alone.observe(0, 100, 3.0)  # one pass says what all take
+    assert costs.alone.seconds(100, 64)[[0, 64]] == pytest.approx([3.0, 12.0], rel=0.1)
+
+
 def test_what_a_draft_leaves_to_the_next_pass_is_its_own_price() -> None:
     costs = Costs()
     assert costs.is_plain(0, True, 100, 9.0)  # models without states that stay behind

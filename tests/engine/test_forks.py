@@ -88,3 +88,43 @@ def test_a_forked_child_goes_on(action: str, fork: str) -> None:
         if parent.poll() is None:
             os.killpg(parent.pid, 9)  # the child, too
             parent.communicate()
+
+
+IN_A_STEP = """
+import os, threading, torch, retrieve_spec
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+model = retrieve_spec.accelerate(LlamaForCausalLM(config).eval())
+prompt = torch.arange(60)[None]
+expected = model.generate(prompt, max_new_tokens=9)
+inside, forked = threading.Event(), threading.Event()
+
+def pause(input_ids, scores):
+    inside.set()
+    forked.wait()
+    return torch.zeros(len(input_ids), dtype=torch.bool)
+
+said = []
+other = threading.Thread(
+    target=lambda: said.append(model.generate(prompt, max_new_tokens=9, stopping_criteria=[pause]))
+)
+other.start()
+inside.wait()
+pid = os.fork()
+if pid == 0:
+    os._exit(not torch.equal(model.generate(prompt, max_new_tokens=9), expected))
+status = os.waitpid(pid, 0)[1]
+forked.set()
+other.join()
+assert status == 0, status
+assert torch.equal(said[0], expected)
+"""
+
+
+def test_a_child_does_not_wait_for_a_step_of_its_parent() -> None:
+    parent = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_A_STEP], stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    )
+    assert parent.returncode == 0, parent.stderr
