@@ -100,6 +100,27 @@ def accelerate(
         An option is unknown or out of range; also for an unknown preset or one that misses a source.
     """
     wrapper, model = model, base_model(model)
+    prepare(model, tokenizer, datastores, drafter, config, **options)
+    original = model.__dict__.get("generate")
+    if _is_ours(original):  # of an accelerated model this is a copy of
+        original = model.__dict__.get(BEFORE)
+    model.__dict__[BEFORE] = original
+    model.__dict__["generate"] = types.MethodType(generate, model)
+    return wrapper
+
+
+def prepare(
+    model: Any,
+    tokenizer: Any = None,
+    datastores: Sequence[Any] | None = None,
+    drafter: Drafter | None = None,
+    config: SpeculationConfig | None = None,
+    **options: Any,
+) -> None:
+    """Make what a model needs to be drafted for, `model.speculation`; arguments and errors are those of `accelerate`.
+
+    Its `generate` stays, or is the original one again.
+    """
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
         raise UnsupportedModelError(
             "a transformers model that can generate",
@@ -137,11 +158,6 @@ def accelerate(
     speculation.prepare_seconds = loading
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
-    original = model.__dict__.get("generate")
-    if getattr(original, "__func__", None) is generate:  # of an accelerated model this is a copy of
-        original = model.__dict__.get(BEFORE)
-    model.__dict__[BEFORE] = original
-    model.__dict__["generate"] = types.MethodType(generate, model)
     if why := why_delegated(model):
         speculation.mode, speculation.reason = "delegated", why
     elif finding.mode != "tree":
@@ -150,7 +166,10 @@ def accelerate(
         speculation.say_once(f"passes go through the model's own modules: {passes.pass_reason}")
     if config.nodes == AUTO and config.draft != OFF:
         measure_passes(model, speculation)
-    return wrapper
+
+
+def _is_ours(method: Any) -> bool:
+    return getattr(method, "__func__", None) is generate
 
 
 def _open_store(store: Any, tokenizer: Any) -> Datastore:
@@ -215,7 +234,8 @@ def restore(model: Any) -> Any:
         model.speculation.invalidate()
         model.speculation.drafters.keep(at_once=True)
         original = model.__dict__.pop(BEFORE, None)
-        model.__dict__.pop("generate", None)
+        if _is_ours(model.__dict__.get("generate")):
+            del model.__dict__["generate"]
         if original is not None:
             model.__dict__["generate"] = original
         del model.speculation

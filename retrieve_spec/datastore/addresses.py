@@ -74,7 +74,7 @@ def reach(url: str) -> tuple[Any, str]:
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        remedy = "Install the library that it names, as `pip install s3fs`."
+        remedy = "Install what it names with pip, if it names something."
         raise BuildError(f"to reach {url}", str(error), remedy) from error
     return fs, root.rstrip("/")
 

@@ -92,7 +92,9 @@ def write_tokenizer(store: Path, tokenizer: Any) -> str:
         When none is given, or it is none of the `tokenizers` library.
     """
     if tokenizer is None:
-        raise BuildError("a tokenizer", "none", "Give the model folder or tokenizer.json that drafts are for.")
+        raise BuildError(
+            "a tokenizer", "none", "Give --tokenizer: the model folder, or tokenizer.json, that drafts are for."
+        )
     backend = Tokenizer.from_str(load_tokenizer(tokenizer).to_str())
     backend.no_truncation()
     backend.no_padding()

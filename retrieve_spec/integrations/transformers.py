@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from retrieve_spec.acceleration import accelerate
+from retrieve_spec.acceleration import prepare
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.engine.speculation import Speculation
@@ -112,11 +112,8 @@ def _prepare(model: Any, tokenizer: Any, given: dict[str, Any]) -> None:
                 remedy = "Give them to accelerate, or call restore(model) first."
                 raise ConfigError("a model that is not accelerated", f"one, and {', '.join(given)}", remedy)
         elif not _is_prepared(model) or (given and given != kept.given):
-            accelerate(model, tokenizer, **given)
+            prepare(model, tokenizer, **given)
             kept.given = given
-            model.__dict__.pop("generate")
-            if before is not None:
-                model.__dict__["generate"] = before
         with suppress(AttributeError):  # a model's repository may have this as its generate: what is left to the
             if model.__dict__.get(BEFORE).func is generate:  # original is left to the class's
                 model.__dict__[BEFORE] = None
