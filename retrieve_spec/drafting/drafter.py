@@ -79,6 +79,14 @@ class Preparable(Protocol):
 
 
 @runtime_checkable
+class RemembersText(Protocol):
+    """A drafter that learns from a text it has not drafted for."""
+
+    def remember(self, generated: NDArray[np.int32]) -> None:
+        """Learn from a text (n,) that was generated, as at the end of a request."""
+
+
+@runtime_checkable
 class Drafter(Protocol):
     """Turns the text so far into a draft tree, and learns from what the target did with it."""
 

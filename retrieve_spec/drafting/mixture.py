@@ -33,6 +33,8 @@ _LONGEST_REST = 8
 """Passes that are not drafted for at most, after drafting has not paid again and again."""
 _MOST_SHOWN = 4
 """Passes that wait to be learned from at most."""
+_MOST_FRESH = 64
+"""Passes at most of which only the text waits: nobody asked for a draft."""
 
 
 class _Shown(NamedTuple):
@@ -99,9 +101,10 @@ class MixtureDrafter(OpenSources):
         self._sampled = False
         self._key = 0, 0, 0
         self._history: list[NDArray[np.int32]] = []
-        self._fresh: list[NDArray[np.int32]] = []  # given while drafting rested, learned without trees
+        self._fresh: list[NDArray[np.int32]] = []  # given while nobody drafted, learned without trees
         self._shown: list[_Shown] = []  # before that
         self._rest = self._misses = 0
+        self._asked = False  # for a draft since the last pass
         self.asker: str | None = None
         self.learns_phrases = True
         self._forgotten = False
@@ -185,6 +188,7 @@ class MixtureDrafter(OpenSources):
         While nothing pays, more and more passes go by without a look (at most eight in a row), so that text with
         nothing to look up costs next to nothing; the first draft that pays ends that.
         """
+        self._asked = True
         limit = min(budget.max_nodes, MAX_NODES)
         if limit <= 0 or budget.max_depth <= 0:
             return _NOTHING
@@ -286,9 +290,10 @@ class MixtureDrafter(OpenSources):
             whole = len(tree) == self._proposed[0]  # a verifier of chains takes one branch
             expected = self._proposed[1] if whole else tree.expected_accepted
             self.calibration.drafted(expected, len(emitted) - 1, self._sampled)
-        if self._rest > 0 or self._fresh:
+        asked, self._asked = self._asked, False
+        if self._rest > 0 or self._fresh or not asked:
             self._fresh.append(emitted)
-            if self._rest == 0:
+            if (self._rest == 0 and asked) or len(self._fresh) > _MOST_FRESH:
                 self._shown = self._take_shown()
         elif self.recycling is None or verified.top_ids is None or verified.top_logits is None:
             self._shown.append(_Shown(emitted))
@@ -337,12 +342,15 @@ class MixtureDrafter(OpenSources):
         self._catch_up()
         if self._queries is not None:
             self._queries.leave()
-        if any(len(part) and part[0] >= 0 for part in self._history):
-            text = np.concatenate(self._history)
+        history, self._history = self._history, []
+        self.remember(np.concatenate(history) if history else _NOTHING.token_ids)
+
+    def remember(self, generated: NDArray[np.int32]) -> None:
+        """Let phrases and session learn from a text (n,) that was generated, as at the end of a request."""
+        if (generated >= 0).any():
             if self.phrases is not None and self.learns_phrases and not self._forgotten:
-                self.phrases.learn(text, self.asker)
+                self.phrases.learn(generated, self.asker)
             if self.session is not None:
-                self.session.remember(text[text >= 0])
-        self._history = []
-        self.asker = None
+                self.session.remember(generated[generated >= 0])
+        self.asker, self._forgotten = None, False
         self.calibration.keep()

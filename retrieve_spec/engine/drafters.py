@@ -24,7 +24,7 @@ from retrieve_spec.sources.unigrams import token_classes
 
 OFF = "off"
 KEPT = 8
-"""Drafters of one preset that are kept for later sequences."""
+"""Drafters of one preset that are kept for later sequences while they are at work for none."""
 
 
 @dataclass(eq=False)
@@ -186,7 +186,8 @@ class Drafters:
                 del self._own[id(drafter)]  # behind it: done twice it is the same
             self._lent.discard(id(drafter))
             for made in self._made.values():
-                if any(drafter is one for one in made) and (spoiled or len(made) > KEPT):
+                free = sum(id(one) not in self._lent for one in made)
+                if any(drafter is one for one in made) and (spoiled or free > KEPT):
                     made[:] = [one for one in made if one is not drafter]
 
     def use(self, datastores: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, RemembersText, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.limits import Limits
 from retrieve_spec.sampling.pass_logits import PassLogits
@@ -162,10 +162,20 @@ class LentDrafter:
         """Draft no more: an interruption hit the drafter amid its work."""
         self.drafter, self.spoiled, self.waits = None, True, False
 
+    def _take_in(self) -> None:
+        """Let the drafter that was waited for learn from what was said; one that cannot so has to read all of it."""
+        lent = self._lent or self._lend()
+        if isinstance(lent, RemembersText):
+            told, self._lent, self._told, self.waits = self._told, lent, [], False
+            lent.remember(np.concatenate(told))
+        elif not isinstance(lent, str):
+            self._lent = lent
+            self._begin()
+
     def finish(self) -> None:
         """Let the drafter finish its request; one that was waited for comes to take in what there is."""
         if self.waits and self._told:
-            self._begin()
+            self._take_in()
         drafter, self.drafter, self.waits = self.drafter, None, False
         if drafter is not None and self.started and not self.spoiled:
             drafter.finish()

@@ -470,3 +470,19 @@ def test_noise_is_forgotten_with_the_request(markov_text):
     one.start(text)
     two.start(text)
     assert same(one.propose(Budget(16, 8)), two.propose(Budget(16, 8)))
+
+
+def test_passes_that_nobody_asked_a_draft_for_are_read_as_text():
+    """One look at many tokens is as good as many; what the target's other choices were is not kept."""
+    asked, unasked = MixtureDrafter(), MixtureDrafter()
+    text = np.tile(np.arange(9, dtype=np.int32), 12)
+    top = np.zeros((1, asked.top_k), np.int32), np.zeros((1, asked.top_k), np.float32)
+    for drafter in (asked, unasked):
+        drafter.start(text[:20])
+        drafter.propose(Budget(4, 4))
+    asked.observe(VerifiedPass(DraftTree(), text[:0], text[20:100], *top))
+    for token in text[20:100]:
+        unasked.observe(VerifiedPass(DraftTree(), text[:0], np.array([token], np.int32), *top))
+    trees = [drafter.propose(Budget(8, 8)) for drafter in (asked, unasked)]
+    assert trees[0].token_ids[:8].tolist() == trees[1].token_ids[:8].tolist() == np.tile(np.arange(9), 2)[1:9].tolist()
+    assert asked.context.root()[1] == unasked.context.root()[1] == 100

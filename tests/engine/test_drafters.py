@@ -10,7 +10,7 @@ import pytest
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import PRESETS
-from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.engine.drafters import KEPT, Drafters
 from retrieve_spec.sources.rollouts import RolloutMemory
 
 
@@ -116,3 +116,10 @@ def test_a_given_drafter_stands_in_for_what_is_configured_alone() -> None:
     assert drafters.of("off") is None
     assert drafters.lend() is given
     assert drafters.lend() == "the given drafter is at work for another sequence"
+
+
+def test_a_crowd_leaves_as_many_drafters_as_are_kept() -> None:
+    drafters = Drafters(SpeculationConfig(), [], None, "model")
+    crowd = lent(drafters, 2 * KEPT)
+    again = [drafters.lend() for _ in range(KEPT + 1)]
+    assert sum(any(drafter is one for one in crowd) for drafter in again) == KEPT
