@@ -165,11 +165,13 @@ class LentDrafter:
     def _take_in(self) -> None:
         """Let the drafter that was waited for learn from what was said; one that cannot so has to read all of it."""
         lent = self._lent or self._lend()
+        if isinstance(lent, str):
+            return
+        self._lent = lent
         if isinstance(lent, RemembersText):
-            told, self._lent, self._told, self.waits = self._told, lent, [], False
+            told, self._told, self.waits = self._told, [], False
             lent.remember(np.concatenate(told))
-        elif not isinstance(lent, str):
-            self._lent = lent
+        else:
             self._begin()
 
     def finish(self) -> None:
