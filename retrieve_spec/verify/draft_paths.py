@@ -151,6 +151,12 @@ class Paths:
         rows = states.reshape(self.paths * self.longest, *states.shape[2:]).index_select(0, self.first)
         return rows.view(self.texts, self.width, *states.shape[2:])
 
+    def fed(self, states: torch.Tensor) -> torch.Tensor:
+        """(paths, longest, d) → (texts, width, d) without the rows in front of the pass."""
+        rows = self.gather(states)
+        # Cut as a matrix: with the strides of a longer batch of one, torch multiplies it as a batch, which is slower.
+        return rows[0, self.carried :][None] if self.carried else rows
+
     def accepted(self, text: int, roots: int, nodes: int, path: NDArray[np.int32]) -> NDArray[np.int64]:
         """Rows of the pass that stay of a text."""
         start = (text + 1) * self.width - roots - nodes

@@ -174,9 +174,9 @@ class MixerSite:
         if out is None:  # the pass raised
             return None
         if not isinstance(out, tuple):
-            return paths.gather(out)[:, paths.carried :]
+            return paths.fed(out)
         spread = (paths.paths, paths.longest)
-        return tuple(paths.gather(part)[:, paths.carried :] if _shape(part) == spread else part for part in out)
+        return tuple(paths.fed(part) if _shape(part) == spread else part for part in out)
 
     def _before_projection(self, _module: nn.Module, args: Any) -> Any:
         paths = self.running
@@ -184,7 +184,7 @@ class MixerSite:
             return None
         if args[0].shape[:2] != (paths.paths, paths.longest):
             return None
-        return (paths.gather(args[0])[:, paths.carried :], *args[1:])
+        return (paths.fed(args[0]), *args[1:])
 
     def _after_projection(self, name: str) -> Any:
         def after(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor | None:

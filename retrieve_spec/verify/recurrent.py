@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.denormals import flushed
 from retrieve_spec.verify.draft_paths import Paths, ScratchLayer
 from retrieve_spec.verify.interface import Recurrence
 from retrieve_spec.verify.mixer_site import KnownRows, MixerSite
@@ -112,7 +113,8 @@ class RecurrentState:
         for i, site in enumerate(self._sites):
             site.begin(self._paths, given, caches, behind.rows[i] if behind is not None else None)
         try:
-            yield
+            with flushed() if device.type == "cpu" else contextlib.nullcontext():
+                yield
         finally:
             for site in self._sites:
                 site.paths = None

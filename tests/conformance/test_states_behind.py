@@ -12,6 +12,7 @@ from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.denormals import are_flushed, flushed
 from retrieve_spec.verify.mixer_site import MixerSite
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -69,3 +70,45 @@ def test_every_pass_calls_a_mixer_once(name: str, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(model.generate(PROMPT, max_new_tokens=24, do_sample=False), expected)
     assert model.speculation.last.passes < 24
     assert not replayed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_multiplied_as_a_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those behind rows that are carried: torch multiplies what was cut out of a longer batch far slower."""
+    family = next(family for family in FAMILIES if family.name == name)
+    model = build(family, family.attention[0])
+    expected = model.generate(PROMPT, max_new_tokens=24, do_sample=False)
+    rs.accelerate(model, drafter=ScriptedDrafter(expected[0], "half", vocab=VOCAB), nodes=16, recorded_pass="off")
+    linear, strides = torch.nn.functional.linear, []
+
+    def noted(rows: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        if rows.ndim == 3 and 1 < rows.shape[1] < PROMPT.shape[1]:
+            strides.append(rows.stride(0) == rows.stride(1) * rows.shape[1])
+        return linear(rows, *others, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", noted)
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=24, do_sample=False), expected)
+    assert strides
+    assert all(strides)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_denormal_numbers_are_zero_while_drafts_are_verified(before: bool) -> None:
+    """In passes over drafts, whatever ends them; behind them they are what they were for the caller."""
+    if not torch.set_flush_denormal(before):
+        pytest.skip("this processor cannot take them for zero")
+    family = next(family for family in FAMILIES if family.name == "qwen3_next")
+    model = build(family, family.attention[0])
+    expected = model.generate(PROMPT, max_new_tokens=12, do_sample=False)
+    rs.accelerate(model, drafter=ScriptedDrafter(expected[0], "half", vocab=VOCAB), nodes=16, recorded_pass="off")
+    seen: list[bool] = []
+    model.model.norm.register_forward_hook(lambda *_args: seen.append(are_flushed()))
+    try:
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=12, do_sample=False), expected)
+        assert True in seen
+        assert are_flushed() == before
+        with pytest.raises(KeyError), flushed():
+            raise KeyError
+        assert are_flushed() == before
+    finally:
+        torch.set_flush_denormal(False)
