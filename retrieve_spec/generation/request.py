@@ -165,8 +165,13 @@ def _says_nothing(name: str, value: Any) -> bool:
 
 
 def _is_fixed_and_unseen(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a call asks for a cache of a fixed size that it does not hand back, where nothing is compiled for one."""
+    """Whether a call asks for a cache of a fixed size that it does not hand back, where nothing is compiled for one.
+
+    Models that transformers does not claim to be fit for one may see other keys in it (GPT-Neo's windows).
+    """
     if setting(model, arguments, "cache_implementation") not in _FIXED or model.device.type != "cpu":
+        return False
+    if not getattr(model, "_can_compile_fullgraph", False):
         return False
     others = ("return_dict_in_generate", "max_cache_len", "compile_config")
     return not any(setting(model, arguments, name) for name in others)
