@@ -81,9 +81,10 @@ class Row:
 def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -> list[Row]:
     """The rows of a prepared call, those of a batch without the padding in front and over caches of their own."""
     whole = prepared.inputs
-    if len(whole.input_ids) == 1:
-        ids = whole.input_ids if prepared.ids is None else prepared.ids
-        return [Row(0, ids, ids.shape[1] - whole.input_ids.shape[1], whole, prepared.processors)]
+    texts = whole.input_ids if prepared.ids is None else prepared.ids
+    fewer = texts.shape[1] - whole.input_ids.shape[1]
+    if len(texts) == 1:
+        return [Row(0, texts, fewer, whole, prepared.processors)]
     rows = []
     mask = whole.model_kwargs.get("attention_mask")
     for index, padding in enumerate(padding_in_front(whole) or []):
@@ -99,7 +100,8 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
         inputs = VerifierInputs(
             ids[:, padding:], kwargs, max_length=whole.max_length - padding, returns_cache=whole.returns_cache
         )
-        rows.append(Row(index, ids, padding, inputs, processors_of_row(prepared.processors, index)))
+        processors = processors_of_row(prepared.processors, index)
+        rows.append(Row(index, texts[index : index + 1], padding + fewer, inputs, processors))
     return rows
 
 
@@ -126,7 +128,7 @@ def why_not_together(prepared: Prepared, cache_name: str) -> str:
     """Why a prepared batch is left to the original `generate`; empty when its rows can be decoded together."""
     kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
     extras = extras_of(prepared, cache_name)
-    if {"inputs_embeds", "encoder_outputs"} & set(extras):  # a row is no text with something beside it
+    if "encoder_outputs" in extras:  # a row is no text with something beside it
         return f"a batch is given {', '.join(extras)}"
     if prepared.callers_cache:
         return "a batch goes on from a cache that was given"

@@ -34,11 +34,12 @@ def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
     if logprobs:
         kind = DecoderOnlyOutput if encoded is None else EncoderDecoderOutput
     one = len(sequences) == 1
+    unwritten = 0 if prepared.ids is None else ids.shape[1] - prepared.ids.shape[1]
     return kind(
         sequences=output,
         scores=_by_step([sequence.sampler.scores for sequence in sequences]),
         logits=_by_step([sequence.sampler.raw for sequence in sequences]),
-        past_key_values=sequences[0].cache if one else _one_cache(sequences, output.shape[1] - 1),
+        past_key_values=sequences[0].cache if one else _one_cache(sequences, output.shape[1] - 1, unwritten),
         **logprobs,
     )
 
@@ -62,10 +63,12 @@ def _by_step(rows: Many[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] 
     return tuple(torch.cat([row[step] if step < len(row) else none for row in kept]) for step in range(longest))
 
 
-def _one_cache(sequences: Many[Sequence], length: int) -> DynamicCache | None:
-    """The caches of rows in one, behind their padding, of `length` columns."""
+def _one_cache(sequences: Many[Sequence], length: int, unwritten: int) -> DynamicCache | None:
+    """The caches of rows in one, behind their padding: `length` columns behind those of places without a token."""
     if any(sequence.cache is None for sequence in sequences):
         return None
+    length += unwritten
+    ends = [sequence.text.length - 1 + unwritten for sequence in sequences]
     whole = DynamicCache()
     whole.layers = [copy.copy(layer) for layer in sequences[0].cache.layers]
     for index, layer in enumerate(whole.layers):
@@ -76,7 +79,7 @@ def _one_cache(sequences: Many[Sequence], length: int) -> DynamicCache | None:
         if getattr(theirs[0], "keys", None) is None:
             continue
         layer.keys, layer.values = (
-            _columns([getattr(one, name) for one in theirs], sequences, length) for name in ("keys", "values")
+            _columns([getattr(one, name) for one in theirs], ends, length) for name in ("keys", "values")
         )
         if isinstance(layer, DynamicSlidingWindowLayer):
             first = max(length - layer.sliding_window + 1, 0)
@@ -90,11 +93,10 @@ def _side_by_side(states: Many[dict[int, Any]]) -> dict[int, Any]:
     return {i: state if state is None else torch.cat([row[i] for row in states]) for i, state in states[0].items()}
 
 
-def _columns(parts: Many[torch.Tensor], sequences: Many[Sequence], length: int) -> torch.Tensor:
-    """(rows, heads, length, d): the last rows that each text holds, where they stand in it."""
+def _columns(parts: Many[torch.Tensor], ends: Many[int], length: int) -> torch.Tensor:
+    """(rows, heads, length, d): the last rows that each text holds, up to its end."""
     like = parts[0]
     whole = like.new_zeros((len(parts), like.shape[1], length, like.shape[3]))
-    for row, (part, sequence) in enumerate(zip(parts, sequences, strict=True)):
-        end = sequence.text.length - 1
+    for row, (part, end) in enumerate(zip(parts, ends, strict=True)):
         whole[row, :, end - part.shape[2] : end] = part[0]
     return whole

@@ -484,6 +484,37 @@ def test_prompts_of_embeddings(name: str) -> None:
     assert torch.equal(model.generate(**inputs), wanted)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
+def test_batches_of_embeddings(name: str) -> None:
+    """With padding in front and without, with tokens beside them and without; rows end at different times."""
+    model = build(name, "causal")
+    ids = torch.cat([prompt(model, 30), prompt(model, 30).flip(1)])
+    embeds = model.get_input_embeddings()(ids).detach()
+    shown = torch.ones_like(ids)
+    shown[0, :4] = 0
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"eos_token_id": int(model.generate(inputs_embeds=embeds, max_new_tokens=12, do_sample=False)[0, 7])}
+    calls: list[dict[str, Any]] = [
+        {"inputs_embeds": embeds}, {"inputs_embeds": embeds, "input_ids": ids},
+        {"inputs_embeds": embeds, "attention_mask": shown},
+    ]  # fmt: skip
+    wanted = [model.generate(**call, **options) for call in calls]
+    rs.accelerate(model, nodes=8)
+    for call, plain in zip(calls, wanted, strict=True):
+        got = model.generate(**call, **options)
+        assert torch.equal(got.sequences, plain.sequences)
+        if name == "mamba2" and "attention_mask" in call:
+            assert "counts the padding" in model.speculation.last.reason
+        else:
+            assert model.speculation.last.mode == "tree"
+        for layer, known in zip(got.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            if getattr(known, "keys", None) is not None:
+                assert layer.keys.shape == known.keys.shape
+                torch.testing.assert_close(layer.keys[1, :, -3:], known.keys[1, :, -3:], atol=1e-4, rtol=1e-3)
+        sampled: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "num_return_sequences": 2}
+        assert torch.equal(model.generate(**call, **sampled), model.generate(**call, **sampled, draft="off"))
+
+
 def test_a_model_with_several_tables_of_tokens_is_left_to_itself() -> None:
     model = build("musicgen", "causal")
     rs.accelerate(model)
