@@ -1,13 +1,10 @@
-"""Caches: how far a draft can be rolled back in one, and the rows of the accepted path kept, which move in place."""
+"""Caches: how far a draft can be rolled back in one, and layers that are cropped as they do it themselves."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
@@ -34,24 +31,8 @@ def decoder_cache(cache: Any) -> Any:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def keep_path(cache: Any, path: NDArray[np.int32], num_nodes: int) -> None:
-    """Drop the last `num_nodes` rows of every layer but those of `path` (a,) int32, ascending node indices.
-
-    The first branch is a crop; otherwise only the accepted rows move. Layers that record their past (sliding
-    windows) are cropped even when nothing is dropped, because cropping is what trims them. Recurrent state is none of
-    this module's business (`retrieve_spec.verify.recurrent`).
-    """
-    accepted = len(path)
-    if accepted and path[-1] != accepted - 1:
-        _move_rows(cache, path, num_nodes)
-    if num_nodes > accepted:
-        crop(cache, accepted - num_nodes)
-    elif num_nodes:
-        trim(cache)
-
-
 def crop(cache: Any, tokens: int) -> None:
-    """Drop the last `-tokens` rows of keys and values in every layer."""
+    """Drop the last `-tokens` rows of keys and values in every layer; recurrent state is not this module's business."""
     for layer in cache.layers:
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.crop(tokens)
@@ -71,22 +52,6 @@ def trim(cache: Any) -> None:
     for layer in cache.layers:
         if getattr(layer, "record_past", False) and not isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.crop(0)
-
-
-def _move_rows(cache: Any, path: NDArray[np.int32], num_nodes: int) -> None:
-    """Copy the rows of a path (a,) to the front of the last `num_nodes` rows of every layer."""
-    stay = int(np.argmax(path != np.arange(len(path))))  # the rows before the first gap already lie right
-    indices: dict[torch.device, torch.Tensor] = {}
-    for layer in cache.layers:
-        keys = getattr(layer, "keys", None)
-        if keys is None or not isinstance(keys, torch.Tensor) or keys.numel() == 0:
-            continue  # layers that read another layer's cache hold nothing
-        if keys.device not in indices:
-            indices[keys.device] = torch.as_tensor(path[stay:].astype(np.int64), device=keys.device)
-        index = indices[keys.device]
-        for rows in (layer.keys, layer.values):
-            tail = rows.narrow(-2, rows.shape[-2] - num_nodes, num_nodes)
-            tail.narrow(-2, stay, len(index)).copy_(tail.index_select(-2, index))
 
 
 def recording(cache: Any) -> list[bool]:

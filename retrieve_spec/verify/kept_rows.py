@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from retrieve_spec.verify.cache import HOLD_STATE, TAKE_TREES, keep_path, trim
+from retrieve_spec.verify.cache import HOLD_STATE, TAKE_TREES, crop, trim
 
 _Rows = tuple[torch.Tensor, ...]
 
@@ -77,8 +77,8 @@ class KeptRows:
     def commit(self, path: NDArray[np.int32], nodes: int) -> None:
         """Keep the rows of the last pass but those of its last `nodes` nodes that are not on `path`, (a,) int32."""
         if not self._has_only(TAKE_TREES + HOLD_STATE):  # layers that are cropped as they do it themselves
-            if nodes:
-                keep_path(self._cache, path, nodes)
+            if dropped := nodes - len(path):  # they take chains, so what stays comes first
+                crop(self._cache, -dropped)
             else:
                 trim(self._cache)
             return
