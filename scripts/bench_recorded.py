@@ -127,6 +127,9 @@ def measure(size: str, answers: list[Answer], context: int, clock: Clock = time.
     """Figures of all methods with a model of one size or shape."""
     hybrid = size in HYBRIDS
     model = build_hybrid(size, context) if hybrid else build(size, context, "cpu", torch.float32)
+    if (last := max(int(answer.trace.max()) for answer in answers)) >= model.config.vocab_size:
+        raise SystemExit(f"{size} has {model.config.vocab_size:,} tokens, and answers have token {last:,}: "
+                         "name another tokenizer, as the text of others is as good for timing")  # fmt: skip
     rs.accelerate(model)
     make = model.speculation._make_verifier
     methods: dict[str, Callable[[Answer], Told]] = {
