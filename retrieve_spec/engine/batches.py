@@ -63,7 +63,9 @@ def verify_all(batch: list[Sequence], trees: Many[DraftTree], pool: PassPool | N
     usual
         Whether it took as long as such passes do: one whose graph was captured takes longer.
     """
-    outputs, usual = _together(batch, [sequence.text.last_ids for sequence in batch], trees, pool=pool)
+    roots = [sequence.root_ids for sequence in batch]
+    keeps = [1] * len(batch) if any(len(ids) > 1 for ids in roots) else None
+    outputs, usual = _together(batch, roots, trees, keeps, pool)
     if outputs is None:
         own = dict(zip(map(id, batch), trees, strict=True))
         return each(batch, lambda sequence: sequence.verify(own[id(sequence)])), len(batch) == 1

@@ -35,6 +35,8 @@ from retrieve_spec.engine.threads import PassThreads, PromptThreads
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 
+_FEW_ROOTS = 16
+"""Tokens of a prompt that are read in one pass with a draft behind them."""
 _PATIENCE = 1.0
 """Seconds after which a thread that waits looks for itself, should an interruption have kept it from being told."""
 
@@ -93,10 +95,14 @@ class Engine:
             # All of them, before a pass without them takes what they share with others.
             each([s for s in self._sequences if s.was_cut_short and not s.is_over], Sequence.recover)
             going = [s for s in self._sequences if s.may_go_on and (s.climate == here or s in own)]
+            if self._rest.samples(len(going)):
+                each([s for s in going if s.is_reading], lambda sequence: sequence.lent.wait())
+            # Captured passes take one token in front of a draft.
+            most = _FEW_ROOTS if self.pool is None else 1
+            each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(most))
+            going = [s for s in going if not s.is_over]
             decoding = [sequence for sequence in going if not sequence.is_reading]
             reading = [sequence for sequence in going if sequence.is_reading]
-            if self._rest.samples(len(going)):
-                each(reading, lambda sequence: sequence.lent.wait())
             read_all(reading, PASS.prompt_piece if decoding else 0, self.prompt_threads)
             for batch in passes_over(decoding):
                 self._pass(batch)
@@ -105,7 +111,7 @@ class Engine:
         """One pass of the model over a batch: draft(all) → verify(all) → for each: accept, commit, learn."""
         began = perf_counter()
         batch, trees = self._draft(batch)
-        drafted = perf_counter()
+        drafted, roots = perf_counter(), sum(len(sequence.root_ids) - 1 for sequence in batch)
         with contextlib.nullcontext() if self.threads is None else self.threads.used():
             batch, usual = verify_all(batch, trees, self.pool)
             batch = look_all(batch)  # waits for the device: its time is the pass's
@@ -113,7 +119,7 @@ class Engine:
         batch = each(batch, Sequence.accept)
         committed = perf_counter()
         batch = each(batch, Sequence.learn)
-        self._note(batch, usual, (began, drafted, checked, committed, perf_counter()))
+        self._note(batch, usual, (began, drafted, checked, committed, perf_counter()), roots)
 
     def _draft(self, batch: list[Sequence]) -> tuple[list[Sequence], list[DraftTree]]:
         """A tree for every sequence within one budget for all, and the sequences whose drafters did not fail."""
@@ -140,13 +146,18 @@ class Engine:
             self._rest.looked(gain(trees, seconds, worths, padded) > perf_counter() - began)
         return drafted, trees
 
-    def _note(self, batch: list[Sequence], usual: bool, at: tuple[float, float, float, float, float]) -> None:
-        """Enter a pass, begun, drafted, verified, committed and learned `at` these times, in logs and costs."""
+    def _note(
+        self, batch: list[Sequence], usual: bool, at: tuple[float, float, float, float, float], more: int
+    ) -> None:
+        """Enter a pass, begun, drafted, verified, committed and learned `at` these times, in logs and costs.
+
+        It had so many `more` rows than a last token of each and the drafts.
+        """
         if not batch:
             return
         drafted, forward, committed, learned = (later - earlier for earlier, later in itertools.pairwise(at))
         share = tuple(seconds / len(batch) for seconds in (drafted, forward, committed, learned))
-        nodes, context = 0, 0
+        nodes, context = more, 0
         drafted_before = batch[0].log.drafted
         for sequence in batch:
             sequence.steps.append(self.steps)

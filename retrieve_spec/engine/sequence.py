@@ -30,6 +30,7 @@ from retrieve_spec.engine.seen_pass import SeenPass
 from retrieve_spec.engine.shared_prompt import SharedPrompt
 from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.errors import InterruptedPassError
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.sampling.acceptance import Sampler
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.stopping import Stopper
@@ -134,6 +135,7 @@ class Sequence:
         self.climate = climate()
         self.steps: list[int] = []
         self.unread = inputs.uncached_ids
+        self._drafts_at_once = False
         self._prompt = prompt
         self._read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
         self._siblings = siblings
@@ -144,8 +146,13 @@ class Sequence:
 
     @property
     def is_reading(self) -> bool:
-        """Whether some of the prompt is still to be read."""
-        return len(self.unread) > 0
+        """Whether some of the prompt is still to be read before anything is drafted."""
+        return len(self.unread) > 0 and not self._drafts_at_once
+
+    @property
+    def root_ids(self) -> NDArray[np.int32]:
+        """(m,) int32 what the next draft stands behind: the last token, or the rest of a prompt."""
+        return self.unread if len(self.unread) else self.text.last_ids
 
     @property
     def is_open(self) -> bool:
@@ -178,6 +185,11 @@ class Sequence:
         """Whether its reader has something to take, or nothing to wait for."""
         return self.reader.has_pieces or self.ended
 
+    @property
+    def may_draft_at_once(self) -> bool:
+        """Whether `draft_at_once` is to be asked: it has not begun, and its prompt is its own."""
+        return self.is_reading and not self._ready and self._prompt is None and not self.is_over
+
     def _still_reads(self) -> bool:
         """Whether others that have its prompt may wait until it has read it."""
         return self.is_reading and not (self.cancelled or self.ended or self.error is not None)
@@ -206,6 +218,17 @@ class Sequence:
             self._stage = _READING
             self._first_choice(*self._read_before, borrowed=True)
         self._stage = _BETWEEN
+
+    def draft_at_once(self, most: int) -> None:
+        """Start, and where no more than `most` tokens of the prompt are left, let the first draft stand behind them.
+
+        Reading them takes a pass, which can verify as well.
+        """
+        self.open()
+        left = len(self.unread)
+        verifier = self.verifier
+        takes = isinstance(verifier, RecordedVerifier) and verifier.reads_rest(left)
+        self._drafts_at_once = takes and left <= most
 
     def piece(self, most: int = 0) -> NDArray[np.int32]:
         """(m,) int32 what to read of the prompt in the next pass, `most` tokens at most (0: no limit).
@@ -273,7 +296,7 @@ class Sequence:
         """Run the model over the last token and a draft, in a pass of its own."""
         self._stage = _VERIFYING
         given = tree if len(tree) else None
-        self.saw(tree, self.verifier.forward(self.text.last_ids, given, want_hidden=self.wants_hidden))
+        self.saw(tree, self.verifier.forward(self.root_ids, given, want_hidden=self.wants_hidden))
 
     def saw(self, tree: DraftTree, output: VerifierOutput, first_row: int = 0, borrowed: bool = False) -> None:
         """Take over what a pass computed for a draft; row `first_row` of it follows the root.
@@ -319,12 +342,12 @@ class Sequence:
         if self._prompt is not None and seen.output is not None:
             self._prompt.keep(self.verifier, seen.output, seen.first_row)
             self._prompt = None
-        self.unread = self.unread[:0]
         self.stopped = walked.stopped
-        if not self.report.passes:  # the prompt's pass
+        if self.is_reading:  # the prompt's pass
             self.report.passes, self.report.new_tokens = 1, len(walked.emitted)
             if self.lent.drafts and self.verifier.reason != self.report.reason:  # what the prompt showed
                 self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
+        self.unread = self.unread[:0]
         self.reader.show(walked.emitted, seen.place)
         self._read_before = None
         self._stage = _LEARNING

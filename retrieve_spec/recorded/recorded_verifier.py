@@ -154,11 +154,17 @@ class RecordedVerifier:
 
     def _reads(self, roots: int, keep: int) -> bool:
         """Whether the recorded pass reads this part of the prompt; what it has begun it goes on with."""
-        if self._slabs is not None:
+        if self._slabs is not None or self.reads_rest(roots):
             return True
         if not self._in_a_row or any(cache_windows(self._cache)):
             return False
         return self.recorded.reads_prompts and roots > max(FEW, keep)
+
+    def reads_rest(self, roots: int) -> bool:
+        """Whether it reads the last few tokens of a prompt behind what the cache was given with, and a draft too."""
+        if self.not_recorded or not self._past or not self._in_a_row or not roots == self._unread <= FEW:
+            return False
+        return not any(cache_windows(self._cache))
 
     @property
     def packs_prompts(self) -> bool:

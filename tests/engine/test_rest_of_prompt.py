@@ -1,0 +1,118 @@
+"""The rest of a prompt behind a given cache: a few tokens are read in one pass with the first draft."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from batch_rows import script, small_model
+from transformers import DynamicCache
+
+import retrieve_spec as rs
+from retrieve_spec.generation.streams import open_sequence
+
+PROMPT = torch.tensor([[3 + (i * 37 + 7) % 190 for i in range(60)]])
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+SAMPLED = OPTIONS | {"do_sample": True, "temperature": 1.0, "seed": 3}
+WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def read(model: Any, tokens: int) -> DynamicCache:
+    """A cache that holds the prompt's beginning."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(PROMPT[:, :tokens], past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rest", [1, 2, 16, 17, 40])
+def test_the_first_pass_behind_a_cache_drafts(rest: int, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("llama")
+    rs.accelerate(model, recorded_pass="always")
+    expected = model.generate(PROMPT, draft="off", **options)
+    rs.restore(model)
+    script(model, monkeypatch, expected, "right", recorded_pass="always")
+    cache = read(model, 60 - rest)
+    assert torch.equal(model.generate(PROMPT, past_key_values=cache, **options), expected)
+    assert cache.get_seq_length() == 83, "all but the last token"
+    report = model.speculation.last
+    assert (report.mode, report.new_tokens) == ("tree", 24)
+    apart = rest > 16  # a pass of its own reads them
+    assert report.passes == len(report.per_pass) + apart
+    assert report.per_pass[0][:2] == (6, 6)
+    assert report.passes == 4 + apart
+    cache.crop(-1)
+    again = model.generate(expected[:, :-1], past_key_values=cache, **options | {"max_new_tokens": 1})
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
+def test_several_share_the_pass_that_reads_their_rests(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("llama")
+    rs.accelerate(model, recorded_pass="always")
+    expected = model.generate(PROMPT, draft="off", **options)
+    rs.restore(model)
+    script(model, monkeypatch, expected, "branchy", recorded_pass="always")
+    engine = model.speculation.engine
+    rests = (1, 5, 16, 1)
+    sequences = [open_sequence(model, PROMPT, past_key_values=read(model, 60 - rest), **options) for rest in rests]
+    texts: dict[int, list[int]] = {id(sequence): [] for sequence in sequences}
+    for sequence, visible in engine.run(sequences):
+        if visible is not None:
+            texts[id(sequence)] += visible.tolist()
+    assert all(said == expected[0, 60:].tolist() for said in texts.values())
+    assert sequences[0].steps == sequences[1].steps == sequences[2].steps, "they went side by side"
+    assert all(sequence.report.passes == len(sequence.report.per_pass) for sequence in sequences)
+
+
+@pytest.mark.parametrize(("model_type", "settings"), [("gemma3_text", WINDOWED), ("gpt2", {"n_embd": 32})])
+@pytest.mark.parametrize("rest", [1, 5])
+def test_other_caches_are_read_as_before_and_the_text_is_the_same(
+    model_type: str, settings: Any, rest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if model_type == "gpt2":
+        settings = settings | {"n_layer": 2, "n_head": 4, "n_positions": 256}
+    model = small_model(model_type, **settings)
+    expected = model.generate(PROMPT, **OPTIONS)
+    script(model, monkeypatch, expected, "branchy", recorded_pass="always")
+    assert torch.equal(model.generate(PROMPT, past_key_values=read(model, 60 - rest), **OPTIONS), expected)
+
+
+def test_a_pass_that_is_cut_short_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C amid the pass that reads the rest of one prompt, while another sequence shares it."""
+    model = small_model("llama")
+    expected = model.generate(PROMPT, **OPTIONS)
+    script(model, monkeypatch, expected, "branchy", recorded_pass="always")
+    engine = model.speculation.engine
+    mine, other = (open_sequence(model, PROMPT, past_key_values=read(model, 60 - rest), **OPTIONS) for rest in (1, 5))
+    engine.join(other)
+    engine.join(mine)
+    recorded = mine.verifier.recorded
+    run = recorded.run
+    monkeypatch.setattr(recorded, "run", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.advance([mine])
+    monkeypatch.setattr(recorded, "run", run)
+    engine.leave(mine)
+    said: list[int] = []
+    while not other.ended:
+        engine.advance([other])
+        while other.reader.has_pieces:
+            said += other.reader.take().tolist()
+    assert said == expected[0, 60:].tolist()
+
+
+def test_a_copied_cache_is_left_alone() -> None:
+    model = small_model("llama")
+    rs.accelerate(model, recorded_pass="always")
+    cache = read(model, 59)
+    twin = copy.deepcopy(cache)
+    first, second = (model.generate(PROMPT, past_key_values=held, **OPTIONS) for held in (cache, twin))
+    assert torch.equal(first, second)
+
+
+def _interrupt(*_given: Any, **_named: Any) -> None:
+    raise KeyboardInterrupt
