@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.generation import logits_process as hf
 from retrieve_spec.sampling.acceptance import GreedySampler, ProcessorSampler, RandomSampler, Sampler, Warpers
 from retrieve_spec.sampling.device_acceptance import DeviceSampler
 from retrieve_spec.sampling.logprobs import LogProbSampler
+from retrieve_spec.sampling.opening import OpeningSampler
 
 
 def make_sampler(
@@ -47,6 +49,10 @@ def make_sampler(
     if log_probs:
         chooser = make_sampler(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw, device=device)
         return LogProbSampler(chooser)
+    guides = [] if keep_scores or keep_raw else list(itertools.takewhile(_guides_the_opening, processors))
+    if guides:
+        rest = make_sampler(LogitsProcessorList(processors[len(guides) :]), seed, row=row)
+        return OpeningSampler(guides, ProcessorSampler(processors, seed, row=row), rest)
     warpers = None if keep_scores or keep_raw else _read_warpers(processors)
     if warpers is None or (seed is None and (warpers.truncates or warpers.temperature != 1.0)):
         return ProcessorSampler(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw)
@@ -77,6 +83,11 @@ def processors_of_row(processors: Any, row: int) -> LogitsProcessorList:
             processor.prompt_ignore_length = ignored[row : row + 1]
         own.append(processor)
     return own
+
+
+def _guides_the_opening(processor: Any) -> bool:
+    """Whether a processor tells when it is over (`OpeningSampler`)."""
+    return hasattr(processor, "acts_on")
 
 
 def _read_warpers(processors: Any) -> Warpers | None:

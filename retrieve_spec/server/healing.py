@@ -89,15 +89,21 @@ class BeginningProcessor:
         """(1, vocab) scores behind a text (1, n)."""
         import torch
 
-        if input_ids.shape[1] - self._prompt_length >= len(self._begun):  # every token says a byte or more
-            return scores
-        rest = self._beginnings.rest(self._begun, input_ids[0, self._prompt_length :].tolist())
-        if not rest:
+        if not (rest := self._rest(input_ids[0])):
             return scores
         allowed = torch.tensor(self._beginnings.agreeing(rest), device=scores.device)
         out = torch.full_like(scores, -torch.inf)
         out[:, allowed] = scores[:, allowed]
         return out
+
+    def acts_on(self, ids: Any) -> bool:
+        """Whether what was begun is still to be said behind a text (n,)."""
+        return bool(self._rest(ids))
+
+    def _rest(self, ids: Any) -> bytes:
+        if len(ids) - self._prompt_length >= len(self._begun):  # every token says a byte or more
+            return b""
+        return self._beginnings.rest(self._begun, ids[self._prompt_length :].tolist())
 
 
 def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:

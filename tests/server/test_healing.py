@@ -6,7 +6,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 
+from retrieve_spec.sampling.acceptance import ProcessorSampler
+from retrieve_spec.sampling.pass_logits import read_logits
+from retrieve_spec.sampling.samplers import make_sampler
+from retrieve_spec.sampling.text import RowText
 from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.text import TextCodec
 
@@ -61,3 +66,26 @@ def test_vocabularies_that_spell_no_bytes_are_left_alone():
     beginnings = Beginnings(TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend)))
     assert not beginnings.possible
     assert beginnings.of("    ab") == ""
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_behind_what_was_begun_tokens_are_chosen_as_without_it(beginnings, codec, seed):
+    """The guide is asked while it acts, no longer behind that; every choice is what asking it always would give."""
+    prompt = codec.encode("def f(x):\n   ")
+    guide, calls = beginnings.processor(" return", len(prompt)), []
+    hot = LogitsProcessorList([guide] if seed is None else [guide, TemperatureLogitsWarper(1.5)])
+    asked = make_sampler(hot, seed)
+    always = ProcessorSampler(hot, seed)
+    text = RowText(torch.tensor([prompt]))
+    torch.manual_seed(1)
+    for _ in range(12):
+        logits = read_logits(torch.randn(1, len(codec.vocab)), 4)
+        token = always.choose(logits, 0, text)
+        assert asked.choose(logits, 0, text) == token
+        assert asked.noise_at(text) == always.noise_at(text)
+
+        calls.append(guide.acts_on(text.ids))
+        assert torch.equal(asked.log_prob(logits, 0, text, token), always.log_prob(logits, 0, text, token)) or seed
+        text.append(token)
+    assert calls[0] and not calls[-1]
+    assert codec.decode(text.ids[len(prompt) :].tolist()).startswith(" return")
