@@ -16,6 +16,9 @@ from retrieve_spec.server.openapi import describe
 from retrieve_spec.server.reading import Reader, scope_of
 from retrieve_spec.server.service import Service
 
+_MOST_CHARS = 2 << 20
+"""Characters of a text to encode, a few seconds of a core."""
+
 
 class InformationHandlers:
     """Handlers about one server.
@@ -37,6 +40,8 @@ class InformationHandlers:
         """`POST /tokenize`."""
         body = await self._reader.read(request, schemas.TokenizeRequest)
         codec = self.service.codec
+        if len(body.content) > _MOST_CHARS:
+            raise Refusal(400, f"{len(body.content)} characters; at most {_MOST_CHARS} are encoded at once")
 
         def encode() -> list[Any]:
             if body.parse_special:

@@ -104,6 +104,9 @@ class Completion:
         ``"superseded"`` when a newer task of the client, or its own age, made the answer useless.
     text, token_ids
         What was decoded.
+    surplus
+        How many more tokens that is than the model said: where one said the end of what was begun and more, the more
+        may be several.
     stop_type, stopping_word
         Why it ended.
     prompt_tokens, cached_tokens
@@ -124,6 +127,7 @@ class Completion:
     outcome: Outcome = "done"
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    surplus: int = 0
     stop_type: StopType = "none"
     stopping_word: str = ""
     deadline_hit: bool = False
@@ -138,6 +142,11 @@ class Completion:
     alternatives: list[str] = field(default_factory=list)
     passes_after_cancel: int = 0
     error: str = ""
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that the model said and the client sees."""
+        return len(self.token_ids) - self.surplus
 
 
 Sink = Callable[[Delta | Completion], None]

@@ -148,6 +148,8 @@ def make_infill_processor(codec: Any, end_ids: frozenset[int], end_of_text: int)
             for row, (row_ids, row_p) in enumerate(zip(ids.tolist(), p.tolist(), strict=True)):
                 candidates = [(i, q, piece(i)) for i, q in zip(row_ids, row_p, strict=True) if q > 0.0]
                 kept = infill_survivors(candidates, end_ids, end_of_text)
+                if kept == [end_of_text] and scores[row, end_of_text] == -torch.inf:
+                    kept = [candidates[0][0]]  # the text may not end: what was begun is still to be said
                 out[row, kept] = scores[row, kept] if kept != [end_of_text] else 0.0
             return out
 

@@ -44,6 +44,42 @@ class StopRules:
     begun: str = ""
 
 
+class StopWord:
+    """One stop string, and how much of it the text ends with (Knuth, Morris and Pratt, 1977).
+
+    What a mismatch falls back to is worked out as far as the text has matched: a long string costs what is read of it.
+
+    Parameters
+    ----------
+    word
+        The string, not empty.
+
+    Attributes
+    ----------
+    matched
+        Characters of its beginning that the text ends with.
+    """
+
+    def __init__(self, word: str) -> None:
+        self.word, self.matched = word, 0
+        self._falls = [0]  # by characters matched less one, those that still match one character later
+
+    def read(self, piece: str) -> int:
+        """Read more of the text; how much of the piece it takes for the whole string to stand there, else -1."""
+        for count, letter in enumerate(piece, 1):
+            self.matched = self._after(letter, self.matched)
+            if self.matched == len(self.word):
+                return count
+            if self.matched > len(self._falls):
+                self._falls.append(self._after(letter, self._falls[-1]))
+        return -1
+
+    def _after(self, letter: str, matched: int) -> int:
+        while matched and self.word[matched] != letter:
+            matched = self._falls[matched - 1]
+        return matched + (self.word[matched] == letter)
+
+
 class StopScanner:
     """Reads tokens one by one and keeps the text of a completion.
 
@@ -66,6 +102,7 @@ class StopScanner:
 
     def __init__(self, codec: TextCodec, rules: StopRules, clock: Callable[[], float] = monotonic) -> None:
         self._rules = rules
+        self._words = [StopWord(word) for word in rules.words]
         self._clock = clock
         self._detokenizer = IncrementalText(codec)
         self._first_token_at: float | None = None
@@ -85,6 +122,11 @@ class StopScanner:
         """Whether the completion has ended."""
         return self.stop_type != "none"
 
+    @property
+    def counted(self) -> int:
+        """Tokens that said something new, of which there may be `max_tokens`."""
+        return len(self.token_ids) - self._unseen
+
     def push(self, token_ids: Sequence[int]) -> int:
         """Read accepted tokens up to the one that ends the completion; returns how many were read."""
         now = self._clock()
@@ -96,7 +138,7 @@ class StopScanner:
                 return count
             self.token_ids.append(token_id)
             self._append(self._behind_begun(token_id, self._detokenizer.push(token_id)), now)
-            if not self.stopped and 0 <= self._rules.max_tokens <= len(self.token_ids) - self._unseen:
+            if not self.stopped and 0 <= self._rules.max_tokens <= self.counted:
                 self._end("limit")
             if self.stopped:
                 return count
@@ -145,18 +187,15 @@ class StopScanner:
             return
         before = len(self.text)
         self.text += piece
-        if self._cut_at_word(before) or self._cut_at_indent():
+        if self._cut_at_word(before, piece) or self._cut_at_indent():
             return
         late, started = self._rules.newline_after_s, now if self._first_token_at is None else self._first_token_at
         if "\n" in piece and late is not None and now - started > late:
             self._end("limit")
 
-    def _cut_at_word(self, before: int) -> bool:
-        hits = []
-        for word in self._rules.words:
-            at = self.text.find(word, max(0, before - len(word) + 1))
-            if at >= 0:
-                hits.append((at, word))
+    def _cut_at_word(self, before: int, piece: str) -> bool:
+        ends = [(watched.read(piece), watched.word) for watched in self._words]
+        hits = [(before + end - len(word), word) for end, word in ends if end >= 0]
         if not hits:
             return False
         at, self.stopping_word = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
@@ -182,10 +221,4 @@ class StopScanner:
 
     def _held(self) -> int:
         """Characters at the end that are the beginning of a stop string, or of a line that may be cut."""
-        longest = 0
-        for word in self._rules.words:
-            for length in range(min(len(word) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(word[:length]):
-                    longest = length
-                    break
-        return longest
+        return max((watched.matched for watched in self._words), default=0)

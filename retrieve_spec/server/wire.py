@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 def timings(done: Completion) -> dict[str, Any]:
     """Counters of one completion under llama.cpp's names, and ours."""
     evaluated = max(0, done.prompt_tokens - done.cached_tokens)
-    predicted = len(done.token_ids)
+    predicted = done.predicted
     prompt_ms, predicted_ms = 1000 * done.prompt_s, 1000 * done.predict_s
     return {
         "cache_n": done.cached_tokens,
@@ -114,7 +114,7 @@ class LlamaAnswer:
             "id_slot": self._slot,
             "stop": True,
             "model": self._model,
-            "tokens_predicted": len(done.token_ids),
+            "tokens_predicted": done.predicted,
             "tokens_evaluated": done.prompt_tokens,
             "generation_settings": generation_settings(self._request, self._n_ctx, self._seed),
             "prompt": self.prompt(),
@@ -277,7 +277,7 @@ class OpenAIAnswer:
 def usage(finished: Sequence[Completion], predicted: int, samples: int = 1) -> dict[str, Any]:
     """Token counts, each prompt once; of a prediction, what was accepted and what was not."""
     prompt = sum(done.prompt_tokens for done in finished[::samples])
-    completion = sum(len(done.token_ids) for done in finished)
+    completion = sum(done.predicted for done in finished)
     accepted = sum(done.figures.accepted_by_source.get("prediction", 0) for done in finished) if predicted else 0
     predicted *= len(finished)
     accepted = min(accepted, predicted)

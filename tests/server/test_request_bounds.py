@@ -135,6 +135,14 @@ def test_prompts_that_cannot_fit_are_refused_by_their_length(live, say, monkeypa
         assert "600" in raw.json()["error"]["message"]
 
 
+def test_a_text_that_takes_seconds_to_encode_is_refused_by_its_length(live, say, monkeypatch):
+    server = live(say("x"))
+    monkeypatch.setattr(server.service.codec, "encode", lambda *_, **__: pytest.fail("encoded it"))
+    raw = server.post("/tokenize", {"content": "x = 1\n" * 400_000})
+    assert raw.status_code == 400
+    assert "2400000 characters" in raw.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -48,3 +48,16 @@ def test_processor_masks_rows_on_their_own(codec):
     out = processor(torch.zeros((2, 1), dtype=torch.long), scores)
     assert torch.isfinite(out[0]).nonzero().flatten().tolist() == sorted([x, y])
     assert torch.isfinite(out[1]).nonzero().flatten().tolist() == [0]
+
+
+def test_the_infill_rule_does_not_end_a_text_that_may_not_end(codec):
+    """What was begun is still to be said: other processors have made the end impossible."""
+    processor = make_infill_processor(codec, frozenset({0}), 0)(top_k=40, top_p=1.0)
+    scores = torch.full((1, 8192), -torch.inf)
+    words = [codec.encode(letter)[0] for letter in "abcdefghij"]
+    scores[0, words] = torch.linspace(1.0, 1.1, 10)
+    assert torch.isfinite(processor(torch.zeros((1, 1), dtype=torch.long), scores)[0]).nonzero().tolist() == [
+        words[-1:]
+    ]
+    scores[0, 0] = -9.0
+    assert torch.isfinite(processor(torch.zeros((1, 1), dtype=torch.long), scores)[0]).nonzero().tolist() == [[0]]

@@ -82,3 +82,34 @@ def test_long_line_is_never_cut_by_time(codec):
 @given(st.text(alphabet="ab \n", max_size=40), st.text(alphabet="ab \n", min_size=1, max_size=4), st.integers(1, 7))
 def test_text_before_the_first_stop_word(codec, text, word, step):
     assert scan(codec, text, StopRules(words=(word,)), step).text == text.split(word)[0]
+
+
+@given(st.text(alphabet="ab", max_size=40), st.text(alphabet="ab", min_size=1, max_size=6), st.integers(1, 7))
+def test_what_may_become_a_stop_word_is_held_back(codec, text, word, step):
+    scanner = StopScanner(codec, StopRules(words=(word, "zzz")))
+    ids, shown = codec.encode(text), ""
+    for at in range(0, len(ids), step):
+        scanner.push(ids[at : at + step])
+        shown += scanner.visible()
+        if scanner.stopped:
+            break
+        held = max(n for n in range(len(word)) if scanner.text.endswith(word[:n]))
+        assert shown == scanner.text[: len(scanner.text) - held]
+
+
+def test_of_a_word_that_says_more_than_was_begun_one_token_counts(codec):
+    """What it says beyond may take several tokens of its own to say again; the model said one."""
+    fused = next(
+        (text, rest)
+        for text in (codec.decode([i]) for i in range(300, 8000))
+        for rest in [text[3:]]
+        if text.isascii() and len(codec.encode(text)) == 1 and len(codec.encode(rest)) > 1
+    )
+    text, rest = fused
+    rules = StopRules(max_tokens=3, begun=text[:3])
+    scanner = StopScanner(codec, rules)
+    said = [*codec.encode(text), *codec.encode(" = 1 + 2")]
+    assert scanner.push(said) == 3
+    assert scanner.text == rest + codec.decode(said[1:3])
+    assert scanner.counted == 3
+    assert len(scanner.shown_ids) > 3
