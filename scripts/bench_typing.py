@@ -7,6 +7,10 @@ Every variant answers the same requests, in turn. Then some sessions are typed w
 answers, to count the requests that newer keystrokes replaced. The last line of the output is JSON.
 
     python scripts/bench_typing.py --package uvicorn --sessions 4
+
+With ``--together`` all sessions are typed at once while others talk.
+
+    python scripts/bench_typing.py --together --sessions 8 --chats 2
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ class Outcome:
     visible: dict[int, list[int]] = field(default_factory=lambda: {mark: [] for mark in MARKS_MS})
     overhead_ms: list[float] = field(default_factory=list)
     loops: list[bool] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
 
 
 def make_session(path: Path, seed: int, keys: int) -> list[Key]:
@@ -151,11 +156,12 @@ def type_on(server: Server, session: list[Key], fields: dict[str, Any]) -> dict[
     return seen
 
 
-def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> str:
-    """Send one request, note when which characters arrived, return them."""
+def ask(server: Server, body: dict[str, Any], outcome: Outcome, client: str = "bench") -> str:
+    """Send one request, note when which characters arrived; return them, or "" where a newer one replaced it."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     begun = time.perf_counter()
-    connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "X-Client-Id": client}
+    connection.request("POST", "/infill", json.dumps(body), headers)
     response = connection.getresponse()
     arrivals: list[tuple[float, int]] = []
     total, text = 0, ""
@@ -171,13 +177,88 @@ def ask(server: Server, body: dict[str, Any], outcome: Outcome) -> str:
             break
     connection.close()
     timings = event["timings"]
-    outcome.latency_ms.append(arrivals[-1][0])
     for mark in MARKS_MS:
         outcome.visible[mark].append(max((n for at, n in arrivals if at <= mark), default=0))
+    outcome.ends["replaced" if event.get("superseded") else "answered"] += 1
+    if event.get("superseded"):
+        return ""
+    outcome.latency_ms.append(arrivals[-1][0])
     outcome.loops.append(looping(text))
     spent = timings["prompt_ms"] + timings["predicted_ms"] + timings["waited_ms"]
     outcome.overhead_ms.append(max(0.0, arrivals[-1][0] - spent))
     return text
+
+
+def type_together(server: Server, sessions: list[list[Key]], talks: list[str], fields: dict[str, Any]) -> list[Outcome]:
+    """Let all type with their real gaps while others talk; what each typist saw."""
+    outcomes = [Outcome() for _ in sessions]
+    over = threading.Event()
+
+    def type_one(number: int) -> None:
+        shown, pending = ("\0", ""), list[threading.Thread]()
+        time.sleep(0.03 * number)
+
+        def press(body: dict[str, Any]) -> None:
+            nonlocal shown
+            if text := ask(server, {**body, **fields}, outcomes[number], f"typist {number}"):
+                shown = (body["input_prefix"] + body["prompt"], text)
+
+        for key in sessions[number]:
+            if explained(key.body, shown):
+                outcomes[number].ends["explained"] += 1
+            else:
+                pending.append(threading.Thread(target=press, args=(key.body,)))
+                pending[-1].start()
+            time.sleep(key.gap_s)
+        for thread in pending:
+            thread.join()
+
+    def talk(number: int) -> None:
+        message = {"role": "user", "content": f"# {number}\n{talks[number]}"}
+        body = json.dumps({"messages": [message], "max_tokens": 400, "stream": True})
+        while not over.is_set():
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            for _ in connection.getresponse():
+                if over.is_set():
+                    break
+            connection.close()
+
+    for number, session in enumerate(sessions):
+        ask(server, {**session[0].body, "n_predict": 0}, Outcome(), f"typist {number}")  # as editors read ahead
+    talkers = [threading.Thread(target=talk, args=(number,)) for number in range(len(talks))]
+    typists = [threading.Thread(target=type_one, args=(number,)) for number in range(len(sessions))]
+    for thread in [*talkers, *typists]:
+        thread.start()
+    for thread in typists:
+        thread.join()
+    over.set()
+    for thread in talkers:
+        thread.join()
+    return outcomes
+
+
+def report_together(options: argparse.Namespace, folder: Path, workspace: Path, sessions: list[list[Key]]) -> None:
+    """Print what those who type at once see, with drafting and without."""
+    talks = [sessions[0][0].body["input_prefix"][-6000:]] * options.chats
+    report: dict[str, Any] = {}
+    for name in ("drafting", "drafting off"):
+        server = Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)], options.model)
+        try:
+            time.sleep(5)  # the stores are attached
+            type_together(server, [sessions[0][:2]], talks[:1], VARIANTS[name])  # kernels
+            outcomes = type_together(server, sessions, talks, VARIANTS[name])
+        finally:
+            server.stop()
+        whole = Outcome(
+            [ms for each in outcomes for ms in each.latency_ms],
+            {mark: [n for each in outcomes for n in each.visible[mark]] for mark in MARKS_MS},
+            [ms for each in outcomes for ms in each.overhead_ms],
+        )
+        ends = sum((each.ends for each in outcomes), Counter[str]())
+        seen = [statistics.mean(each.visible[250] or [0]) for each in outcomes]
+        report[name] = {**summary(whole), "ends": dict(ends), "visible_at_250_ms": seen}
+    print(json.dumps(report))
 
 
 def explained(body: dict[str, Any], shown: tuple[str, str]) -> bool:
@@ -276,6 +357,10 @@ def main() -> None:
     parser.add_argument("--model", default="reference")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--overhead", nargs="+", metavar="PACKAGE", help="only the server's own CPU time per request")
+    parser.add_argument(
+        "--together", action="store_true", help="only what is seen where all sessions are typed at once"
+    )
+    parser.add_argument("--chats", type=int, default=2, help="how many talk meanwhile")
     parser.add_argument("--typed-on", type=int, default=2, help="sessions typed with their real gaps")
     options = parser.parse_args()
     if options.overhead:
@@ -291,6 +376,12 @@ def main() -> None:
     sessions = [make_session(path, options.seed + i, options.keys) for i, path in enumerate(chosen)]
     for path in chosen:
         path.unlink()  # what is typed is not in the workspace
+    if options.together:
+        try:
+            report_together(options, folder, workspace, sessions)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
     results = {name: Outcome() for name in VARIANTS}
     typed_on = {name: Counter[str]() for name in VARIANTS}
     servers = {
