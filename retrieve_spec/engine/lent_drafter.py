@@ -119,6 +119,7 @@ class LentDrafter:
         if limits.draft_end:
             depth = min(depth, limits.draft_end - length)
         nodes = most if limits.nodes is None else min(limits.nodes, most)
+        nodes = min(nodes, limits.most_nodes)
         if limits.slot_end:
             nodes = min(nodes, max(limits.slot_end - length, 0))
         if depth < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.engine.rows import Prepared
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.verify.interface import ModelInterface
@@ -32,6 +32,8 @@ class Limits:
         Positions at the end of the prompt whose top tokens the drafter sees.
     provenance
         Note where accepted drafts came from.
+    most_nodes
+        Draft nodes at most, however many `nodes` leaves to the drafter and the measured cost.
     """
 
     nodes: int | None
@@ -42,6 +44,7 @@ class Limits:
     prefill_chunk: int = 0
     prompt_logits: int = 0
     provenance: bool = False
+    most_nodes: int = MAX_NODES
 
 
 def limits_of(

@@ -72,6 +72,8 @@ class Text(Protocol):
 
     piece: int
     """Tokens of the prompt read in a pass at most."""
+    nodes: int
+    """Nodes drafted in a pass at most."""
 
     @property
     def unread(self) -> int:

@@ -19,6 +19,9 @@ from retrieve_spec.server.slots import Slot, SlotPool
 from retrieve_spec.server.stopping import StopScanner
 from retrieve_spec.server.text import TextCodec
 
+_FEW = 16
+"""Tokens of a prompt that are read beside a draft."""
+
 
 class Decode:
     """Reads a prompt, decodes, and looks for reasons to stop after every pass.
@@ -71,8 +74,8 @@ class Decode:
 
     @property
     def is_reading(self) -> bool:
-        """Whether some of the prompt is still to be read."""
-        return self.task.warm or (self.text is not None and self.text.unread > 0)
+        """Whether more of the prompt is still to be read than one pass reads with the first draft behind it."""
+        return self.task.warm or (self.text is not None and self.text.unread > _FEW)
 
     def proceed(self) -> bool:
         """Begin, or go on after a pass; whether the task is done."""
@@ -225,5 +228,6 @@ class Decode:
             self.publish(self.job, Delta(rest, ()))
         done = self.done
         done.text, done.token_ids = scanner.text, scanner.shown_ids
+        done.surplus = len(scanner.shown_ids) - scanner.counted
         done.stop_type = scanner.stop_type if scanner.stopped else "limit"
         done.stopping_word = scanner.stopping_word

@@ -19,15 +19,10 @@ from retrieve_spec.server.decode import Decode
 from retrieve_spec.server.jobs import Completion, Delta, Job, Outcome, Sink, Task, Ticket, Waiter
 from retrieve_spec.server.slots import COPY_FROM, SlotPool, common_prefix
 from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.turns import Turns, unread
 
 log = logging.getLogger("retrieve_spec.server")
 
-_MOST_TYPING = 16
-"""Completions at a cursor that are under way beside one another."""
-_TYPES_ON_S = 2.0
-"""Seconds after a key within which the next one is waited for."""
-_SHORT = 64
-"""Tokens of a chat's prompt that are read in a pass meanwhile: the next key may come during any pass."""
 _PATIENCE = 1.0
 """Seconds after which somebody who waits for the model's thread looks whether it is still there."""
 
@@ -87,12 +82,10 @@ class Engine:
         self._max_queue, self._max_begun, self._most_bytes = max_queue, max_begun, cache_bytes
         self._share = max_queue if share is None else share
         self._chunk = prefill_chunk
+        self._turns = Turns(prefill_chunk, clock)
         self._on_done, self._clock = on_done, clock
         self._changed = Condition()
         self._jobs: list[Job] = []  # in the order they came
-        self._read_s = 0.0  # how much longer prompts were read than texts decoded, while both were to be done
-        self._token_s = 0.0  # seconds that a token of a prompt takes to read
-        self._typed_at = -_TYPES_ON_S
         self._closed = False
         self._chores: list[Callable[[], None]] = []
         self._thread = Thread(target=self._work, name="retrieve-spec-engine", daemon=True)
@@ -183,7 +176,7 @@ class Engine:
                 if self._closed:
                     raise EngineClosedError("to take a request", "the server is ending", "Start it again.")
                 if task.rank == 0:
-                    self._typed_at = self._clock()
+                    self._turns.typed()
                 job = self._twin(key)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
@@ -307,7 +300,7 @@ class Engine:
     def _begin(self, jobs: list[Job]) -> list[Job]:
         """Begin the tasks whose turn it is and that there is room for; all that are under way."""
         under_way = [job for job in jobs if job.begun]
-        for job in sorted((job for job in jobs if not job.begun), key=lambda job: job.task.rank):
+        for job in sorted((job for job in jobs if not job.begun), key=self._turns.order):
             if not self._may_begin(job, under_way):
                 continue
             job.waited = self._clock() - job.submitted
@@ -336,60 +329,25 @@ class Engine:
         like = sum(other.task.rank == task.rank for other in under_way)
         if not like:
             return True
-        if like >= (_MOST_TYPING if task.typing else self._max_begun):
+        if not self._turns.has_room(under_way) if task.rank == 0 else like >= self._max_begun:
             return False
         if self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
             return False
         return not any(
             other.task.scope == task.scope
-            and other.begun.is_reading
+            and unread(other) > 0
             and task.reuse
             and common_prefix(other.task.prompt_ids, task.prompt_ids) >= max(COPY_FROM, len(task.prompt_ids) // 2)
             for other in under_way
         )
 
-    def _turn(self, under_way: list[Job]) -> list[Job]:
-        """Who takes part in the next pass.
-
-        All of the first rank that have read their prompts. Of the others as many as have a piece of a prompt together,
-        but only as often as leaves to those who have read theirs as much time: what is begun is soon done. The first is
-        who came first, later by as long as reading takes: a long prompt lets short ones pass, but not for ever.
-        """
-        first = min(job.task.rank for job in under_way)
-        mine = [job for job in under_way if job.task.rank == first]
-        turn = [job for job in mine if not job.begun.is_reading]
-        reading = sorted(
-            (job for job in mine if job.begun.is_reading),
-            key=lambda job: job.submitted + self._unread(job) * self._token_s,
-        )
-        if not (turn and reading):
-            self._read_s = 0.0
-        if turn and self._read_s > 0.0:
-            return turn
-        left = piece = self._piece(first)
-        for job in reading:
-            if left > 0:
-                turn.append(job)
-                if job.begun.text is not None:
-                    job.begun.text.piece = piece
-                left -= min(left, self._unread(job))
-        return turn
-
-    def _piece(self, rank: int) -> int:
-        """Tokens of prompts of a rank that are read in the next pass."""
-        typing = rank > 0 and self._clock() - self._typed_at < _TYPES_ON_S
-        return min(_SHORT, self._chunk) if typing else self._chunk
-
-    def _unread(self, job: Job) -> int:
-        """Tokens of a prompt that are still to be read."""
-        return len(job.task.prompt_ids) if job.begun.text is None else int(job.begun.text.unread)
-
     def _pass(self, under_way: list[Job]) -> None:
         """One pass of the model for those whose turn it is."""
         if not under_way:
             return
-        turn, since = self._turn(under_way), self._clock()
-        unread = sum(self._unread(job) for job in turn)
+        turn, since = self._turns.next(under_way), self._clock()
+        read = sum(unread(job) for job in turn if job.begun.is_reading)
+        said = sum(len(job.token_ids) for job in turn)
         try:
             texts = [job.begun.text for job in turn if job.begun.text is not None]
             if texts:
@@ -400,14 +358,12 @@ class Engine:
                 self._fail(job, error)
             return
         seconds = self._clock() - since
-        self._read_s += seconds if unread else -seconds
-        if unread >= (piece := self._piece(turn[0].task.rank)):
-            self._token_s += (seconds / piece - self._token_s) / 8
         for job in under_way:
             if job in turn:
                 self._proceed(job)
             else:
                 job.begun.wait()
+        self._turns.note(turn, read, sum(len(job.token_ids) for job in turn) - said, seconds)
 
     def _proceed(self, job: Job) -> bool:
         """Let a task go on after a pass, or begin; whether it is over."""

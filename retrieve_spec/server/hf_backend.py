@@ -49,6 +49,15 @@ class SharedText:
         self.sequence.limits.prefill_chunk = tokens
 
     @property
+    def nodes(self) -> int:
+        """Nodes drafted in a pass at most."""
+        return self.sequence.limits.most_nodes
+
+    @nodes.setter
+    def nodes(self, most: int) -> None:
+        self.sequence.limits.most_nodes = most
+
+    @property
     def unread(self) -> int:
         """Tokens of the prompt that are still to be read."""
         return len(self.sequence.unread)
@@ -87,7 +96,7 @@ class SharedText:
 class LoneText:
     """A text that the model's original `generate` decodes, all in one step."""
 
-    unread = piece = 0
+    unread = piece = nodes = 0
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._taken = stream, list[int]()

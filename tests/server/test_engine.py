@@ -253,7 +253,7 @@ def test_typing_interrupts_and_what_was_interrupted_goes_on(engine, backend):
 
 def test_tasks_of_one_kind_share_passes(engine, backend):
     backend.gate = threading.Semaphore(0)
-    sinks = [ask(engine, [500 + 100 * i], typing=True, client=str(i)) for i in range(3)]
+    sinks = [ask(engine, [500 + 100 * i], client=str(i)) for i in range(3)]
     wait_for(lambda: engine.begun == 1 or engine.queue_length == 0)
     backend.gate.release(1000)
     for i, sink in enumerate(sinks):
@@ -278,7 +278,7 @@ def test_a_short_prompt_passes_a_long_one_and_what_was_read_is_decoded_at_once(e
     backend.gate = threading.Semaphore(0)
     ask(engine, [900], typing=True)
     wait_for(lambda: engine.begun)
-    engine._token_s, engine._read_s = 1e6, -1e6  # what is measured: reading is slow, and it is its turn
+    engine._turns._token_s, engine._turns._read_s = 1e6, -1e6  # what is measured: reading is slow, and it is its turn
     long, short = ask(engine, range(1000, 1400), typing=True), ask(engine, range(3000, 3040), typing=True)
     wait_for(lambda: engine.queue_length == 2)
     backend.gate.release(1000)
