@@ -228,9 +228,17 @@ class EntryFilter:
         if not name.startswith(self._tops):
             return Reason.OUTSIDE
         folder = name.rpartition(os.sep)[0]
+        return None if self._is_real(folder, real) else Reason.LINK
+
+    def _is_real(self, folder: str, real: dict[str, bool]) -> bool:
+        """Whether neither a folder nor one above it is a link; below one that was looked at, that takes one call."""
         if folder not in real:
-            real[folder] = os.path.realpath(folder) == folder
-        return None if real[folder] else Reason.LINK
+            above, _, last = folder.rpartition(os.sep)
+            if folder + os.sep in self._tops:
+                real[folder] = os.path.realpath(folder) == folder
+            else:
+                real[folder] = last not in ("", ".", "..") and self._is_real(above, real) and not _is_link(folder)
+        return real[folder]
 
     def _name(self, name: str) -> Reason | None:
         if not self._any_name:
@@ -298,6 +306,14 @@ class EntryFilter:
         except UnicodeDecodeError:
             return Reason.ENCODING
         return self.content(path.name, text) or text
+
+
+def _is_link(folder: str) -> bool:
+    try:
+        os.readlink(folder)  # unlike `islink`, it knows junctions
+    except OSError:
+        return False
+    return True
 
 
 def refused(rule: LicenceRule, licence: str) -> Reason | None:

@@ -42,7 +42,7 @@ class Left(Enum):
 
 
 def list_folder(root: Path) -> Iterator[Path]:
-    """Files below a folder that no rule leaves out, symbolic links to files among them."""
+    """Files below a folder that no rule leaves out, symbolic links among them."""
     return (Path(place) for place, left, _ in look_through(root) if left is None)
 
 
@@ -67,7 +67,7 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
     found = None if checkout is None else _git_lists(root)
     if found is None:
         rules = None if everything else IgnoreFiles(checkout or root, (".gitignore", ".ignore"), general=True)
-        yield from _walk(root, rules, top=True)
+        yield from _walk(str(root), rules, top=True)
         return
     special = [name for name, _ in found if name.endswith((_ENVIRONMENT, MANIFEST, ".ignore"))]
     own = IgnoreFiles(root, (".ignore",)) if any(name.endswith(".ignore") for name in special) else None
@@ -295,26 +295,25 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     return done.stdout
 
 
-def _walk(folder: Path, rules: IgnoreFiles | None, *, top: bool = False) -> Iterator[Entry]:
+def _walk(folder: str, rules: IgnoreFiles | None, *, top: bool = False) -> Iterator[Entry]:
     """`look_through` of a folder that git does not list; no rules: all of it."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
         yield os.path.join(folder, ""), Left.UNREADABLE, None
         return
-    left = None if top else _closes(str(folder), {entry.name for entry in entries})
+    left = None if top else _closes(folder, {entry.name for entry in entries})
     if left is Left.STORE or (left and rules is not None):
         yield os.path.join(folder, ""), left, None
         return
     for entry in entries:
         if not entry.is_dir(follow_symlinks=False):
-            if not (entry.is_symlink() and os.path.isdir(entry.path)):  # `entry.is_dir()` raises where links loop
-                ignored = rules is not None and rules.ignores_entry(entry.path)
-                yield entry.path, Left.IGNORED if ignored else None, None
+            ignored = rules is not None and rules.ignores_entry(entry.path)
+            yield entry.path, Left.IGNORED if ignored else None, None
         elif entry.name in _MACHINERY:
             continue
         elif rules is None:
-            yield from _walk(Path(entry.path), rules)
+            yield from _walk(entry.path, rules)
         elif entry.name in NEVER or entry.name in _BUILT:
             yield os.path.join(entry.path, ""), Left.TOOLS, None
         elif rules.ignores_entry(entry.path, folder=True):
@@ -322,4 +321,4 @@ def _walk(folder: Path, rules: IgnoreFiles | None, *, top: bool = False) -> Iter
         elif os.path.exists(os.path.join(entry.path, ".git")):
             yield from _look_into(entry.path)
         else:
-            yield from _walk(Path(entry.path), rules)
+            yield from _walk(entry.path, rules)

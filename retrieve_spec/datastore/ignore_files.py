@@ -62,7 +62,7 @@ class IgnoreFiles:
                 above = [] if self._general is None else [(folder, self._general)]
             else:
                 above = self._rules_above(os.path.dirname(folder))
-            own = _read_rules([Path(folder, name) for name in self._names])
+            own = _read_rules([os.path.join(folder, name) for name in self._names])
             self._rules[folder] = above if own is None else [*above, (folder, own)]
         return self._rules[folder]
 
@@ -70,14 +70,15 @@ class IgnoreFiles:
 def _general_rules(top: Path) -> GitIgnoreSpec | None:
     """Rules of the user's global file, and of a checkout's own that is not committed."""
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return _read_rules([config / "git" / "ignore", top / ".git" / "info" / "exclude"])
+    return _read_rules([os.path.join(config, "git", "ignore"), os.path.join(top, ".git", "info", "exclude")])
 
 
-def _read_rules(files: Iterable[Path]) -> GitIgnoreSpec | None:
+def _read_rules(files: Iterable[str]) -> GitIgnoreSpec | None:
     lines: list[str] = []
-    for file in files:
+    for name in files:  # most are not there
         try:
-            lines += file.read_text("utf-8", "replace").splitlines()
+            with open(name, encoding="utf-8", errors="replace") as file:
+                lines += file.read().splitlines()
         except OSError:
             continue
     return GitIgnoreSpec.from_lines(lines) if lines else None

@@ -149,8 +149,10 @@ def test_nothing_behind_a_link_enters(tmp_path):
     (root / "out").symlink_to(elsewhere)
     (root / "in").symlink_to(root / "folder")
     (root / "file.py").symlink_to(elsewhere / "secret.py")
+    (root / "loop").symlink_to("loop")
     filter = EntryFilter([root])
     assert entering(filter) == {"a.py", "folder/b.py"}
+    assert [path.name for path, said in filter.list() if said is Reason.LINK] == ["file.py", "in", "loop", "out"]
     for name in ("out/secret.py", "in/b.py", "file.py"):
         assert filter.verdicts([root / name])[root / name] is Reason.LINK
         assert filter.read(root / name) is Reason.LINK
