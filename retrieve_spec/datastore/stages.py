@@ -14,7 +14,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,9 @@ class Stages:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.work.store / self.plan["tokenizer"])
+        path = self.work.store / self.plan["tokenizer"]
+        status = path.stat()
+        return _kept_tokenizer(path, status.st_size, status.st_mtime_ns)
 
     @cached_property
     def _sources(self) -> tuple[Source, ...]:
@@ -216,6 +218,12 @@ class Stages:
         origins = tuple((licence, source) for licence, source in record["origins"])
         at = self.plan["at"]
         return SegmentEntry(f"{rank:06d}", record["documents"], record["tokens"], at, origins, files)
+
+
+@lru_cache(maxsize=1)
+def _kept_tokenizer(path: Path, size: int, modified_ns: int) -> Tokenizer:
+    """A store's tokenizer, kept for the next change: a large one takes longer to load than a small change to make."""
+    return load_tokenizer(path)
 
 
 def part_of(work: WorkFolder, rank: int) -> SegmentCut:
