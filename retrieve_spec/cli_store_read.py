@@ -188,7 +188,7 @@ def print_report(report: ChangeReport, store: Path | str, as_json: bool, left_ou
         f"{report.verb}: {counted(report.documents, 'document')}, {counted(report.tokens, 'token')} "
         f"in {seconds:.1f} s; {store} has {counted(report.segments, 'segment')}."
     )
-    if not report.documents and not report.skipped:
+    if report.verb == "add" and not report.documents and not report.skipped:
         click.echo("  The sources and filters name no text that fits.")
     if report.dense:
         d = report.dense

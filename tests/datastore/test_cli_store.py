@@ -158,6 +158,7 @@ def test_numbers_and_what_they_count(command, store):
 
 def test_nothing_to_add_and_nothing_left(command, store, texts, tmp_path):
     assert "name no text" in command("add", store, texts, "--include", "*.rs")[1]
+    assert "name no text" not in command("sync", store, texts)[1]  # it says what the folder says already
     command("remove", store, "*")
     code, _, err = command("merge", tmp_path / "m", store)
     assert (code, "documents that are not removed, got none" in err) == (1, True)
