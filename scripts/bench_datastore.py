@@ -17,10 +17,11 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,7 @@ from numba import njit
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.documents import Row
+from retrieve_spec.datastore.files import write_array
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.fresh import first_manifest, write_tokenizer
 from retrieve_spec.datastore.ingest import tokenise
@@ -170,15 +172,21 @@ def cursor_steps(segments: Sequence[Segment], text: np.ndarray) -> dict[str, Any
 
 
 def copy_segments(folder: Path, out: Path, copies: int) -> None:
-    """Write a store whose segments are copies of the one segment of another, each with files of its own."""
+    """Write a store whose segments are copies of the one segment of another, each with files and hashes of its own."""
     manifest = read_manifest(folder)
     (entry,) = manifest.segments
-    entries = tuple(replace(entry, name=f"{i:032x}") for i in range(1, copies + 1))
     (out / "segments").mkdir(parents=True)
     shutil.copyfile(folder / manifest.tokenizer_name, out / manifest.tokenizer_name)
-    for copy in entries:
-        shutil.copytree(folder / "segments" / entry.name, out / "segments" / copy.name)
-    write_manifest(out, replace(manifest, segments=entries))
+    entries = []
+    for number in range(copies):
+        place = out / "segments" / "new"
+        shutil.copytree(folder / "segments" / entry.name, place)
+        hashes = np.fromfile(place / "document_hashes.bin", np.uint32)
+        hashes[::8] = np.arange(len(hashes) // 8) + number * len(hashes)  # documents of their own
+        files = entry.files | {"document_hashes.bin": write_array(place / "document_hashes.bin", hashes.view(np.uint8))}
+        entries.append(replace(entry, name=content_name(files), files=files))
+        place.rename(place.with_name(entries[-1].name))
+    write_manifest(out, replace(manifest, segments=tuple(entries)))
 
 
 @njit(nogil=True)
@@ -216,26 +224,54 @@ def followed_steps(store: Datastore, segments: int, text: np.ndarray) -> dict[st
 
 
 def many_segments(folder: Path, text: np.ndarray) -> dict[str, Any]:
-    """Open a store of several segments, and step through one, two, … all of them."""
+    """Open a store of several segments, step through one, ten, … of them, and plan what rewrites all of them."""
     store = open_datastore(folder)
     count = len(store.segments)
-    steps = {str(n): followed_steps(store, n, text) for n in sorted({1, 2, count // 2, count} - {0})}
+    steps = {str(n): followed_steps(store, n, text) for n in (1, 10, 100, 1000) if n <= count}
     manifest = read_manifest(folder)
     return {
         "segments": count,
         "tokens": manifest.tokens,
         "bytes": manifest.bytes,
         "open": opening(folder),
+        "manifest_ms": opening(folder, read_manifest)["median_ms"],
+        "planning": planning(folder),
         "step": steps,
     }
 
 
-def opening(folder: Path) -> dict[str, float]:
+PLANNER = """
+import resource, sys, time
+from pathlib import Path
+from retrieve_spec.datastore.edit import segment_shards
+from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.stages import Stages
+from retrieve_spec.datastore.work import WorkFolder
+store = Path(sys.argv[1])
+manifest = read_manifest(store)
+plan = {"config": manifest.config, "tokenizer": manifest.tokenizer_name, "vocabulary": manifest.vocabulary}
+work = WorkFolder(store)
+work.begin(plan, segment_shards(store, manifest))
+began = time.perf_counter()
+cut = Stages(work).cut((), lambda ranks: None)
+work.end()
+print(time.perf_counter() - began, len(cut.segments), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+"""
+
+
+def planning(folder: Path) -> dict[str, float]:
+    """Seconds and memory of the process that plans a compaction of a store: it sees every document."""
+    done = subprocess.run([sys.executable, "-c", PLANNER, str(folder)], check=True, capture_output=True, text=True)
+    seconds, segments, memory = map(float, done.stdout.split())
+    return {"seconds": seconds, "segments": segments, "memory_gb": memory}
+
+
+def opening(folder: Path, opener: Callable[[Path], object] = open_datastore) -> dict[str, float]:
     """Time to open a store, in milliseconds."""
     seconds = []
     for _ in range(20):
         started = time.perf_counter()
-        open_datastore(folder)
+        opener(folder)
         seconds.append(time.perf_counter() - started)
     return {"first_ms": seconds[0] * 1e3, "median_ms": float(np.median(seconds)) * 1e3}
 

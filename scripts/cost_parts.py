@@ -52,10 +52,16 @@ def datastores(args: argparse.Namespace) -> None:
     script(args, "datastores", "scripts/bench_datastore.py", *words)
 
 
+def datastore_changes(args: argparse.Namespace) -> None:
+    """Builds by one and two workers, and changes of what they built."""
+    size = ["--tokens", "1e6", "--files", "300"] if args.limit else []
+    script(args, "datastores-changes", "scripts/bench_store_changes.py", "--text", PACKAGES, *size)
+
+
 def datastore_segments(args: argparse.Namespace) -> None:
-    """The same ten times over, in ten segments."""
-    size = ["--tokens", "1e6", "--real", "1e6"] if args.limit else ["--tokens", "100e6", "--real", "12e6"]
-    words = ["--text", PACKAGES, *size, "--peer-tokens", "0", "--segments", "10"]
+    """A store a hundred times over, in a hundred segments."""
+    size = ["--tokens", "1e6", "--real", "1e6"] if args.limit else ["--tokens", "10e6", "--real", "10e6"]
+    words = ["--text", PACKAGES, *size, "--peer-tokens", "0", "--segments", "100"]
     script(args, "datastores-segments", "scripts/bench_datastore.py", *words)
 
 

@@ -113,19 +113,46 @@ def datastores(made: dict[str, Any]) -> list[str]:
     return markdown_table(["", ""], rows)
 
 
+@block(TABLES, "datastores-changes")
+def datastore_changes(made: dict[str, Any]) -> list[str]:
+    """Builds by more and more workers, and changes of what they built."""
+    build = made["build"]
+    runs = build["workers"]
+    first = next(iter(runs.values()))
+    rows = [
+        ["whole build", *(f"{millions(run['tokens_per_second'])} tokens/s" for run in runs.values())],
+        ["beside one", *(f"{first['seconds'] / run['seconds']:.2f} times" for run in runs.values())],
+        ["processor time", *(f"{two(run['cpu_seconds'])} s" for run in runs.values())],
+        ["reading, filtering, encoding", *(f"{two(run['stages']['reading'])} s" for run in runs.values())],
+        ["indexing", *(f"{two(run['stages']['indexing'])} s" for run in runs.values())],
+        ["memory of all processes", *(f"{two(run['memory_gb'])} GB" for run in runs.values())],
+    ]
+    size = f"{millions(build['tokens'])} tokens of {build['documents']:,} documents, in {build['segments']} segments; "
+    same = "the same bytes each time:" if build["same"] else "not the same bytes each time:"
+    sync, merge = made["sync"], made.get("merge")
+    changes = [
+        ["suffix sorting, one core", f"{millions(made['sorting']['tokens_per_second'])} tokens/s"],
+        ["`remove` of one document", f"{two(made['remove']['seconds'])} s"],
+        *([["`merge` of its halves", f"{two(merge['seconds'])} s"]] if merge else []),
+        [f"`sync` after a change of one of {sync['files']:,} files", f"{two(sync['seconds'])} s"],
+    ]
+    head = ["workers", *runs]
+    return [size + same, "", *markdown_table(head, rows), "", "", *markdown_table(["", ""], changes)]
+
+
 @block(TABLES, "datastores-segments")
 def datastore_segments(made: dict[str, Any]) -> list[str]:
-    """Steps of one cursor through more and more segments."""
+    """Steps of the longest-match cursors of more and more segments."""
     many = made["many_segments"]
-    opened = f"{two(made['open']['median_ms'])} ms", f"{two(many['open']['median_ms'])} ms"
     rows = []
     for number, step in many["step"].items():
-        each = f"{step['p50_us'] / int(number):.1f} µs"
-        opening = opened[0] if number == "1" else opened[1] if int(number) == many["segments"] else ""
-        rows.append([number, opening, f"{step['p50_us']:.1f} / {step['p90_us']:.1f} µs", each])
-    size = f"{many['segments']} segments, {millions(many['tokens'])} tokens, {many['bytes'] / 1e9:.1f} GB in all:"
-    head = ["segments", "open", "step, median / p90", "per segment"]
-    return [size, "", *markdown_table(head, rows)]
+        each = f"{step['p50_us'] / int(number):.2f} µs"
+        rows.append([number, f"{two(step['p50_us'])} / {two(step['p90_us'])} µs", each])
+    plan = many["planning"]
+    size = f"{many['segments']} segments, {millions(many['tokens'])} tokens, {many['bytes'] / 1e9:.1f} GB in all. "
+    size += f"Its manifest is read in {two(many['manifest_ms'])} ms, and the store opened in "
+    size += f"{two(many['open']['median_ms'])} ms; the process that plans `compact` takes {two(plan['memory_gb'])} GB."
+    return [size, "", *markdown_table(["segments", "step, median / p90", "per segment"], rows)]
 
 
 PEERS = {

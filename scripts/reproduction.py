@@ -231,7 +231,10 @@ PARTS: dict[str, Part] = {
     "arrivals": Part(4, "requests that arrive at random", cost_parts.arrivals),
     "rollouts": Part(9, "many answers to the same prompts: stragglers, and epochs with a memory", cost_parts.rollouts),
     "datastores": Part(6, "building, opening and walking a store of 100 M tokens", cost_parts.datastores),
-    "datastores-segments": Part(5, "one cursor through ten segments of 100 M tokens", cost_parts.datastore_segments),
+    "datastores-changes": Part(
+        8, "builds by one and two workers, and changes of a store", cost_parts.datastore_changes
+    ),
+    "datastores-segments": Part(4, "cursors through a hundred segments of 10 M tokens", cost_parts.datastore_segments),
     "datastores-peers": Part(2, "what others make of the same text, 1 M tokens", cost_parts.datastore_peers),
     "dense": Part(6, "kinds of dense indexes, and thinning", cost_parts.dense),
     "dense-drafting": Part(7, "drafting with neighbours of the hidden state, and without", cost_parts.dense_drafting),
