@@ -112,6 +112,11 @@ class StoreIncompleteError(StoreError):
 class StoreCorruptError(StoreError):
     """A file of the store is truncated, altered or inconsistent."""
 
+    def __init__(
+        self, expected: str, got: str, remedy: str = "Restore the store from a copy, or build it again."
+    ) -> None:
+        super().__init__(expected, got, remedy)
+
 
 class StoreVersionError(StoreError):
     """The store was written by another version of this library, in another format."""

@@ -61,9 +61,7 @@ def check_automaton(automaton: StaticAutomaton, tokens: int, place: str) -> None
         lengths = np.concatenate([np.arange(tokens + 1), a.clone_lengths])
         sound = bool((lengths[link[1:]] < lengths[1:]).all())
     if not sound:
-        raise StoreCorruptError(
-            f"an automaton in {place}", "a damaged one", "Restore the files from a copy, or build the store again."
-        )
+        raise StoreCorruptError(f"an automaton in {place}", "a damaged one")
 
 
 def build_automaton(tokens: NDArray[Any], sa: NDArray[Any]) -> StaticAutomaton:

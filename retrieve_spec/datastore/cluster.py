@@ -27,7 +27,7 @@ from retrieve_spec._version import __version__
 from retrieve_spec.datastore.exchange import Exchange
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.manifest import WORK
-from retrieve_spec.datastore.pool import error_of
+from retrieve_spec.datastore.pool import ALONE, error_of
 from retrieve_spec.datastore.stages import Done, Stages, run_rank
 from retrieve_spec.datastore.work import LOGS, WorkFolder
 from retrieve_spec.datastore.worker import answer_of
@@ -43,7 +43,6 @@ _BYTES_PER_TOKEN, _BYTES = 25, 1 << 30
 _RETRIES = 3
 _HOURS = "24:00:00"
 _NAMED = 8
-_ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
 def cluster_runner(where: str, exchange: Exchange | None = None) -> Runner:
@@ -138,8 +137,8 @@ def _one_core() -> Iterator[None]:
 
     A task may run in the process that sends it, whose later children would have one core, too.
     """
-    before = {name: os.environ.get(name) for name in _ALONE}
-    os.environ.update(_ALONE)
+    before = {name: os.environ.get(name) for name in ALONE}
+    os.environ.update(ALONE)
     try:
         yield
     finally:

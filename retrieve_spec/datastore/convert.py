@@ -41,7 +41,6 @@ from retrieve_spec.errors import StoreCorruptError
 
 _BEFORE = 2
 _COLUMNS = ("number", "path", "licence", "source", "sha256", "start", "tokens", "added_at", "removed_at")
-_REMEDY = "Restore the store from a copy, or build it again."
 
 
 def convert_datastore(path: str | os.PathLike[str], *, progress: bool = False) -> ChangeReport:
@@ -104,7 +103,7 @@ def convert_datastore(path: str | os.PathLike[str], *, progress: bool = False) -
 def _catalogue(store: Path) -> sqlite3.Connection:
     path = store / CATALOG
     if not path.is_file():
-        raise StoreCorruptError(f"a catalogue at {path}", "no file", _REMEDY)
+        raise StoreCorruptError(f"a catalogue at {path}", "no file")
     return sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
 
 
@@ -114,12 +113,12 @@ def _rows(connection: sqlite3.Connection, segment: dict[str, Any]) -> list[tuple
     try:
         rows = connection.execute(query, (segment["name"],)).fetchall()
     except sqlite3.DatabaseError as error:
-        raise StoreCorruptError("a readable catalogue", str(error), _REMEDY) from error
+        raise StoreCorruptError("a readable catalogue", str(error)) from error
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(list(row)).encode())
     if digest.hexdigest() != segment["catalog"]:
-        raise StoreCorruptError(f"the rows of segment {segment['name']} as they were written", "others", _REMEDY)
+        raise StoreCorruptError(f"the rows of segment {segment['name']} as they were written", "others")
     return rows
 
 

@@ -31,7 +31,6 @@ DENSE_FILES = (INDEX, POSITIONS, *TRANSFORM)
 WEIGHTS_SAMPLED = 16
 """Of every parameter, for the fingerprint of a model."""
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
-_REMEDY = "Restore the file from a copy, or build the store again."
 
 
 class Transform:
@@ -91,7 +90,7 @@ class DenseIndex:
         )
         missing = [name for name in DENSE_FILES if name not in files]
         if missing:
-            raise StoreCorruptError(f"a record of {missing[0]} beside the others of {folder}", "none", _REMEDY)
+            raise StoreCorruptError(f"a record of {missing[0]} beside the others of {folder}", "none")
         self._folder, self._files = folder, files
         # Now: the store may change meanwhile.
         self._mapped = {name: map_array(folder / name, files[name], scattered=True) for name in DENSE_FILES}
@@ -123,9 +122,9 @@ class DenseIndex:
         sizes = (len(mean), len(scale), len(components))
         expected = (self.hidden_size, self.hidden_size, self.hidden_size * self.dims)
         if sizes != expected:
-            raise StoreCorruptError(f"a transform of sizes {expected} in {self._folder}", f"{sizes}", _REMEDY)
+            raise StoreCorruptError(f"a transform of sizes {expected} in {self._folder}", f"{sizes}")
         if not all(np.isfinite(a).all() for a in arrays) or (scale <= 0).any():
-            raise StoreCorruptError(f"finite mean, scale and components in {self._folder}", "others", _REMEDY)
+            raise StoreCorruptError(f"finite mean, scale and components in {self._folder}", "others")
         return Transform(mean, scale, components.reshape(self.hidden_size, self.dims))
 
     @cached_property
@@ -135,13 +134,13 @@ class DenseIndex:
             index = open_index(content)
         except (RuntimeError, MemoryError) as error:
             got = next(iter(str(error).splitlines()), "") or "more than the memory holds"
-            raise StoreCorruptError(f"a FAISS index in {path}", got, _REMEDY) from error
+            raise StoreCorruptError(f"a FAISS index in {path}", got) from error
         if index.d != self.dims:
-            raise StoreCorruptError(f"keys of {self.dims} dimensions in {path}", f"{index.d}", _REMEDY)
+            raise StoreCorruptError(f"keys of {self.dims} dimensions in {path}", f"{index.d}")
         if index.ntotal == 0:
-            raise StoreCorruptError(f"keys in {path}", "an empty index", _REMEDY)
+            raise StoreCorruptError(f"keys in {path}", "an empty index")
         if index.ntotal != self.count:
-            raise StoreCorruptError(f"{self.count:,} keys in {path}", f"{index.ntotal:,}", _REMEDY)
+            raise StoreCorruptError(f"{self.count:,} keys in {path}", f"{index.ntotal:,}")
         return index
 
     def prepare(self) -> None:
@@ -227,7 +226,7 @@ def continuation(segment: Segment, position: int, most: int) -> NDArray[np.int32
     """
     number = segment.document_of(position)
     if not 0 <= number < len(segment.document_starts) - 1:
-        raise StoreCorruptError(f"a document at position {position} of segment {segment.name}", "none", _REMEDY)
+        raise StoreCorruptError(f"a document at position {position} of segment {segment.name}", "none")
     end = int(segment.document_starts[number + 1]) - 1
     return segment.ids_of(segment.tokens[position + 1 : min(position + 1 + most, end)]).astype(np.int32)
 

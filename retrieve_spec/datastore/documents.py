@@ -21,7 +21,6 @@ TABLE = (HASHES, PATHS, PATH_ENDS, ORIGINS)
 DIGEST = 32
 """Bytes of a content hash."""
 Origin = tuple[str, str]
-_REMEDY = "Restore the store from a copy, or build it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,4 +223,4 @@ class DocumentTable:
         return found
 
     def _damaged(self, expected: str) -> StoreCorruptError:
-        return StoreCorruptError(f"{expected} in the document table of segment {self.segment}", "none", _REMEDY)
+        return StoreCorruptError(f"{expected} in the document table of segment {self.segment}", "none")

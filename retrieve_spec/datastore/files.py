@@ -145,7 +145,7 @@ def _advise(array: NDArray[Any], advice: str) -> None:
 
 def _compare_checksum(path: Path, entry: FileEntry, found: str) -> None:
     if found != entry.sha256:
-        raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12], _REBUILD)
+        raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12])
 
 
 def check_size(path: str | Path, entry: FileEntry) -> None:
@@ -166,12 +166,12 @@ def check_size(path: str | Path, entry: FileEntry) -> None:
 
 def _not_read(path: str | Path, entry: FileEntry, error: OSError) -> StoreError:
     if isinstance(error, FileNotFoundError):
-        return StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file", _REBUILD)
+        return StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file")
     return _unreadable(path, error)
 
 
 def _wrong_size(path: str | Path, entry: FileEntry, size: int) -> StoreCorruptError:
-    return StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes", _REBUILD)
+    return StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes")
 
 
 def map_array(path: str | Path, entry: FileEntry, *, scattered: bool = False, private: bool = False) -> NDArray[Any]:
@@ -211,6 +211,3 @@ def map_array(path: str | Path, entry: FileEntry, *, scattered: bool = False, pr
     if scattered and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, entry.dtype)
-
-
-_REBUILD = "Restore the file from a copy, or build the store again."

@@ -22,6 +22,8 @@ from retrieve_spec.errors import BuildError, RetrieveSpecError
 
 SPAWN_WORK = 1 << 24
 """Bytes to read, or four times the tokens to sort, from which the start of other processes is worth its second."""
+ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+"""Environment of a process that computes on one core."""
 _MODULE = "retrieve_spec.datastore.worker"
 
 
@@ -109,13 +111,12 @@ def run_ranks(
 
 
 def _start(work: WorkFolder) -> subprocess.Popen[bytes]:
-    alone = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     paths = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", _MODULE, os.fspath(work.store.absolute())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | alone | {"PYTHONPATH": paths},
+        env=os.environ | ALONE | {"PYTHONPATH": paths},
     )
 
 

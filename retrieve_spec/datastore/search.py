@@ -131,9 +131,7 @@ def _occurrence(store: Datastore, index: int, position: int, matched: int, span:
         document = store.document_at(index, position)
     except IndexError as error:
         raise StoreCorruptError(
-            f"positions in documents in the suffix array of segment {segment.name}",
-            str(error),
-            "Restore the store from a copy, or build it again.",
+            f"positions in documents in the suffix array of segment {segment.name}", str(error)
         ) from None
     start = position + matched
     end = min(start + span, document.start + document.tokens)

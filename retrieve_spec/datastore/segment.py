@@ -26,7 +26,6 @@ from retrieve_spec.kernels.ngram import SLOT
 from retrieve_spec.kernels.suffix_search import sa_top_table
 
 SUFFIX = ".bin"
-_REBUILD = "Restore the file from a copy, or build the store again."
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Segment:
             ids: NDArray[np.uint32] = self.to_global[local]
         except IndexError:
             expected = f"local ids below {len(self.to_global)} in the text of segment {self.name}"
-            raise StoreCorruptError(expected, f"{int(local.max())}", _REBUILD) from None
+            raise StoreCorruptError(expected, f"{int(local.max())}") from None
         return ids
 
     def localise(self, token_ids: NDArray[Any]) -> NDArray[np.int64]:
@@ -254,7 +253,7 @@ def open_segment(
 
     to_global = load("vocabulary", np.uint32)
     if not len(to_global) or int(to_global.max()) >= vocabulary:
-        raise StoreCorruptError(f"token ids below {vocabulary:,} in {folder / 'vocabulary.bin'}", "others", _REBUILD)
+        raise StoreCorruptError(f"token ids below {vocabulary:,} in {folder / 'vocabulary.bin'}", "others")
     ngrams = None
     if "ngram_slots" + SUFFIX in entry.files:
         slots, *successors = (load(f"ngram_{f.name}", np.uint32, private=hiding) for f in fields(NgramTable))
@@ -264,7 +263,7 @@ def open_segment(
         automaton = StaticAutomaton(*(load(f"automaton_{f.name}", np.uint32) for f in fields(StaticAutomaton)))
     starts = load("documents", np.uint32)
     if len(starts) < 2:
-        raise StoreCorruptError(f"documents in {folder}", "none", _REBUILD)
+        raise StoreCorruptError(f"documents in {folder}", "none")
     removed = () if tombstones is None else hidden_of(dict(tombstones), len(starts) - 1, entry.name)
     table = {name: load(name, np.uint8) for name in TABLE}
     dense = None

@@ -27,7 +27,6 @@ from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
 _ATTEMPTS = 5
 _TABLE = {f"{name}.bin" for name in ("documents", *TABLE)}
 _CARRIED = _TABLE | {"tokens.bin", "vocabulary.bin", "suffix_array.bin"}
-_REMEDY = "Restore the store from a copy, or build it again."
 
 
 class Datastore:
@@ -88,7 +87,7 @@ class Datastore:
             return Tokenizer.from_str(self._tokenizer.tobytes().decode())
         except Exception as error:  # the library raises bare Exception
             place = self.path / self.manifest.tokenizer_name
-            raise StoreCorruptError(f"a tokenizer in {place}", str(error), _REMEDY) from None
+            raise StoreCorruptError(f"a tokenizer in {place}", str(error)) from None
 
     def document_at(self, segment: int, position: int) -> Document:
         """Find the document that covers a token position.

@@ -28,7 +28,6 @@ from retrieve_spec.kernels.tombstones import forget_document, hide_suffixes, hid
 MOST_TOKENS = 1 << 17
 """Removed tokens of one segment up to which tombstones are kept."""
 DOCUMENTS, RANKS, COPIES = "documents", "ranks", "copies"
-_REMEDY = "Restore the store from a copy, or build it again."
 
 
 def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint32]]:
@@ -43,7 +42,7 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
     for name, file in entry.tombstones.items():
         kind = name.removesuffix(".bin").rpartition("-")[2]
         if kind not in found:
-            raise StoreCorruptError(f"tombstones of a kind in {store}", name, _REMEDY)
+            raise StoreCorruptError(f"tombstones of a kind in {store}", name)
         found[kind] = map_array(store / TOMBSTONES / name, file)
     return found
 
@@ -58,7 +57,7 @@ def hidden_of(found: dict[str, NDArray[np.uint32]], documents: int, segment: str
     """
     numbers = np.union1d(found[DOCUMENTS], found[COPIES])
     if len(numbers) and int(numbers[-1]) >= documents:
-        raise StoreCorruptError(f"tombstones of {documents:,} documents of segment {segment}", "others", _REMEDY)
+        raise StoreCorruptError(f"tombstones of {documents:,} documents of segment {segment}", "others")
     return tuple(numbers.tolist())
 
 
@@ -103,9 +102,7 @@ def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequ
     ranks = np.empty(int(gone.sum()), np.uint32)
     found = ranks_of(sa, first, last, np.packbits(gone, bitorder="little"), ranks)
     if found < len(ranks):
-        raise StoreCorruptError(
-            f"{len(ranks):,} suffixes of removed documents in a suffix array", f"{found:,}", _REMEDY
-        )
+        raise StoreCorruptError(f"{len(ranks):,} suffixes of removed documents in a suffix array", f"{found:,}")
     return ranks
 
 
@@ -127,7 +124,7 @@ def hide(
     ranks = tombstones[RANKS]
     rising = bool((ranks[1:] > ranks[:-1]).all())
     if not rising or (len(ranks) and int(ranks[-1]) >= len(sa)) or len(ranks) >= max(len(sa), 1):
-        raise StoreCorruptError(f"tombstones of {len(sa):,} suffixes of segment {segment}", "others", _REMEDY)
+        raise StoreCorruptError(f"tombstones of {len(sa):,} suffixes of segment {segment}", "others")
     if len(ranks):
         hide_suffixes(sa, ranks)
         hide_tops(tokens, sa, ranks, bits, top)

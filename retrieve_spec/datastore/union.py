@@ -25,7 +25,6 @@ from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import StoreCorruptError
 
 _BLOCK = 1 << 22
-_REMEDY = "Restore the store from a copy, or build it again."
 
 
 def unite(
@@ -89,7 +88,7 @@ def renumbered(entry: SegmentEntry, number: int) -> SegmentEntry:
         When it is not.
     """
     if content_name(entry.files) != entry.name:
-        raise StoreCorruptError(f"the files of segment {entry.name}", content_name(entry.files), _REMEDY)
+        raise StoreCorruptError(f"the files of segment {entry.name}", content_name(entry.files))
     return replace(entry, name=f"{number:06d}")
 
 
@@ -140,7 +139,7 @@ def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
         try:
             os.link(source / name, folder / name)
         except FileNotFoundError as error:
-            raise StoreCorruptError(f"{file.bytes:,} bytes in {source / name}", "no such file", _REMEDY) from error
+            raise StoreCorruptError(f"{file.bytes:,} bytes in {source / name}", "no such file") from error
         except OSError:  # another file system, or one without links
             _copy(source / name, folder / name, file)
     sync_folder(folder)
@@ -155,4 +154,4 @@ def _copy(source: Path, target: Path, expected: FileEntry) -> None:
         written.flush()
         os.fsync(written.fileno())
     if digest.hexdigest() != expected.sha256:
-        raise StoreCorruptError(f"checksum {expected.sha256[:12]} of {source}", digest.hexdigest()[:12], _REMEDY)
+        raise StoreCorruptError(f"checksum {expected.sha256[:12]} of {source}", digest.hexdigest()[:12])

@@ -38,7 +38,6 @@ from retrieve_spec.kernels.suffix_search import sa_search, sa_top_table
 _ATTEMPTS = 5
 QUERIES = 32
 """Sampled queries per segment that are compared with a scan."""
-_REMEDY = "Restore the store from a copy, or build it again."
 
 
 def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
     files = _files(store)
     _check_files(files, progress)
     if tokenizer_fingerprint(store.tokenizer) != manifest.fingerprint:
-        raise StoreCorruptError(f"tokenizer {manifest.fingerprint[7:19]}", "another one in the store", _REMEDY)
+        raise StoreCorruptError(f"tokenizer {manifest.fingerprint[7:19]}", "another one in the store")
     queries = 0
     for entry in manifest.segments:
         folder = store.path / SEGMENTS / entry.name
@@ -123,7 +122,7 @@ def _check_files(files: list[tuple[Path, FileEntry]], progress: bool) -> None:
 
 def _require(holds: Any, segment: Segment, rule: str) -> None:
     if not holds:
-        raise StoreCorruptError(f"{rule} in segment {segment.name}", "something else", _REMEDY)
+        raise StoreCorruptError(f"{rule} in segment {segment.name}", "something else")
 
 
 @njit(cache=True, nogil=True)
