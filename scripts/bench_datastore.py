@@ -241,7 +241,7 @@ def many_segments(folder: Path, text: np.ndarray) -> dict[str, Any]:
 
 
 PLANNER = """
-import resource, sys, time
+import sys, time
 from pathlib import Path
 from retrieve_spec.datastore.edit import segment_shards
 from retrieve_spec.datastore.manifest import read_manifest
@@ -255,7 +255,8 @@ work.begin(plan, segment_shards(store, manifest))
 began = time.perf_counter()
 cut = Stages(work).cut((), lambda ranks: None)
 work.end()
-print(time.perf_counter() - began, len(cut.segments), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+print(time.perf_counter() - began, len(cut.segments), int(status["VmHWM"].split()[0]) / 1e6)
 """
 
 
