@@ -122,6 +122,7 @@ class Stages:
     def _converted(self, record: dict[str, Any]) -> Iterator[Tokenised]:
         """Documents of a segment, encoded by another tokenizer."""
         shard = SegmentShard(record, self.plan["vocabulary"])
+        shard.check()
         old = load_tokenizer(shard.store / self.plan["tokenizer_before"])
         rows = shard.rows
         numbers = (number for number in range(*record["documents"]) if number not in shard.left_out)
