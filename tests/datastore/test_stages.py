@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.cut import _Hashes
 from retrieve_spec.datastore.edit import compact_datastore, retokenize_datastore
 from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.shards import SegmentShard, segment_shards
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.stages import Stages
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.datastore.work import WorkFolder
-from retrieve_spec.errors import BuildError
+from retrieve_spec.errors import BuildError, StoreCorruptError
 
 SMALL = StoreConfig(segment_tokens=200)
 
@@ -149,6 +151,31 @@ def test_a_plan_of_another_version_or_filter_is_not_resumed(tokenizer, many, tmp
     shutil.rmtree(tmp_path / "s")  # as the error says
     build_datastore(tmp_path / "s", Source(str(many)), tokenizer, workers=1)
     assert "rules" not in read_manifest(tmp_path / "s").history[-1]
+
+
+def test_planning_checks_the_document_table_and_whoever_takes_text_checks_that(tokenizer, many, tmp_path):
+    store = tmp_path / "s"
+    build_datastore(store, str(many), tokenizer, workers=1)
+    manifest = read_manifest(store)
+    (record,) = segment_shards(store, manifest)
+    place = store / "segments" / manifest.segments[0].name
+    rows = SegmentShard(record, manifest.vocabulary).rows
+    damage(place / "tokens.bin")
+    assert SegmentShard(record, manifest.vocabulary).rows == rows
+    with pytest.raises(StoreCorruptError, match="tokens"):
+        SegmentShard(record, manifest.vocabulary).ids(0, 1)
+    for change in (compact_datastore, partial(retokenize_datastore, tokenizer=byte_tokenizer(offset=300))):
+        with pytest.raises(StoreCorruptError, match="tokens"):
+            change(store, workers=1)
+    damage(place / "document_hashes.bin")
+    with pytest.raises(StoreCorruptError, match="document_hashes"):
+        _ = SegmentShard(record, manifest.vocabulary).rows
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def test_hashes_are_a_set():
