@@ -97,6 +97,13 @@ class Remote:
             raise changed(self.url, f"version {version} to be this one", "one that another process pushed") from error
         self.write(self.path(MANIFEST), content)
 
+    def says(self, manifest: Manifest) -> bool:
+        """Whether the newest version was put there whole, and is this one."""
+        try:
+            return bool(self.fs.cat_file(self.path(MANIFEST)) == content_of(manifest))
+        except FileNotFoundError:
+            return False
+
     def create_file(self, place: str, content: bytes) -> None:
         """Write a small file, whole; `FileExistsError` where it is there."""
         if self._local:

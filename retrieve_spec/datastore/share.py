@@ -56,7 +56,8 @@ def push_datastore(
     """Make a remote hold what a store holds.
 
     Interrupted, it leaves the remote's newest version as it was; run again, it sends what is missing. A store card
-    (``README.md``) is written beside it. What stood there before stays readable under its version.
+    (``README.md``) is written beside it. What stood there before stays readable under its version; where nothing has
+    changed since the last push there is no new one.
 
     Parameters
     ----------
@@ -83,7 +84,7 @@ def push_datastore(
     manifest = without_lists(store.manifest if keep_paths else public_manifest(store.manifest))
     with explain_remote_errors(url):
         remote = Remote(url)
-        newest = remote.newest()
+        newest = version = remote.newest()
         if newest and not _is_known(folder, url, newest):
             there = remote.manifest(newest)
             if there.content != manifest.content:
@@ -96,10 +97,12 @@ def push_datastore(
         with progress_bar("pushing", total, "B", progress) as bar:
             for place, source, file in missing:
                 remote.send(source, place, file, bar.update)
-        remote.write(remote.path("README.md"), store_card(told_of(store, manifest), manifest))
-        remote.add_version(newest + 1, manifest)
-    _remember(folder, url, newest + 1, manifest.content)
-    return PushReport(url, newest + 1, len(missing), total, len(files) - len(missing))
+        if not remote.says(manifest):
+            version += 1
+            remote.write(remote.path("README.md"), store_card(told_of(store, manifest), manifest))
+            remote.add_version(version, manifest)
+    _remember(folder, url, version, manifest.content)
+    return PushReport(url, version, len(missing), total, len(files) - len(missing))
 
 
 def files_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Path, FileEntry]]:

@@ -38,6 +38,8 @@ def store(tokenizer, texts, tmp_path):
 def test_only_what_is_missing_travels(store, url, records, tmp_path):
     first = push_datastore(store, url)
     assert (first.version, first.kept) == (1, 0)
+    again = push_datastore(store, url)
+    assert (again.version, again.files, again.kept) == (1, 0, first.files)
     pull_datastore(url, tmp_path / "t")
     verify_datastore(tmp_path / "t")
     assert contents(tmp_path / "t") == contents(store)
