@@ -73,8 +73,7 @@ class Stages:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         path = self.work.store / self.plan["tokenizer"]
-        status = path.stat()
-        return _kept_tokenizer(path, status.st_size, status.st_mtime_ns)
+        return _kept_tokenizer(path, path.stat().st_mtime_ns if path.exists() else 0)
 
     @cached_property
     def _sources(self) -> tuple[Source, ...]:
@@ -222,7 +221,7 @@ class Stages:
 
 
 @lru_cache(maxsize=1)
-def _kept_tokenizer(path: Path, size: int, modified_ns: int) -> Tokenizer:
+def _kept_tokenizer(path: Path, modified_ns: int) -> Tokenizer:
     """A store's tokenizer, kept for the next change: a large one takes longer to load than a small change to make."""
     return load_tokenizer(path)
 
