@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 NOTHING = DraftTree()
 _NO_COST = np.empty(0, np.float32)
+_NO_TOKENS = np.empty(0, np.int32)
+_LINE, _NOWHERE = np.arange(-1, MAX_NODES + 1, dtype=np.int32), np.full(MAX_NODES, -1, np.int64)
+"""Parents of a chain, which are its depths but for two, and origins of nodes that have none."""
 
 
 class Row(MixtureDrafter):
@@ -37,6 +40,8 @@ class Row(MixtureDrafter):
         calibration: Calibration,
     ) -> None:
         super().__init__(config, recycling=False, session=session, datastores=datastores, calibration=calibration)
+        self._address = 0, 0, 0
+        self._address_of: tuple[object, int] = None, 0
 
     def hear(self, emitted: NDArray[np.int32], tree: DraftTree = NOTHING, accepted: int = 0) -> None:
         """Be given the next tokens (n,) int32, of which the first came as the verified `tree` said.
@@ -44,9 +49,32 @@ class Row(MixtureDrafter):
         Their learning waits until rows are next asked, and so until no pass of a model waits for it.
         """
         if len(emitted):
-            self._fresh.append(np.ascontiguousarray(emitted, np.int32))
+            self._fresh.append(emitted)
         if len(tree):
             self.calibration.drafted(tree.expected_accepted, accepted, False)
+
+    def taken(self) -> NDArray[np.int32]:
+        """What it was given and has not followed yet, (n,) int32."""
+        if len(self._fresh) == 1:
+            return self._fresh[0]
+        return np.concatenate(self._fresh) if self._fresh else _NO_TOKENS
+
+    def followed(self, text: NDArray[np.int32], room: int) -> None:
+        """Be told that what it was given is followed, for so much of which there was room in the text's automaton."""
+        self._fresh = []
+        self._history.append(text)
+        if room < len(text):
+            self.context.extend(text[room:])
+
+    def address(self) -> tuple[int, int, int]:
+        """Address of its table, how many sources that has, address of the request: for a kernel that is called now."""
+        known = self._table, self.context.moved
+        if self._shared is not None or known[1] != self._address_of[1] or known[0] is not self._address_of[0]:
+            self._sync()
+            table, request = self._table.words, self._request.words
+            self._address = table.ctypes.data, len(table), request.ctypes.data
+            self._address_of = known
+        return self._address
 
     def leave(self, keep: bool = True) -> None:
         """End the request, and forget its text; unless it is to `keep`, nobody learns what was generated.
@@ -66,25 +94,9 @@ class Row(MixtureDrafter):
 def follow_all(rows: Many[Row]) -> None:
     """Let rows of one calibration and one session take in what they were given since the last time."""
     behind = [row for row in rows if row._fresh]
-    if not behind:
-        return
-    texts = [row._fresh[0] if len(row._fresh) == 1 else np.concatenate(row._fresh) for row in behind]
-    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
-    first = behind[0]
-    with _at_rest(first):
-        appended = kernels.observe_many(
-            _addresses(behind),
-            first.calibration.cells,
-            first.calibration.scale,
-            first.config.min_path_probability,
-            np.concatenate(texts),
-            ends,
-        )
-    for row, text, room in zip(behind, texts, appended.tolist(), strict=True):
-        row._fresh = []
-        row._history.append(text)
-        if room < len(text):
-            row.context.extend(text[room:])
+    if behind:
+        with _at_rest(behind[0]):
+            _chains(behind, [0] * len(behind), _NO_COST)
 
 
 def propose_all(
@@ -105,39 +117,46 @@ def propose_all(
     """
     if not rows:
         return []
-    follow_all(rows)
     deepest = min(MAX_NODES, rows[0].config.max_depth)
     limits = [(max(min(n, MAX_NODES), 0), max(min(d, deepest), 0)) for n, d in zip(nodes, depths, strict=True)]
-    if chains:
-        limits = [(min(limit), min(limit)) for limit in limits]
+    if not chains:
+        follow_all(rows)
     most = max(n for n, _ in limits)
     seconds = _NO_COST if cost is None else cost[: most + 1]
-    if most == 0:
-        return [NOTHING] * len(rows)
     with _at_rest(rows[0]):
-        return _chains(rows, limits, seconds, most) if chains else _trees(rows, limits, seconds)
+        return _chains(rows, list(map(min, limits)), seconds) if chains else _trees(rows, limits, seconds)
 
 
-def _chains(rows: Many[Row], limits: Many[tuple[int, int]], cost: NDArray[np.float32], most: int) -> list[DraftTree]:
-    shape = len(rows), most
+def _chains(rows: Many[Row], most: Many[int], cost: NDArray[np.float32]) -> list[DraftTree]:
+    """Follow what rows were given, and draft a branch of so many nodes at most for each."""
+    texts = [row.taken() for row in rows]
+    asked = np.array(
+        [(*row.address(), len(text), n, 0) for row, text, n in zip(rows, texts, most, strict=True)], np.int64
+    )
+    shape = len(rows), max(most)
     ids, log_p, source = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape, np.uint8)
     calibration, least = rows[0].calibration, rows[0].config.min_path_probability
-    counts = kernels.propose_chains(
-        _addresses(rows),
+    whole = kernels.step_chains(
+        asked,
         calibration.cells,
         calibration.scale,
-        cost,
-        np.array([n for n, _ in limits], np.int64),
         least,
+        texts[0] if len(texts) == 1 else np.concatenate(texts),
+        cost,
         calibration.promise(False),
         ids,
         log_p,
         source,
     )
-    line, nowhere = np.arange(-1, most + 1, dtype=np.int32), np.full(most, -1, np.int64)
+    counts = asked[:, kernels.NODES].tolist()
+    for row, text, room in zip(rows, texts, asked[:, kernels.ROOM].tolist(), strict=True):
+        if len(text):
+            row.followed(text, room)
+    if not whole:  # now there is room
+        return _chains(rows, most, cost)
     return [
-        DraftTree(ids[i, :n], line[:n], line[2 : n + 2], log_p[i, :n], source[i, :n], nowhere[:n]) if n else NOTHING
-        for i, n in enumerate(counts.tolist())
+        DraftTree(ids[i, :n], _LINE[:n], _LINE[2 : n + 2], log_p[i, :n], source[i, :n], _NOWHERE[:n]) if n else NOTHING
+        for i, n in enumerate(counts)
     ]
 
 
@@ -147,16 +166,6 @@ def _trees(rows: Many[Row], limits: Many[tuple[int, int]], cost: NDArray[np.floa
         row._sync()
         trees.append(DraftTree(*row._kernel(cost, nodes, depth)[2:]) if nodes and depth else NOTHING)
     return trees
-
-
-def _addresses(rows: Many[Row]) -> NDArray[np.int64]:
-    """(r, 3) int64 as the kernels take it, of arrays that the rows hold until these return."""
-    found = np.empty((len(rows), 3), np.int64)
-    for i, row in enumerate(rows):
-        row._sync()
-        table, request = row._table.words, row._request.words
-        found[i] = table.__array_interface__["data"][0], len(table), request.__array_interface__["data"][0]
-    return found
 
 
 def _at_rest(row: Row) -> contextlib.AbstractContextManager[object]:

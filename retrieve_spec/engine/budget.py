@@ -315,8 +315,9 @@ class Rest:
 
 def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:
     """The nodes of a tree that are `kept`, (n,) bool; parents of kept nodes are kept."""
-    if kept.all():
-        return tree
+    count = int(kept.sum())
+    if kept[:count].all():
+        return tree if count == len(tree) else tree.first(count)
     number = np.cumsum(kept, dtype=np.int32) - 1
     parts = {field.name: getattr(tree, field.name)[kept] for field in fields(tree) if field.init}
     parts["parent"] = np.where(parts["parent"] < 0, parts["parent"], number[parts["parent"]]).astype(np.int32)
