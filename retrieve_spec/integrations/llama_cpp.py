@@ -197,7 +197,8 @@ class DraftModel:
             text = self._texts[owner] = self._begin(owner, ids, sampled)
         room = min(self._most, known.most, known.longest - len(ids))
         [tree] = self.drafter.draft([text.name], max(room, 0))
-        self._last, text.drafted, text.answered = text, len(tree), perf_counter()
+        self._last, text.drafted = text, len(tree)
+        text.answered = came if len(tree) else perf_counter()  # a step with drafts costs what these took, too
         return tree.token_ids.astype(np.intc)
 
     def _begin(self, owner: Any, ids: NDArray[np.int32], sampled: bool) -> _Text:

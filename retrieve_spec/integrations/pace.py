@@ -10,6 +10,8 @@ from retrieve_spec.engine.budget import Costs, Rest
 
 _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 """Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
+_FIRST_LEARNED, _LEARNED_EVERY = 64, 4
+"""Steps with drafts over about as many rows that are all learned from; then one of four, as learning takes time."""
 
 
 class Pace:
@@ -21,6 +23,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._costs = Costs()
+        self._steps: dict[int, int] = {}
         self._plain: dict[int, int] = {}
         self._since: dict[int, int] = {}
         self._step: tuple[int, int, int] | None = None
@@ -32,7 +35,9 @@ class Pace:
             return
         rows, nodes, context = self._step
         self._step = None
-        self._costs.of(rows).observe(nodes, context, seconds)
+        steps = self._steps[rows] = self._steps.get(rows, 0) + (nodes > 0)
+        if nodes == 0 or steps <= _FIRST_LEARNED or steps % _LEARNED_EVERY == 0:
+            self._costs.of(rows).observe(nodes, context, seconds)
         self._plain[rows] = self._plain.get(rows, 0) + (nodes == 0)
         self._since[rows] = 0 if nodes == 0 else self._since.get(rows, 0) + 1
 
@@ -41,9 +46,13 @@ class Pace:
         costs = self._costs.of(_bucket(rows))
         return costs.seconds(context, MAX_NODES) if costs.measured else None
 
+    def rests(self) -> bool:
+        """Whether the next step is better taken without a look, as drafting did not pay lately."""
+        return self._rest.takes()
+
     def goes_without(self, rows: int) -> bool:
-        """Whether the next step is better taken without a look: drafting did not pay lately, or to measure that."""
-        if self._rest.takes():
+        """Whether the next step is better taken without a look, also to measure that."""
+        if self.rests():
             return True
         bucket = _bucket(rows)
         every = _FIRST_EVERY if self._plain.get(bucket, 0) < _FIRST_PLAIN else _PLAIN_EVERY

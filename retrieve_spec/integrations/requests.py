@@ -39,12 +39,16 @@ _LARGE = 1 << 16
 
 @dataclass(slots=True)
 class Request:
-    """A request under way: its drafter, how many tokens it has been given, what was last drafted for it."""
+    """A request under way: its drafter, how many tokens it has been given, what was last drafted for it.
+
+    Where nothing was, `hoped` is the token that a draft would have begun with, and how probable that was.
+    """
 
     row: Row
     kind: str
     length: int
     tree: DraftTree = NOTHING
+    hoped: tuple[int, float] | None = None
 
 
 class Requests:
@@ -172,6 +176,10 @@ class Requests:
             state.tree = NOTHING
             accepted = foreseen(tree, emitted)
             state.row.hear(emitted, tree, accepted)
+            if state.hoped is not None:
+                token, p = state.hoped
+                state.row.calibration.drafted(p, int(emitted[0]) == token, False)
+                state.hoped = None
             state.length += len(emitted)
             self._counts["accepted"] += accepted
             self._counts["emitted"] += len(emitted)
@@ -227,8 +235,7 @@ class Requests:
 
 def each_of(value: int | Many[int], rows: int, name: str) -> list[int]:
     """A limit for each of so many rows; `ConfigError` where there are others than that."""
-    given: list[int] = np.atleast_1d(value).tolist()
-    values = given * rows if np.ndim(value) == 0 else given
+    values = [int(value)] * rows if isinstance(value, int | np.integer) else list(value)
     if len(values) != rows:
         raise ConfigError(f"{name} for {rows} requests", f"{len(values)} of them", "Give one number, or one for each.")
     return values

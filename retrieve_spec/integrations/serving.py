@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
@@ -155,6 +156,30 @@ class ServingDrafter(Requests):
             self._seconds += perf_counter() - began
             return trees
 
+    def rest(self, rows: int, context: int) -> bool:
+        """Take the next step without drafts and without a look at the requests, if drafting did not pay lately.
+
+        Their tokens may be fed later, all at once: where drafting does not pay it is to cost next to nothing. Only for
+        requests whose last step had no drafts.
+
+        Parameters
+        ----------
+        rows, context
+            How many requests take part, and the length of the longest.
+
+        Returns
+        -------
+        bool
+            False where `draft` is to be asked.
+        """
+        with self._lock:
+            if not self._pace.rests():
+                return False
+            self._pace.stepped(rows, 0, context)
+            self._counts["steps"] += 1
+            self._counts["rows"] += rows
+            return True
+
     def _draft(self, rows: Many[Request], nodes: Many[int], depths: Many[int], chains: bool) -> list[DraftTree]:
         if self._pace.goes_without(len(rows)):
             return [NOTHING] * len(rows)
@@ -173,13 +198,15 @@ class ServingDrafter(Requests):
             )
             for i, tree in zip(asked, found, strict=True):
                 trees[i] = self._known(tree)
-        trees = share_out(trees, seconds, MAX_NODES, np.ones(len(rows)))
+        whole, trees = trees, share_out(trees, seconds, MAX_NODES, np.ones(len(rows)))
+        for state, tree, kept in zip(rows, whole, trees, strict=True):  # drafts that are not made still say something
+            state.hoped = (int(tree.token_ids[0]), math.exp(tree.log_p[0])) if len(tree) and not len(kept) else None
         self._pace.looked(sum(map(len, trees)), seconds is not None)
         return trees
 
     def _known(self, tree: DraftTree) -> DraftTree:
         """The nodes of a tree that the model has tokens for, without those behind others."""
-        if self.vocabulary is None or not len(tree) or int(tree.token_ids.max()) < self.vocabulary:
+        if self.vocabulary is None or not len(tree) or max(tree.token_ids.tolist()) < self.vocabulary:
             return tree
         kept = tree.token_ids < self.vocabulary
         for i in range(len(tree)):

@@ -7,7 +7,7 @@
         speculative_config={
             "method": "custom_class",
             "model": "retrieve_spec.integrations.vllm.Proposer",
-            "num_speculative_tokens": 16,
+            "num_speculative_tokens": 32,
         },
         additional_config={"retrieve_spec": {"datastores": ["stores/code"], "state": "state/my-model"}},
     )
@@ -45,7 +45,7 @@ _NO_DRAFT: list[int] = []
 class _Seen:
     """A request as it was when it last had a row: its tokens' end and number, the step, whether it wants drafts."""
 
-    end: NDArray[np.int32]
+    end: bytes
     length: int
     step: int
     drafts: bool
@@ -82,6 +82,7 @@ class Proposer:
         self._seen: dict[str, _Seen] = {}
         self._step = 0
         self._answered: tuple[list[str], float] = ([], 0.0)
+        self._drafted = False
         self.drafter = self._make_drafter(vllm_config)
         self._hosted = Hosted(self.drafter)
         if not self._silent:
@@ -143,8 +144,14 @@ class Proposer:
         self._step += 1
         names = list(runner.input_batch.req_ids[: len(sampled)])
         before, answered = self._answered
-        if names == before and all(sampled):  # the same rows, and none of them read a prompt: a step as any other
+        drafted, self._drafted = self._drafted, False
+        if (
+            names and names == before and all(sampled)
+        ):  # the same rows, and none of them read a prompt: a step as any other
             self.drafter.measured(max(came - answered, 1e-9))
+            if not drafted and self.drafter.rest(len(names), int(lengths[: len(names)].max())):
+                self._answered = names, perf_counter()
+                return [_NO_DRAFT] * len(sampled)
         self._end_those_gone(runner.requests)
         asked, nodes = [], []
         for i, name in enumerate(names):
@@ -157,7 +164,9 @@ class Proposer:
         drafts = [_NO_DRAFT] * len(sampled)
         for i, tree in zip(asked, trees, strict=True):
             drafts[i] = tree.token_ids.tolist()
-        self._answered = (names if len(asked) == len(names) else []), perf_counter()
+        self._drafted = any(drafts)
+        since = came if self._drafted else perf_counter()  # a step with drafts costs what these took, too
+        self._answered = (names if len(asked) == len(names) else []), since
         return drafts
 
     def _take(self, name: str, state: Any, text: NDArray[np.int32]) -> _Seen:
@@ -172,7 +181,7 @@ class Proposer:
             self.drafter.feed(
                 name, text[seen.length :], verified=None if seen.step == self._step - 1 else 0
             )  # a row that was left out of steps had its draft dropped
-        seen.end, seen.length, seen.step = text[-COMPARED:].copy(), len(text), self._step
+        seen.end, seen.length, seen.step = text[-COMPARED:].tobytes(), len(text), self._step
         return seen
 
     def _begin(self, name: str, state: Any, text: NDArray[np.int32]) -> _Seen:
@@ -183,7 +192,7 @@ class Proposer:
         if drafts:
             sampled = parameters.temperature >= 1e-5
             drafts = self._hosted.begin(name, text, read, wishes, self._tokenizer.get, sampled)
-        return _Seen(text[:0], 0, self._step, drafts, wished(wishes, KEEP))
+        return _Seen(b"", 0, self._step, drafts, wished(wishes, KEEP))
 
     def _room(self, state: Any, length: int) -> int:
         """Tokens worth drafting: the one behind them is the model's own."""
@@ -252,6 +261,4 @@ def _runner_that_calls(vllm_config: Any) -> weakref.ref[Any]:
 
 def _continues(seen: _Seen, text: NDArray[np.int32]) -> bool:
     """Whether a row's tokens go on from what its request was last given."""
-    if len(text) < seen.length:
-        return False
-    return bool((text[max(seen.length - COMPARED, 0) : seen.length] == seen.end).all())
+    return len(text) >= seen.length and text[max(seen.length - COMPARED, 0) : seen.length].tobytes() == seen.end

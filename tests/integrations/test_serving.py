@@ -295,6 +295,34 @@ def test_nodes_fade_where_they_do_not_pay_and_come_back(rows):
     assert cheap[-1] > 8 * rows or cheap[-2] > 8 * rows
 
 
+def test_drafting_comes_back_where_its_first_drafts_failed():
+    """Drafts that are not trusted are not made, and so could not win trust back by being right."""
+    drafter = ServingDrafter()
+    names = looping(drafter, 16)
+    for step in range(4):
+        nodes = sum(map(len, drafter.draft(names, 16)))
+        drafter.measured(27.0 + nodes)
+        for i, name in enumerate(names):
+            drafter.feed(name, [50 * i + 30 + step])  # all of them wrong
+    found = drafted_after(drafter, names, lambda n: 27.0 + n, 200)
+    assert not any(found[:3]) and any(found[-30:])
+
+
+def test_a_rest_needs_no_look():
+    drafter = ServingDrafter()
+    names = looping(drafter, 2)
+    assert not drafter.rest(2, 36)
+    drafted_after(drafter, names, lambda n: 1.0 + 20.0 * (n > 0), 60)
+    rests = 0
+    while drafter.rest(2, 100):
+        drafter.measured(1.0)
+        rests += 1
+    assert 1 <= rests <= 8 and drafter.statistics()["steps"] == 60 + rests
+    for i, name in enumerate(names):  # all at once, when it is asked again
+        drafter.feed(name, [50 * i + (drafter.length(name) + j) % 9 for j in range(rests)])
+    assert len(drafter.draft(names, 16)) == 2
+
+
 def test_many_rows_share_one_budget():
     drafter = ServingDrafter()
     names = looping(drafter, 40)
