@@ -13,11 +13,12 @@ import argparse
 import importlib.metadata
 import json
 import statistics
+import sys
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-import checkout  # noqa: F401
+import measuring
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -101,6 +102,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    facts, others = measuring.machine_facts(), measuring.OtherWork()
     llms = methods(args)
     texts = [
         llms["none"].tokenize(path.read_bytes(), add_bos=False) for path in sorted(args.prompts_from.rglob("*.py"))
@@ -110,10 +112,15 @@ def main() -> None:
     for llm in llms.values():
         answered(llm, prompts[0][:50], 20, 0.0)  # whatever the first call makes
     rows = [table(llms, prompts, args.new_tokens, temperature) for temperature in args.temperature]
-    version = importlib.metadata.version("llama-cpp-python")
-    print(
-        json.dumps({"llama-cpp-python": version, "threads": args.threads, "new_tokens": args.new_tokens, "rows": rows})
-    )
+    made = {
+        "command": measuring.shown(["python", "scripts/bench_llama_cpp.py", *sys.argv[1:]]),
+        "machine": {**facts, "others": others.cores()},
+        "llama-cpp-python": importlib.metadata.version("llama-cpp-python"),
+        "threads": args.threads,
+        "new_tokens": args.new_tokens,
+        "rows": rows,
+    }
+    print(json.dumps(made))
 
 
 if __name__ == "__main__":

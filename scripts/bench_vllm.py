@@ -1,138 +1,257 @@
-"""Benchmark of drafting inside vLLM: speed without drafts and with one method; JSON on standard output.
+"""Benchmark of drafting inside vLLM: no drafts, vLLM's n-grams and suffix decoding, and ours; a JSON object last.
 
-Both are engines in this process over the same model; prompts are pieces of this package's files. Rounds are
-interleaved, and medians given. One method a run: vLLM's CPU build starts no further engine once one has loaded Numba.
-Run it where vLLM is installed (docs/vllm.md).
+Each method is an engine over the same model in a process of its own. They answer in turn, one at a time, so that a
+machine that grows slower does so for all of them; medians of the rounds are given. When an answer ends, the next
+request begins; steps are counted in which as many are under way as are to be, and no prompt is read: on the clock, in
+processor time, and what `propose` takes of them. Prompts are pieces of this repository's files, each asked once. Run it
+where vLLM is installed (docs/vllm.md); suffix decoding is left out where it cannot be had.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import platform
+import random
 import statistics
 import sys
+from collections.abc import Iterator
+from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
-import checkout  # noqa: F401
+import measuring
+from checkout import ROOT
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+FOLDERS = [ROOT / "retrieve_spec", ROOT / "tests", ROOT / "scripts"]
+METHODS = {"none": 0, "ngram": 8, "suffix": 16, "ours": 16, "store": 16}
+"""What there is, and how many tokens each drafts at most unless that is said: `suffix:24`."""
+OWN, SUFFIX_DEPTH = ("ngram", "suffix"), 24
+"""What vLLM brings itself, and the depth of its suffix trees by default."""
+OURS = {"method": "custom_class", "model": "retrieve_spec.integrations.vllm.Proposer"}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
-PACKAGE = Path(__file__).resolve().parent.parent / "retrieve_spec"
-OURS = {"method": "custom_class", "model": "retrieve_spec.integrations.vllm.Proposer", "num_speculative_tokens": 16}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+
+def options(method: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What an engine of the method is made with."""
+    name, tokens = named(method)
+    if name == "none":
+        return {}
+    if name in OWN:
+        depth = {"suffix_decoding_max_tree_depth": max(tokens, SUFFIX_DEPTH)}
+        more = depth if name == "suffix" else {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+        return {"speculative_config": {"method": name, "num_speculative_tokens": tokens, **more}}
+    return {
+        "speculative_config": {**OURS, "num_speculative_tokens": tokens},
+        "worker_extension_cls": "retrieve_spec.integrations.vllm.WorkerExtension",
+        "additional_config": {"retrieve_spec": {"datastores": args.datastore if name == "store" else []}},
+    }
 
 
-def engines(args: argparse.Namespace) -> dict[str, Any]:
-    """An engine without drafts, and one with the method."""
+def named(method: str) -> tuple[str, int]:
+    """A method's name, and how many tokens it drafts at most."""
+    name, _, tokens = method.partition(":")
+    return name, int(tokens or METHODS[name])
+
+
+def repair() -> None:
+    """Let vLLM's CPU build sample at the temperature it is asked for; 0.32 drops it with any method's drafts."""
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def expanded(values: Any, ends: Any, total: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        return torch.where(values == replace_from, replace_to, values).repeat_interleave(counts)
+
+    rejection_sampler.expand_batch_to_tokens = expanded
+
+
+def clocked(worker: Any) -> list[float]:
+    """Count what a worker's proposer takes, whichever it is: seconds, in the list that comes back."""
+    spent = [0.0]
+    drafter = getattr(worker.model_runner, "drafter", None)
+    if drafter is not None:
+        propose = drafter.propose
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = perf_counter()
+            try:
+                return propose(*args, **kwargs)
+            finally:
+                spent[0] += perf_counter() - began
+
+        drafter.propose = timed
+    return spent
+
+
+def engine(method: str, args: argparse.Namespace, orders: Connection) -> None:
+    """A process: makes an engine, says that it is there, and answers until it is told None."""
+    sys.path += os.environ["PYTHONPATH"].split(os.pathsep)  # a spawned process has its parent's path in place of it
     from vllm import LLM
 
-    made = {}
-    methods: dict[str, dict[str, Any]] = {"none": {}, "ngram": {"speculative_config": NGRAM}}
-    methods["ours"] = {
-        "speculative_config": OURS,
-        "worker_extension_cls": "retrieve_spec.integrations.vllm.WorkerExtension",
-        "additional_config": {"retrieve_spec": {"datastores": args.datastore}},
-    }
-    methods = {name: options for name, options in methods.items() if name in ("none", args.method)}
-    for name, options in methods.items():
-        made[name] = LLM(
-            args.model,
-            enforce_eager=True,
-            dtype="float32",
-            max_model_len=1024,
-            max_num_seqs=max(args.concurrency),
-            enable_prefix_caching=False,
-            kv_cache_memory_bytes=1 << 28,
-            disable_log_stats=False,
-            **options,
-        )
-    return made
+    llm = LLM(
+        args.model,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=max(args.concurrency),
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=1 << 29,
+        disable_log_stats=False,
+        **options(method, args),
+    )
+    repair()
+    [spent] = llm.collective_rpc(clocked)
+    orders.send(True)
+    while (order := orders.recv()) is not None:
+        orders.send(served(llm, spent, *order))
+    own = llm.collective_rpc("retrieve_spec_statistics")[0] if named(method)[0] in ("ours", "store") else None
+    orders.send(own)
 
 
-def counted(llm: Any) -> tuple[float, float]:
-    """Passes that verified a draft, and tokens accepted in them, since the engine began."""
+def counted(llm: Any) -> tuple[float, float, float]:
+    """Rows of steps that verified a draft, tokens drafted and tokens accepted in them, since the engine began."""
     found = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    kinds = ("num_drafts", "num_accepted_tokens")
-    drafts, accepted = (float(found.get(f"vllm:spec_decode_{kind}", 0)) for kind in kinds)
-    return drafts, accepted
+    kinds = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    rows, drafted, accepted = (float(found.get(f"vllm:spec_decode_{kind}", 0)) for kind in kinds)
+    return rows, drafted, accepted
 
 
-def served(llm: Any, prompts: list[Any], parameters: Any, at_once: int) -> tuple[float, list[list[int]]]:
-    """Tokens per second of decoding: of steps in which no prompt is read, `at_once` requests at a time."""
-    texts: list[list[int]] = []
-    tokens, seconds = 0, 0.0
-    for first in range(0, len(prompts), at_once):
-        batch = prompts[first : first + at_once]
-        for i, prompt in enumerate(batch):
-            llm.llm_engine.add_request(f"{first + i}-{perf_counter()}", prompt, parameters)
-        known: dict[str, list[int]] = {}
-        while llm.llm_engine.has_unfinished_requests():
-            reads = len(known) < len(batch)
-            began = perf_counter()
-            outs = llm.llm_engine.step()
-            took = perf_counter() - began
-            before = sum(map(len, known.values()))
-            known |= {out.request_id: list(out.outputs[0].token_ids) for out in outs}
-            if not reads:
-                tokens += sum(map(len, known.values())) - before
-                seconds += took
-        texts += known.values()
-    return tokens / seconds, texts
+def served(llm: Any, spent: list[float], prompts: list[list[int]], at_once: int, sampling: dict[str, Any]) -> Any:
+    """Answers to prompts, and what the steps took in which `at_once` were under way and no prompt was read."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(**sampling)
+    texts: dict[str, list[int]] = {}
+    sums = dict.fromkeys(("tokens", "rows", "steps", "seconds", "busy", "proposing"), 0.0)
+    before, waiting, under_way = counted(llm), list(enumerate(prompts)), set[str]()
+    while waiting or under_way:
+        while waiting and len(under_way) < at_once:
+            i, prompt = waiting.pop(0)
+            under_way.add(name := f"{i}-{perf_counter()}")
+            llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+        counts = len(under_way) == at_once and under_way <= texts.keys()
+        had = sum(len(texts[name]) for name in under_way) if counts else 0
+        began, busy, proposing = perf_counter(), process_time(), spent[0]
+        outs = llm.llm_engine.step()
+        took = perf_counter() - began, process_time() - busy, spent[0] - proposing
+        texts |= {out.request_id: list(out.outputs[0].token_ids) for out in outs}
+        if counts:
+            made = sum(len(texts[name]) for name in under_way) - had
+            for name, more in zip(sums, (made, at_once, 1, *took), strict=True):
+                sums[name] += more
+        under_way -= {out.request_id for out in outs if out.finished}
+    drafts = [now - then for now, then in zip(counted(llm), before, strict=True)]
+    return sums, drafts, list(texts.values())
+
+
+def figures(rounds: list[Any]) -> dict[str, Any]:
+    """What is said of a method's rounds."""
+    speeds = [sums["tokens"] / sums["seconds"] for sums, *_ in rounds]
+    total = {name: sum(sums[name] for sums, *_ in rounds) for name in rounds[0][0]}
+    rows, drafted, accepted = (sum(column) for column in zip(*(counts for _, counts, _ in rounds), strict=True))
+    return {
+        "tokens_per_second": round(statistics.median(speeds), 1),
+        "rounds": [round(speed, 1) for speed in speeds],
+        "tokens_per_processor_second": round(total["tokens"] / total["busy"], 1),
+        "tokens_per_row": round(total["tokens"] / total["rows"], 3),
+        "tokens_per_drafted_row": round(1 + accepted / rows, 3) if rows else None,
+        "drafted_per_drafted_row": round(drafted / rows, 2) if rows else None,
+        "propose_ms_per_row": round(1e3 * total["proposing"] / total["rows"], 4),
+        "propose_ms_per_step": round(1e3 * total["proposing"] / total["steps"], 4),
+    }
+
+
+def prompts_of(args: argparse.Namespace) -> Iterator[list[int]]:
+    """Pieces of Python files, each once: suffix decoding remembers what it has answered."""
+    from transformers import AutoTokenizer
+
+    tokenizer, length = AutoTokenizer.from_pretrained(args.model), args.prompt_tokens
+    files = [path for folder in args.prompts_from for path in sorted(folder.rglob("*.py"))]
+    texts = [tokenizer.encode(path.read_text(), verbose=False) for path in files]
+    pieces = [text[at : at + length] for text in texts for at in range(0, len(text) - length, length)]
+    random.Random(0).shuffle(pieces)
+    yield from pieces
+    sys.exit(f"{len(pieces)} prompts are too few: give more folders, or fewer --prompts or --rounds")
+
+
+def table(engines: dict[str, Connection], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each temperature and number of requests at a time."""
+    pieces, rows = prompts_of(args), []
+    for temperature in args.temperature:
+        sampling = {"temperature": temperature, "max_tokens": args.new_tokens, "ignore_eos": True}
+        for at_once in args.concurrency:
+            rounds: dict[str, list[Any]] = {name: [] for name in engines}
+            for turn in range(args.rounds + 1):
+                names = list(engines)[turn % len(engines) :] + list(engines)[: turn % len(engines)]
+                count = max(args.prompts, at_once * 3 // 2) if turn else at_once  # the first turn warms up
+                asked = list(islice(pieces, count))
+                for name in names:
+                    engines[name].send((asked, at_once, sampling))
+                    found = engines[name].recv()
+                    if turn:
+                        rounds[name].append(found)
+            row: dict[str, Any] = {"temperature": temperature, "concurrency": at_once, "prompts": len(asked)}
+            row["methods"] = {name: figures(found) for name, found in rounds.items()}
+            if not temperature:
+                texts = {name: sorted(found[-1][2]) for name, found in rounds.items()}
+                row["same_text"] = all(text == texts["none"] for text in texts.values())
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(PACKAGE / "reference"))
-    parser.add_argument("--method", choices=["ours", "ngram"], default="ours")
-    parser.add_argument("--datastore", action="append", default=[])
+    parser.add_argument("--model", default=str(ROOT / "retrieve_spec" / "reference"))
+    parser.add_argument("--method", nargs="+", default=list(METHODS), metavar="NAME[:TOKENS]", help=", ".join(METHODS))
+    parser.add_argument("--datastore", action="append", default=[], help="for the method `store`")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts-from", type=Path, nargs="+", default=FOLDERS, help="folders of Python files")
+    parser.add_argument("--prompts", type=int, default=16, help="of each round")
     parser.add_argument("--prompt-tokens", type=int, default=600)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    made = engines(args)
-
-    import torch
-    import vllm
-    from vllm import SamplingParams
-
-    tokenizer = made["none"].get_tokenizer()
-    texts = [tokenizer.encode(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
-    texts = [text for text in texts if len(text) > args.prompt_tokens]
-    step = max(len(texts) // args.prompts, 1)
-    prompts = [{"prompt_token_ids": text[: args.prompt_tokens]} for text in texts[::step][: args.prompts]]
-    table = []
-    for temperature in args.temperature:
-        parameters = SamplingParams(temperature=temperature, max_tokens=args.new_tokens, ignore_eos=True)
-        for at_once in args.concurrency:
-            speeds: dict[str, list[float]] = {name: [] for name in made}
-            counts = counted(made[args.method])  # of the process
-            answers = {}
-            for _ in range(args.rounds):
-                for name, llm in made.items():
-                    speed, answers[name] = served(llm, prompts, parameters, at_once)
-                    speeds[name].append(speed)
-            row: dict[str, Any] = {"temperature": temperature, "concurrency": at_once}
-            for name in made:
-                row[name] = {"tokens_per_second": round(statistics.median(speeds[name]), 1)}
-                row[name]["rounds"] = [round(speed, 1) for speed in speeds[name]]
-            drafts, accepted = (now - then for now, then in zip(counted(made[args.method]), counts, strict=True))
-            row[args.method]["tokens_per_drafted_pass"] = round(1 + accepted / drafts, 2) if drafts else None
-            if not temperature:
-                row["same_text"] = sorted(answers[args.method]) == sorted(answers["none"])
-            table.append(row)
-            print(json.dumps(row), file=sys.stderr)
-    own = made["ours"].collective_rpc("retrieve_spec_statistics")[0] if args.method == "ours" else None
-    machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "vllm": vllm.__version__}
-    print(json.dumps({**machine, "options": vars(args), "rows": table, "ours": own}, indent=1))
+    os.environ |= {**ENVIRONMENT, "OMP_NUM_THREADS": str(args.threads), "NUMBA_NUM_THREADS": str(args.threads)}
+    if not args.datastore:
+        args.method = [name for name in args.method if named(name)[0] != "store"]
+    facts, others = measuring.machine_facts(), measuring.OtherWork()
+    spawn = multiprocessing.get_context("spawn")
+    engines: dict[str, Connection] = {}
+    processes = []
+    with measuring.suffix_decoding():
+        for name in dict.fromkeys(["none", *args.method]):
+            engines[name], theirs = spawn.Pipe()
+            processes.append(spawn.Process(target=engine, args=(name, args, theirs), daemon=True))
+            processes[-1].start()
+            theirs.close()
+    for name in list(engines):
+        try:
+            engines[name].recv()
+        except EOFError:  # it has said why
+            del engines[name]
+    rows = table(engines, args)
+    for connection in engines.values():
+        connection.send(None)
+    own = {name: connection.recv() for name, connection in engines.items()}
+    for process in processes:  # what they took is theirs only when they have ended
+        process.join()
+    given = {name: getattr(args, name) for name in ("prompt_tokens", "new_tokens", "threads")}
+    machine = {**facts, "others": others.cores()}
+    command = measuring.shown(["python", "scripts/bench_vllm.py", *sys.argv[1:]])
+    made = {"command": command, "machine": machine, **given, "rounds": args.rounds, "rows": rows, "statistics": own}
+    print(json.dumps(made))
 
 
 if __name__ == "__main__":

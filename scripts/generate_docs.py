@@ -26,6 +26,7 @@ import benchmark_tables
 import census_tables
 import click
 import cost_tables
+import engine_tables
 import losing_tables
 import pictures
 from checkout import ROOT
@@ -124,7 +125,9 @@ def first_sentence(path: Path) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment}
-PARTS |= benchmark_tables.TABLES | cost_tables.TABLES | census_tables.TABLES | losing_tables.TABLES
+PARTS |= (
+    benchmark_tables.TABLES | cost_tables.TABLES | census_tables.TABLES | losing_tables.TABLES | engine_tables.TABLES
+)
 
 
 def render(text: str) -> str:

@@ -113,21 +113,10 @@ class VllmSuffix(Peer):
     A request's last prompt token is handed over as its first sampled one: vLLM drafts from then on.
     """
 
-    depth, factor, least, cached = 24, 1.0, 0.1, 10_000
-    longest = 1 << 24
+    depth = 24
 
     def __init__(self) -> None:
-        _arctic()
-        asked = types.SimpleNamespace(
-            num_speculative_tokens=self.depth,
-            suffix_decoding_max_tree_depth=self.depth,
-            suffix_decoding_max_spec_factor=self.factor,
-            suffix_decoding_min_token_prob=self.least,
-            suffix_decoding_max_cached_requests=self.cached,
-        )
-        model = types.SimpleNamespace(max_model_len=self.longest)
-        config = types.SimpleNamespace(speculative_config=asked, model_config=model)
-        self.proposer = _load_vllm(VLLM_SUFFIX).SuffixDecodingProposer(config)
+        self.proposer = vllm_suffix(self.depth)
         self.requests = 0
 
     def feed(self, token_ids: Ids) -> None:
@@ -248,6 +237,20 @@ def as_tree(token_ids: Ids, parent: Ids, path_probability: Any) -> DraftTree:
     log_p = np.zeros(n, np.float32) if path_probability is None else np.log(np.maximum(path_probability, 1e-6))
     credit = np.full(n, SCRIPT, np.uint8)
     return DraftTree(token_ids, parent, depth, log_p.astype(np.float32), credit, np.full(n, -1, np.int64))
+
+
+def vllm_suffix(tokens: int, cached: int = 10_000) -> Any:
+    """vLLM's suffix decoding with its defaults: drafts so many tokens at most, remembers so many answers."""
+    _arctic()
+    asked = types.SimpleNamespace(
+        num_speculative_tokens=tokens,
+        suffix_decoding_max_tree_depth=VllmSuffix.depth,
+        suffix_decoding_max_spec_factor=1.0,
+        suffix_decoding_min_token_prob=0.1,
+        suffix_decoding_max_cached_requests=cached,
+    )
+    config = types.SimpleNamespace(speculative_config=asked, model_config=types.SimpleNamespace(max_model_len=1 << 24))
+    return _load_vllm(VLLM_SUFFIX).SuffixDecodingProposer(config)
 
 
 def _arctic() -> None:
