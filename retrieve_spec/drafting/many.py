@@ -118,13 +118,14 @@ def propose_all(
     if not rows:
         return []
     deepest = min(MAX_NODES, rows[0].config.max_depth)
+    if chains:
+        lengths = [max(min(n, d, deepest), 0) for n, d in zip(nodes, depths, strict=True)]
+        with _at_rest(rows[0]):
+            return _chains(rows, lengths, _NO_COST if cost is None else cost[: max(lengths) + 1])
     limits = [(max(min(n, MAX_NODES), 0), max(min(d, deepest), 0)) for n, d in zip(nodes, depths, strict=True)]
-    if not chains:
-        follow_all(rows)
-    most = max(n for n, _ in limits)
-    seconds = _NO_COST if cost is None else cost[: most + 1]
+    follow_all(rows)
     with _at_rest(rows[0]):
-        return _chains(rows, list(map(min, limits)), seconds) if chains else _trees(rows, limits, seconds)
+        return _trees(rows, limits, _NO_COST if cost is None else cost[: max(n for n, _ in limits) + 1])
 
 
 def _chains(rows: Many[Row], most: Many[int], cost: NDArray[np.float32]) -> list[DraftTree]:

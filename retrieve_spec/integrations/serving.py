@@ -198,9 +198,10 @@ class ServingDrafter(Requests):
             )
             for i, tree in zip(asked, found, strict=True):
                 trees[i] = self._known(tree)
-        whole, trees = trees, share_out(trees, seconds, MAX_NODES, np.ones(len(rows)))
-        for state, tree, kept in zip(rows, whole, trees, strict=True):  # drafts that are not made still say something
-            state.hoped = (int(tree.token_ids[0]), math.exp(tree.log_p[0])) if len(tree) and not len(kept) else None
+        if len(rows) > 1:
+            whole, trees = trees, share_out(trees, seconds, MAX_NODES, np.ones(len(rows)))
+            for state, tree, kept in zip(rows, whole, trees, strict=True):  # drafts not made say something, too
+                state.hoped = (int(tree.token_ids[0]), math.exp(tree.log_p[0])) if len(tree) and not len(kept) else None
         self._pace.looked(sum(map(len, trees)), seconds is not None)
         return trees
 
