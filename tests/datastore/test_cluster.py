@@ -34,6 +34,15 @@ CONFIG = StoreConfig(segment_tokens=400)
 
 
 @pytest.fixture(autouse=True)
+def _environment_stays():
+    """What datatrove and Ray set for their workers is taken back without a complaint."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     monkeypatch.setattr(shards, "SHARD_BYTES", 200)
