@@ -71,6 +71,10 @@ MACHINE = {
 }  # fmt: skip
 STEP = {"p50_us": 1.0, "p90_us": 2.0, "p99_us": 3.0, "mean_match": 4.0, "steps_that_fell_off": 0.5}
 OPEN = {"first_ms": 3.0, "median_ms": 1.0}
+BUILT = {
+    "tokens_per_second": 5e5, "seconds": 4.0, "cpu_seconds": 3.0, "stages": {"reading": 2.0, "indexing": 1.0},
+    "memory_gb": 0.5,
+}  # fmt: skip
 INDEX = {
     "index": "hnsw", "recall_at_10": 0.9, "query_ms": {"p50": 1.0, "p99": 2.0}, "key_bytes": None,
     "bytes_per_vector": 53.2, "build_s": 1.0,
@@ -115,9 +119,15 @@ SCRIPTS = {
         "corpus": {"tokens": 10**8, "real_tokens": 10**6}, "reading": {"tokens_per_second": 3e5}, "open": OPEN,
         "suffix_array": {"tokens_per_second": 2e6}, "step": STEP, "peak_memory_gb": 2.0,
         "store": {"tokens_per_second": 2e6, "exact_bytes_per_token": 6.1, "ngram_share_of_exact": 0.24},
-        "many_segments": {"segments": 2, "tokens": 20, "bytes": 10**9, "open": OPEN, "step": {"1": STEP, "2": STEP}},
+        "many_segments": {"segments": 2, "tokens": 20, "bytes": 10**9, "open": OPEN, "step": {"1": STEP, "2": STEP},
+                          "manifest_ms": 8.0, "planning": {"seconds": 1.0, "segments": 1.0, "memory_gb": 0.14}},
         "peers": {"suffix_array": {"bytes_per_token": 6.2, "tokens_per_second": 2e6, **STEP},
                   "suffix_decoding": {"skipped": "ImportError: none"}},
+    },
+    "scripts/bench_store_changes.py": {
+        "build": {"tokens": 10**6, "documents": 300, "segments": 2, "same": True, "workers": {
+            "1": BUILT, "2": {**BUILT, "seconds": 2.0}}},
+        "sorting": {"tokens_per_second": 12e6}, "remove": {"seconds": 0.5}, "sync": {"files": 300, "seconds": 0.25},
     },
     "scripts/bench_dense.py": {
         "vectors": 1000, "dims": 64, "variance_kept": 0.6, "queries": 10, "hidden_size": 384, "indexes": [INDEX],
@@ -265,7 +275,9 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "| greedy | `auto` | 1 of 1 | 1 of 1 | 0.90 |" in losing.slower()
     assert "drafting off is faster with these rows: 2 (1.50, off 1.60)" in losing.elsewhere()
     assert "`auto` runs at 0.990 times its speed without" in losing.elsewhere()
-    assert "| 2 | 1.00 ms | 1.0 / 2.0 µs | 0.5 µs |" in costs.datastore_segments()
+    assert "| 2 | 1.00 / 2.00 µs | 0.50 µs |" in costs.datastore_segments()
+    assert "| beside one | 1.00 times | 2.00 times |" in costs.datastore_changes()
+    assert "| `sync` after a change of one of 300 files | 0.25 s |" in costs.datastore_changes()
     assert "| suffix array | 6.20 | 2.00 M tokens/s |" in costs.datastore_peers()
     assert "SuffixDecoding: skipped (ImportError: none)" in costs.datastore_peers()
     assert "| hnsw | 0.900 | 1.00 / 2.00 ms | 53 | 1 s |" in costs.dense()

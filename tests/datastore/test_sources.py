@@ -90,6 +90,7 @@ def test_bad_files_are_skipped_with_a_reason(tokenizer, tmp_path):
         "inside.txt": Reason.LINK,
         "latin.txt": Reason.ENCODING,
         "leak.txt": Reason.LINK,
+        "loop": Reason.LINK,
         "pipe": Reason.NOT_A_FILE,
     }
 
