@@ -148,8 +148,8 @@ def synchronising(folder: Path, text: str, tokenizer: str, count: int) -> dict[s
         shutil.copyfile(path, place / f"{number}.py")
     sync_datastore(store, [source], tokenizer)
     time.sleep(2.5)  # what changed just now is read again next time
-    sync_datastore(store, [source])
-    files = sorted(source.rglob("*.py"))
+    left_out = {name for name, _, _ in sync_datastore(store, [source]).skipped}
+    files = sorted(path for path in source.rglob("*.py") if path.relative_to(source).as_posix() not in left_out)
     seconds = []
     for number in range(CHANGES + 1):
         changed = files[(number + 1) * len(files) // (CHANGES + 2)]
