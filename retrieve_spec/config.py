@@ -12,6 +12,8 @@ from retrieve_spec.errors import ConfigError
 AUTO: Literal["auto"] = "auto"
 MAX_NODES = 256
 """Hard limit of draft nodes per pass; a pass is never asked for more."""
+FEW_ROOTS = 16
+"""Tokens of a prompt that are read in one pass with the first draft behind them."""
 
 
 def dial(nodes: int | str) -> int | None:

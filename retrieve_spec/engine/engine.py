@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.config import FEW_ROOTS, MAX_NODES, PASS
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.batches import each, kept_bytes, look_all, pads, passes_over, verify_all
 from retrieve_spec.engine.budget import Costs, Rest, fewer_paths, gain, room, row_cost, share_evenly, share_out, worth
@@ -35,8 +35,6 @@ from retrieve_spec.engine.threads import PassThreads, PromptThreads
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 
-_FEW_ROOTS = 16
-"""Tokens of a prompt that are read in one pass with a draft behind them."""
 _PATIENCE = 1.0
 """Seconds after which a thread that waits looks for itself, should an interruption have kept it from being told."""
 
@@ -98,7 +96,7 @@ class Engine:
             if self._rest.samples(len(going)):
                 each([s for s in going if s.is_reading], lambda sequence: sequence.lent.wait())
             # Captured passes take one token in front of a draft.
-            most = _FEW_ROOTS if self.pool is None else 1
+            most = FEW_ROOTS if self.pool is None else 1
             each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(most))
             going = [s for s in going if not s.is_over]
             decoding = [sequence for sequence in going if not sequence.is_reading]

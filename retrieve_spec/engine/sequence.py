@@ -225,10 +225,8 @@ class Sequence:
         Reading them takes a pass, which can verify as well.
         """
         self.open()
-        left = len(self.unread)
-        verifier = self.verifier
-        takes = isinstance(verifier, RecordedVerifier) and verifier.reads_rest(left)
-        self._drafts_at_once = takes and left <= most
+        left, verifier = len(self.unread), self.verifier
+        self._drafts_at_once = left <= most and isinstance(verifier, RecordedVerifier) and verifier.reads_rest(left)
 
     def piece(self, most: int = 0) -> NDArray[np.int32]:
         """(m,) int32 what to read of the prompt in the next pass, `most` tokens at most (0: no limit).

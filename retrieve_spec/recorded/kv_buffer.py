@@ -154,7 +154,7 @@ class KVBuffer(Cache):  # type: ignore[misc]
             if self.slabs[slab].tensors:
                 self.layer_slabs[i] = self.slabs[slab].of_layer(self.layer_in_slab[i])
         for at, each in zip(self.addresses, self.slabs, strict=True):
-            at[:] = (*(tensor.data_ptr() for tensor in each.tensors), each.capacity) if len(each.tensors) == 2 else 0
+            at[:] = (*(tensor.data_ptr() for tensor in each.tensors), each.capacity) if each.tensors else 0
         self.is_host_float32 = all(slab.is_host_float32 for slab in self.slabs)
         self._stale, self._fits = False, 0
 

@@ -156,15 +156,17 @@ class RecordedVerifier:
         """Whether the recorded pass reads this part of the prompt; what it has begun it goes on with."""
         if self._slabs is not None or self.reads_rest(roots):
             return True
-        if not self._in_a_row or any(cache_windows(self._cache)):
-            return False
-        return self.recorded.reads_prompts and roots > max(FEW, keep)
+        return self.recorded.reads_prompts and roots > max(FEW, keep) and self._goes_on_as_it_is
 
     def reads_rest(self, roots: int) -> bool:
         """Whether it reads the last few tokens of a prompt behind what the cache was given with, and a draft too."""
-        if self.not_recorded or not self._past or not self._in_a_row or not roots == self._unread <= FEW:
-            return False
-        return not any(cache_windows(self._cache))
+        is_the_rest = self._past > 0 and roots == self._unread <= FEW
+        return not self.not_recorded and is_the_rest and self._goes_on_as_it_is
+
+    @property
+    def _goes_on_as_it_is(self) -> bool:
+        """Whether the prompt's rows go behind those of the cache one by one: no padding inside, no windows."""
+        return self._in_a_row and not any(cache_windows(self._cache))
 
     @property
     def packs_prompts(self) -> bool:

@@ -12,15 +12,13 @@ from time import monotonic
 
 import numpy as np
 
+from retrieve_spec.config import FEW_ROOTS
 from retrieve_spec.server.alternatives import Alternatives
 from retrieve_spec.server.backend import Backend, DraftHints, Text
 from retrieve_spec.server.jobs import Completion, Delta, Job
 from retrieve_spec.server.slots import Slot, SlotPool
 from retrieve_spec.server.stopping import StopScanner
 from retrieve_spec.server.text import TextCodec
-
-_FEW = 16
-"""Tokens of a prompt that are read beside a draft."""
 
 
 class Decode:
@@ -75,7 +73,7 @@ class Decode:
     @property
     def is_reading(self) -> bool:
         """Whether more of the prompt is still to be read than one pass reads with the first draft behind it."""
-        return self.task.warm or (self.text is not None and self.text.unread > _FEW)
+        return self.task.warm or (self.text is not None and self.text.unread > FEW_ROOTS)
 
     def proceed(self) -> bool:
         """Begin, or go on after a pass; whether the task is done."""
