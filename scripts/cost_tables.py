@@ -7,6 +7,8 @@ from typing import Any
 
 from published import block, markdown_table, millions, ratio, two
 
+from retrieve_spec.cli_common import counted
+
 TABLES: dict[str, Callable[[], str]] = {}
 """What can stand between the marks of a page."""
 
@@ -127,7 +129,8 @@ def datastore_changes(made: dict[str, Any]) -> list[str]:
         ["indexing", *(f"{two(run['stages']['indexing'])} s" for run in runs.values())],
         ["memory of all processes", *(f"{two(run['memory_gb'])} GB" for run in runs.values())],
     ]
-    size = f"{millions(build['tokens'])} tokens of {build['documents']:,} documents, in {build['segments']} segments; "
+    documents, segments = counted(build["documents"], "document"), counted(build["segments"], "segment")
+    size = f"{millions(build['tokens'])} tokens of {documents}, in {segments}; "
     same = "the same bytes each time:" if build["same"] else "not the same bytes each time:"
     sync, merge = made["sync"], made.get("merge")
     changes = [
@@ -137,7 +140,7 @@ def datastore_changes(made: dict[str, Any]) -> list[str]:
         [f"`sync` after a change of one of {sync['files']:,} files", f"{two(sync['seconds'])} s"],
     ]
     head = ["workers", *runs]
-    return [size + same, "", *markdown_table(head, rows), "", "", *markdown_table(["", ""], changes)]
+    return [size + same, "", *markdown_table(head, rows), "", *markdown_table(["", ""], changes)]
 
 
 @block(TABLES, "datastores-segments")

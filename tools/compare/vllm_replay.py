@@ -19,6 +19,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,16 +119,16 @@ def replayed(rows: list[TraceRow], tokens: int, state: str) -> dict[str, float]:
     for method in ("suffix", "ours"):
         runner = Runner(longest, tokens)
         with tempfile.TemporaryDirectory() as folder:
-            options = {} if state == "cold" else {"session": True, "state": folder}
-            make = runner.suffix if method == "suffix" else runner.ours
-            given: Any = options if method == "ours" else (0 if state == "cold" else 10_000)
-            propose = make(given)
+            cached, options = (0, {}) if state == "cold" else (10_000, {"session": True, "state": folder})
+            make: Callable[[], Callable[[list[int]], list[int]]]
+            make = partial(runner.suffix, cached) if method == "suffix" else partial(runner.ours, options)
+            propose = make()
             if state != "cold":
                 for turn in before:
                     runner.answer(*turn, propose)
             if state == "restarted":
                 runner.end()
-                propose = make(given)
+                propose = make()
             passes = sum(runner.answer(*turn, propose) for turn in counted)
         figures[method] = figures["tokens"] / passes
     return figures
