@@ -145,9 +145,8 @@ class Proposer:
         names = list(runner.input_batch.req_ids[: len(sampled)])
         before, answered = self._answered
         drafted, self._drafted = self._drafted, False
-        if (
-            names and names == before and all(sampled)
-        ):  # the same rows, and none of them read a prompt: a step as any other
+        # The same rows, and none of them read a prompt: a step as any other.
+        if names and names == before and all(sampled):
             self.drafter.measured(max(came - answered, 1e-9))
             if not drafted and self.drafter.rest(len(names), int(lengths[: len(names)].max())):
                 self._answered = names, perf_counter()
