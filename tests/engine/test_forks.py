@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-PARENT = """
+MODEL = """
+def small_model():
+    import torch
+    import retrieve_spec
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+    return retrieve_spec.accelerate(LlamaForCausalLM(config).eval())
+"""
+PARENT = (
+    MODEL
+    + """
 import multiprocessing, os, sys
 import numpy as np
 
@@ -35,13 +47,8 @@ def build():
 
 def generate(made={}):
     import torch
-    import retrieve_spec
     if not made:
-        from transformers import LlamaConfig, LlamaForCausalLM
-        torch.manual_seed(0)
-        sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
-        config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
-        made["model"] = retrieve_spec.accelerate(LlamaForCausalLM(config).eval())
+        made["model"] = small_model()
     with torch.no_grad():
         (torch.ones(1000, 1000) @ torch.ones(1000, 1000)).exp()  # as anything of the user's own
     return made["model"].generate(torch.arange(60)[None], max_new_tokens=9).numpy()
@@ -64,6 +71,7 @@ for repeat in range(2):
         assert os.waitpid(pid, 0) == (pid, 0)
     assert np.array_equal(action(), expected)
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +98,11 @@ def test_a_forked_child_goes_on(action: str, fork: str) -> None:
             parent.communicate()
 
 
-IN_A_STEP = """
-import os, threading, torch, retrieve_spec
-from transformers import LlamaConfig, LlamaForCausalLM
-torch.manual_seed(0)
-sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
-config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
-model = retrieve_spec.accelerate(LlamaForCausalLM(config).eval())
+IN_A_STEP = (
+    MODEL
+    + """
+import os, threading, torch
+model = small_model()
 prompt = torch.arange(60)[None]
 expected = model.generate(prompt, max_new_tokens=9)
 inside, forked = threading.Event(), threading.Event()
@@ -121,6 +127,7 @@ other.join()
 assert status == 0, status
 assert torch.equal(said[0], expected)
 """
+)
 
 
 def test_a_child_does_not_wait_for_a_step_of_its_parent() -> None:
