@@ -29,7 +29,12 @@ KNOWLEDGE_FILES = (
     "codeedit_aider_claude35sonnet.jsonl",
     "agent_moatless_claude35sonnet_temp0.jsonl",
 )
-KNOWN = {"cold": ("--without", "phrases"), "warm": ("--phrases", "warm"), "kept": ("--session",)}
+KNOWN = {
+    "cold": ("--without", "phrases"),
+    "warm": ("--phrases", "warm"),
+    "kept": ("--session",),
+    "second-day": ("--second-day",),
+}
 """What `auto` knows beside the text, and how `bench replay` is told."""
 INTERRUPTED = 130
 TIMED_ROWS, TIMED_TOKENS = 10, 2_500

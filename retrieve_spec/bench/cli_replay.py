@@ -38,6 +38,11 @@ from retrieve_spec.config import MAX_NODES
     help="Phrases: learned row by row, or known from the other half of the file, which is then not learned from.",
 )
 @click.option(
+    "--second-day",
+    is_flag=True,
+    help="Replay each half with the answers to the other half that an earlier process kept (`--session FILE`).",
+)
+@click.option(
     "--siblings",
     type=WholeRange(min=2),
     multiple=True,
@@ -79,6 +84,7 @@ def replay(**options: Any) -> None:
             session=options["session"],
             without=options["without"],
             phrases=options["phrases"],
+            second_day=options["second_day"],
             limit=options["limit"],
             progress=progress,
         )

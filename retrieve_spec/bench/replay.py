@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from retrieve_spec.errors import ConfigError, TraceError
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.phrases import PhraseMemory
+
+if TYPE_CHECKING:
+    from retrieve_spec.engine.drafters import Drafters
 
 LIVE, WARM = "live", "warm"
 
@@ -197,6 +201,18 @@ def _taught(drafter: Any, rows: Iterable[TraceRow]) -> FeedingDrafter:
     return drafter
 
 
+def _day(replay: Replay, drafters: Drafters, rows: Iterable[TraceRow], progress: Any = None) -> dict[str, Any]:
+    """Replay rows with drafters that are lent and given back, and keep in the end what they learned."""
+    for row in rows:
+        drafter = drafters.lend()
+        assert isinstance(drafter, FeedingDrafter)
+        replay.drafter = drafter
+        replay.run([row], progress)
+        drafters.give_back(drafter)
+    drafters.keep(at_once=True)
+    return replay.result()
+
+
 def replay_trace(
     path: str | Path,
     tokenizer: Any,
@@ -208,6 +224,7 @@ def replay_trace(
     session: bool = False,
     without: Sequence[str] = (),
     phrases: str = LIVE,
+    second_day: bool = False,
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -232,6 +249,9 @@ def replay_trace(
     phrases
         `"live"`: learned from one row to the next, as a model does. `"warm"`: each half of the rows (`halves`) is
         replayed with the phrases of the other half and learns none, so that figures are those of phrases alone.
+    second_day
+        Each half of the rows is replayed by drafters that begin with the file in which others kept their answers to the
+        other half, and what was learned of them.
     limit
         Rows read at most.
     progress
@@ -253,9 +273,12 @@ def replay_trace(
     from retrieve_spec.config import SpeculationConfig
     from retrieve_spec.datastore.fingerprint import load_tokenizer
     from retrieve_spec.datastore.store import open_datastore
+    from retrieve_spec.engine.drafters import Drafters
 
     encoder = load_tokenizer(tokenizer)
     opened = [open_datastore(store, tokenizer=encoder) for store in stores]
+    if second_day and (without or phrases == WARM):
+        raise ConfigError("--second-day alone", "--without or --phrases warm", "Its sources are those of `auto`.")
     fresh = FreshDrafter(SpeculationConfig(draft=draft, session=session), opened, without, encoder)
     if not isinstance(fresh.drafter, FeedingDrafter):
         raise ConfigError(
@@ -269,6 +292,14 @@ def replay_trace(
             fresh.renew()
             replay.drafter = _taught(fresh.drafter, learned)
             result = replay.run(replayed, progress)
+    elif second_day:
+        one, other = halves(rows)
+        for replayed, learned in ((one, other), (other, one)):
+            with tempfile.TemporaryDirectory() as folder:
+                config = SpeculationConfig(draft=draft, session=f"{folder}/answers.bin")
+                for day, half in ((Replay(fresh.drafter, nodes, node_cost), learned), (replay, replayed)):
+                    drafters = Drafters(config, opened, None, "recorded", encoder)
+                    result = _day(day, drafters, half, progress)
     else:
         result = replay.run(rows, progress)
     if not result["passes"]:
