@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,8 @@ class Cut:
         return sum(segment.tokens for segment in self.segments)
 
 
+_PIECE, _PIECES = 1 << 24, 8
+"""Entries that each of several segments has at least, and segments that a text is divided into without need."""
 _KEY = 16
 """Bytes of a content hash that tell texts apart: among 10^12 of them two are alike with a chance of 10^-15."""
 
@@ -76,8 +79,9 @@ class Choice:
 
     def __init__(self, known: Iterable[str], most: int | None) -> None:
         self.most, self.full = most, False
+        self._known: Set[str] = known if isinstance(known, Set) else frozenset()
         self._seen = _Hashes()
-        for digest in known:
+        for digest in () if known is self._known else known:
             self._seen.add(digest)
         self._total = 0
         self._chosen: list[tuple[int, NDArray[np.uint32], NDArray[np.uint32]]] = []  # shard, numbers, tokens
@@ -92,7 +96,7 @@ class Choice:
         for number, row in enumerate(shard.rows):
             if number in left_out:
                 continue
-            if row.sha256 in self._seen:
+            if row.sha256 in self._known or row.sha256 in self._seen:
                 self._skipped.append((row.path, row.source, "duplicate"))
                 continue
             if self.most is not None and self._total + row.tokens > self.most:
@@ -105,10 +109,22 @@ class Choice:
         self._chosen.append((rank, np.array(numbers, np.uint32), np.array(lengths, np.uint32)))
         self._skipped += shard.skipped
 
+    def expected(self, taken: int, least: int) -> int:
+        """How many more shards are worth reading at once, after some: without a limit of tokens all of them, else
+        nine tenths of those that will be needed if they hold what others did, but at least so many."""
+        if self.most is None:
+            return sys.maxsize
+        return max(least, int(0.9 * (self.most - self._total) * taken / max(self._total, 1)))
+
     def cut(self, limit: int) -> Cut:
-        """Fill as few segments as the limit of entries, separators included, allows, all of about one size."""
+        """Divide what was chosen into segments of about one size, each of at most `limit` entries with separators.
+
+        As few as that allows, or more, so that cores can share the indexing: a power of two up to `_PIECES`, as long as
+        each has `_PIECE` entries.
+        """
         total = sum(int(lengths.sum(dtype=np.int64)) + len(lengths) for _, _, lengths in self._chosen)
-        size = total / max(1, -(-total // limit))
+        shared = 1 << (min(_PIECES, max(1, total // _PIECE)).bit_length() - 1)
+        size = total / max(shared, -(-total // limit))
         segments: list[SegmentCut] = []
         pieces: list[tuple[int, list[tuple[int, int]]]] = []
         held = tokens = documents = at = 0

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from retrieve_spec.datastore.entry_filter import RULES, Reason
-from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.ingest import Gate
 from retrieve_spec.datastore.licences import own_licence
 from retrieve_spec.datastore.records import texts_of
@@ -114,7 +113,9 @@ def _has_texts(said: Sequence[Any]) -> bool:
 
 
 def write_state(store: Path, states: dict[str, FolderState]) -> None:
-    """Remember what folders said."""
+    """Remember what folders said; half of it, after a failure of the power, would be none."""
     folders = {root: (state.files, state.admit) for root, state in states.items()}
     content = json.dumps({"rules": RULES, "folders": folders})
-    replace_file(store / STATE, content.encode("utf-8", "surrogateescape"))
+    written = store / f"{STATE}.tmp"
+    written.write_bytes(content.encode("utf-8", "surrogateescape"))
+    os.replace(written, store / STATE)

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.folder_state import FOLLOWED_BYTES, FolderState, look, read_state, write_state
 from retrieve_spec.datastore.fresh import config_of
 from retrieve_spec.datastore.licences import LicenceRule, allow_list
-from retrieve_spec.datastore.manifest import SegmentEntry, read_manifest
+from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.removal import Chosen, without
 from retrieve_spec.datastore.shards import file_shards, segment_shards
 from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, kind_of, readable
@@ -32,6 +33,8 @@ from retrieve_spec.errors import BuildError
 
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
+SMALL_SHARE = 16
+"""A segment is small if so many of it would make the largest one."""
 _REWRITTEN = 900_000
 _PART = re.compile(r"(.*)#part([1-9][0-9]{0,9})", re.DOTALL)
 """Name of a part of a long text; a file may be called so too."""
@@ -97,15 +100,19 @@ def sync_datastore(
     sources = tuple(
         Source(str(root), licence, licences=allowed, admit=parts, max_bytes=FOLLOWED_BYTES) for root in roots
     )
+    built = None
     if existing_manifest(store) is None:
-        return build_datastore(store, list(sources), tokenizer, config=config, workers=workers, progress=progress)
-    if tokenizer is not None:
+        built = build_datastore(store, list(sources), tokenizer, config=config, workers=workers, progress=progress)
+    elif tokenizer is not None:
         check_tokenizer(store, read_manifest(store), tokenizer_fingerprint(tokenizer))
     with writer(store) as work:
         report = _synchronised(work, roots, sources, workers, progress)
-        while (group := _small(read_manifest(store).segments)) is not None:
-            _merge(work, group, progress)
-    return report
+        while (group := _small(manifest := read_manifest(store))) is not None:
+            _merge(work, manifest, group, progress)
+    if built is None:
+        return report
+    documents, tokens = built.documents + report.documents, built.tokens + report.tokens
+    return replace(built, documents=documents, tokens=tokens)
 
 
 def _root(folder: str | os.PathLike[str]) -> Path:
@@ -167,33 +174,39 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: dict[str, list[_Pla
     gone: Chosen = {}
     held = set()
     numbers = {root: number for number, root in enumerate(roots)}
-    said: dict[tuple[int, str], set[str]] = {}  # two files may have one readable name
-    for digest, found in wanted.items():
-        for number, name, behind in found:
-            said.setdefault((number, readable(name) + behind), set()).add(digest)
-    parts: dict[str, list[tuple[str, int, str]]] = {}
+    divided: dict[str, list[tuple[str, int, str]]] = {}
+    longer = cache(lambda: _by_name(wanted))
     for segment in store.segments:
         for number, path, source, digest in segment.documents.texts():
             root = numbers.get(source)
-            if root is None or digest in said.get((root, path), ()):
+            if root is None or any(root == at and path == readable(n) + b for at, n, b in wanted.get(digest, ())):
                 held.add(digest)
-            elif text := _divided(said, root, path, digest):
-                parts.setdefault(text, []).append((segment.name, number, digest))
+            elif text := _divided(longer, root, path, digest):
+                divided.setdefault(text, []).append((segment.name, number, digest))
             else:
                 gone.setdefault(segment.name, set()).add(number)
-    for found_parts in parts.values():
-        for name, number, digest in found_parts:
-            if len(found_parts) > 1:
+    for parts in divided.values():
+        for name, number, digest in parts:
+            if len(parts) > 1:
                 held.add(digest)
             else:  # not all of it, or a whole file that was called so
                 gone.setdefault(name, set()).add(number)
     return gone, held
 
 
-def _divided(said: dict[tuple[int, str], set[str]], root: int, path: str, digest: str) -> str:
+def _by_name(wanted: dict[str, list[_Place]]) -> dict[tuple[int, str], set[str]]:
+    """Hashes of the texts of each folder that have a name: two files may have one readable name."""
+    said: dict[tuple[int, str], set[str]] = {}
+    for digest, places in wanted.items():
+        for number, name, behind in places:
+            said.setdefault((number, readable(name) + behind), set()).add(digest)
+    return said
+
+
+def _divided(said: Callable[[], dict[tuple[int, str], set[str]]], root: int, path: str, digest: str) -> str:
     """Hash of the long text of a folder that a document is a part of, "" for none: a file may be called so too."""
     part = _PART.fullmatch(path)
-    texts = () if part is None else said.get((root, part[1]), ())
+    texts = () if part is None else said().get((root, part[1]), ())
     return next((text for text in texts if part and part_hash(text, int(part[2])) == digest), "")
 
 
@@ -232,23 +245,24 @@ def _change(
     return grow(work, manifest, plan, workers=workers, progress=progress, known=held, kept=tuple(kept), made=made)
 
 
-def _small(segments: Sequence[SegmentEntry]) -> list[SegmentEntry] | None:
+def _small(manifest: Manifest) -> list[SegmentEntry] | None:
     """Segments to merge: the smallest ones, as long as the next is no larger than two times all before it."""
-    if len(segments) <= MOST_SMALL:
+    limit = config_of(manifest).segment_tokens // SMALL_SHARE
+    small = [entry for entry in manifest.segments if entry.tokens <= limit]
+    if len(small) <= MOST_SMALL:
         return None
-    rising = sorted(segments, key=lambda entry: (entry.tokens, entry.name))
+    rising = sorted(small, key=lambda entry: (entry.tokens, entry.name))
     group = rising[:2]
     for entry in rising[2:]:
         if entry.tokens > 2 * sum(one.tokens for one in group):
             break
         group.append(entry)
     names = {entry.name for entry in group}
-    return [entry for entry in segments if entry.name in names]
+    return [entry for entry in small if entry.name in names]
 
 
-def _merge(work: WorkFolder, group: Sequence[SegmentEntry], progress: bool) -> ChangeReport:
+def _merge(work: WorkFolder, manifest: Manifest, group: Sequence[SegmentEntry], progress: bool) -> ChangeReport:
     """Make one segment of several."""
-    manifest = read_manifest(work.store)
     plan = {
         "verb": "sync",
         "config": asdict(checked(config_of(manifest), manifest.fingerprint)),

@@ -69,7 +69,6 @@ def test_only_what_changed_is_read(folder, tokenizer, tmp_path, monkeypatch):
     for path in folder.rglob("*"):
         os.utime(path, (1e9, 1e9))
     sync_datastore(store, [folder], tokenizer)
-    sync_datastore(store, [folder])  # the first look
     read = []
     original = EntryFilter.read
     monkeypatch.setattr(EntryFilter, "read", lambda self, path: read.append(path.name) or original(self, path))
@@ -86,6 +85,18 @@ def test_only_what_changed_is_read(folder, tokenizer, tmp_path, monkeypatch):
     (store / "sync.json").unlink()  # a cache
     assert sync_datastore(store, [folder]).documents == 0
     verify_datastore(store)
+
+
+def test_segments_that_are_not_small_are_left_alone(folder, tokenizer, tmp_path):
+    for number in range(3 * sync.MOST_SMALL):
+        (folder / f"{number}.txt").write_text(f"text number {number} " * 4)
+    store = tmp_path / "s"
+    sync_datastore(store, [folder], tokenizer, config=StoreConfig(segment_tokens=100))
+    before = {entry.name for entry in read_manifest(store).segments}
+    assert len(before) > sync.MOST_SMALL
+    (folder / "new.txt").write_text("one more text")
+    sync_datastore(store, [folder])
+    assert before < {entry.name for entry in read_manifest(store).segments}
 
 
 def test_other_documents_stay(folder, tokenizer, records, tmp_path):
