@@ -34,7 +34,7 @@ from numba import njit
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.documents import Row
-from retrieve_spec.datastore.files import write_array
+from retrieve_spec.datastore.files import write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.fresh import first_manifest, write_tokenizer
 from retrieve_spec.datastore.ingest import tokenise
@@ -183,7 +183,7 @@ def copy_segments(folder: Path, out: Path, copies: int) -> None:
         shutil.copytree(folder / "segments" / entry.name, place)
         hashes = np.fromfile(place / "document_hashes.bin", np.uint32)
         hashes[::8] = np.arange(len(hashes) // 8) + number * len(hashes)  # documents of their own
-        files = entry.files | {"document_hashes.bin": write_array(place / "document_hashes.bin", hashes.view(np.uint8))}
+        files = entry.files | write_files(place, {"document_hashes.bin": hashes.view(np.uint8)})
         entries.append(replace(entry, name=content_name(files), files=files))
         place.rename(place.with_name(entries[-1].name))
     write_manifest(out, replace(manifest, segments=tuple(entries)))

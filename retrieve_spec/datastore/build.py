@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.fresh import check_folder, check_not_begun, config_of, first_manifest, write_tokenizer
 from retrieve_spec.datastore.licences import allow_list
 from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, read_manifest
-from retrieve_spec.datastore.pool import Runner, pool_runner
+from retrieve_spec.datastore.pool import Pool, Runner
 from retrieve_spec.datastore.progress import Bar, Stopwatch
 from retrieve_spec.datastore.shards import file_shards
 from retrieve_spec.datastore.sources import Source, SourceFile, check_sources, list_files
@@ -293,24 +294,24 @@ def make_segments(
     """Run the stages of a plan; returns them, the new segments and the cut."""
     workers = workers or os.cpu_count() or 1
     stages = Stages(work, workers)
-    run_ranks = runner_of(cluster, workers, exchange)
     size = int(stages.plan.get("bytes", 0))
-    with watch.stage("reading", size or None, "B") as bar:
-        tell = _teller(bar)
+    with runner_of(cluster, workers, exchange) as run_ranks:
+        with watch.stage("reading", size or None, "B") as bar:
+            tell = _teller(bar)
 
-        def run(ranks: list[int]) -> None:
-            run_ranks(stages, "tokens", ranks, size, lambda done: tell(done, done[0]))
+            def run(ranks: list[int]) -> None:
+                run_ranks(stages, "tokens", ranks, size, lambda done: tell(done, done[0]))
 
-        cut = stages.cut(known, run)
-    with watch.stage("indexing", cut.tokens, "tok") as bar:
-        tell = _teller(bar)
-        ranks = [rank for rank in range(len(cut.segments)) if stages.needs_segment(rank)]
-        run_ranks(stages, "segment", ranks, 4 * cut.tokens, lambda done: tell(done, done[2]))
+            cut = stages.cut(known, run)
+        with watch.stage("indexing", cut.tokens, "tok") as bar:
+            tell = _teller(bar)
+            ranks = [rank for rank in range(len(cut.segments)) if stages.needs_segment(rank)]
+            run_ranks(stages, "segment", ranks, 4 * cut.tokens, lambda done: tell(done, done[2]))
     return stages, [stages.entry(rank) for rank in range(len(cut.segments))], cut
 
 
-def runner_of(cluster: str, workers: int, exchange: Exchange | None = None) -> Runner:
-    """What runs the ranks of a stage: a cluster, or processes of this machine.
+def runner_of(cluster: str, workers: int, exchange: Exchange | None = None) -> AbstractContextManager[Runner]:
+    """What runs the ranks of stages inside of a `with`: a cluster, or processes of this machine.
 
     Raises
     ------
@@ -318,10 +319,10 @@ def runner_of(cluster: str, workers: int, exchange: Exchange | None = None) -> R
         When the cluster is none, or what it needs is not installed.
     """
     if not cluster:
-        return pool_runner(workers)
+        return Pool(workers)
     from retrieve_spec.datastore.cluster import cluster_runner
 
-    return cluster_runner(cluster, exchange)
+    return nullcontext(cluster_runner(cluster, exchange))
 
 
 def _teller(bar: Bar) -> Callable[[Done, int], None]:

@@ -14,8 +14,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from sqlite_utils import Database
-
 from retrieve_spec.datastore.documents import Document
 from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import CATALOG, SKIPPED, SegmentEntry
@@ -85,6 +83,8 @@ def _discard(target: Path) -> None:
 
 
 def _update(store: Datastore, target: Path) -> None:
+    from sqlite_utils import Database  # takes longer to import than a change of a store to make
+
     with closing(Database(sqlite3.connect(target))) as database:
         states = database.table("segments")
         if not states.exists():

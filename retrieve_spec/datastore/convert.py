@@ -22,7 +22,7 @@ from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.change import ChangeReport, publish, utc_now, writer
 from retrieve_spec.datastore.dense import DENSE_FILES
 from retrieve_spec.datastore.documents import Origin, Row, table_arrays
-from retrieve_spec.datastore.files import FileEntry, check_content, map_array, sync_folder, write_array
+from retrieve_spec.datastore.files import FileEntry, check_content, map_array, write_files
 from retrieve_spec.datastore.manifest import (
     CATALOG,
     SEGMENTS,
@@ -137,9 +137,7 @@ def _converted(
     folder = work.path / f"segment-{number:06d}"
     link_files(source, files, folder)
     arrays, origins = table_arrays(rows)
-    for name, array in sorted(arrays.items()):
-        files[name + SUFFIX] = write_array(folder / (name + SUFFIX), array)
-    sync_folder(folder)
+    files |= write_files(folder, {name + SUFFIX: array for name, array in sorted(arrays.items())})
     return _entry(number, rows, added_at, origins, files)
 
 
@@ -177,7 +175,6 @@ def _sorted_again(
     folder = work.path / f"segment-{number:06d}"
     link_files(source, dense, folder)
     written, origins = write_segment(folder, ids, rows, StoreConfig(**manifest.config))
-    sync_folder(folder)
     entry = _entry(number, rows, added_at, origins, written | dense)
     if not dense:
         return entry

@@ -41,7 +41,7 @@ from retrieve_spec.datastore.dense_keys import (
     write_keys,
 )
 from retrieve_spec.datastore.dense_thin import hard_positions
-from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder, write_array
+from retrieve_spec.datastore.files import FileEntry, replace_file, write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, DenseRecord, Manifest, SegmentEntry
 from retrieve_spec.datastore.progress import Stopwatch
@@ -275,9 +275,6 @@ def _drop(paths: Iterable[Path]) -> None:
 
 
 def _write(folder: Path, index: Any, positions: NDArray[np.int64], transform: Transform) -> dict[str, FileEntry]:
-    files = {INDEX: write_index(index, folder / INDEX)}
     arrays = (positions.astype(np.uint32), transform.mean, transform.scale, transform.components.reshape(-1))
-    for name, array in zip((POSITIONS, *TRANSFORM), arrays, strict=True):
-        files[name] = write_array(folder / name, array)
-    sync_folder(folder)
-    return files
+    written = {INDEX: write_index(index, folder / INDEX)}
+    return written | write_files(folder, dict(zip((POSITIONS, *TRANSFORM), arrays, strict=True)))

@@ -6,7 +6,8 @@ import hashlib
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from retrieve_spec.errors import StoreCorruptError, StoreError
 
 _BLOCK = 1 << 22
+_FLUSHES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +78,22 @@ def write_bytes(path: Path, content: bytes) -> FileEntry:
     return FileEntry(len(content), hashlib.sha256(content).hexdigest())
 
 
-def write_array(path: Path, array: NDArray[Any]) -> FileEntry:
-    """Write a 1-D array as raw little-endian values and flush it to disk.
+def write_files(folder: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, FileEntry]:
+    """Write 1-D arrays as raw little-endian values into files of a folder, and flush all to disk.
 
     Returns
     -------
-    FileEntry
-        Size, checksum and dtype.
+    dict
+        Size, checksum and dtype of each file, by name.
     """
+    files = {name: _write(folder / name, array) for name, array in arrays.items()}
+    with ThreadPoolExecutor(_FLUSHES) as pool:  # disks take several at once
+        list(pool.map(_flush, [folder / name for name in files]))
+    sync_folder(folder)
+    return files
+
+
+def _write(path: Path, array: NDArray[Any]) -> FileEntry:
     dtype = little_endian(array.dtype)
     digest = hashlib.sha256()
     step = max(1, _BLOCK // array.dtype.itemsize)
@@ -92,9 +102,12 @@ def write_array(path: Path, array: NDArray[Any]) -> FileEntry:
             block = np.ascontiguousarray(array[start : start + step], dtype=dtype).data
             digest.update(block)
             file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
     return FileEntry(array.nbytes, digest.hexdigest(), dtype)
+
+
+def _flush(path: Path) -> None:
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
 
 
 def replace_file(path: Path, content: bytes, private: bool = False) -> None:

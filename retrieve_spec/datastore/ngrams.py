@@ -99,14 +99,11 @@ def suffix_beginnings(tokens: NDArray[Any], sa: NDArray[Any]) -> tuple[NDArray[n
 
 
 def build_grams(
-    tokens: NDArray[Any],
-    sa: NDArray[Any],
-    to_global: NDArray[Any],
-    beginnings: tuple[NDArray[np.uint8], NDArray[np.uint8]],
+    tokens: NDArray[Any], to_global: NDArray[Any], beginnings: tuple[NDArray[np.uint8], NDArray[np.uint8]]
 ) -> NDArray[np.uint64]:
     """Gram filter of a segment (`retrieve_spec.kernels.grams`), (w,) uint64 with w ≥ 1; parameters as for the table."""
     words = np.zeros(grams.count_grams(*beginnings) // grams.PER_WORD + 1, np.uint64)
-    grams.fill_grams(tokens, sa, *beginnings, to_global, words)
+    grams.fill_grams(tokens, to_global, words)
     return words
 
 

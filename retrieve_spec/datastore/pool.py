@@ -28,7 +28,7 @@ _MODULE = "retrieve_spec.datastore.worker"
 
 
 class Runner(Protocol):
-    """Runs ranks of a stage, somewhere, and tells of each that is done; parameters and errors are `run_ranks`'s."""
+    """Runs ranks of a stage, somewhere, and tells of each that is done, as `Pool.run` says."""
 
     def __call__(
         self, stages: Stages, stage: str, ranks: Sequence[int], size: int, tell: Callable[[Done], object]
@@ -36,74 +36,79 @@ class Runner(Protocol):
         """Run them."""
 
 
-def pool_runner(workers: int) -> Runner:
-    """Runs ranks in so many processes of this machine."""
+class Pool:
+    """Runs ranks in up to so many processes of this machine, which stay for the next stage; a context manager.
 
-    def run(stages: Stages, stage: str, ranks: Sequence[int], size: int, tell: Callable[[Done], object]) -> None:
-        run_ranks(stages, stage, ranks, workers, size, tell)
-
-    return run
-
-
-def run_ranks(
-    stages: Stages,
-    stage: str,
-    ranks: Sequence[int],
-    workers: int,
-    size: int,
-    tell: Callable[[Done], object],
-) -> None:
-    """Run a stage for some ranks.
-
-    Parameters
-    ----------
-    stages, stage
-        The stages of the change, and `"tokens"` or `"segment"`.
-    ranks
-        Which of its ranks; large ones are best first.
-    workers
-        Processes at most.
-    size
-        How much work it is: bytes to read, or four times the tokens to sort.
-    tell
-        Told of each finished rank.
-
-    Raises
-    ------
-    BuildError
-        When a worker died, as from a lack of memory.
-    RetrieveSpecError, OSError
-        As the stage.
+    Entering it gives `run`. Small work is done in the calling process, as long as no other was started.
     """
-    workers = min(workers, len(ranks))
-    if workers < 2 or size < SPAWN_WORK or not sys.executable:
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Runner:
+        return self.run
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def run(self, stages: Stages, stage: str, ranks: Sequence[int], size: int, tell: Callable[[Done], object]) -> None:
+        """Run a stage for some ranks.
+
+        Parameters
+        ----------
+        stages, stage
+            The stages of the change, and `"tokens"` or `"segment"`.
+        ranks
+            Which of its ranks; large ones are best first.
+        size
+            How much work it is: bytes to read, or four times the tokens to sort.
+        tell
+            Told of each finished rank.
+
+        Raises
+        ------
+        BuildError
+            When a worker died, as from a lack of memory.
+        RetrieveSpecError, OSError
+            As the stage.
+        """
+        count = min(self._workers, len(ranks))
+        if not self._processes and (count < 2 or size < SPAWN_WORK or not sys.executable):
+            for rank in ranks:
+                tell(run_rank(stages, stage, rank))
+            return
+        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for rank in ranks:
-            tell(run_rank(stages, stage, rank))
-        return
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for rank in ranks:
-        waiting.put(rank)
-    answers: queue.SimpleQueue[Done | BaseException] = queue.SimpleQueue()
-    processes = [_start(stages.work) for _ in range(workers)]
-    threads = [
-        threading.Thread(target=_feed, args=(process, stage, waiting, answers), daemon=True) for process in processes
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in ranks:
-            answer = answers.get()
-            if isinstance(answer, BaseException):
-                raise answer
-            tell(answer)
-    finally:
+            waiting.put(rank)
+        answers: queue.SimpleQueue[Done | BaseException] = queue.SimpleQueue()
+        threads: list[threading.Thread] = []
+        try:
+            self._processes += [_start(stages.work) for _ in range(len(self._processes), count)]
+            for process in self._processes[:count]:
+                feeding = threading.Thread(target=_feed, args=(process, stage, waiting, answers), daemon=True)
+                feeding.start()
+                threads.append(feeding)
+            for _ in ranks:
+                answer = answers.get()
+                if isinstance(answer, BaseException):
+                    raise answer
+                tell(answer)
+        except BaseException:
+            self._end(threads)
+            raise
+        for feeding in threads:
+            feeding.join()
+
+    def _end(self, threads: Sequence[threading.Thread] = ()) -> None:
+        """End all processes, then those that feed them."""
+        processes, self._processes = self._processes, []
         for process in processes:
             process.kill()
         for process in processes:
             process.wait()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        for feeding in threads:
+            feeding.join()
         for process in processes:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:

@@ -17,7 +17,6 @@ from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.change import ChangeReport, publish
 from retrieve_spec.datastore.dense import INDEX
 from retrieve_spec.datastore.documents import Row
-from retrieve_spec.datastore.files import sync_folder
 from retrieve_spec.datastore.fresh import config_of
 from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, SegmentEntry
 from retrieve_spec.datastore.progress import Stopwatch
@@ -204,5 +203,4 @@ def _written_anew(
     folder = work.path / f"segment-{number:06d}"
     folder.mkdir()
     files, origins = write_arrays(folder, tokens, segment.to_global, sa, rows, config)
-    sync_folder(folder)
     return SegmentEntry(f"{number:06d}", len(rows), len(sa), entry.added_at, origins, files)

@@ -16,7 +16,7 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import StaticAutomaton, build_automaton
 from retrieve_spec.datastore.dense import INDEX, DenseIndex
 from retrieve_spec.datastore.documents import TABLE, DocumentTable, Origin, Row, table_arrays
-from retrieve_spec.datastore.files import FileEntry, check_size, map_array, write_array
+from retrieve_spec.datastore.files import FileEntry, check_size, map_array, write_files
 from retrieve_spec.datastore.manifest import DenseRecord, SegmentEntry
 from retrieve_spec.datastore.ngrams import NgramTable, build_grams, build_ngrams, suffix_beginnings
 from retrieve_spec.datastore.sort import suffix_array
@@ -205,15 +205,14 @@ def write_arrays(
     if config.index != "ngram":
         top = sa_top_table(tokens, sa, bits_of(len(to_global) - 1))
         arrays |= {"tokens": tokens, "suffix_array": sa, "top": top}
-        arrays["grams"] = build_grams(tokens, sa, to_global, beginnings)
+        arrays["grams"] = build_grams(tokens, to_global, beginnings)
     if config.index != "exact":
         ngrams = build_ngrams(tokens, sa, to_global, config, beginnings)
         arrays |= {f"ngram_{f.name}": getattr(ngrams, f.name).ravel() for f in fields(ngrams)}
     if config.index != "ngram" and len(tokens) <= config.automaton_tokens:
         automaton = build_automaton(tokens, sa)
         arrays |= {f"automaton_{f.name}": getattr(automaton, f.name) for f in fields(automaton)}
-    files = {name + SUFFIX: write_array(folder / (name + SUFFIX), array) for name, array in sorted(arrays.items())}
-    return files, origins
+    return write_files(folder, {name + SUFFIX: array for name, array in sorted(arrays.items())}), origins
 
 
 def open_segment(

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.cut import Choice, Cut, SegmentCut
 from retrieve_spec.datastore.documents import Row
-from retrieve_spec.datastore.files import FileEntry, replace_file, sync_folder
+from retrieve_spec.datastore.files import FileEntry, replace_file
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map, tokenise
 from retrieve_spec.datastore.manifest import SegmentEntry
@@ -154,14 +154,13 @@ class Stages:
         if path.exists():
             return Cut.from_json(json.loads(path.read_bytes()))
         chosen = Choice(known, self.plan.get("max_tokens"))
-        step = self.shards if chosen.most is None else 4 * self._threads
-        for first in range(0, self.shards, max(step, 1)):
-            ranks = range(first, min(first + step, self.shards))
+        first = 0
+        while first < self.shards and not chosen.full:
+            ranks = range(first, min(first + chosen.expected(first, 4 * self._threads), self.shards))
             run([rank for rank in ranks if self.needs_tokens(rank)])
             for rank in ranks:
                 chosen.take(rank, self.shard(rank))
-            if chosen.full:
-                break
+            first = ranks.stop
         cut = chosen.cut(self.config.segment_tokens)
         replace_file(path, json.dumps(asdict(cut)).encode())
         return cut
@@ -185,7 +184,6 @@ class Stages:
         handed = [ids]
         del ids
         files, origins = write_segment(folder, handed.pop(), rows, self.config)
-        sync_folder(folder)
         target = self.work.path / f"segment-{rank:06d}"
         shutil.rmtree(target, ignore_errors=True)
         os.rename(folder, target)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.files import FileEntry, map_array, write_array
+from retrieve_spec.datastore.files import FileEntry, map_array, write_files
 from retrieve_spec.datastore.manifest import TOMBSTONES, SegmentEntry
 from retrieve_spec.datastore.ngrams import NgramTable
 from retrieve_spec.errors import StoreCorruptError
@@ -63,14 +63,13 @@ def hidden_of(found: dict[str, NDArray[np.uint32]], documents: int, segment: str
 
 def write_tombstones(folder: Path, segment: str, arrays: dict[str, NDArray[np.uint32]]) -> dict[str, FileEntry]:
     """Write tombstones into a folder, from which `publish` moves them into the store."""
-    files = {}
     folder.mkdir(exist_ok=True)
+    named = {}
     for kind, array in arrays.items():
         if len(array):
             content = np.ascontiguousarray(array, "<u4")
-            name = f"{segment}-{hashlib.sha256(content.data).hexdigest()[:12]}-{kind}.bin"
-            files[name] = write_array(folder / name, content)
-    return files
+            named[f"{segment}-{hashlib.sha256(content.data).hexdigest()[:12]}-{kind}.bin"] = content
+    return write_files(folder, named)
 
 
 def document_tokens(starts: NDArray[np.uint32], numbers: Iterable[int]) -> int:

@@ -172,7 +172,7 @@ def _check_suffix_array(segment: Segment, starts: NDArray[np.int64]) -> None:
     _require(_out_of_order(tokens, sa) < 0, segment, "a sorted suffix array")
     _require(np.array_equal(sa_top_table(tokens, sa, segment.bits), segment.top), segment, "a matching top table")
     if len(segment.grams):
-        built = build_grams(tokens, sa, segment.to_global, suffix_beginnings(tokens, sa))
+        built = build_grams(tokens, segment.to_global, suffix_beginnings(tokens, sa))
         _require(np.array_equal(built, segment.grams), segment, "the gram filter of its text")
 
 

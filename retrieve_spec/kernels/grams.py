@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.ngram import MAX_ORDER, home, ngram_hash
+from retrieve_spec.kernels.views import prefetch
 
 GRAM = MAX_ORDER + 1
 """Tokens of a sequence: one more than n-gram tables know."""
 PER_WORD = 8
 """Sequences per word, on average."""
 BITS = 4
+_AHEAD = 32
 
 
 @inner
@@ -59,12 +61,26 @@ def count_grams(shared: NDArray[np.uint8], ahead: NDArray[np.uint8]) -> int:
 
 
 @njit(cache=True, nogil=True)
-def fill_grams(tokens, sa, shared, ahead, to_global, words):  # type: ignore[no-untyped-def]
-    """Set the bits of every sequence of a text in (w,) uint64 words, all zero before."""
-    for i in range(len(sa)):
-        if ahead[i] == GRAM and shared[i] < GRAM:
-            at = np.int64(sa[i])
-            h = np.uint64(0)
-            for j in range(GRAM - 1, -1, -1):
-                h = ngram_hash(h, to_global[tokens[at + j]])
-            words[home(h, len(words))] |= gram_bits(h)
+def fill_grams(tokens, to_global, words):  # type: ignore[no-untyped-def]
+    """Set the bits of every sequence of a text in (w,) uint64 words, all zero before.
+
+    It goes through the text in its own order; words, which lie anywhere, are asked for some sequences ahead.
+    """
+    first = np.int64(words.ctypes.data)
+    places, bits = np.zeros(_AHEAD, np.int64), np.zeros(_AHEAD, np.uint64)
+    behind = 0  # tokens from here to the end of the document
+    n = 0
+    for at in range(len(tokens) - 1, -1, -1):
+        behind = behind + 1 if tokens[at] != 0 else 0
+        if behind < GRAM:
+            continue
+        h = np.uint64(0)
+        for j in range(GRAM - 1, -1, -1):
+            h = ngram_hash(h, to_global[tokens[at + j]])
+        place = home(h, len(words))
+        prefetch(first + 8 * place)
+        words[places[n]] |= bits[n]
+        places[n], bits[n] = place, gram_bits(h)
+        n = (n + 1) % _AHEAD
+    for i in range(_AHEAD):
+        words[places[i]] |= bits[i]

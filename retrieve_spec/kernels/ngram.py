@@ -19,6 +19,7 @@ import numpy as np
 from numba import njit
 
 from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.views import prefetch
 
 MAX_ORDER = 5
 """Longest context of a table, in tokens."""
@@ -27,6 +28,8 @@ KEY, TOTAL, START, EXTENT = 0, 1, 2, 3
 SLOT = 4
 """Integers per slot."""
 SLOT_BYTES = 16
+_AHEAD = 32
+"""Suffixes between asking for a line of the text and reading it."""
 _HALF = 0xFFFF
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
@@ -117,7 +120,10 @@ def suffix_beginnings(tokens, sa, shared, ahead):  # type: ignore[no-untyped-def
     """
     limit = MAX_ORDER + 1
     before = np.int64(0)
+    first = np.int64(tokens.ctypes.data)
     for i in range(len(sa)):
+        if i + _AHEAD < len(sa):
+            prefetch(first + tokens.itemsize * np.int64(sa[i + _AHEAD]))
         at = np.int64(sa[i])
         length = 0
         same = 0

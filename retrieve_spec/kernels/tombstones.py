@@ -36,9 +36,10 @@ def ranks_of(sa, first, last, gone, ranks):  # type: ignore[no-untyped-def]
         How many were found; they rise.
     """
     n = 0
+    begin, length = np.uint64(first), np.uint64(last - first)
     for i in range(len(sa)):
-        at = np.int64(sa[i]) - first
-        if 0 <= at < last - first and (gone[at >> 3] >> (at & 7)) & 1 and n < len(ranks):
+        at = np.uint64(sa[i]) - begin  # beyond `length` for what is in front, too
+        if at < length and (gone[at >> np.uint64(3)] >> (at & np.uint64(7))) & 1 and n < len(ranks):
             ranks[n] = i
             n += 1
     return n

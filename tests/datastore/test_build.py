@@ -12,6 +12,7 @@ from byte_tokenizers import byte_tokenizer
 from filelock import FileLock
 
 from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore import cut
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.manifest import read_manifest
@@ -86,6 +87,16 @@ def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path):
     lengths = [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments]
     assert lengths == [73, 40 + 30 + 24]
     verify_datastore(tmp_path / "s")
+
+
+@pytest.mark.parametrize(("piece", "segments"), [(50, 4), (100, 2), (200, 1)])
+def test_many_tokens_are_shared_out_without_need(tokenizer, tmp_path, monkeypatch, piece, segments):
+    monkeypatch.setattr(cut, "_PIECE", piece)
+    for number in range(25):
+        (tmp_path / f"{number:02}.txt").write_text(f"{number:09}")  # with its separator ten entries
+    build_datastore(tmp_path / "s", str(tmp_path), tokenizer)
+    lengths = [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments]
+    assert len(lengths) == segments and sum(lengths) == 250 and min(lengths) >= piece
 
 
 def test_document_longer_than_a_segment_is_cut(tokenizer, tmp_path):
@@ -229,7 +240,7 @@ def test_full_disk_is_explained_and_the_store_stays(tokenizer, texts, records, t
     def full(*_):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(segment, "write_array", full)
+    monkeypatch.setattr(segment, "write_files", full)
     with pytest.raises(BuildError, match="No space left on device"):
         add_documents(tmp_path / "s", Source(str(records), field="output"))
     monkeypatch.undo()

@@ -8,7 +8,7 @@ import pytest
 
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import remove_documents
-from retrieve_spec.datastore.files import FileEntry, write_array
+from retrieve_spec.datastore.files import FileEntry, write_files
 from retrieve_spec.datastore.manifest import MANIFEST, _checksum, content_name
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
@@ -95,7 +95,7 @@ def forge(store, name, change):
         array = np.fromfile(path, entry["files"][path.name]["dtype"])
         changed = change(array)
         path.unlink()  # may be shared by a hard link
-        written = write_array(path, array if changed is None else changed)
+        written = write_files(folder, {path.name: array if changed is None else changed})[path.name]
         entry["files"][path.name].update(bytes=written.bytes, sha256=written.sha256)
 
     rewrite(store, record)

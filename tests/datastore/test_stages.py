@@ -65,11 +65,11 @@ def test_one_process_and_four_write_the_same_bytes(tokenizer, many, tmp_path):
 def test_ranks_in_any_order_and_repeated_write_the_same_bytes(tokenizer, many, tmp_path, monkeypatch):
     build_datastore(tmp_path / "a", str(many), tokenizer, config=SMALL, workers=1)
 
-    def backwards(running, stage, ranks, workers, size, tell):
+    def backwards(self, running, stage, ranks, size, tell):
         for rank in [*ranks[::-1], *ranks[:2]]:
             getattr(Stages(running.work), stage)(rank)
 
-    monkeypatch.setattr("retrieve_spec.datastore.pool.run_ranks", backwards)
+    monkeypatch.setattr(pool.Pool, "run", backwards)
     build_datastore(tmp_path / "b", str(many), tokenizer, config=SMALL, workers=1)
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
@@ -114,8 +114,17 @@ def test_errors_of_workers_are_those_of_the_library(tokenizer, many, tmp_path):
     work = WorkFolder(tmp_path / "t")
     work.store.mkdir()
     work.begin({"config": {}, "tokenizer": "none.json", "sources": []}, [{"files": []}, {"files": []}])
-    with pytest.raises(BuildError, match=r"tokenizer\.json"):
-        pool.run_ranks(Stages(work), "tokens", [0, 1], 2, 1, print)
+    with pytest.raises(BuildError, match=r"tokenizer\.json"), pool.Pool(2) as run:
+        run(Stages(work), "tokens", [0, 1], 1, print)
+
+
+@pytest.mark.slow
+def test_processes_stay_for_all_that_a_build_does(tokenizer, many, tmp_path, monkeypatch):
+    started = []
+    start = pool._start
+    monkeypatch.setattr(pool, "_start", lambda work: started.append(start(work)) or started[-1])
+    build_datastore(tmp_path / "s", str(many), tokenizer, config=SMALL, workers=2, max_tokens=400)
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def row_of(documents, least, filtered, wide):
     sa, bits = suffix_array(tokens), bits_of(len(to_global) - 1)
     grams = np.empty(0, np.uint64)
     if filtered:
-        grams = build_grams(tokens, sa, to_global, suffix_beginnings(tokens, sa))
+        grams = build_grams(tokens, to_global, suffix_beginnings(tokens, sa))
     t = source_table
     return source_row(
         t.EXACT,
@@ -94,7 +94,7 @@ def test_a_filter_knows_every_sequence_of_its_text(documents):
     text, to_global, _ = index(documents)
     tokens = text.astype(np.uint16)
     sa = suffix_array(tokens)
-    words = build_grams(tokens, sa, to_global, suffix_beginnings(tokens, sa))
+    words = build_grams(tokens, to_global, suffix_beginnings(tokens, sa))
     for document in documents:
         for i in range(len(document) - GRAM + 1):
             assert may_hold(words, gram(document[: i + GRAM]))
@@ -105,7 +105,7 @@ def test_a_filter_leaves_out_nearly_all_other_sequences():
     text = random.integers(1, 1000, 20_001).astype(np.uint16)
     text[-1] = 0
     sa, to_global = suffix_array(text), np.arange(1000, dtype=np.uint32)
-    words = build_grams(text, sa, to_global, suffix_beginnings(text, sa))
+    words = build_grams(text, to_global, suffix_beginnings(text, sa))
     others = [gram(random.integers(1, 1000, GRAM)) for _ in range(2000)]
     assert sum(may_hold(words, h) for h in others) < 2000 * 0.06
     assert words.nbytes < 1.5 * len(text)
