@@ -265,7 +265,7 @@ def merge(out: Path | str, stores: tuple[Path | str, ...], resume: bool, quiet: 
 @QUIET
 @JSON
 def compact(store: Path | str, resume: bool, quiet: bool, as_json: bool) -> None:
-    """Rewrite a datastore into as few segments as possible, without the text of removed documents."""
+    """Rewrite a datastore into the segments that a build would make, without the text of removed documents."""
     from retrieve_spec.datastore.edit import compact_datastore
 
     with _bars(quiet, _has_dense(store)):

@@ -87,7 +87,7 @@ def compact_datastore(
     resume: bool = False,
     progress: bool = False,
 ) -> ChangeReport:
-    """Rewrite a datastore into as few segments as possible, without the text of removed documents.
+    """Rewrite a datastore into the segments that a build would make, without the text of removed documents.
 
     Readers keep what they have opened. Dense indexes are computed anew, by the model they were built with.
 

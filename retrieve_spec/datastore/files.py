@@ -145,8 +145,16 @@ def check_mapped(array: NDArray[Any], path: Path, entry: FileEntry) -> None:
     StoreCorruptError
         When its checksum differs.
     """
-    _advise(array, "MADV_SEQUENTIAL")  # page by page, this one reading would take minutes on a slow disk
-    _compare_checksum(path, entry, hashlib.sha256(array.data).hexdigest())
+    with read_in_order(array):
+        _compare_checksum(path, entry, hashlib.sha256(array.data).hexdigest())
+
+
+@contextmanager
+def read_in_order(array: NDArray[Any]) -> Iterator[None]:
+    """Let the system read ahead in a scattered array of `map_array`: page by page, all of it would take minutes on a
+    slow disk, and several times as long as it need where it lies in memory."""
+    _advise(array, "MADV_SEQUENTIAL")
+    yield
     _advise(array, "MADV_RANDOM")
 
 

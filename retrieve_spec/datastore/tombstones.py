@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.files import FileEntry, map_array, write_files
+from retrieve_spec.datastore.files import FileEntry, map_array, read_in_order, write_files
 from retrieve_spec.datastore.manifest import TOMBSTONES, SegmentEntry
 from retrieve_spec.datastore.ngrams import NgramTable
 from retrieve_spec.errors import StoreCorruptError
@@ -99,7 +99,8 @@ def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequ
     for number in numbers:
         gone[int(starts[number]) - first : int(starts[number + 1]) - 1 - first] = True
     ranks = np.empty(int(gone.sum()), np.uint32)
-    found = ranks_of(sa, first, last, np.packbits(gone, bitorder="little"), ranks)
+    with read_in_order(sa):
+        found = ranks_of(sa, first, last, np.packbits(gone, bitorder="little"), ranks)
     if found < len(ranks):
         raise StoreCorruptError(f"{len(ranks):,} suffixes of removed documents in a suffix array", f"{found:,}")
     return ranks
