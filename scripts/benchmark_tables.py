@@ -171,6 +171,25 @@ def knowledge(made: dict[str, Any]) -> list[str]:
     return [*textwrap.wrap(text, 118), "", *markdown_table(head, rows)]
 
 
+@block(TABLES, "siblings")
+def siblings(made: dict[str, Any]) -> list[str]:
+    """Tokens per pass of recorded samples, by how many are decoded together."""
+    rows = [
+        [
+            file.removesuffix(".jsonl"),
+            count,
+            f"{figures['groups']:,}",
+            f"{figures['share']['tokens']:,}",
+            *(f"{figures[name]['tokens_per_pass']:.3f}" for name in ("off", "share")),
+            f"{figures['gain']:+.1%}",
+        ]
+        for file, found in made["rows"].items()
+        for count, figures in found["siblings"].items()
+    ]
+    head = ["file", "siblings", "questions", "tokens", "tokens/pass alone", "sharing", ""]
+    return [f"{made['nodes']} nodes per pass at most.", "", *markdown_table(head, rows)]
+
+
 @block(TABLES, "presets-replay")
 def replayed_presets(made: dict[str, Any]) -> list[str]:
     """Presets on recorded answers."""

@@ -36,6 +36,11 @@ KNOWN = {
     "second-day": ("--second-day",),
 }
 """What `auto` knows beside the text, and how `bench replay` is told."""
+SAMPLED_FILES = {
+    "reasoning_r1distill_multisample10.jsonl": (2, 4, 8, 10),
+    "agent_taubench_airline_gpt4o_4trials.jsonl": (2, 4),
+}
+"""Files with several answers to each question, and how many of them are replayed together: as many as there are."""
 INTERRUPTED = 130
 TIMED_ROWS, TIMED_TOKENS = 10, 2_500
 """Of each file, where only times are measured again; acceptance does not depend on the machine."""
@@ -192,6 +197,16 @@ def few(args: argparse.Namespace) -> list[str]:
     return ["--quiet", "--json", *(["--limit", str(args.limit)] if args.limit else [])]
 
 
+def siblings(args: argparse.Namespace) -> None:
+    """Recorded answers to the same questions, so many at a time, that draft from one another and that do not."""
+    commands = {}
+    for file, counts in SAMPLED_FILES.items():
+        words = ["bench", "replay", str(the_trace(args, file)), "--tokenizer", native(args, file), "--nodes", "16"]
+        words += [word for count in counts for word in ("--siblings", str(count))]
+        commands[file] = [*words, "--quiet", *(["--limit", "20"] if args.limit else [])]
+    replays(args, "siblings", {"nodes": 16}, commands)
+
+
 def larger(args: argparse.Namespace) -> None:
     """Recorded answers of Vicuna-7B, given by models of random weights in real passes."""
     words = [str(the_trace(args, SPEC_BENCH)), "--tokenizer", native(args, SPEC_BENCH)]
@@ -247,6 +262,7 @@ PARTS: dict[str, Part] = {
     "sources-replay": Part(4, "auto without each of its sources, on recorded answers", sources_replay, traces=True),
     "knowledge": Part(8, "tokens per pass cold, with phrases and with answers kept", knowledge, traces=True),
     "presets-replay": Part(2, "presets on recorded answers", replayed_presets, traces=True),
+    "siblings": Part(8, "tokens per pass of samples that draft from one another", siblings, traces=True),
     "larger": Part(9, "recorded answers in real passes of larger models with random weights", larger, traces=True),
     "peers": Part(7, "peers and presets on all recorded answers", peers, traces=True),
     "peers-times": Part(4, "only their times again, on a few rows of each file", peers_times, traces=True),

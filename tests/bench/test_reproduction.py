@@ -208,6 +208,9 @@ def asked(scripts, tmp_path, monkeypatch):
             "accepted_by_source": {"context": 3},
         }
         figures["propose_us"] = {"p50": 1.0, "p99": 2.0}
+        if "--siblings" in words:
+            both = {"off": {**figures, "tokens": 1000}, "share": {**figures, "tokens": 1000, "tokens_per_pass": 2.5}}
+            return json.dumps({"siblings": {"8": {"groups": 3, **both, "gain": 0.25}}})
         return json.dumps(summary(words) if words[1] == "run" else figures)
 
     monkeypatch.setattr(measuring, "tool", tool)
@@ -239,7 +242,7 @@ def test_the_list_names_every_part_with_its_time(scripts, monkeypatch, capsys):
 
 def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypatch, tmp_path):
     trace = {"prompt": "a", "output": "b"}
-    for name in (scripts[0].OTHER_ANSWERS, *scripts[0].KNOWLEDGE_FILES):
+    for name in (scripts[0].OTHER_ANSWERS, *scripts[0].KNOWLEDGE_FILES, *scripts[0].SAMPLED_FILES):
         (tmp_path / name).write_text(json.dumps(trace))
     given = ["--traces", str(tmp_path), "--tokenizer", str(tmp_path / "t.json"), "--native", "specbench*=v.json"]
     run(scripts, monkeypatch, "all", *given)
@@ -256,6 +259,7 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "busy (load 2.5 at the start" in tables.runs_of("reference")
     assert "changes that are not committed" in tables.runs_of("reference")
     assert "| 16 | context | 2.000 | +0.0% |" in tables.replayed_sources()
+    assert "_multisample10 | 8 | 3 | 1,000 | 2.000 | 2.500 | +25.0% |" in tables.siblings()
     assert "| `suffix --session` |" in tables.replayed_presets()
     assert "| recycling | 2.00 | +0.0% |" in tables.left_out()
     assert "| ngram and exact |" in tables.left_out()
