@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _SAVE_EVERY = 16
 _DRAFT_PRIOR, _DRAFT_MEMORY = 10.0, 300.0
-"""Accepted tokens that the promise of a new drafter counts for, and after how many the oldest fade."""
+"""Accepted tokens that the promise of a new drafter counts for, and after how many the oldest fade …"""
+_HOPE_MEMORY = 30.0
+"""… while nothing is drafted."""
 _PROMISES = (0.3, 1.3)
 """What a promise is worth at least and at most."""
 _FACTORS = (CLASSES + PLACES) * CLASSES * 2
@@ -95,9 +97,19 @@ class Calibration:
 
     def drafted(self, expected: float, accepted: int, noise: bool) -> None:
         """Learn what became of a draft: tokens it promised (more than 0, `promise` included) and tokens accepted."""
+        self._came(expected, accepted, noise, _DRAFT_MEMORY)
+
+    def hoped(self, p: float, right: bool, noise: bool) -> None:
+        """Learn whether the token was `right` that a draft would have begun with; `promise` is in its probability `p`.
+
+        Drafts that do not pay because they are not trusted are not made: trust would never be won back.
+        """
+        self._came(p, int(right), noise, _HOPE_MEMORY)
+
+    def _came(self, expected: float, accepted: int, noise: bool, memory: float) -> None:
         known = self.drafts[noise]
         total = known[1] + expected / self.promise(noise)
-        fade = min(_DRAFT_MEMORY / total, 1.0)
+        fade = min(memory / total, 1.0)
         known[0] = (known[0] + accepted) * fade
         known[1] = total * fade
 

@@ -98,6 +98,7 @@ class MixtureDrafter(OpenSources):
         self._queries = None if self.dense is None else DenseQueries(self.dense)
         self._pace: float | None = None
         self._proposed = 0, 0.0
+        self._hoped = 0, 0.0  # the token that a draft would begin with, and how probable that is
         self._sampled = False
         self._key = 0, 0, 0
         self._history: list[NDArray[np.int32]] = []
@@ -224,6 +225,7 @@ class MixtureDrafter(OpenSources):
             _, expected, *fields = self._kernel(cost, limit, depth)
         tree = DraftTree(*fields)
         self._proposed = len(tree), expected
+        self._hoped = int(self._scratch.nodes[0, 0]), float(self._scratch.node_p[0])
         return tree
 
     def _kernel(
@@ -290,6 +292,9 @@ class MixtureDrafter(OpenSources):
             whole = len(tree) == self._proposed[0]  # a verifier of chains takes one branch
             expected = self._proposed[1] if whole else tree.expected_accepted
             self.calibration.drafted(expected, len(emitted) - 1, self._sampled)
+        elif self._hoped[1]:
+            self.calibration.hoped(self._hoped[1], int(emitted[0]) == self._hoped[0], self._sampled)
+        self._hoped = 0, 0.0
         asked, self._asked = self._asked, False
         if self._rest > 0 or self._fresh or not asked:
             self._fresh.append(emitted)

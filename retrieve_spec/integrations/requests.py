@@ -178,7 +178,7 @@ class Requests:
             state.row.hear(emitted, tree, accepted)
             if state.hoped is not None:
                 token, p = state.hoped
-                state.row.calibration.drafted(p, int(emitted[0]) == token, False)
+                state.row.calibration.hoped(p, int(emitted[0]) == token, False)
                 state.hoped = None
             state.length += len(emitted)
             self._counts["accepted"] += accepted

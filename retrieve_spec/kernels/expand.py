@@ -193,7 +193,8 @@ def expand(
     memory
         `blend.scratch_memory` of the table's rows.
     nodes, node_p
-        Output: (max_nodes, 4) int64 (token, parent, depth, source row) in best-first order, (max_nodes,) float32.
+        Output: (max_nodes, 4) int64 (token, parent, depth, source row) in best-first order, (max_nodes,) float32. The
+        first is there also where it does not pay; its probability is 0 where there is none.
 
     Returns
     -------
@@ -207,6 +208,8 @@ def expand(
     scratch = open_scratch(memory, rows)
     tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
     begin(root_cursors, tail, cursors, tails)
+    if max_nodes > 0:
+        node_p[0] = 0.0
     ranks = np.zeros(RANKS, np.int64)
     cutoff = 0.0
     pool = size = np.int64(0)  # candidates found, candidates waiting
@@ -249,8 +252,6 @@ def expand(
         _pop(heap, size, pool_p, pool_ids)
         size -= 1
         path_p = np.float64(pool_p[top])
-        if len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate):
-            break
         parent = pool_ids[top, 1]
         depth = 1 if parent < 0 else nodes[parent, 2] + 1
         nodes[n, 0] = pool_ids[top, 0]
@@ -258,6 +259,8 @@ def expand(
         nodes[n, 2] = depth
         nodes[n, 3] = pool_ids[top, 2]
         node_p[n] = path_p
+        if len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate):
+            break
         n += 1
         gain += path_p
         if len(cost) == 0:

@@ -298,6 +298,25 @@ def test_a_chain_is_held_against_what_it_promised_itself(markov_text):
     assert drafter.calibration.drafts[False] == pytest.approx([0.0, chain.expected_accepted])
 
 
+@pytest.mark.parametrize("noise", [None, (7, 0)])
+def test_drafts_that_are_not_made_win_trust_back(noise):
+    """Where a node costs nearly a pass, drafts are made only if they are trusted: right ones are to be, if not made."""
+    drafter = MixtureDrafter()
+    drafter.calibration.drafts[noise is not None] = [100.0, 300.0]
+    at = 72
+    drafter.start((np.arange(at) % 9).astype(np.int32))
+    drafted = []
+    for _ in range(300):
+        cost = np.array([1.0, 1.6], np.float32)
+        tree = drafter.propose(Budget(1, 1, cost, None if noise is None else (*noise, at)))
+        right = len(tree) and tree.token_ids[0] == at % 9
+        emitted = (np.arange(at, at + 1 + right) % 9).astype(np.int32)
+        drafter.observe(VerifiedPass(tree, np.zeros(int(right), np.int32), emitted))
+        drafted.append(len(tree))
+        at += len(emitted)
+    assert not any(drafted[:20]) and any(drafted[-30:])
+
+
 def test_a_prediction_is_followed(run, markov_text):
     expected = RANDOM.integers(100, 4000, 300).astype(np.int32)
     output = np.concatenate([expected[:100], [7, 8], expected[100:200], expected[220:]])
