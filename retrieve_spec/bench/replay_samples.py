@@ -42,19 +42,13 @@ def replay_together(groups: Iterable[list[TraceRow]], nodes: int, share: bool) -
     whole: Replay | None = None
     for group in groups:
         siblings = Siblings() if share else None
-        running: list[tuple[int, Generator[Ids, None, None]]] = []
-        for number, row in enumerate(group):
+        running: list[Generator[Ids, None, None]] = []
+        for row in group:
             drafter = MixtureDrafter(config, session=siblings, calibration=calibration)
             whole = whole or Replay(drafter, nodes)
-            running.append((number, whole.beside(drafter).passes(row)))
+            running.append(whole.beside(drafter).passes(row))
         while running:
-            under_way = []
-            for number, passes in running:
-                if (emitted := next(passes, None)) is not None:
-                    under_way.append((number, passes))
-                    if siblings is not None:
-                        siblings.hear(number, emitted)
-            running = under_way
+            running = [passes for passes in running if next(passes, None) is not None]
     return {} if whole is None else {name: whole.result()[name] for name in _KEPT}
 
 

@@ -102,6 +102,7 @@ class MixtureDrafter(OpenSources):
         self._sampled = False
         self._key = 0, 0, 0
         self._history: list[NDArray[np.int32]] = []
+        self._text: object = None  # what a session calls it
         self._fresh: list[NDArray[np.int32]] = []  # given while nobody drafted, learned without trees
         self._shown: list[_Shown] = []  # before that
         self._rest = self._misses = 0
@@ -134,6 +135,7 @@ class MixtureDrafter(OpenSources):
         if self.recycling is not None and self.session is None:
             self.recycling.reset()
         self._history = []
+        self._text = object()
         self._fresh = []
         self._shown = []
         self._rest = self._misses = 0
@@ -332,6 +334,8 @@ class MixtureDrafter(OpenSources):
     def _took(self, shown: _Shown, room: int) -> bool:
         """Note that tokens were learned; whether there was no room for all of them until now."""
         self._history.append(shown.emitted)
+        if self._shared is not None:
+            self._shared.hear(self._text, shown.emitted)
         if room == len(shown.emitted):
             return False
         self.context.extend(shown.emitted[room:])
@@ -348,10 +352,15 @@ class MixtureDrafter(OpenSources):
         if self._queries is not None:
             self._queries.leave()
         history, self._history = self._history, []
-        self.remember(np.concatenate(history) if history else _NOTHING.token_ids)
+        self._remember(np.concatenate(history) if history else _NOTHING.token_ids)
 
     def remember(self, generated: NDArray[np.int32]) -> None:
         """Let phrases and session learn from a text (n,) that was generated, as at the end of a request."""
+        if self.session is not None:
+            self.session.hear(object(), generated)
+        self._remember(generated)
+
+    def _remember(self, generated: NDArray[np.int32]) -> None:
         if (generated >= 0).any():
             if self.phrases is not None and self.learns_phrases and not self._forgotten:
                 self.phrases.learn(generated, self.asker)

@@ -305,12 +305,12 @@ class Rest:
         return sequences > self._few and not self._pays
 
     def sample(self, batch: list[Any]) -> list[Any]:
-        """Those of a batch to ask for drafts: spread over it, and others after a few looks."""
+        """Those of a batch to ask for drafts: neighbours, who may be siblings, and others after a few looks."""
         if not self.samples(len(batch)):
             return batch
         self._looks += 1
-        stride = len(batch) // self._few
-        return batch[self._looks // _LOOKS % stride :: stride][: self._few]
+        first = self._looks // _LOOKS % (len(batch) // self._few) * self._few
+        return batch[first : first + self._few]
 
 
 def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:

@@ -278,15 +278,24 @@ class Drafters:
         """Session and calibration that a drafter has when it is not lent."""
         return self._own.get(id(drafter)) or (getattr(drafter, "session", None), getattr(drafter, "calibration", None))
 
-    def siblings(self, draft: str | None = None, earlier: Sequence[SuffixAutomaton] = (), scope: str = "") -> Siblings:
-        """A memory for samples of one prompt, around the session that their drafters have and `earlier` answers."""
+    def siblings(
+        self,
+        draft: str | None = None,
+        earlier: Sequence[SuffixAutomaton] = (),
+        scope: str = "",
+        several: bool = True,
+    ) -> Siblings:
+        """A memory for samples of one prompt, around the session that their drafters have and `earlier` answers.
+
+        Where there are not `several` samples it keeps nothing of what is written: that is in the sample's own text.
+        """
         with self._lock:
             drafter = self.of(draft)
             session = None if drafter is None else self._own_of(drafter)[0]
             if scope and drafter is not None and drafter is not self.given:
                 session = self._session(drafter, scope)
             session = session if isinstance(session, SessionMemory) else None
-            return Siblings(session, self._config.session_tokens, earlier)
+            return Siblings(session, self._config.session_tokens if several else 0, earlier)
 
     def _build(self, name: str, session: Any, calibration: Any) -> Drafter:
         config = self._config.with_options(draft=name)

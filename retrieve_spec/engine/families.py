@@ -23,13 +23,12 @@ class Family:
     Attributes
     ----------
     siblings
-        What they draft from, and where they are `heard` if they are several.
+        What they draft from.
     rollouts
         Where their answers to `prompt` (n,) int32 are kept, or None.
     """
 
     siblings: Siblings
-    heard: bool
     prompt: NDArray[np.int32]
     rollouts: RolloutMemory | None = None
 
@@ -56,7 +55,7 @@ def families(
         rollouts = drafters.rollouts if whole else None
         if key not in made and (counts[key] > 1 or rollouts is not None):
             earlier = [] if rollouts is None else rollouts.automata(prompt, vocabulary)
-            made[key] = Family(drafters.siblings(draft, earlier, scope), counts[key] > 1, prompt, rollouts)
+            made[key] = Family(drafters.siblings(draft, earlier, scope, counts[key] > 1), prompt, rollouts)
     return [made.get(key) for key in keys]
 
 

@@ -101,7 +101,6 @@ def sequences_of(
             waits_for_reader=prepared.callers_cache,
             bytes_per_token=speculation.bytes_per_token,
             prompt=RowPrompt(batch, row.index) if batch is not None else together.of(row.inputs) if together else None,
-            siblings=family.siblings if family is not None and family.heard else None,
             call=call,
             may_wait=may_wait,
         )

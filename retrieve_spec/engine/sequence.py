@@ -28,7 +28,6 @@ from retrieve_spec.engine.reader import Reader
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.seen_pass import SeenPass
 from retrieve_spec.engine.shared_prompt import SharedPrompt
-from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.errors import InterruptedPassError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.sampling.acceptance import Sampler
@@ -75,8 +74,6 @@ class Sequence:
         Memory that keys and values of a token take.
     prompt
         Its prompt, where other sequences may have the same.
-    siblings
-        Other samples of its prompt, which hear what it writes.
     call
         Names the call that it is a row of, where that has several.
     may_wait
@@ -113,7 +110,6 @@ class Sequence:
         waits_for_reader: bool = False,
         bytes_per_token: int = 0,
         prompt: SharedPrompt | RowPrompt | None = None,
-        siblings: Siblings | None = None,
         call: str | None = None,
         may_wait: bool = False,
     ) -> None:
@@ -138,7 +134,6 @@ class Sequence:
         self._drafts_at_once = False
         self._prompt = prompt
         self._read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
-        self._siblings = siblings
         self._call = call
         self._stage = _BETWEEN
         self._started = self._ready = False  # whether the verifier's start has begun, and all of it is done
@@ -358,8 +353,6 @@ class Sequence:
     def learn(self, prompt: bool = False) -> None:
         """Tell the drafter what the pass showed; of the `prompt` it has seen the top tokens."""
         seen, walked = self.seen, self.seen.walked
-        if self._siblings is not None:
-            self._siblings.hear(id(self), walked.emitted)
         assert seen.output is not None
         self.lent.observe(seen.tree, walked.path, walked.emitted, seen.logits, seen.output, seen.first_row, prompt)
         seen.output = None

@@ -22,7 +22,8 @@ MUCH = 100_000
 class Siblings(SessionMemory):
     """A memory of texts under way, which samples of one prompt share; no other prompt's samples see it.
 
-    To a drafter it is a session: what the model's own session remembers is in it, and is added to at the end only.
+    To a drafter it is a session: what the model's own session remembers is in it, and is added to at the end only. It
+    hears of tokens when their drafter has learned from them: a memory that holds the answer already is always right.
 
     Parameters
     ----------
@@ -42,8 +43,8 @@ class Siblings(SessionMemory):
     ) -> None:
         super().__init__(max_tokens)
         self._session = session
-        self._heard: dict[int, tuple[list[int], int]] = {}
-        self._news: dict[int, None] = {}  # who has written what is not read yet
+        self._heard: dict[object, tuple[list[int], int]] = {}
+        self._news: dict[object, None] = {}  # texts of which something is not read yet
         own = SuffixAutomaton(1024)
         self.automata = [*(session.automata if session is not None else ()), *earlier, own]
 
@@ -75,12 +76,12 @@ class Siblings(SessionMemory):
         if self._session is not None:
             self._session.remember(token_ids)
 
-    def hear(self, sample: int, token_ids: NDArray[np.int32]) -> None:
-        """Take down what a sample has written next, (n,) int32; it is read when somebody looks."""
-        self._heard.setdefault(sample, ([], 0))[0].extend(token_ids.tolist())
-        self._news[sample] = None
+    def hear(self, text: object, token_ids: NDArray[np.int32]) -> None:
+        """Take down how a sample's text has gone on, (n,) int32; it is read when somebody looks."""
+        self._heard.setdefault(text, ([], 0))[0].extend(token_ids.tolist())
+        self._news[text] = None
 
-    def _read(self, sample: int) -> None:
+    def _read(self, sample: object) -> None:
         """Read what a sample has written since the last time."""
         own = self.automata[-1]
         text, known = self._heard[sample]

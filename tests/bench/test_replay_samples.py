@@ -52,7 +52,12 @@ def test_groups_that_are_too_small_are_left_out() -> None:
 
 def trace(path: Path) -> Path:
     rows: list[dict[str, Any]] = [
-        {"prompt": "def f(a):", "output": f"\n    return a + {i}\n" * 4, "group": "f"} for i in range(3)
+        {
+            "prompt": "def f(a):",
+            "output": "\n" * 9 * i + "".join(f"    a{j} = b[{j * j}]\n" for j in range(9)),
+            "group": "f",
+        }
+        for i in range(3)
     ]
     path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
     return path
