@@ -54,7 +54,7 @@ def test_what_one_wrote_the_next_drafts(tiny: Any) -> None:
 
 
 def test_nothing_is_learned_from_a_memory_that_holds_the_answer(tiny: Any) -> None:
-    """What a sample has just written is in its siblings' memory only when its drafter has learned how well that knew it.
+    """What a sample has just written is shared only when its drafter has learned how well its siblings knew it.
 
     Text without any pattern is explained by no source; the samples' own text would explain all of it.
     """
