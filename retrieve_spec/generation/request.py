@@ -20,6 +20,7 @@ from retrieve_spec.errors import PromptError
 from retrieve_spec.recorded.recorded_verifier import own_forward
 from retrieve_spec.verify.batch_prompt import BatchPrompt
 from retrieve_spec.verify.cache import seq_length
+from retrieve_spec.verify.extras import CACHE_NAMES
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.tensor_parallel import why_in_step
@@ -124,7 +125,7 @@ def from_captured(
     reason = _reason_from_captured(captured, interface, alone)
     if reason:
         return reason
-    prepared = _as_prepared(captured, interface, arguments.get(interface.cache_name) is not None)
+    prepared = _as_prepared(captured, interface, any(arguments.get(name) is not None for name in CACHE_NAMES))
     if given_ids is not None:
         prepared.ids = given_ids
         prepared.context_ids = given_ids[0].cpu().numpy().astype(np.int32)
@@ -274,8 +275,8 @@ def _axes_differ(positions: torch.Tensor) -> bool:
 
 
 def _past_length(kwargs: dict[str, Any]) -> int:
-    cache = kwargs.get("past_key_values")
-    return 0 if cache is None else seq_length(cache)
+    caches = [kwargs[name] for name in ("past_key_values", "cache") if kwargs.get(name) is not None]
+    return seq_length(caches[0]) if caches else 0
 
 
 def _holds_past(captured: Captured, interface: ModelInterface) -> bool:

@@ -30,7 +30,7 @@ from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded import graph_passes
 from retrieve_spec.recorded.recordable import why_not_recordable
 from retrieve_spec.recorded.weight_layout import Layouts
-from retrieve_spec.verify.interface import catch_hidden, input_device
+from retrieve_spec.verify.interface import cache_name_of, catch_hidden, input_device
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 RECORDER = "retrieve_spec_recorder"
@@ -123,8 +123,8 @@ class _Recording(nn.Module):
             out = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
-                past_key_values=cache,
                 use_cache=True,
+                **{cache_name_of(self.model): cache},
             )
         return out.logits, hidden[-1]
 

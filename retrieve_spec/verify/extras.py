@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+CACHE_NAMES = ("cache_params", "past_key_values", "cache")
+"""What models call their cache: `cache` from transformers 5.24 on, where their code is not older."""
 SET_EACH_PASS = {
     "input_ids", "decoder_input_ids", "inputs_embeds", "position_ids", "decoder_position_ids", "logits_to_keep",
     "use_cache",
@@ -69,7 +71,7 @@ class Extras:
         """Let the model say what becomes of the arguments behind the prompt, which it has just read."""
         before = dict(self.given)
         after = kwargs_behind(model, outputs, {**before, "use_cache": True})
-        caches = ("past_key_values", "cache_params", "use_cache")
+        caches = (*CACHE_NAMES, "use_cache")
         self.given = {name: value for name, value in after.items() if name not in caches or name in before}
         for name, value in self.given.items():
             axis = _grew_along(before.get(name), value)

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.model_layers import decoder_blocks
+from retrieve_spec.verify.extras import CACHE_NAMES
 from retrieve_spec.verify.mixers import Mixer
 from retrieve_spec.verify.positions import Place
 from retrieve_spec.verify.verifier import Mode
@@ -155,7 +156,7 @@ def read_interface(model: Any) -> ModelInterface:
         mode, reason = "plain", "recurrent state outside of its cache cannot be rolled back"
     switch, rescans = _rope_switch(config)
     return ModelInterface(
-        cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
+        cache_name=cache_name_of(model),
         takes_position_ids=positions in parameters,
         takes_logits_to_keep="logits_to_keep" in parameters,
         mask_form=mask_form,
@@ -169,6 +170,15 @@ def read_interface(model: Any) -> ModelInterface:
         recurrent=recurrent,
         has_encoder=bool(model.config.is_encoder_decoder),
     )
+
+
+def cache_name_of(model: Any) -> str:
+    """What a model calls its cache."""
+    for takes in (model.forward, model.prepare_inputs_for_generation):
+        for name in CACHE_NAMES:
+            if name in inspect.signature(takes).parameters:
+                return name
+    return "past_key_values"
 
 
 def new_cache(model: Any) -> DynamicCache:

@@ -13,7 +13,7 @@ from torch import nn
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.verify.extras import kwargs_behind
+from retrieve_spec.verify.extras import CACHE_NAMES, kwargs_behind
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 
@@ -86,7 +86,7 @@ class StepVerifier:
     def finish(self) -> Any:
         """Return the cache, whatever the model calls it."""
         outputs, self._outputs = self._outputs, None
-        for name in ("past_key_values", "cache_params"):
+        for name in CACHE_NAMES:
             cache = getattr(outputs, name, None)
             if cache is None:  # some models keep their state to themselves; `generate` hands back what it made
                 cache = self._kwargs.get(name)
