@@ -38,6 +38,7 @@ LEFT_OUT = {
     "sources-live-t0.7": "unseen files, T = 0.7, top-p 0.95, everything kept between prompts",
     "sources-edit": "edits with a prediction, greedy",
 }
+DENSE = {"dense-drafting": "four kinds of text, greedy, a store with a key for every token"}
 SHOWN = ("Where it loses", "Where drafting does not pay", "Methods", "Tasks", "Divergences")
 
 
@@ -205,10 +206,10 @@ def replayed_presets(made: dict[str, Any]) -> list[str]:
     return markdown_table(["draft", "tokens/pass", "nodes/pass", "µs p50 / p99"], rows)
 
 
-def left_out() -> str:
-    """What each source adds to `auto` on the bundled model."""
+def left_out(runs: dict[str, str], part: str) -> str:
+    """What each source adds to `auto` on the bundled model, and what presets get from the same stores."""
     lines = []
-    for name, title in LEFT_OUT.items():
+    for name, title in runs.items():
         run = measured(name)
         if run is None:
             continue
@@ -218,14 +219,15 @@ def left_out() -> str:
         rows = []
         for method, figures in run["methods"].items():
             kind, *without = method.split("~")
-            if kind == "auto":
+            if method != run["baseline"]:
                 passes, speed = (figures[what] / whole[what] - 1 for what in ("tokens_per_pass", "speedup_pooled"))
-                rows.append([" and ".join(without) or "nothing", f"{figures['tokens_per_pass']:.2f}"])
-                rows[-1] += [f"{passes:+.1%}" if without else "", f"{figures['nodes_per_pass']:.1f}"]
-                rows[-1] += [ratio(figures["speedup"]), f"{speed:+.1%}" if without else ""]
-        head = ["left out", "tokens/pass", "change", "nodes/pass", f"speed over {run['baseline']} (95 %)"]
+                what = f"`{kind}`" + (f" without {' and '.join(without)}" if without else "")
+                rows.append([what, f"{figures['tokens_per_pass']:.2f}", f"{passes:+.1%}" if without else ""])
+                rows[-1] += [f"{figures['nodes_per_pass']:.1f}", ratio(figures["speedup"])]
+                rows[-1] += [f"{speed:+.1%}" if without else ""]
+        head = ["draft", "tokens/pass", "change", "nodes/pass", f"speed over {run['baseline']} (95 %)"]
         lines += [*markdown_table([*head, "change, pooled"], rows), ""]
-    return "\n".join(lines) or missing("sources")
+    return "\n".join(lines) or missing(part)
 
 
 @block(TABLES, "compare", part="peers", alone=False)
@@ -263,4 +265,8 @@ def expectation(made: dict[str, Any]) -> list[str]:
     return textwrap.wrap(text, 118)
 
 
-TABLES |= {name: partial(runs_of, name) for name in RUNS} | {"speedup": speedup, "sources": left_out}
+TABLES |= {name: partial(runs_of, name) for name in RUNS} | {
+    "speedup": speedup,
+    "sources": partial(left_out, LEFT_OUT, "sources"),
+    "dense-drafting": partial(left_out, DENSE, "dense-drafting"),
+}

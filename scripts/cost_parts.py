@@ -13,8 +13,6 @@ WORKSPACES = ("uvicorn", "sympy")
 PACKAGES = sysconfig.get_paths()["purelib"]
 KEYS = 400_000
 """Of the dense indexes that are compared."""
-DENSE_TOKENS = 500_000
-"""Of the store that is drafted from, each with a key."""
 
 
 def terminal(args: argparse.Namespace) -> None:
@@ -79,14 +77,6 @@ def dense(args: argparse.Namespace) -> None:
     queries = ["--queries", f"{PACKAGES}/networkx"]  # held out of the model's training, and not in the store
     words = [str(store), *queries, *size, "--index", "ivf-pq", "hnsw", "--thinning"]
     script(args, "dense", "scripts/bench_dense.py", *words)
-
-
-def dense_drafting(args: argparse.Namespace) -> None:
-    """Drafting with neighbours of the hidden state."""
-    store = measuring.OUT / "stores" / ("dense" if not args.limit else "dense-trial")
-    size = ["--store-tokens", str(20_000 if args.limit else DENSE_TOKENS)]
-    few = ["--prompts", "1", "--tokens", "16"] if args.limit else []
-    script(args, "dense-drafting", "scripts/bench_dense_drafting.py", "--store", str(store), *size, *few)
 
 
 def typing(args: argparse.Namespace) -> None:

@@ -210,30 +210,6 @@ def thinning(made: dict[str, Any]) -> list[str]:
     return markdown_table(["keys", "kept", "dense alone", "better of dense and exact matches"], rows)
 
 
-@block(TABLES, "dense-drafting")
-def dense_drafting(made: dict[str, Any]) -> list[str]:
-    """Drafting with neighbours of the hidden state, and without."""
-    rows = []
-    for name, f in made["figures"]["all"].items():
-        row = [name, f"{f['tokens_per_pass']:.3f}", f"{f['nodes_per_pass']:.1f}", f"{f['accepted']:,}"]
-        row += [f"{f['accepted_dense']:,}", f"{f['queries_per_pass']:.2f}", f"{f['draft_us_per_pass']:,.0f}"]
-        rows.append([*row, f"{f['tokens_per_second']:.0f}"])
-    head = ["draft", "tokens/pass", "nodes/pass", "accepted", "by dense", "queries/pass", "µs to draft", "tokens/s"]
-    store, speed, replay = made["store"], made["auto_speed_with_over_without_dense"], made["replay"]
-    query = made["query_us"].get("dresd")
-    text = (
-        f"A store of {store['tokens']:,} tokens with {store['vectors']:,} keys; `auto` with neighbours runs at "
-        f"{speed['median']:.3f} times its speed without (median over {speed['pairs']} prompts)."
-    )
-    text += f" A query takes {query['p50']:,.0f} µs (median)." if query else ""
-    text += (
-        f" Over the prompts as people wrote them, the best of ten neighbours is right for "
-        f"{replay['dense_tokens_per_place']:.2f} tokens per place, the best of ten exact matches for "
-        f"{replay['exact_tokens_per_place']:.2f} ({replay['places']:,} places)."
-    )
-    return [text, "", *markdown_table(head, rows)]
-
-
 @block(TABLES, "typing")
 def typing(made: dict[str, Any]) -> list[str]:
     """Typing in an editor: with drafting, without, and without the kept keys and values."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmark_tables import LEFT_OUT, RUNS, peer_tables
+from benchmark_tables import DENSE, LEFT_OUT, RUNS, peer_tables
 from published import markdown_table, measured, missing
 
 BUNDLED, RECORDED = "tables_bundled.md", "tables_recorded.md"
@@ -54,7 +54,7 @@ def _slower_rows(run: dict[str, Any], label: str) -> Iterator[list[str]]:
 
 def elsewhere() -> str:
     """What else was measured and lost, a sentence each."""
-    found = [line for sentence in (_batches, _peers, _sources, _dense, _rollouts, _times) for line in sentence()]
+    found = [line for sentence in (_batches, _peers, _sources, _rollouts, _times) for line in sentence()]
     return "\n".join(f"- {line}" for line in found) + "\n" if found else missing("all")
 
 
@@ -87,7 +87,7 @@ def _peers() -> Iterator[str]:
 
 
 def _sources() -> Iterator[str]:
-    for name, label in LEFT_OUT.items():
+    for name, label in (LEFT_OUT | DENSE).items():
         run = measured(name)
         if run is None:
             continue
@@ -100,16 +100,6 @@ def _sources() -> Iterator[str]:
         if gains:
             cases = ", ".join(f"{source} {gain:+.1%}" for source, gain in gains.items())
             yield f"**Sources**, {label}: `auto` is faster without {cases} ([all]({BUNDLED}#what-each-source-adds))."
-
-
-def _dense() -> Iterator[str]:
-    made = measured("dense-drafting")
-    ratio = made["auto_speed_with_over_without_dense"]["median"] if made else 1
-    if ratio < 1:
-        yield (
-            f"**Neighbours of hidden states**: with a dense index `auto` runs at {ratio:.3f} times its speed without "
-            "([all](drafting.md#neighbours-of-the-hidden-state))."
-        )
 
 
 def _rollouts() -> Iterator[str]:

@@ -29,6 +29,8 @@ KNOWLEDGE_FILES = (
     "codeedit_aider_claude35sonnet.jsonl",
     "agent_moatless_claude35sonnet_temp0.jsonl",
 )
+DENSE_TOKENS = 500_000
+"""Of the store that has a key of a hidden state for each."""
 KNOWN = {
     "cold": ("--without", "phrases"),
     "warm": ("--phrases", "warm"),
@@ -146,6 +148,16 @@ def sources(args: argparse.Namespace) -> None:
     bench(args, "sources-edit", "--prompts", "builtin", "--tasks", "edit", "--methods", edits, limit=12)
 
 
+def neighbours(args: argparse.Namespace) -> None:
+    """What neighbours of the hidden state add, and the published rule that drafts from them alone."""
+    store = measuring.OUT / "stores" / ("dense" if not args.limit else "dense-trial")
+    tokens = str(20_000 if args.limit else DENSE_TOKENS)
+    words = ["--recipe", "datastores/python-stdlib.toml", "--tokenizer", "reference", "--dense", "reference"]
+    measuring.build(store, [*words, "--max-tokens", tokens])
+    words = ["--prompts", "builtin", "--tasks", "unseen,edit,structured,prose", "--store", str(store)]
+    bench(args, "dense-drafting", *words, "--methods", "off,rest,dresd,auto,auto~dense", limit=8)
+
+
 def sources_replay(args: argparse.Namespace) -> None:
     """What each source adds to auto on recorded answers of Vicuna-7B, with a store of other answers."""
     trace, tokenizer = the_trace(args, SPEC_BENCH), native(args, SPEC_BENCH)
@@ -257,7 +269,7 @@ PARTS: dict[str, Part] = {
     "datastores-segments": Part(4, "cursors through a hundred segments of 10 M tokens", cost_parts.datastore_segments),
     "datastores-peers": Part(2, "what others make of the same text, 1 M tokens", cost_parts.datastore_peers),
     "dense": Part(6, "kinds of dense indexes, and thinning", cost_parts.dense),
-    "dense-drafting": Part(7, "drafting with neighbours of the hidden state, and without", cost_parts.dense_drafting),
+    "dense-drafting": Part(6, "drafting with neighbours of the hidden state, and without", neighbours),
     "typing": Part(4, "typing in an editor, and the server's own time", cost_parts.typing),
     "sources-replay": Part(4, "auto without each of its sources, on recorded answers", sources_replay, traces=True),
     "knowledge": Part(8, "tokens per pass cold, with phrases and with answers kept", knowledge, traces=True),

@@ -79,10 +79,6 @@ INDEX = {
     "index": "hnsw", "recall_at_10": 0.9, "query_ms": {"p50": 1.0, "p99": 2.0}, "key_bytes": None,
     "bytes_per_vector": 53.2, "build_s": 1.0,
 }  # fmt: skip
-DRAFTED = {
-    "tokens_per_pass": 2.0, "nodes_per_pass": 8.0, "accepted": 5, "accepted_dense": 1, "queries_per_pass": 0.5,
-    "draft_us_per_pass": 100.0, "tokens_per_second": 200.0,
-}  # fmt: skip
 TYPED = {
     "requests": 5, "latency_ms": {"p50": 1.0, "p95": 2.0}, "outside_model_ms": {"p50": 0.5, "p95": 0.6},
     "visible_characters": {"150": 7.0, "250": 8.0},
@@ -132,11 +128,6 @@ SCRIPTS = {
     "scripts/bench_dense.py": {
         "vectors": 1000, "dims": 64, "variance_kept": 0.6, "queries": 10, "hidden_size": 384, "indexes": [INDEX],
         "states_per_second": 3400.0, "thinning": [{"keys": "none", "share": 0.0, "with_exact": 0.5}],
-    },
-    "scripts/bench_dense_drafting.py": {
-        "figures": {"all": {"dresd": DRAFTED}}, "query_us": {"dresd": {"p50": 400.0}},
-        "store": {"tokens": 9, "vectors": 8}, "auto_speed_with_over_without_dense": {"median": 0.99, "pairs": 3},
-        "replay": {"dense_tokens_per_place": 0.7, "exact_tokens_per_place": 0.5, "places": 6},
     },
     "scripts/bench_typing.py": {
         "drafting": TYPED, "typed_with_real_gaps": {"drafting": {"answered": 3, "replaced": 1}},
@@ -261,8 +252,9 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "| 16 | context | 2.000 | +0.0% |" in tables.replayed_sources()
     assert "_multisample10 | 8 | 3 | 1,000 | 2.000 | 2.500 | +25.0% |" in tables.siblings()
     assert "| `suffix --session` |" in tables.replayed_presets()
-    assert "| recycling | 2.00 | +0.0% |" in tables.left_out()
-    assert "| ngram and exact |" in tables.left_out()
+    left_out = tables.TABLES["sources"]()
+    assert "| `auto` without recycling | 2.00 | +0.0% |" in left_out
+    assert "| `auto` without ngram and exact |" in left_out
     assert "| `rest --store` |" in tables.replayed_presets()
     assert "5.0% (median)" in tables.expectation() and "differ by 5.0% (median)" in tables.TABLES["knowledge"]()
     costs = scripts[4]
@@ -278,7 +270,6 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert ">1.50</text>" in pictures.larger() and ">2.00</text>" not in pictures.larger()
     assert "| greedy | `auto` | 1 of 1 | 1 of 1 | 0.90 |" in losing.slower()
     assert "drafting off is faster with these rows: 2 (1.50, off 1.60)" in losing.elsewhere()
-    assert "`auto` runs at 0.990 times its speed without" in losing.elsewhere()
     assert "| 2 | 1.00 / 2.00 µs | 0.50 µs |" in costs.datastore_segments()
     assert "| beside one | 1.00 times | 2.00 times |" in costs.datastore_changes()
     assert "| `sync` after a change of one of 300 files | 0.25 s |" in costs.datastore_changes()
@@ -286,7 +277,8 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "SuffixDecoding: skipped (ImportError: none)" in costs.datastore_peers()
     assert "| hnsw | 0.900 | 1.00 / 2.00 ms | 53 | 1 s |" in costs.dense()
     assert "| none | 0% |  | 0.50 |" in costs.thinning()
-    assert "| dresd | 2.000 | 8.0 |" in costs.dense_drafting()
+    assert "| `dresd` | 2.00 |  | 3.0 |" in tables.TABLES["dense-drafting"]()
+    assert "| `auto` without dense | 2.00 | +0.0% |" in tables.TABLES["dense-drafting"]()
     assert "| answer, p50 / p95 | 1.00 / 2.00 ms |" in costs.typing()
     assert "2.50 times as many" not in costs.typing()  # all loop
     assert "| uvicorn: 3 files, 1.00 M characters | 1.00 / 2.00 |" in costs.typing_overhead()
@@ -342,7 +334,7 @@ def test_a_picture_that_differs_from_its_data_is_named(scripts, monkeypatch, nam
     assert [path.name for path in generator.stale()] == [f"{name}.svg"]
 
 
-@pytest.mark.parametrize("name", ["pass", "datastore", "dense", "dense_drafting", "typing"])
+@pytest.mark.parametrize("name", ["pass", "datastore", "dense", "typing"])
 def test_scripts_that_parts_run_find_what_they_import(scripts, name):
     assert callable(importlib.import_module(f"bench_{name}").main)
 
