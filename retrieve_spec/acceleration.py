@@ -131,6 +131,10 @@ def prepare(
         raise ConfigError("a tokenizer", repr(tokenizer), "Load it with AutoTokenizer.from_pretrained.")
     if isinstance(datastores, (str, os.PathLike)):
         raise ConfigError("a list of datastores", repr(datastores), f"Give datastores=[{str(datastores)!r}].")
+    if not isinstance(config, SpeculationConfig | None):
+        raise ConfigError("a SpeculationConfig", type(config).__name__, "Give options by name: draft='auto', ….")
+    if drafter is not None and not hasattr(drafter, "propose"):
+        raise ConfigError("a drafter", type(drafter).__name__, "Name a preset instead: draft='auto', ….")
     survive_forks()
     config = (config or SpeculationConfig()).with_options(**options)
     if tokenizer is not None:
@@ -178,6 +182,8 @@ def _open_store(store: Any, tokenizer: Any) -> Datastore:
         return open_datastore(store, tokenizer=tokenizer)
     if tokenizer is not None and isinstance(store, Datastore):
         check_tokenizer(store.path, store.manifest, tokenizer_fingerprint(tokenizer))
+    if not hasattr(store, "segments"):
+        raise ConfigError("a datastore's folder, or an open one", repr(store)[:60], "Give its path.")
     return store  # type: ignore[no-any-return]
 
 

@@ -139,10 +139,7 @@ SOURCES: dict[str, Callable[[MixtureDrafter], None]] = {
 def _deprived(drafter: Any, without: Sequence[str]) -> Any:
     for name in without:
         if name not in SOURCES or not isinstance(drafter, MixtureDrafter):
-            raise ConfigError(
-                f"auto without one of {', '.join(SOURCES)}",
-                f"{name!r}" if name not in SOURCES else "another preset",
-                "Presets follow published rules; only auto mixes sources.",
-            )
+            got = repr(name) if name not in SOURCES else "another preset"
+            raise ConfigError(f"auto without one of {', '.join(SOURCES)}", got, "Name one of these, and auto.")
         SOURCES[name](drafter)
     return drafter

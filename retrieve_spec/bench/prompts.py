@@ -69,7 +69,7 @@ def _of_tasks(prompts: list[Prompt], tasks: Sequence[str] | None, what: str) -> 
     missing = [task for task in tasks or () if task not in known]
     if missing:
         raise TraceError(
-            f"tasks among {', '.join(sorted(known))}", ", ".join(missing), f"These are the ones of {what}."
+            f"tasks of {what}, which are {', '.join(sorted(known))}", ", ".join(missing), "Name some of these."
         )
     return [prompt for prompt in prompts if tasks is None or prompt.task in tasks]
 

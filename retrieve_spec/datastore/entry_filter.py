@@ -89,9 +89,7 @@ def admitted_parts(names: Iterable[str]) -> tuple[str, ...]:
     """
     found = {name.strip() for given in names for name in given.split(",")} - {""}
     if unknown := sorted(found.difference(PARTS)):
-        raise BuildError(
-            f"parts of the filter, of {', '.join(PARTS)}", ", ".join(unknown), "Leave out those that are misspelt."
-        )
+        raise BuildError(f"parts of the filter, of {', '.join(PARTS)}", ", ".join(unknown), "Name some of these.")
     return tuple(sorted(found))
 
 

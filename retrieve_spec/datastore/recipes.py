@@ -91,7 +91,9 @@ def load_recipe(
     except OSError as error:
         raise BuildError(f"to read recipe {file}", error.strerror or str(error), "Check the path.") from error
     except ValueError as error:
-        raise BuildError(f"a recipe in {file}", str(error), "See docs/datastores.md for the keys.") from error
+        raise BuildError(
+            f"to read recipe {file}", str(error), "Mend the TOML; docs/datastores.md has the keys."
+        ) from error
     _check_keys(file, content, _KEYS)
     listed = content.get("source")
     if not isinstance(listed, list) or not listed or "name" not in content:

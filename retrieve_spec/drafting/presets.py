@@ -96,7 +96,7 @@ def build_drafter(
     factory = PRESETS.get(config.draft)
     if factory is None:
         names = ", ".join(["off", *PRESETS])
-        close = difflib.get_close_matches(config.draft, ["off", *PRESETS], n=1)
+        close = difflib.get_close_matches(str(config.draft), ["off", *PRESETS], n=1)
         remedy = f"Did you mean {close[0]!r}?" if close else "Use one of these names."
         raise UnknownPresetError(f"draft to be one of {names}", repr(config.draft), remedy)
     if session is None and config.session:

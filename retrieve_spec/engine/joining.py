@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from numbers import Integral
 from uuid import uuid4
 
 import numpy as np
@@ -147,6 +148,8 @@ def loan(
 
 def _seed(prepared: Prepared, seed: int | None) -> int | None:
     """Seed of a call's noise: the one given or one from torch's generator; None when it decodes greedily."""
+    if seed is not None and not isinstance(seed, Integral):
+        raise ConfigError("seed to be a whole number", repr(seed), "Leave it out to draw from torch's generator.")
     if not prepared.config.do_sample:
         return None
     return int(torch.randint(2**62, (), dtype=torch.int64).item()) if seed is None else seed

@@ -37,8 +37,10 @@ def known_ids(given: Any, name: str, model: Any) -> NDArray[np.int32]:
         They are no numbers, or the model has no such tokens.
     """
     try:
-        ids = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given).ravel()
-        whole = ids.astype(np.int64)
+        ids = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+        if not ids.ndim:
+            raise TypeError("one number alone")
+        whole = (ids := ids.ravel()).astype(np.int64)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"token ids as {name}", repr(given)[:60], "Give one list of whole numbers.") from None
     known = embedded_tokens(model)
@@ -84,4 +86,6 @@ def _as_rows(value: Any, model: Any) -> torch.Tensor:
         raise ConfigError(
             "rows of one length", "rows of different length, or no numbers", "Let the tokenizer pad, or give one row."
         ) from None
+    if not tensor.ndim:
+        raise ConfigError("text or token ids as prompt", repr(value)[:60], "Give a text, or one row of ids.")
     return (tensor if tensor.ndim > 1 else tensor[None]).to(input_device(model))

@@ -284,6 +284,8 @@ def generate_many(
     """
     if order not in ("given", "completed"):
         raise ConfigError("order to be 'given' or 'completed'", repr(order), "Leave it at 'given'.")
+    if isinstance(requests, str | Mapping) or not hasattr(requests, "__iter__"):
+        raise ConfigError("many requests", type(requests).__name__, "Give a list of them, as [request].")
     if not isinstance(rows, int) or rows < 0:
         raise ConfigError("rows of at least 0", repr(rows), "Leave it at 0 for as many as there is room for.")
     return Requests(base_model(model), requests, common, order=order, rows=rows, progress=progress)

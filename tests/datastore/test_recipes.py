@@ -86,7 +86,7 @@ def test_model_outputs(records):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("not toml at all", "a recipe in"),
+        ("not toml at all", "could not read recipe"),
         ('name = "x"', r"\[\[source\]\]"),
         ('name = "x"\ncolour = 1\n[[source]]\npath = "."', "got colour"),
         ('name = "x"\n[[source]]\npath = "."\nlicense = "MIT"', "got license"),

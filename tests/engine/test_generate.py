@@ -463,6 +463,29 @@ def test_bad_input_is_a_typed_error(tiny: Any, prompt: torch.Tensor) -> None:
         answer_of(tiny, prompt, prediction=[[1, 2], [3]])
     with pytest.raises(errors.ConfigError, match="rows of one length"):
         rs.generate_stream(tiny, {"input_ids": [[1, 2], [3]]})
+    with pytest.raises(errors.ConfigError, match="expected text or token ids as prompt, got 3"):
+        rs.generate_stream(tiny, 3)
+    with pytest.raises(errors.ConfigError, match="token ids as prediction"):
+        answer_of(tiny, prompt, prediction=3)
+    with pytest.raises(errors.ConfigError, match="seed to be a whole number, got 'one'"):
+        answer_of(tiny, prompt, seed="one")
+    with pytest.raises(errors.ConfigError, match=r"many requests, got str\. Give a list"):
+        rs.generate_many(tiny, "text")
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"draft": 3}, "draft to be one of"),
+        ({"datastores": [3]}, "a datastore's folder, or an open one, got 3. Give its path"),
+        ({"config": {"draft": "auto"}}, "a SpeculationConfig, got dict. Give options by name"),
+        ({"drafter": object()}, "a drafter, got object. Name a preset"),
+    ],
+)
+def test_an_option_of_another_kind_is_named(tiny: Any, option: dict[str, Any], said: str) -> None:
+    with pytest.raises(errors.ConfigError, match=said):
+        rs.accelerate(tiny, **option)
+    assert not hasattr(tiny, "speculation"), "nothing was changed"
 
 
 def test_what_a_tokenizer_gives_without_tensors_is_streamed(tiny: Any, prompt: torch.Tensor) -> None:
