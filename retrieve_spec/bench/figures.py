@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from retrieve_spec.bench.drawing import FEW, STYLE, Summary, colour, colours, new_figure, png
+from retrieve_spec.bench.drawing import STYLE, Summary, colour, colours, new_figure, png
 from retrieve_spec.bench.pass_figures import accepted_lengths, calibration, cost
 from retrieve_spec.bench.results import Record
 
-INTERVAL: dict[str, Any] = {"ecolor": "#444444", "capsize": 2}
-CROWDED = 16
-"""Bars whose values no longer fit beside each other."""
 PARTS = ("prefill", "draft", "verify", "commit", "learn", "other")
 
 
@@ -39,54 +35,23 @@ def all_figures(summary: Summary, records: Sequence[Record]) -> dict[str, bytes]
 
 
 def speedup(summary: Summary, records: Sequence[Record]) -> Figure | None:
-    """Speed-up by task and method, median over prompts with its interval."""
+    """Speed-up by task and method, median over prompts with its interval.
+
+    A panel for each task has a lying bar for each method: names instead of colours that nobody can tell apart.
+    """
     methods = [name for name in summary["methods"] if name != summary["baseline"]]
     if not methods:
         return None
     tasks = [*next(iter(summary["methods"].values()))["by_task"], "all"]
     tasks = tasks if len(tasks) > 2 else ["all"]  # one task is all
-    values = {
-        task: [_of_task(summary, name, task) for name in methods] for task in tasks
-    }  # medians with their intervals, in the order of the methods
-    return _many_speedups(summary, methods, values) if len(methods) > FEW else _speedups(summary, methods, values)
-
-
-def _of_task(summary: Summary, method: str, task: str) -> dict[str, float]:
-    figures = summary["methods"][method]
-    found: dict[str, float] = (figures if task == "all" else figures["by_task"][task])["speedup"]
-    return found
-
-
-def _speedups(summary: Summary, methods: list[str], values: dict[str, list[dict[str, float]]]) -> Figure:
-    """Groups of upright bars, one for each task."""
-    figure, axes = new_figure(min(max(6.5, 0.45 * len(values) * len(methods)), 9.5), 3.6)
-    width = 0.8 / len(methods)
-    of_method = colours(summary)
-    for i, name in enumerate(methods):
-        mine = [of_task[i] for of_task in values.values()]
-        at = np.arange(len(mine)) + (i - (len(methods) - 1) / 2) * width
-        errors = _errors(mine)
-        bars = axes.bar(
-            at, [v["value"] for v in mine], width * 0.92, label=name, color=of_method[name], yerr=errors, **INTERVAL
-        )
-        crowded = len(values) * len(methods) > CROWDED
-        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7, rotation=90 if crowded else 0)
-    axes.axhline(1, color="#444444", linewidth=1)
-    axes.set_xticks(np.arange(len(values)), list(values))
-    axes.grid(axis="x", visible=False)
-    axes.set_ylabel(f"tokens/s over {summary['baseline']}")
-    axes.set_title("Speed-up by task (median over prompts, 95 % interval)")
-    axes.legend(ncols=len(methods), loc="upper center", bbox_to_anchor=(0.5, -0.1))
-    return figure
-
-
-def _many_speedups(summary: Summary, methods: list[str], values: dict[str, list[dict[str, float]]]) -> Figure:
-    """A panel for each task with a lying bar for each method: names instead of colours that nobody can tell apart."""
-    figure = Figure(figsize=(max(5.5, 2.1 * len(values) + 1.5), 0.28 * len(methods) + 1.3))
-    panels = figure.subplots(1, len(values), sharex=True, sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(max(5.5, 2.1 * len(tasks) + 1.5), 0.28 * len(methods) + 1.3))
+    panels = figure.subplots(1, len(tasks), sharex=True, sharey=True, squeeze=False)[0]
     shades = [colour(0) if name.startswith("auto") else "#999999" for name in methods]
-    for axes, (task, mine) in zip(panels, values.items(), strict=True):
-        bars = axes.barh(methods, [v["value"] for v in mine], 0.7, color=shades, xerr=_errors(mine), **INTERVAL)
+    for axes, task in zip(panels, tasks, strict=True):
+        mine = [_of_task(summary, name, task) for name in methods]
+        values = [v["value"] for v in mine]
+        errors = [[v["value"] - v["low"] for v in mine], [v["high"] - v["value"] for v in mine]]
+        bars = axes.barh(methods, values, 0.7, color=shades, xerr=errors, ecolor="#444444", capsize=2)
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
         axes.margins(x=0.2)
         axes.axvline(1, color="#444444", linewidth=1)
@@ -98,8 +63,10 @@ def _many_speedups(summary: Summary, methods: list[str], values: dict[str, list[
     return figure
 
 
-def _errors(values: list[dict[str, float]]) -> list[list[float]]:
-    return [[v["value"] - v["low"] for v in values], [v["high"] - v["value"] for v in values]]
+def _of_task(summary: Summary, method: str, task: str) -> dict[str, float]:
+    figures = summary["methods"][method]
+    found: dict[str, float] = (figures if task == "all" else figures["by_task"][task])["speedup"]
+    return found
 
 
 def tokens_per_pass(summary: Summary, records: Sequence[Record]) -> Figure | None:

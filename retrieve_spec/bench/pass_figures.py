@@ -17,47 +17,25 @@ LENGTH_BINS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33)
 
 
 def accepted_lengths(summary: Summary, records: Sequence[Record]) -> Figure | None:
-    """How many draft tokens a pass accepts."""
+    """How many draft tokens a pass accepts: a row for each method, shares of its passes."""
     ours = _drafting(summary, records)
     if not ours:
         return None
-    shares = {}
-    for name, passes in ours.items():
+    figure, axes = new_figure(7.5, 0.3 * len(ours) + 1.0)
+    shares = []
+    for passes in ours.values():
         counts = np.bincount(np.searchsorted(LENGTH_BINS, passes[:, 1], side="right") - 1, minlength=len(LENGTH_BINS))
-        shares[name] = counts / counts.sum() * 100
-    bins = [_bin_name(i) for i in range(len(LENGTH_BINS))]
-    figure = _length_map(shares, bins) if len(ours) > FEW else _length_bars(summary, shares, bins)
-    (axes,) = figure.axes
-    axes.set_xlabel("accepted draft tokens in a pass")
-    return figure
-
-
-def _length_bars(summary: Summary, shares: dict[str, Any], bins: list[str]) -> Figure:
-    figure, axes = new_figure(6.5, 3.2)
-    width = 0.8 / len(shares)
-    for i, (name, share) in enumerate(shares.items()):
-        at = np.arange(len(bins)) + (i - (len(shares) - 1) / 2) * width
-        axes.bar(at, share, width, color=colours(summary)[name], label=name)
-    axes.set_xticks(range(len(bins)), bins)
-    axes.grid(axis="x", visible=False)
-    axes.set_ylabel("% of passes")
-    axes.set_title("Accepted lengths")
-    axes.legend()
-    return figure
-
-
-def _length_map(shares: dict[str, Any], bins: list[str]) -> Figure:
-    """A row for each method, where bars would be too many."""
-    figure, axes = new_figure(7.5, 0.3 * len(shares) + 1.0)
-    axes.imshow(list(shares.values()), cmap="Blues", aspect="auto", vmin=0, vmax=60)
-    for row, share in enumerate(shares.values()):
+        shares.append(counts / counts.sum() * 100)
+    axes.imshow(shares, cmap="Blues", aspect="auto", vmin=0, vmax=60)
+    for row, share in enumerate(shares):
         for column, percent in enumerate(share):
             if percent >= 0.5:
                 ink = "white" if percent > 35 else "#222222"
                 axes.text(column, row, f"{percent:.0f}", ha="center", va="center", fontsize=8, color=ink)
-    axes.set_xticks(range(len(bins)), bins)
-    axes.set_yticks(range(len(shares)), list(shares))
+    axes.set_xticks(range(len(LENGTH_BINS)), [_bin_name(i) for i in range(len(LENGTH_BINS))])
+    axes.set_yticks(range(len(ours)), list(ours))
     axes.grid(visible=False)
+    axes.set_xlabel("accepted draft tokens in a pass")
     axes.set_title("Accepted lengths, % of a method's passes")
     return figure
 

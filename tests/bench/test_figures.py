@@ -41,19 +41,14 @@ def test_every_figure_is_made(methods):
     assert made == figures.all_figures(*results(methods))  # and the same each time
 
 
-def test_many_methods_are_named_at_their_bars():
-    panels = figures.speedup(*results(MANY)).axes
+@pytest.mark.parametrize("methods", [FEW, MANY])
+def test_methods_are_named_at_their_bars(methods):
+    panels = figures.speedup(*results(methods)).axes
     assert [axes.get_title() for axes in panels] == ["edit", "prose", "all"]
-    assert labels(panels[0].yaxis) == set(MANY) - {"plain"}
+    assert labels(panels[0].yaxis) == set(methods) - {"plain"}
     assert all(axes.get_legend() is None for axes in panels)
-    (lengths,) = figures.accepted_lengths(*results(MANY)).axes
-    assert labels(lengths.yaxis) == set(MANY) - {"plain"}
-
-
-def test_few_methods_stand_side_by_side():
-    (axes,) = figures.speedup(*results(FEW)).axes
-    assert labels(axes.xaxis) == {"edit", "prose", "all"}
-    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"off", "auto"}
+    (lengths,) = figures.accepted_lengths(*results(methods)).axes
+    assert labels(lengths.yaxis) == set(methods) - {"plain"}
 
 
 def test_of_many_methods_only_auto_is_held_to_its_expectation():
