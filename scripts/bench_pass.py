@@ -23,70 +23,19 @@ from collections.abc import Callable
 from typing import Any
 
 import checkout  # noqa: F401
-import numpy as np
 import torch
+from gpu_setting import draft, plain_pass, prompt_of, started, tree_pass
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
 from retrieve_spec.bench import machine
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.recording import try_recording
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import input_device, read_interface
 from retrieve_spec.verify.probe import probe
-from retrieve_spec.verify.verifier import Verifier, VerifierInputs
-
-ROOT = np.array([5], np.int32)
-NOTHING = np.empty(0, np.int32)
-
-
-def draft(nodes: int) -> DraftTree:
-    """A tree of exactly `nodes` nodes: a main branch of half of them and short side branches."""
-    main = list(range(20, 20 + (nodes + 1) // 2))
-    sides = [[500 + i] for i in range(nodes - len(main))]
-    return DraftTree.from_paths([main, *sides] if nodes else [])
-
-
-def plain_pass(model: Any, prompt: torch.Tensor) -> Callable[[], None]:
-    """A one-token pass with the arguments plain `generate` gives it."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    token = prompt[:, :1]
-
-    def run() -> None:
-        length = cache.get_seq_length()
-        mask = torch.ones((1, length + 1), dtype=torch.long, device=prompt.device)
-        positions = torch.tensor([[length]], device=prompt.device)
-        kwargs = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
-        out = model(token, past_key_values=cache, use_cache=True, return_dict=True, **kwargs)
-        float(out.logits[0, 0, 0])  # waits for the device
-
-    return run
-
-
-def tree_pass(verifier: Verifier, tree: DraftTree) -> Callable[[], None]:
-    """A pass over the root and a tree of which nothing is accepted."""
-
-    def run() -> None:
-        float(verifier.forward(ROOT, tree if len(tree) else None).logits[0, 0])
-        verifier.commit(NOTHING)
-
-    return run
-
-
-def started(verifier: Verifier, model: Any, prompt: torch.Tensor, room: int) -> Verifier:
-    """A verifier that has read the prompt."""
-    length = prompt.shape[1]
-    kwargs = {
-        "past_key_values": DynamicCache(config=model.config.get_text_config(decoder=True)),
-        "position_ids": torch.arange(length, device=prompt.device)[None],
-    }
-    verifier.start(VerifierInputs(prompt, kwargs, max_length=length + room))
-    verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
-    verifier.commit(NOTHING)
-    return verifier
+from retrieve_spec.verify.verifier import Verifier
 
 
 def measure(
@@ -99,9 +48,8 @@ def measure(
 ) -> dict[str, list[float]]:
     """Milliseconds by kind of pass: "plain", "static n" and "ordinary n"."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    prompt = torch.as_tensor((np.arange(context) * 7919 + 13) % min(vocab, 8000), device=input_device(model))[None]
-    room = repeats + 5
-    kinds: dict[str, Callable[[], None]] = {"plain": plain_pass(model, prompt)}
+    prompt, room = prompt_of(context, input_device(model), min(vocab, 8000)), repeats + 5
+    kinds: dict[str, Callable[[], torch.Tensor]] = {"plain": plain_pass(model, prompt)}
     for width in widths:  # every kind has a cache of its own, which grows by one row per pass as in decoding
         kinds[f"static {width}"] = tree_pass(started(make(), model, prompt, room), draft(width))
         kinds[f"ordinary {width}"] = tree_pass(started(ordinary(), model, prompt, room), draft(width))
@@ -109,7 +57,7 @@ def measure(
     for repeat in range(repeats + 4):
         for name, run in kinds.items():
             began = time.perf_counter()
-            run()
+            float(run()[0, 0])  # waits for the device
             if repeat >= 4:
                 times[name].append((time.perf_counter() - began) * 1e3)
     return times

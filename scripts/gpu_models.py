@@ -9,23 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gpu_setting import NOTHING, Attempt, Setting, build, draft
+from gpu_setting import Attempt, Setting, build, draft, plain_pass, prompt_of, started, tree_pass
 from trace_driven import TraceDriven, told
-from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.recorded.recording import try_recording
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
-from retrieve_spec.verify.verifier import Verifier, VerifierInputs
-
-ROOT = np.array([5], np.int32)
+from retrieve_spec.verify.verifier import Verifier
 
 
 def model(setting: Setting, attempt: Attempt, size: str) -> None:
@@ -65,9 +60,22 @@ def model(setting: Setting, attempt: Attempt, size: str) -> None:
 
 def curves(setting: Setting, attempt: Attempt, target: Any, makers: Any, context: int) -> None:
     """A plain pass, and passes of every kind by number of nodes, the fastest kind first."""
-    attempt(f"curve {context} plain", lambda: {"0": plain_pass(setting, target, context)})
+
+    def plain() -> dict[str, float]:
+        return {"0": setting.median_ms(plain_pass(target, prompt_of(context, setting.device)))}
+
+    attempt(f"curve {context} plain", plain)
     for kind in reversed(makers):
         attempt(f"curve {context} {kind}", lambda kind=kind: curve(setting, target, makers[kind], context))
+
+
+def curve(setting: Setting, target: Any, make: Callable[[], Verifier], context: int) -> dict[str, float]:
+    """Milliseconds of a pass by number of drafted nodes."""
+    verifier = started(make(), target, prompt_of(context, setting.device), 512)
+    times = {str(nodes): setting.median_ms(tree_pass(verifier, draft(nodes))) for nodes in setting.nodes}
+    verifier.finish()
+    gc.collect()
+    return times
 
 
 def compiled(setting: Setting, attempt: Attempt, size: str) -> None:
@@ -75,53 +83,6 @@ def compiled(setting: Setting, attempt: Attempt, size: str) -> None:
     target = build(size, max(setting.context), setting.device, torch.bfloat16)
     answers = list(recorded_answers(setting, target.config.vocab_size))[:1]
     attempt("decode static compiled cache", lambda: baseline(setting, target, answers, cache_implementation="static"))
-
-
-def started(setting: Setting, make: Callable[[], Verifier], target: Any, context: int) -> Verifier:
-    """A verifier that has read a prompt."""
-    prompt = torch.as_tensor((np.arange(context) * 7919 + 13) % 500, device=setting.device)[None]
-    positions = torch.arange(context, device=setting.device)[None]
-    verifier = make()
-    kwargs = {"past_key_values": DynamicCache(config=target.config), "position_ids": positions}
-    verifier.start(VerifierInputs(prompt, kwargs, max_length=context + 512))
-    verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
-    verifier.commit(NOTHING)
-    return verifier
-
-
-def curve(setting: Setting, target: Any, make: Callable[[], Verifier], context: int) -> dict[str, float]:
-    """Milliseconds of a pass by number of drafted nodes; the text grows by the root with every pass."""
-    verifier = started(setting, make, target, context)
-    times = {}
-
-    def run(tree: DraftTree) -> None:
-        verifier.forward(ROOT, tree if len(tree) else None)
-        verifier.commit(NOTHING)
-
-    for nodes in setting.nodes:
-        tree = draft(nodes)
-        times[str(nodes)] = setting.median_ms(lambda tree=tree: run(tree))
-    verifier.finish()
-    gc.collect()
-    return times
-
-
-def plain_pass(setting: Setting, target: Any, context: int) -> float:
-    """Milliseconds of a one-token pass with the arguments plain `generate` gives it."""
-    cache = DynamicCache(config=target.config)
-    prompt = torch.as_tensor((np.arange(context) * 7919 + 13) % 500, device=setting.device)[None]
-    target(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-    def run() -> None:
-        length = cache.get_seq_length()
-        mask = torch.ones((1, length + 1), dtype=torch.long, device=setting.device)
-        positions = torch.tensor([[length]], device=setting.device)
-        target(
-            prompt[:, :1], past_key_values=cache, use_cache=True, attention_mask=mask, position_ids=positions,
-            logits_to_keep=1,
-        )  # fmt: skip
-
-    return setting.median_ms(run)
 
 
 def traces_of(setting: Setting, answers: list[tuple[list[int], list[int]]]) -> Iterator[tuple[Any, Any, int]]:

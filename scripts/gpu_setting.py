@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.recording import Recording
 from retrieve_spec.verify.probe import check_verifier
-from retrieve_spec.verify.verifier import Verifier
+from retrieve_spec.verify.verifier import Verifier, VerifierInputs
 
 Attempt = Callable[[str, Callable[[], Any]], Any]
 SHAPES = {
@@ -28,7 +28,7 @@ SHAPES = {
     "1b": (2048, 8192, 16, 32, 8, 128_256),
     "8b": (4096, 14_336, 32, 32, 8, 128_256),
 }
-NOTHING = np.empty(0, np.int32)
+ROOT, NOTHING = np.array([5], np.int32), np.empty(0, np.int32)
 
 
 class Setting:
@@ -100,3 +100,46 @@ def draft(nodes: int) -> DraftTree:
     """A tree of exactly `nodes` nodes: a main branch of half of them and short side branches."""
     main = list(range(20, 20 + (nodes + 1) // 2))
     return DraftTree.from_paths([main, *[[500 - i] for i in range(nodes - len(main))]] if nodes else [])
+
+
+def prompt_of(length: int, device: Any, vocab: int = 500) -> torch.Tensor:
+    """(1, length) token ids that do not repeat soon."""
+    return torch.as_tensor((np.arange(length) * 7919 + 13) % vocab, device=device)[None]
+
+
+def plain_pass(model: Any, prompt: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A one-token pass behind a prompt, with the arguments that plain `generate` gives it; returns its logits."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    token, device = prompt[:, :1], prompt.device
+
+    def run() -> torch.Tensor:
+        length = cache.get_seq_length()
+        mask = torch.ones((1, length + 1), dtype=torch.long, device=device)
+        at = {"attention_mask": mask, "position_ids": torch.tensor([[length]], device=device)}
+        logits: torch.Tensor = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1, **at).logits
+        return logits[0]
+
+    return run
+
+
+def started(verifier: Verifier, model: Any, prompt: torch.Tensor, room: int) -> Verifier:
+    """A verifier that has read a prompt and has room for so many tokens behind it."""
+    length = prompt.shape[1]
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    kwargs = {"past_key_values": cache, "position_ids": torch.arange(length, device=prompt.device)[None]}
+    verifier.start(VerifierInputs(prompt, kwargs, max_length=length + room))
+    verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
+    verifier.commit(NOTHING)
+    return verifier
+
+
+def tree_pass(verifier: Verifier, tree: DraftTree) -> Callable[[], torch.Tensor]:
+    """A pass over the root and a tree of which nothing is accepted: the text grows by the root."""
+
+    def run() -> torch.Tensor:
+        logits = verifier.forward(ROOT, tree if len(tree) else None).logits
+        verifier.commit(NOTHING)
+        return logits
+
+    return run
