@@ -10,6 +10,10 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 # Tests that run Numba's kernels, repeated as plain Python so that an error the compiler hides is seen.
 KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!triton)|import naive_|from naive_" -r tests --include="test_*.py")
+# Tests that want as many threads as a program of its own has: a hang with two is not seen with one.
+THREAD_TESTS = $(shell grep -l "pytest\.mark\.threads" -r tests --include="test_*.py")
+# As many processes as tests/conftest.py finds room for, which share the tests out among themselves.
+BESIDE = -n auto --dist worksteal
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
@@ -22,14 +26,15 @@ help:
 demo: setup
 	@$(BIN)/python -m retrieve_spec.demo $(ARGS)
 
-## make test        all tests, then the kernels again with the compiler off
+## make test        all tests, several at a time; then those of threads alone, and the kernels again with the compiler off
 test: setup-test
-	$(BIN)/python -m pytest $(ARGS)
-	$(if $(KERNEL_TESTS),NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -q $(sort $(KERNEL_TESTS)))
+	$(BIN)/python -m pytest $(BESIDE) -m "not threads" $(ARGS)
+	$(BIN)/python -m pytest -q -m threads $(THREAD_TESTS)
+	$(if $(KERNEL_TESTS),NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -q $(BESIDE) $(sort $(KERNEL_TESTS)))
 
 ## make test-fast   the tests that take less than ten seconds each
 test-fast: setup-test
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(BESIDE) -m "not slow" $(ARGS)
 
 ## make hammer      random calls of random models against plain `generate` (ARGS="--minutes 30")
 hammer: setup-test

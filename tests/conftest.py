@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hypothesis import settings
 import retrieve_spec
 
 REFERENCE = Path(retrieve_spec.__file__).parent / "reference"
+WORKER_BYTES = 3 << 30
 SLOW = 3
 """How many times the limit of pyproject.toml a test marked slow may take, unless it says otherwise."""
 
@@ -27,6 +28,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW * limit))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes of `pytest -n auto`: one for each processor and each 3 GB of memory, eight at most."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(processors, memory // WORKER_BYTES, 8))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
+    """Workers compute with one thread each: threads of several processes that wait for each other spin for ages."""
+    for spec in specs:
+        spec.env["OMP_NUM_THREADS"] = "1"  # before torch is imported there
 
 
 @pytest.fixture(autouse=True)

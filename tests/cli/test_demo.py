@@ -13,6 +13,8 @@ from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.demo_screen import ROWS, Pane, Screen
 
+pytestmark = pytest.mark.threads
+
 
 class Letters:
     """Stands for a tokenizer: token i is the i-th letter."""

@@ -91,6 +91,7 @@ def test_links_to_files_lead_somewhere(page):
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md", "docs/howto.md"])
 def test_python_of_the_pages_runs(page, monkeypatch):
     """One block after another, as a reader would type them."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.threads
+
 MODEL = """
 def small_model():
     import torch

@@ -12,6 +12,8 @@ from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
 
+pytestmark = pytest.mark.threads
+
 CODE = inspect.getsource(json.decoder)
 
 

@@ -13,6 +13,8 @@ import retrieve_spec as rs
 from retrieve_spec.engine.threads import PassThreads, PromptThreads
 from retrieve_spec.openmp import loaded_libgomp
 
+pytestmark = pytest.mark.threads
+
 
 class Machine:
     """Times of passes by number of threads; `busy` cores are taken by other programs."""

@@ -12,6 +12,8 @@ from retrieve_spec.server.jobs import Task
 from retrieve_spec.server.samplers import Sampling
 from retrieve_spec.server.stopping import StopRules
 
+pytestmark = pytest.mark.threads
+
 SOURCE = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    "
 INFILL = {"input_prefix": SOURCE, "input_suffix": "\n", "prompt": "", "n_predict": 12}
 COMPLETION = {"prompt": SOURCE, "n_predict": 12}
