@@ -51,7 +51,6 @@ class RecordedVerifier:
         state: ModelState | None = None,
     ) -> None:
         self.model = model
-        self.whole_prompts = ordinary.whole_prompts
         self.not_recorded = ""
         """Why this generation does not use the recorded pass; empty when it does."""
         self.ordinary, self.recorded, self._state = ordinary, recorded, state
@@ -75,6 +74,11 @@ class RecordedVerifier:
     def reason(self) -> str:
         """Why that is no tree."""
         return self.ordinary.reason
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether the prompt must come in one piece, as one with pictures must."""
+        return self.ordinary.whole_prompts
 
     @property
     def takes_back(self) -> bool:

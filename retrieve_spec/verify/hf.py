@@ -68,7 +68,9 @@ class HFVerifier:
         self.mode: Mode = mode
         self.reason = reason
         self._ignores_state = interface.recurrence is not None and interface.recurrence.way == "steps"
-        self.whole_prompts = self._ignores_state
+        counts = any(place.kind == "past" for place in interface.places)  # padding tokens inside may be left out
+        self._reads_whole = self._ignores_state or counts or not interface.takes_pieces
+        self.whole_prompts = self._reads_whole
         self._device = input_device(model)
         self._model_mode: tuple[Mode, str] = (mode, reason)
         self.kinds = kinds
@@ -117,7 +119,7 @@ class HFVerifier:
         self._inputs = PassInputs(
             self.model, self.interface, self._device, inputs.input_ids, kwargs, inputs.past_length, self._uncached
         )
-        self.whole_prompts = self._ignores_state or bool(self._inputs.extras.kind)
+        self.whole_prompts = self._reads_whole or bool(self._inputs.extras.kind)
         if self._state is not None and self._inputs.is_padded:
             self.whole_prompts = True  # such layers do not look at the mask of a lone token
         self._kind = CallKind.of(self.model.config, self._inputs, self._past + self._uncached)

@@ -82,6 +82,8 @@ class ModelInterface:
         Where positions that the model derives itself are replaced, once a probe has found out.
     takes_padding
         Whether rows with padding in front are verified so, too; else they are decoded plainly.
+    takes_pieces
+        Whether a prompt that comes in pieces is read as one that comes at once.
     """
 
     cache_name: str
@@ -100,6 +102,7 @@ class ModelInterface:
     has_encoder: bool = False
     places: tuple[Place, ...] = ()
     takes_padding: bool = True
+    takes_pieces: bool = True
 
     @property
     def derives_positions(self) -> bool:

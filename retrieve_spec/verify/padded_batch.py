@@ -60,7 +60,6 @@ class PaddedRow:
         """Why this generation shares no passes; empty when it may."""
         self.axes: torch.Tensor | None = None
         """(axes, 1, 1) long, positions minus slots where they differ from axis to axis."""
-        self.whole_prompts = own.whole_prompts
         self._recurrent = own.interface.recurrent
 
     @property
@@ -72,6 +71,11 @@ class PaddedRow:
     def reason(self) -> str:
         """Why that is no tree."""
         return self.own.reason
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether the prompt must come in one piece."""
+        return self.own.whole_prompts
 
     @property
     def takes_back(self) -> bool:
@@ -93,7 +97,6 @@ class PaddedRow:
         self.own.start(inputs)
         self._returns_cache = inputs.returns_cache
         kwargs, name = inputs.model_kwargs, self.own.interface.cache_name
-        self.whole_prompts = self.own.whole_prompts
         self.alone = self.own.reason if self.own.mode != "tree" else ""
         extras = [key for key, value in kwargs.items() if key not in OF_TEXT | {name} and not says_nothing(value)]
         mask = kwargs.get("attention_mask")

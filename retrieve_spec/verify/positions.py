@@ -156,7 +156,7 @@ class DerivedPositions:
         """Put hooks on the modules; they do nothing but inside `verifying`."""
         self.detach()
         self._handles = [
-            place.module.register_forward_hook(self._after)
+            place.module.register_forward_hook(self._after, with_kwargs=True)
             if place.kind == "past"
             else place.module.register_forward_pre_hook(self._before(place), with_kwargs=True)
             for place in self._places
@@ -188,10 +188,16 @@ class DerivedPositions:
             self._ahead = self._seen = None
             self._placed = {}
 
-    def _after(self, _module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor | None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor) -> torch.Tensor | None:
         if self._ahead is None or self._thread != get_ident():
             return None
-        return out.index_select(-2, self._depths.to(out.device))
+        depths, padding = self._depths.to(out.device), getattr(module, "padding_idx", None)
+        ids = args[0] if args else None
+        if padding is None or not isinstance(ids, torch.Tensor) or not bool((ids == padding).any()):
+            return out.index_select(-2, depths)
+        # Tokens behind a padding one are counted without it, but not in single steps: let there be none.
+        every = module.forward(torch.full_like(ids, padding + 1), *args[1:], **kwargs)
+        return torch.where((ids == padding)[..., None], out, every.index_select(-2, depths))
 
     def _before(self, place: Place) -> Any:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:

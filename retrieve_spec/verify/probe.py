@@ -105,7 +105,8 @@ def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
     trials = [Trial(most // 2 + 1, 0, 3), Trial(most + 3, 0, 2), Trial(most + 3, _PADDING, 2)]
     beyond = _of_copy(small, found, trials)
     if beyond.mode == found.mode:
-        return found
+        pieces = found.interface.takes_pieces and beyond.interface.takes_pieces
+        return replace(found, interface=replace(found.interface, takes_pieces=pieces))
     mode, reason = beyond.mode, f"past its windows, {beyond.reason}" if beyond.reason else beyond.reason
     if mode != "plain":
         again = _strongest(model, found.interface, mode, reason, [Trial(PROMPT, _PADDING)])
@@ -167,9 +168,11 @@ def _strongest(
                     continue
                 if layout and tried == "tree" and layout_of(candidate) != layout:
                     continue
-                problem = _problem(model, candidate, tried, of_these, kinds=kinds)
-                if not problem:
-                    return Finding(tried, "" if tried == "tree" else why, replace(candidate, takes_padding=padded))
+                for pieces in (True, False):
+                    way = replace(candidate, takes_padding=padded, takes_pieces=pieces)
+                    problem = _problem(model, way, tried, of_these, kinds=kinds)
+                    if not problem:
+                        return Finding(tried, "" if tried == "tree" else why, way)
             why = problem or why
         first = first or why
     return Finding("plain", first, interface)
@@ -247,8 +250,11 @@ def _verified(call: PreparedCall, mode: Mode, drafts: list[Draft], verifier: Ver
     try:
         if verifier.mode != mode:
             raise RuntimeError(verifier.reason)
-        verifier.forward(call.input_ids[0].cpu().numpy().astype(np.int32))
-        verifier.commit(np.empty(0, np.int32))
+        prompt = call.input_ids[0].cpu().numpy().astype(np.int32)
+        cuts = [] if verifier.whole_prompts else [len(prompt) // 2, max(len(prompt) // 2, len(prompt) - 2)]
+        for piece in filter(len, np.split(prompt, cuts)):
+            verifier.forward(piece)
+            verifier.commit(np.empty(0, np.int32))
         return by_passes(verifier, drafts)
     finally:
         verifier.finish()

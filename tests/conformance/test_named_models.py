@@ -526,3 +526,43 @@ def test_a_config_that_does_not_say_what_layers_keep() -> None:
     model = build("blt", "causal")
     rs.accelerate(model)
     assert (model.speculation.mode, "num_hidden_layers" in model.speculation.reason) == ("delegated", True)
+
+
+@pytest.mark.parametrize("recorded", ["always", "off"])
+def test_a_prompt_with_a_picture_comes_in_one_piece(recorded: str) -> None:
+    model = build("glm46v", "image")
+    inputs = picture_prompt(model)
+    assert inputs is not None
+    wanted = model.generate(**inputs, **GREEDY)
+    rs.accelerate(model, prefill_chunk=3, recorded_pass=recorded)
+    assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
+
+
+def test_a_model_that_reads_pieces_of_prompts_otherwise_reads_whole_ones() -> None:
+    """Moshi makes the mask of a window wrongly where several tokens follow a cache that is longer than it."""
+    model = build("moshi", "causal")
+    ids = prompt(model, 23)
+    wanted = model.generate(ids, **GREEDY)
+    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=200), nodes=12, prefill_chunk=7)
+    assert model.speculation.mode == "tree"
+    assert not model.speculation.interface.takes_pieces
+    assert torch.equal(model.generate(ids, **GREEDY), wanted)
+
+
+def test_padding_tokens_in_drafts_do_not_move_those_behind_them() -> None:
+    """M2M-100 gives a padding token no position, and counts those behind it in a pass without it."""
+    model = build("m2m_100", "seq2seq")
+    model.model.decoder.embed_positions.weights.mul_(20.0)
+    ids, padding = prompt(model, 12), model.config.pad_token_id
+
+    def say_padding(text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([padding]), 1e4) if text.shape[1] % 4 == 0 else scores
+
+    options = {"max_new_tokens": 20, "do_sample": False, "logits_processor": [say_padding]}
+    wanted = model.generate(ids, **options)
+    planted = Planted()
+    rs.accelerate(model, drafter=planted, nodes=16)
+    for script in ("right", "half", "branchy"):
+        planted.plant(wanted[0], 1, script)
+        assert torch.equal(model.generate(ids, **options), wanted), script
+    assert model.speculation.last.tokens_per_pass > 1.5
