@@ -92,7 +92,7 @@ def load_recipe(
         raise BuildError(f"to read recipe {file}", error.strerror or str(error), "Check the path.") from error
     except ValueError as error:
         raise BuildError(
-            f"to read recipe {file}", str(error), "Mend the TOML; docs/datastores.md has the keys."
+            f"to read recipe {file}", str(error), "Correct the TOML; docs/datastores.md has the keys."
         ) from error
     _check_keys(file, content, _KEYS)
     listed = content.get("source")

@@ -92,7 +92,10 @@ def probe(model: Any, interface: ModelInterface) -> Finding:
     kinds = CallKinds()
     found = replace(_strongest(model, interface, mode, reason, trials, kinds=kinds), kinds=kinds)
     if far and found.mode != "plain":
-        return _beyond(model, found, lengths)
+        found = _beyond(model, found, lengths)
+    choices = {name: length for name, length in lengths.items() if name in CHOICES}
+    if choices and found.mode != "plain":  # passes may agree beyond them too, by luck
+        return _up_to(found, choices, "which keys are seen there turns on rounding")
     return found
 
 
@@ -131,11 +134,11 @@ def _of_copy(small: Any, found: Finding, trials: list[Trial]) -> Finding:
 
 
 def _up_to(found: Finding, lengths: dict[str, int], why: str) -> Finding:
-    """A finding that holds up to the first of some lengths."""
+    """A finding that holds up to the first of some lengths; beyond, prompts are read at once as by `generate`."""
     first = min(lengths.values())
     logger.debug("nothing is drafted beyond %d tokens: %s", first, why)
     limit = min(first, found.interface.max_positions or first)
-    return replace(found, interface=replace(found.interface, max_positions=limit))
+    return replace(found, interface=replace(found.interface, max_positions=limit, takes_pieces=False))
 
 
 def check_verifier(model: Any, interface: ModelInterface, verifier: Verifier, mode: Mode = "tree") -> str:

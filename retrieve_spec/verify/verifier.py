@@ -88,8 +88,9 @@ class Verifier(Protocol):
     `commit` or `finish` short, or came right behind, the same call can be made again.
     """
 
-    whole_prompts: bool
-    """Whether the prompt must come in one piece: a second one would not see what the first left behind."""
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether the prompt must come in one piece: a second one would not see what the first left behind."""
 
     @property
     def mode(self) -> Mode:

@@ -207,6 +207,7 @@ def test_a_choice_of_keys_that_turns_on_rounding_is_not_drafted_beyond() -> None
     rs.accelerate(model, drafter=drafter, nodes=8)
     assert model.speculation.mode == "chain"
     assert model.speculation.interface.max_positions == model.config.index_topk == 64
+    assert not model.speculation.interface.takes_pieces
     assert torch.equal(model.generate(ids, **options), wanted)
     assert 3 <= np.count_nonzero([len(seen.tree) for seen in drafter.seen]) <= 4  # 24 tokens, six and a bonus each
 
