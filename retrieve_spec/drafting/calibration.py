@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _SAVE_EVERY = 16
 _DRAFT_PRIOR, _DRAFT_MEMORY = 10.0, 300.0
-"""Accepted tokens that the promise of a new drafter counts for, and after how many the oldest fade …"""
-_HOPE_MEMORY = 30.0
-"""… while nothing is drafted."""
+"""Accepted tokens that the promise of a new drafter counts for, and after how many the oldest fade."""
+_HOPE_MEMORY = 12.0
+"""Tokens that drafts would have begun with after which what drafts taught has faded to a third: few passes are looked
+at while drafts do not pay."""
 _PROMISES = (0.3, 1.3)
 """What a promise is worth at least and at most."""
 _FACTORS = (CLASSES + PLACES) * CLASSES * 2
@@ -97,21 +98,20 @@ class Calibration:
 
     def drafted(self, expected: float, accepted: int, noise: bool) -> None:
         """Learn what became of a draft: tokens it promised (more than 0, `promise` included) and tokens accepted."""
-        self._came(expected, accepted, noise, _DRAFT_MEMORY)
+        known = self.drafts[noise]
+        total = known[1] + expected / self.promise(noise)
+        fade = min(_DRAFT_MEMORY / total, 1.0)
+        known[0] = (known[0] + accepted) * fade
+        known[1] = total * fade
 
     def hoped(self, p: float, right: bool, noise: bool) -> None:
         """Learn whether the token was `right` that a draft would have begun with; `promise` is in its probability `p`.
 
         Drafts that do not pay because they are not trusted are not made: trust would never be won back.
         """
-        self._came(p, int(right), noise, _HOPE_MEMORY)
-
-    def _came(self, expected: float, accepted: int, noise: bool, memory: float) -> None:
-        known = self.drafts[noise]
-        total = known[1] + expected / self.promise(noise)
-        fade = min(memory / total, 1.0)
-        known[0] = (known[0] + accepted) * fade
-        known[1] = total * fade
+        fade = 1 - p / self.promise(noise) / _HOPE_MEMORY
+        self.drafts[noise][:] = [count * fade for count in self.drafts[noise]]
+        self.drafted(p, int(right), noise)
 
     def keep(self, at_once: bool = False) -> None:
         """Count a request, and write the tables to `path` (if there is one) after the first and every 16th.
