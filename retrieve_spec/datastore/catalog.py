@@ -35,6 +35,7 @@ _COLUMNS = {
     "removed": int,
 }
 _WRITTEN = tuple(name for name in _COLUMNS if name != "id")
+_TABLES = {"documents", "skipped", "store", "segments"}
 _NOT_NULL = {"segment", "number", "path", "start", "tokens", "removed"}
 
 
@@ -59,10 +60,13 @@ def write_catalog(path: str | os.PathLike[str], out: str | os.PathLike[str] | No
     StoreError
         As `open_datastore`; a store that cannot be written needs `out`.
     BuildError
-        When the database cannot be written; nothing is left of it then.
+        When the database cannot be written; nothing is left of it then. When `out` is a file that is no catalogue,
+        which stays as it is.
     """
     store = open_datastore(path)
     target = Path(out) if out is not None else store.path / CATALOG
+    if out is not None and target.exists() and not _is_catalog(target):
+        raise BuildError(f"a catalogue or nothing at {target}", "another file", "Give a place where no file is yet.")
     try:
         _update(store, target)
     except sqlite3.DatabaseError:  # of another format, or damaged: it is a view
@@ -74,6 +78,18 @@ def write_catalog(path: str | os.PathLike[str], out: str | os.PathLike[str] | No
             remedy = "Check permissions and free space, or give another place."
             raise BuildError(f"to write {target}", str(error), remedy) from error
     return target
+
+
+def _is_catalog(target: Path) -> bool:
+    """Whether a file is a database with a catalogue's tables, or an empty file."""
+    if target.is_file() and not target.stat().st_size:
+        return True
+    try:
+        with closing(sqlite3.connect(f"{target.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            tables = {name for (name,) in database.execute("select name from sqlite_master where type = 'table'")}
+    except sqlite3.DatabaseError:  # no database, or a folder
+        return False
+    return tables >= _TABLES
 
 
 def _discard(target: Path) -> None:

@@ -258,6 +258,23 @@ def test_catalogue_can_be_searched_by_path(tokenizer, texts, tmp_path):
     assert [row["path"] for row in database["documents"].search("sub")] == ["sub/d.txt"]
 
 
+def test_catalogue_replaces_no_other_file(tokenizer, texts, tmp_path):
+    import sqlite_utils
+
+    build_datastore(tmp_path / "s", str(texts), tokenizer)
+    notes, others = tmp_path / "notes.txt", tmp_path / "others.sqlite"
+    notes.write_text("mine")
+    sqlite_utils.Database(others)["documents"].insert({"mine": 1})
+    for path in (notes, others, tmp_path):
+        with pytest.raises(BuildError, match="expected a catalogue or nothing at .*, got another file"):
+            write_catalog(tmp_path / "s", path)
+    assert notes.read_text() == "mine"
+    assert list(sqlite_utils.Database(others)["documents"].rows) == [{"mine": 1}]
+    out = tmp_path / "made.sqlite"
+    write_catalog(tmp_path / "s", out)
+    assert write_catalog(tmp_path / "s", out) == out
+
+
 def test_history_records_what_was_done(tokenizer, texts, tmp_path):
     (texts / "empty").write_text("")
     build_datastore(tmp_path / "s", Source(str(texts), "MIT"), tokenizer)
