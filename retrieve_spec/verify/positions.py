@@ -134,6 +134,12 @@ def _is_bias(value: torch.Tensor, keys: int) -> bool:
     return bool((steps > 0).all()) or bool((steps < 0).all())
 
 
+def _ids_among(args: Any, kwargs: Any, rows: int) -> torch.Tensor | None:
+    """The tokens of a pass over so many rows among a module's arguments, given by place or by name."""
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    return next((value for value in tensors if value.dtype == torch.long and value.shape[-1:] == (rows,)), None)
+
+
 class DerivedPositions:
     """The positions of a draft tree for a model that derives positions, for one verifier.
 
@@ -192,11 +198,13 @@ class DerivedPositions:
         if self._ahead is None or self._thread != get_ident():
             return None
         depths, padding = self._depths.to(out.device), getattr(module, "padding_idx", None)
-        ids = args[0] if args else None
-        if padding is None or not isinstance(ids, torch.Tensor) or not bool((ids == padding).any()):
+        ids = _ids_among(args, kwargs, out.shape[-2])
+        if padding is None or ids is None or not bool((ids == padding).any()):
             return out.index_select(-2, depths)
         # Tokens behind a padding one are counted without it, but not in single steps: let there be none.
-        every = module.forward(torch.full_like(ids, padding + 1), *args[1:], **kwargs)
+        ordinary = torch.full_like(ids, padding + 1)
+        args = tuple(ordinary if value is ids else value for value in args)
+        every = module.forward(*args, **{name: ordinary if value is ids else value for name, value in kwargs.items()})
         return torch.where((ids == padding)[..., None], out, every.index_select(-2, depths))
 
     def _before(self, place: Place) -> Any:

@@ -550,20 +550,22 @@ def test_a_model_that_reads_pieces_of_prompts_otherwise_reads_whole_ones() -> No
     assert torch.equal(model.generate(ids, **GREEDY), wanted)
 
 
-def test_padding_tokens_in_drafts_do_not_move_those_behind_them() -> None:
-    """M2M-100 gives a padding token no position, and counts those behind it in a pass without it."""
-    model = build("m2m_100", "seq2seq")
-    model.model.decoder.embed_positions.weights.mul_(20.0)
-    ids, padding = prompt(model, 12), model.config.pad_token_id
+@pytest.mark.parametrize(("name", "mapping"), [("m2m_100", "seq2seq"), ("kosmos-2.5", "image")])
+def test_padding_tokens_in_drafts_do_not_move_those_behind_them(name: str, mapping: str) -> None:
+    """These give a padding token no position, and count those behind it without it; Kosmos-2.5 names its arguments."""
+    model = build(name, mapping)
+    embeds = next(module for name, module in model.named_modules() if name.endswith("embed_positions"))
+    embeds.weights.mul_(20.0)
+    ids, padding = prompt(model, 12), model.config.get_text_config(decoder=True).pad_token_id
 
     def say_padding(text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.index_fill(1, torch.tensor([padding]), 1e4) if text.shape[1] % 4 == 0 else scores
 
     options = {"max_new_tokens": 20, "do_sample": False, "logits_processor": [say_padding]}
     wanted = model.generate(ids, **options)
-    planted = Planted()
+    given, planted = wanted.shape[1] - 20, Planted()
     rs.accelerate(model, drafter=planted, nodes=16)
     for script in ("right", "half", "branchy"):
-        planted.plant(wanted[0], 1, script)
+        planted.plant(wanted[0], given, script)
         assert torch.equal(model.generate(ids, **options), wanted), script
     assert model.speculation.last.tokens_per_pass > 1.5
