@@ -145,7 +145,7 @@ def assemble(
                 trial.prepare()  # in this thread: the first keystroke with the store does not wait for its kernels
             service.engine.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
-        workspace.on_change = WorkspaceStore(workspace, tokenizer, attach).follow
+        workspace.follower = WorkspaceStore(workspace, tokenizer, attach)
     return Served(service, metrics, provenance)
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import monotonic
+from typing import Protocol
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
@@ -31,6 +32,22 @@ _REST = 4.0
 _FULL = 0.99
 """Share of the bound of text from which on no smaller file is looked for that would fit."""
 _TOO_MANY, _TOO_MUCH = "beyond the bound of files", "beyond the bound of text"
+_PAUSE_S = 1.0
+"""Seconds between an error and the next trial, at first; twice as many after each that fails."""
+_LONGEST_PAUSE_S = 60.0
+
+
+class Follower(Protocol):
+    """What follows a workspace's text, without holding up whoever tells it (a store, say)."""
+
+    def changed(self) -> None:
+        """Follow, some time soon; returns at once."""
+
+    def forget(self) -> None:
+        """Keep nothing, and let nothing come back that is on its way; done when this returns."""
+
+    def close(self) -> None:
+        """End what runs in the background."""
 
 
 class Workspace:
@@ -42,10 +59,6 @@ class Workspace:
         Folders.
     config
         Bounds.
-    on_change
-        Called after the text changed, from the indexing thread (a store follows, say); when it answers False it is
-        called again a little later.
-
     Raises
     ------
     ServeError
@@ -62,12 +75,12 @@ class Workspace:
     version
         Another number whenever a file appeared, went or changed.
     trouble
-        What ended the indexing, "" while all is well.
+        What keeps the workspace from being followed, "" while all is well.
+    follower
+        Told of every change, if there is one.
     """
 
-    def __init__(
-        self, roots: Iterable[Path], config: ServeConfig, on_change: Callable[[Workspace], bool] | None = None
-    ) -> None:
+    def __init__(self, roots: Iterable[Path], config: ServeConfig) -> None:
         self.roots = [root.expanduser().resolve() for root in roots]
         for root in self.roots:
             if not root.is_dir():
@@ -84,8 +97,8 @@ class Workspace:
         self.forgotten = False
         self.indexed = threading.Event()
         self.progress: Callable[[int, int], None] | None = None
-        self.on_change = on_change
-        self._dirty = self._missed = False
+        self.follower: Follower | None = None
+        self._missed, self._pause = False, _PAUSE_S
         self._index = FileIndex()
         self._filter = EntryFilter(
             self.roots, max_bytes=config.workspace_file_bytes, licences=config.workspace_licences
@@ -100,10 +113,12 @@ class Workspace:
         self._thread.start()
 
     def close(self) -> None:
-        """End the background thread."""
+        """End the background threads."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
+        if self.follower is not None:
+            self.follower.close()
 
     def scan(self) -> None:
         """Read every file that counts, those that changed last first, and index them; what is left out is said.
@@ -230,7 +245,8 @@ class Workspace:
             self.version += 1
             self.left_out = Counter()
         self.indexed.set()
-        self._changed()
+        if self.follower is not None:
+            self.follower.forget()
 
     def find(self, left: str, limit: int) -> list[Continuation]:
         """What followed the text left of the cursor elsewhere in the workspace, longest match first."""
@@ -248,22 +264,37 @@ class Workspace:
         return found
 
     def _changed(self) -> None:
-        if self.on_change is not None and not self._stop.is_set():
-            self._dirty = not self.on_change(self)
+        if self.follower is not None and not self._stop.is_set():
+            self.follower.changed()
 
     def _run(self, watch: bool) -> None:
-        try:
-            if not watch:
-                self.scan()
-            while watch and not (self._stop.is_set() or self.forgotten):
-                self._watch()
-        except Exception as error:
-            log.exception("the workspace is not followed any longer")
-            self.trouble = f"{type(error).__name__}: {error}"
-            with contextlib.suppress(Exception):  # a watcher that cannot start keeps nobody from reading once
-                if watch and not (self.indexed.is_set() or self._stop.is_set()):
+        while not (self._stop.is_set() or self.forgotten):
+            try:
+                if not watch:
                     self.scan()
-            self.indexed.set()
+                    return
+                self._watch()
+            except Exception as error:
+                self._note_trouble(error)
+                with contextlib.suppress(Exception):  # a watcher that cannot start keeps nobody from reading once
+                    if watch and not (self.indexed.is_set() or self._stop.is_set()):
+                        self.scan()
+                self.indexed.set()
+                if not watch:
+                    return
+                self._rest()
+
+    def _note_trouble(self, error: Exception) -> None:
+        """Say what is wrong, once however often it happens; everything is looked at when that is over."""
+        self._missed, trouble = True, f"{type(error).__name__}: {error}"
+        if trouble != self.trouble:
+            log.error("the workspace is not followed for now", exc_info=error)
+        self.trouble = trouble
+
+    def _rest(self) -> None:
+        """Wait for what is wrong to end, longer each time."""
+        self._stop.wait(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
     def _look_again(self) -> None:
         """Look at everything, then do nothing for a while."""
@@ -300,9 +331,10 @@ class Workspace:
                 continue
             try:
                 if self._missed:
-                    self._missed = False
                     self.scan()
-                elif not (changes and self.update(Path(path) for _, path in changes)) and self._dirty:
-                    self._changed()
-            except Exception:
-                log.exception("a change in the workspace was passed over")
+                    self._missed, self.trouble, self._pause = False, "", _PAUSE_S
+                elif changes:
+                    self.update(Path(path) for _, path in changes)
+            except Exception as error:
+                self._note_trouble(error)
+                self._rest()

@@ -34,10 +34,12 @@ _MAX_SEGMENTS = 8
 _NAMES_PER_CHANGE = 500
 _FOLDERS = "workspace.json"
 _LOCK = "server.lock"
+_PATIENCE_S = 1.0
+"""Seconds after which it is looked again whether another server still writes."""
 
 
 class WorkspaceStore:
-    """The store of one workspace, in the user's cache folder.
+    """The store of one workspace, in the user's cache folder, written in a thread of its own (a `Follower`).
 
     Parameters
     ----------
@@ -66,37 +68,71 @@ class WorkspaceStore:
         self._workspace, self._tokenizer, self._attach, self._every_s = workspace, tokenizer, attach, every_s
         self._synced_at = -every_s
         self._lock = threading.Lock()
+        self._news, self._stop, self._forgotten = threading.Event(), threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
 
-    def follow(self, workspace: Workspace) -> bool:
-        """Bring the store up to date (`Workspace.on_change`); False if that was done only a moment ago."""
-        if not workspace.texts:
-            self.forget()
-        elif monotonic() - self._synced_at < self._every_s:
-            return False
-        else:
-            return self.sync()
-        return True
+    def changed(self) -> None:
+        """Have the store brought up to date; returns at once."""
+        self._news.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="retrieve-spec-store", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; a change under way is interrupted by the end of the process."""
+        self._stop.set()
+        self._news.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def forget(self) -> None:
+        """Delete the store, for good: a write under way fails for want of its files, or is deleted when it ends."""
+        self._forgotten.set()
+        shutil.rmtree(self._home, ignore_errors=True)
+        with self._lock:
+            self._delete()
 
     def sync(self) -> bool:
-        """Add, replace and remove documents until the store holds what the workspace holds; whether that was done."""
+        """Add, replace and remove documents until the store holds what the workspace holds; whether that was done.
+
+        Raises what keeps it from being written.
+        """
         with self._lock:
             try:
+                if self._forgotten.is_set():
+                    return True
                 self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
                 with FileLock(self._home / _LOCK, timeout=0):
                     self._attach(self._synchronised())
             except (StoreLockedError, Timeout):
                 self._attach(self._open())  # another server of this workspace writes; read what it has written
                 return False
-            except (RetrieveSpecError, OSError):
-                log.exception("the workspace's store could not be written; drafting goes on without it")
             finally:
                 self._synced_at = monotonic()
+                if self._forgotten.is_set() or not self._workspace.texts:
+                    self._delete()
             return True
 
-    def forget(self) -> None:
-        """Delete the store."""
-        with self._lock:
+    def _run(self) -> None:
+        while True:
+            self._news.wait()
+            if self._stop.wait(max(0.0, self._synced_at + self._every_s - monotonic())):
+                return
+            self._news.clear()
+            try:
+                written = self.sync()
+            except Exception:
+                written = True
+                if not self._forgotten.is_set():
+                    log.exception("the workspace's store could not be written; drafting goes on without it")
+            if not written:
+                self._stop.wait(_PATIENCE_S)
+                self._news.set()
+
+    def _delete(self) -> None:
+        try:
             self._attach(None)
+        finally:
             shutil.rmtree(self._home, ignore_errors=True)
 
     def _open(self) -> Datastore | None:

@@ -6,15 +6,18 @@ import logging
 import os
 import random
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import watchfiles
 from filelock import FileLock
 from tokenizers import Tokenizer
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.workspace import Workspace
@@ -71,7 +74,7 @@ def test_what_counts(folder):
 def test_a_name_that_is_not_utf8_ends_nothing(folder, tokenizer):
     attached = []
     workspace = Workspace([folder], ServeConfig())
-    workspace.on_change = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0).follow
+    workspace.follower = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
     strange = os.fsencode(folder) + b"/caf\xe9.py"
     with open(strange, "w") as file:
         file.write("early = 1\n")
@@ -285,6 +288,50 @@ def test_what_cannot_be_followed_is_read_once(folder, monkeypatch):
         workspace.close()
 
 
+def test_what_could_not_be_followed_for_a_while_is_followed_again(folder, monkeypatch):
+    watch, failed = watchfiles.watch, []
+
+    def limited(*roots, **how):
+        if len(failed) < 2:
+            failed.append(roots)
+            raise OSError("OS file watch limit reached")
+        return watch(*roots, **how)
+
+    monkeypatch.setattr("watchfiles.watch", limited)
+    monkeypatch.setattr("retrieve_spec.server.workspace._PAUSE_S", 0.01)
+    workspace = Workspace([folder], ServeConfig())
+    workspace.start()
+    try:
+        wait_for(lambda: len(failed) == 2)
+        (folder / "new.py").write_text("def fresh_name(item):\n    return item\n")
+        wait_for(lambda: workspace.find("def fresh_na", 1))
+        wait_for(lambda: not workspace.trouble)
+        (folder / "newer.py").write_text("def another_name(item):\n    return item\n")
+        wait_for(lambda: workspace.find("def another_na", 1))
+    finally:
+        workspace.close()
+
+
+def test_a_change_that_cannot_be_read_does_not_hide_others(folder, monkeypatch):
+    monkeypatch.setattr("retrieve_spec.server.workspace._PAUSE_S", 0.01)
+    workspace = Workspace([folder], ServeConfig())
+    workspace.start()
+    try:
+        assert workspace.indexed.wait(60)
+        update = workspace._update
+
+        def failing(given):
+            workspace._update = update
+            raise ValueError("a strange file")
+
+        workspace._update = failing
+        (folder / "new.py").write_text("def fresh_name(item):\n    return item\n")
+        wait_for(lambda: workspace.find("def fresh_na", 1))
+        assert not workspace.trouble
+    finally:
+        workspace.close()
+
+
 def test_a_workspace_must_be_a_folder(tmp_path):
     with pytest.raises(ServeError, match="folder"):
         Workspace([tmp_path / "nowhere"], ServeConfig())
@@ -295,21 +342,88 @@ def test_store_follows_and_is_forgotten(folder, tokenizer):
     workspace = Workspace([folder], ServeConfig())
     workspace.scan()
     store = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
-    assert store.follow(workspace)
+    assert store.sync()
     assert {Path(p).name for p in held_documents(attached[-1])} == {"a.py", "b.py", ".gitignore", "keep.log"}
     assert memory_folder([folder]).stat().st_mode & 0o077 == 0
     (folder / "a.py").write_text("something_else = 1\n" * 5)
     (folder / "sub/b.py").unlink()
     workspace.update([folder / "a.py", folder / "sub/b.py"])
-    store.follow(workspace)
+    store.sync()
     assert {Path(p).name for p in held_documents(attached[-1])} == {"a.py", ".gitignore", "keep.log"}
     again = WorkspaceStore(workspace, tokenizer, attached.append)
     again.sync()
     assert attached[-1].manifest.documents == attached[-2].manifest.documents
+    workspace.follower = store
     workspace.forget()
-    store.follow(workspace)
     assert attached[-1] is None
     assert not memory_folder([folder]).exists()
+
+
+@pytest.fixture
+def slow_store(folder, tokenizer, monkeypatch):
+    """A workspace that is followed, its store, what was attached, and what lets the store's build go on."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def build(*args, **kwargs):
+        begun.set()
+        assert go_on.wait(60)
+        return build_datastore(*args, **kwargs)
+
+    monkeypatch.setattr("retrieve_spec.datastore.build.build_datastore", build)
+    attached = []
+    workspace = Workspace([folder], ServeConfig())
+    workspace.follower = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
+    workspace.start()
+    assert begun.wait(60)
+    yield workspace, attached, go_on
+    go_on.set()
+    workspace.close()
+
+
+def test_a_store_that_is_being_written_holds_up_nobody(folder, slow_store):
+    workspace, attached, go_on = slow_store
+    (folder / "new.py").write_text("def fresh_name(item):\n    return item\n")
+    wait_for(lambda: workspace.find("def fresh_na", 1))
+    assert not attached
+    go_on.set()
+    wait_for(lambda: attached and any("new.py" in path for path in held_documents(attached[-1])))
+
+
+def test_a_workspace_is_forgotten_while_its_store_is_being_written(folder, slow_store):
+    workspace, attached, go_on = slow_store
+    forgetting = threading.Thread(target=workspace.forget)
+    forgetting.start()
+    wait_for(lambda: workspace.forgotten)
+    (folder / "new.py").write_text("fresh_name = 1\n")
+    go_on.set()
+    forgetting.join(60)
+    assert attached[-1] is None and not memory_folder([folder]).exists()
+    workspace.follower.changed()
+    wait_for(lambda: not workspace.follower._news.is_set())
+    assert workspace.follower.sync() and attached[-1] is None and not memory_folder([folder]).exists()
+
+
+def test_a_store_that_cannot_be_written_is_tried_again_with_the_next_change(folder, tokenizer, monkeypatch):
+    tried = []
+
+    def build(*args, **kwargs):
+        tried.append(args)
+        if len(tried) == 1:
+            raise RuntimeError("no more threads")
+        return build_datastore(*args, **kwargs)
+
+    monkeypatch.setattr("retrieve_spec.datastore.build.build_datastore", build)
+    attached = []
+    workspace = Workspace([folder], ServeConfig())
+    workspace.follower = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
+    workspace.start()
+    try:
+        wait_for(lambda: tried)
+        (folder / "new.py").write_text("fresh_name = 1\n")
+        wait_for(lambda: attached and any("new.py" in path for path in held_documents(attached[-1])))
+        assert workspace.indexed.is_set() and not workspace.trouble
+    finally:
+        workspace.close()
 
 
 def test_deleted_and_secret_files_cannot_be_decoded_from_the_store(folder, tokenizer):
@@ -319,7 +433,7 @@ def test_deleted_and_secret_files_cannot_be_decoded_from_the_store(folder, token
     workspace = Workspace([folder], ServeConfig())
     workspace.scan()
     store = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
-    store.follow(workspace)
+    store.sync()
 
     def decoded():
         opened = attached[-1]
@@ -333,7 +447,7 @@ def test_deleted_and_secret_files_cannot_be_decoded_from_the_store(folder, token
     (folder / "gone.py").unlink()
     (folder / "key.py").write_text("x = '-----BEGIN RSA PRIVATE KEY-----'\n")
     workspace.update([folder / "gone.py", folder / "key.py"])
-    store.follow(workspace)
+    store.sync()
     text, raw = decoded()
     assert "compute_total" in text
     for word in ("deleted_name", "later_secret"):
@@ -391,7 +505,7 @@ def test_a_store_that_another_server_is_building_is_left_alone(folder, tokenizer
     begun = store.folder / "begun"
     begun.mkdir(parents=True)
     with FileLock(store.folder.parent / "server.lock"):
-        assert not store.follow(workspace)  # to be tried again
+        assert not store.sync()  # to be tried again
         assert begun.exists()
         assert attached == [None]
     assert store.sync()
