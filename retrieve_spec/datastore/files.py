@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,16 +113,22 @@ def _flush(path: Path) -> None:
 def replace_file(path: Path, content: bytes, private: bool = False) -> None:
     """Put a file in place at once: readers see the old content or the new, never a part.
 
-    Nobody else may read a `private` one, unless its owner has let them.
+    Nobody else may read a `private` one, unless its owner has let them. What cannot be put in place leaves nothing on a
+    full disk.
     """
     temporary = path.with_name(path.name + ".tmp")
-    if private:
-        temporary.unlink(missing_ok=True)
-        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        if path.exists():
-            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
-    write_bytes(temporary, content)
-    os.replace(temporary, path)
+    try:
+        if private:
+            temporary.unlink(missing_ok=True)
+            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            if path.exists():
+                temporary.chmod(stat.S_IMODE(path.stat().st_mode))
+        write_bytes(temporary, content)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

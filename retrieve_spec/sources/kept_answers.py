@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.errors import ConfigError, RetrieveSpecError, StoreLockedError, in_a_line
+from retrieve_spec.errors import ConfigError, RetrieveSpecError, StoreError, StoreLockedError, in_a_line
 from retrieve_spec.sources.answer_file import Kind, packed, unpacked
 from retrieve_spec.sources.session import loop_start
 from retrieve_spec.sources.token_ids import token_ids_of
@@ -112,6 +112,8 @@ class KeptAnswers:
         ------
         ConfigError
             There is no path.
+        StoreError
+            It cannot be written; the file that is there is left as it is.
         StoreLockedError
             Another process has been saving for a minute.
         StoreCorruptError, StoreVersionError
@@ -133,7 +135,7 @@ class KeptAnswers:
             return  # busy: the garbage collector ended a generation in the middle of a save
         try:
             self.save()
-        except (OSError, RetrieveSpecError) as error:  # a full disk must not end a training run
+        except RetrieveSpecError as error:  # a full disk must not end a training run
             logger.warning("%s are not saved: %s", self._kind.name, in_a_line(error))
             self._drop_gone()
 
@@ -144,7 +146,7 @@ class KeptAnswers:
 
         Raises
         ------
-        OSError, StoreLockedError, StoreCorruptError, StoreVersionError
+        StoreError, StoreLockedError, StoreCorruptError, StoreVersionError
             The file is as it was; here all is forgotten.
         """
         with self._alone():
@@ -206,8 +208,8 @@ class KeptAnswers:
         """Be the only process that writes the file."""
         if self.path is None:
             raise ConfigError(f"{self._kind.name} with a path", "none", "Give one.")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.path.with_name(self.path.name + ".lock"), timeout=LOCK_S):
                 yield self.path
         except Timeout as error:
@@ -215,6 +217,14 @@ class KeptAnswers:
                 f"to write to {self.path}",
                 "another process is writing to it",
                 "Wait until it has finished, then try again.",
+            ) from error
+        except RetrieveSpecError:  # some are OSErrors too
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"to write {self._kind.name} to {self.path}",
+                in_a_line(error),
+                "Check permissions and free space, or give another path; until a save succeeds the file is as it was.",
             ) from error
 
     def _take_in(self, path: Path) -> None:

@@ -1,0 +1,205 @@
+"""Files of answers that cannot be written: what is said, what stays in the file, and what a kill leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from retrieve_spec.errors import StoreError
+from retrieve_spec.sources.kept_answers import KeptAnswers
+from retrieve_spec.sources.rollouts import RolloutMemory
+from retrieve_spec.sources.session_file import SessionFile
+
+NOBODY = 65534
+
+
+def rollouts(path: Path) -> KeptAnswers:
+    return RolloutMemory(path, save_every=1)
+
+
+def sessions(path: Path) -> KeptAnswers:
+    return SessionFile(path, "tokenizer", 1 << 16)
+
+
+Maker = Callable[[Path], KeptAnswers]
+both = pytest.mark.parametrize("make", [rollouts, sessions])
+
+
+def key(memory: KeptAnswers) -> bytes:
+    return memory._key("") if isinstance(memory, SessionFile) else b"k" * 16
+
+
+def add(memory: KeptAnswers, *tokens: int) -> None:
+    memory.add(key(memory), np.array(tokens, np.int32))
+
+
+def known(memory: KeptAnswers) -> list[list[int]]:
+    return [ids.tolist() for ids in memory.answers_of(key(memory))]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that anybody may get to."""
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o755)
+        yield place
+        place.chmod(0o755)
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    folder.chmod(0o555)
+    everything = os.geteuid() == 0  # who may write anywhere
+    if everything:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if everything:
+            os.seteuid(0)
+        folder.chmod(0o755)
+
+
+@contextlib.contextmanager
+def full(folder: Path) -> Iterator[None]:
+    """Let files fail in the middle, as they do on a full disk."""
+    resource = pytest.importorskip("resource", reason="this system has no limit on the size of files")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (80, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def in_the_way(path: Path) -> Iterator[None]:
+    path.mkdir()
+    try:
+        yield
+    finally:
+        path.rmdir()
+
+
+def refused(memory: KeptAnswers, save: Callable[[], None]) -> None:
+    """What a save that cannot be done says."""
+    with pytest.raises(StoreError) as raised:
+        save()
+    said = str(raised.value)
+    assert said.startswith(f"could not write {memory._kind.name} to {memory.path}: ")
+    assert "free space" in said
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+@both
+@pytest.mark.parametrize("what", ["read-only", "full", "temporary", "lock"])
+def test_a_save_that_cannot_be_done_says_so_and_loses_nothing(make: Maker, what: str, folder: Path) -> None:
+    path = folder / "answers.bin"
+    memory = make(path)
+    add(memory, 1, 2)
+    memory.save()
+    if what == "lock":
+        (folder / "answers.bin.lock").unlink()
+    before = path.read_bytes(), sorted(os.listdir(folder))
+    if os.geteuid() == 0:
+        path.chmod(0o644)
+    hindered = {
+        "read-only": read_only(folder),
+        "full": full(folder),
+        "temporary": in_the_way(folder / "answers.bin.tmp"),
+        "lock": in_the_way(folder / "answers.bin.lock"),
+    }[what]
+    add(memory, *range(5, 60))
+    with hindered:
+        refused(memory, memory.save)
+        memory.keep(at_once=True)  # logs it: a training run goes on
+    assert (path.read_bytes(), sorted(os.listdir(folder))) == before, "nothing is left that takes room"
+    assert known(make(path)) == [[1, 2]]
+    assert known(memory) == [[1, 2], list(range(5, 60))]
+    memory.save()
+    assert known(make(path)) == known(memory)
+
+
+@both
+def test_a_place_that_is_no_folder_any_more_is_named(make: Maker, folder: Path) -> None:
+    memory = make(folder / "deep" / "answers.bin")
+    add(memory, 1)
+    (folder / "deep").rmdir()
+    (folder / "deep").write_bytes(b"somebody else's file")
+    refused(memory, memory.save)
+    refused(memory, memory.forget)
+    assert (folder / "deep").read_bytes() == b"somebody else's file"
+
+
+@both
+def test_a_folder_in_the_files_place_is_named_and_stays(make: Maker, folder: Path) -> None:
+    memory = make(folder / "answers.bin")
+    add(memory, 1)
+    with in_the_way(folder / "answers.bin"):
+        with pytest.raises(StoreError, match=r"answers\.bin.*Give another path"):
+            memory.save()
+        refused(memory, memory.forget)
+        with pytest.raises(StoreError, match=r"answers\.bin.*Give another path"):
+            make(folder / "answers.bin")
+    assert sorted(os.listdir(folder)) == ["answers.bin.lock"]
+
+
+_WRITER = """
+import os, sys
+import numpy as np
+from retrieve_spec.sources.rollouts import RolloutMemory
+from retrieve_spec.sources.session_file import SessionFile
+kind, path, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+memory = RolloutMemory(path, answers=1000) if kind == "rollouts" else SessionFile(path, "tokenizer", 1 << 20)
+key = b"k" * 16 if kind == "rollouts" else memory._key("")
+memory.add(b"l" * 16 if kind == "rollouts" else memory._key("large"), np.arange(200_000, dtype=np.int32))
+for number in range(rounds):
+    memory.add(key, np.array([name, number], np.int32))
+    memory.save()
+    print(number, flush=True)
+"""
+
+
+def _writer(make: Maker, path: Path, name: int, rounds: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _WRITER, make.__name__, str(path), str(name), str(rounds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@both
+def test_processes_that_are_killed_while_they_save_lose_nothing_that_was_saved(make: Maker, folder: Path) -> None:
+    """Four share a file; three are killed at different instants of a save."""
+    path = folder / "answers.bin"
+    writers = [_writer(make, path, name, rounds) for name, rounds in enumerate((100_000, 100_000, 100_000, 25))]
+    said = [-1] * 4
+    for name in range(3):  # each has saved before the first is killed
+        out = writers[name].stdout
+        assert out is not None
+        for _ in range(3):
+            said[name] = int(out.readline())
+    for name in range(3):
+        time.sleep(0.02 + 0.007 * name)
+        writers[name].send_signal(signal.SIGKILL)
+        writers[name].wait(60)
+        assert known(make(path)), "it opens, whichever of its contents is there"
+    for name, writer in enumerate(writers):
+        assert writer.stdout is not None
+        lines = writer.stdout.read().split("\n")[:-1]
+        said[name] = max([said[name], *map(int, lines)])
+        writer.stdout.close()
+    assert writers[3].wait(120) == 0
+    assert said[3] == 24
+    memory = RolloutMemory(path, answers=1000) if make is rollouts else SessionFile(path, "tokenizer", 1 << 20)
+    kept = set(map(tuple, known(memory)))
+    assert {(name, number) for name in range(4) for number in range(said[name] + 1)} <= kept
+    memory.save()  # nothing holds the lock any more
