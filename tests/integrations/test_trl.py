@@ -12,8 +12,7 @@ import torch
 trl = pytest.importorskip("trl")
 
 import retrieve_spec as rs  # noqa: E402
-from retrieve_spec.errors import ConfigError  # noqa: E402
-from retrieve_spec.integrations.trl import _encoded, rollout_func  # noqa: E402
+from retrieve_spec.integrations.trl import rollout_func  # noqa: E402
 
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def read_lines(path):\n"]
 
@@ -71,19 +70,3 @@ def test_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(memory) == 2
     first = memory.answers_to(torch.tensor(seen[0]["prompt_ids"][0]).numpy())
     assert len(first) >= 4
-
-
-def test_conversations_and_pictures() -> None:
-    class Tokenizer:
-        def apply_chat_template(self, conversation: Any, **given: Any) -> Any:
-            assert given["chat_template"] == "template" and given["add_generation_prompt"]
-            return {"input_ids": [[len(prompt)] for prompt in conversation]}
-
-    class Trainer:
-        processing_class = Tokenizer()
-        chat_template = "template"
-        chat_template_kwargs: dict[str, Any] = {}  # noqa: RUF012
-
-    assert _encoded([[{"role": "user", "content": "hi"}]], Trainer()) == [[1]]
-    with pytest.raises(ConfigError, match="prompts of text"):
-        _encoded([[{"role": "user", "content": [{"type": "image"}]}]], Trainer())
