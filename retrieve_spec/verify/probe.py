@@ -108,12 +108,11 @@ def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
     trials = [Trial(most // 2 + 1, 0, 3), Trial(most + 3, 0, 2), Trial(most + 3, _PADDING, 2)]
     beyond = _of_copy(small, found, trials)
     if beyond.mode == found.mode:
-        pieces = found.interface.takes_pieces and beyond.interface.takes_pieces
-        return replace(found, interface=replace(found.interface, takes_pieces=pieces))
+        return _both(found, beyond)
     mode, reason = beyond.mode, f"past its windows, {beyond.reason}" if beyond.reason else beyond.reason
     if mode != "plain":
         again = _strongest(model, found.interface, mode, reason, [Trial(PROMPT, _PADDING)])
-        return replace(again, kinds=found.kinds)
+        return _both(_both(replace(again, kinds=found.kinds), found), beyond)
     for some in (CHOICES, lengths.keys()):
         longer = {name: length for name, length in lengths.items() if name in some}
         small, why = shrunk(model, longer) if longer else (None, "")
@@ -121,9 +120,17 @@ def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
             continue
         least = min(length for name, length in lengths_of(small.config).items() if name in longer)
         trials = [Trial(PROMPT, _PADDING), Trial(least - 22, 0, 2), Trial(least - 22 - _PADDING, _PADDING, 2)]
-        if _of_copy(small, found, trials).mode == found.mode:
-            return _up_to(found, longer, reason)
+        below = _of_copy(small, found, trials)
+        if below.mode == found.mode:
+            return _up_to(_both(found, below), longer, reason)
     return Finding(mode, reason, found.interface)
+
+
+def _both(found: Finding, other: Finding) -> Finding:
+    """A finding, of padded rows and prompts in pieces only where another one of the same way takes them, too."""
+    ours, theirs = found.interface, other.interface
+    padding, pieces = ours.takes_padding and theirs.takes_padding, ours.takes_pieces and theirs.takes_pieces
+    return replace(found, interface=replace(ours, takes_padding=padding, takes_pieces=pieces))
 
 
 def _of_copy(small: Any, found: Finding, trials: list[Trial]) -> Finding:

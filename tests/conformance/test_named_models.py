@@ -164,6 +164,38 @@ def test_the_probe_reads_beyond_every_window(window: int, dtype: torch.dtype) ->
         assert (finding.mode, finding.interface.max_positions) == ("tree", window)
 
 
+class _WrongWherePadded(MistralForCausalLM):  # type: ignore[misc]
+    """Several tokens at once are read a little wrong behind twenty others in rows with padding, and elsewhere."""
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        held = 0 if past_key_values is None else past_key_values.get_seq_length()
+        out = super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        wrong = position_ids is not None and int(position_ids[0, 0]) < held
+        if self.wrong == "trees":
+            wrong = wrong or (attention_mask is not None and attention_mask.ndim == 4)
+        if (
+            held > 20
+            and input_ids.shape[1] > 1
+            and (wrong or (self.wrong == "window" and held > self.config.sliding_window))
+        ):
+            out.logits[..., 5] += out.logits.std() * 0.5
+        return out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "mode", "positions"), [("", "tree", 1 << 17), ("trees", "chain", 1 << 17), ("window", "tree", 4096)]
+)
+def test_padding_that_is_read_wrong_far_behind_is_not_drafted_for(wrong: str, mode: str, positions: int) -> None:
+    """Only copies with shorter windows reach so far."""
+    model = _mistral(type("Wrong", (_WrongWherePadded,), {"wrong": wrong}), 4096, torch.float32)
+    finding = probe(model, read_interface(model))
+    assert (finding.mode, finding.interface.max_positions) == (mode, positions)
+    assert not finding.interface.takes_padding
+
+
 class _Imprecise(MistralForCausalLM):  # type: ignore[misc]
     """Passes over a few cached tokens are off by a sixth of the logits' spread: far beyond rounding."""
 
