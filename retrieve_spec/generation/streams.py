@@ -20,6 +20,7 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.arguments import as_inputs, known_ids, prediction_ids
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
 from retrieve_spec.generation.logprobs import check_decoder, noted
+from retrieve_spec.generation.request import setting
 from retrieve_spec.model_layers import base_model
 
 _Run = tuple[NDArray[np.int32], NDArray[np.float32] | None]
@@ -82,7 +83,7 @@ def generate_stream(
     Raises
     ------
     ConfigError
-        The model is not accelerated, more than one row is given, or text without a tokenizer.
+        The model is not accelerated, more than one row is given or asked for, or text without a tokenizer.
     PromptError
         The prompt is empty.
     """
@@ -95,6 +96,13 @@ def generate_stream(
     ids = arguments["input_ids"]
     if ids.shape[0] != 1:
         raise ConfigError("one row to stream", f"{ids.shape[0]} rows", "Call generate for batches.")
+    samples = setting(model, arguments, "num_return_sequences") or 1
+    if samples > 1:  # whose tokens a piece holds would not be known
+        raise ConfigError(
+            "one sample to stream",
+            f"num_return_sequences={samples}",
+            "Open a stream for each, with a seed of its own: they share passes; or call generate for all at once.",
+        )
     options = {
         "draft": draft,
         "nodes": nodes,

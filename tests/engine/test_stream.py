@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from scripted_drafter import ScriptedDrafter
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 import retrieve_spec as rs
 from retrieve_spec.engine.streaming import TextDecoder
+from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.streams import _pieces
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -157,6 +158,40 @@ def test_delegated_calls_come_in_one_piece(tiny: Any, prompt: torch.Tensor) -> N
     (piece,) = rs.generate_stream(tiny, prompt, num_beams=2, **GREEDY)
     assert piece.token_ids.tolist() == expected[0, 12:].tolist()
     assert tiny.speculation.last.mode == "delegated"
+
+
+@pytest.mark.parametrize("where", ["argument", "config", "model"])
+def test_several_samples_are_refused(
+    tiny: Any, prompt: torch.Tensor, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One iterator has no order for their tokens; the first alone would be what nobody asked for."""
+    rs.accelerate(tiny, draft="off")
+    assert len(ids_of(rs.generate_stream(tiny, prompt, **GREEDY, num_return_sequences=1))) == 24
+    several: dict[str, Any] = {"num_return_sequences": 3}
+    if where == "config":
+        several = {"generation_config": GenerationConfig(**several, do_sample=True)}
+    elif where == "model":
+        monkeypatch.setattr(tiny.generation_config, "num_return_sequences", several.pop("num_return_sequences"))
+    with pytest.raises(ConfigError, match=r"one sample to stream, got num_return_sequences=3\. Open a stream for each"):
+        rs.generate_stream(tiny, prompt, do_sample=True, max_new_tokens=4, **several)
+    with pytest.raises(ConfigError, match="one sample to stream"):
+        rs.generate_stream(tiny, prompt, num_beams=3, **several)
+
+
+def test_streams_of_one_prompt_with_their_seeds_are_samples(tiny: Any, prompt: torch.Tensor) -> None:
+    """What the refusal says to do."""
+    sampled = {"do_sample": True, "max_new_tokens": 12}
+    rs.accelerate(tiny)
+    alone = [ids_of(rs.generate_stream(tiny, prompt, seed=seed, **sampled)) for seed in range(3)]
+    before = tiny.speculation.engine.steps
+    streams = [rs.generate_stream(tiny, prompt, seed=seed, **sampled) for seed in range(3)]
+    shown: list[list[int]] = [[], [], []]
+    while pieces := [(i, piece) for i, stream in enumerate(streams) if (piece := next(stream, None)) is not None]:
+        for i, piece in pieces:
+            shown[i] += piece.token_ids.tolist()
+    assert shown == alone
+    assert len({tuple(ids) for ids in shown}) == 3
+    assert tiny.speculation.engine.steps - before < sum(stream.report.passes for stream in streams)
 
 
 class Utf8:
