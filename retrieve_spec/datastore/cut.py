@@ -43,6 +43,8 @@ class Cut:
 
 _PIECE, _PIECES = 1 << 24, 8
 """Entries that each of several segments has at least, and segments that a text is divided into without need."""
+_FURTHER = 8
+"""How many times the shards that were read are read at once at most, where only so many tokens are wanted."""
 _KEY = 16
 """Bytes of a content hash that tell texts apart: among 10^12 of them two are alike with a chance of 10^-15."""
 
@@ -111,10 +113,14 @@ class Choice:
 
     def expected(self, taken: int, least: int) -> int:
         """How many more shards are worth reading at once, after some: without a limit of tokens all of them, else
-        nine tenths of those that will be needed if they hold what others did, but at least so many."""
+        nine tenths of those that will be needed if they hold what others did, but at least so many.
+
+        No more than eight times those that were read: these may hold next to nothing, as duplicates do.
+        """
         if self.most is None:
             return sys.maxsize
-        return max(least, int(0.9 * (self.most - self._total) * taken / max(self._total, 1)))
+        needed = 0.9 * (self.most - self._total) * taken / max(self._total, 1)
+        return max(least, int(min(needed, _FURTHER * taken)))
 
     def cut(self, limit: int) -> Cut:
         """Divide what was chosen into segments of about one size, each of at most `limit` entries with separators.

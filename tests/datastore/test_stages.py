@@ -103,6 +103,21 @@ def test_a_limit_of_tokens_reads_no_more_than_it_needs(tokenizer, many, tmp_path
     assert ranks == list(range(4))
 
 
+def test_shards_that_hold_little_do_not_make_a_limit_of_tokens_read_all(tokenizer, tmp_path, monkeypatch):
+    """The first few hold one token between them, and what follows as much as is wanted."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(400):
+        (folder / f"{number:03}.txt").write_text("x" if number < 4 else f"{number:03} " * 20)
+    monkeypatch.setattr(shards, "SHARD_FILES", 1)
+    ranks = []
+    tokens = Stages.tokens
+    monkeypatch.setattr(Stages, "tokens", lambda self, rank: ranks.append(rank) or tokens(self, rank))
+    report = build_datastore(tmp_path / "s", str(folder), tokenizer, workers=1, max_tokens=400)
+    assert report.tokens == 1 + 4 * 80
+    assert ranks == list(range(4 + 8 * 4))
+
+
 def test_a_worker_that_dies_is_named(tokenizer, many, tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "_MODULE", "this")  # prints a poem and ends
     with pytest.raises(BuildError, match=r"finish stage .* of rank \d+"):
