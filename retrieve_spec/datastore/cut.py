@@ -43,10 +43,20 @@ class Cut:
 
 _PIECE, _PIECES = 1 << 24, 8
 """Entries that each of several segments has at least, and segments that a text is divided into without need."""
+_SMALL_SHARE = 16
+"""A segment is small if so many of it would make the largest one."""
 _FURTHER = 8
 """How many times the shards that were read are read at once at most, where only so many tokens are wanted."""
 _KEY = 16
 """Bytes of a content hash that tell texts apart: among 10^12 of them two are alike with a chance of 10^-15."""
+
+
+def small_size(limit: int) -> int:
+    """Entries of the largest segment that is small, where one has at most `limit` of them.
+
+    Segments that a text was divided into without need are not: joined, they would be divided again.
+    """
+    return min(limit, _PIECES * _PIECE) // _SMALL_SHARE
 
 
 class _Hashes:

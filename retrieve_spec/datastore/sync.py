@@ -17,6 +17,7 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.build import build_datastore, checked, grow
 from retrieve_spec.datastore.change import ChangeReport, Inputs, begin_change, existing_manifest, publish, writer
+from retrieve_spec.datastore.cut import small_size
 from retrieve_spec.datastore.entry_filter import admitted_parts, refused
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.folder_state import FOLLOWED_BYTES, FolderState, look, read_state, write_state
@@ -33,8 +34,6 @@ from retrieve_spec.errors import BuildError
 
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
-SMALL_SHARE = 16
-"""A segment is small if so many of it would make the largest one."""
 _REWRITTEN = 900_000
 _PART = re.compile(r"(.*)#part([1-9][0-9]{0,9})", re.DOTALL)
 """Name of a part of a long text; a file may be called so too."""
@@ -247,8 +246,8 @@ def _change(
 
 def _small(manifest: Manifest) -> list[SegmentEntry] | None:
     """Segments to merge: the smallest ones, as long as the next is no larger than two times all before it."""
-    limit = config_of(manifest).segment_tokens // SMALL_SHARE
-    small = [entry for entry in manifest.segments if entry.tokens <= limit]
+    limit = small_size(config_of(manifest).segment_tokens)
+    small = [entry for entry in manifest.segments if entry.tokens + entry.documents <= limit]
     if len(small) <= MOST_SMALL:
         return None
     rising = sorted(small, key=lambda entry: (entry.tokens, entry.name))

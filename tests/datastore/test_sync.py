@@ -15,7 +15,7 @@ from test_build import contents
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import entry_filter, folder_state, sync
+from retrieve_spec.datastore import cut, entry_filter, folder_state, sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
 from retrieve_spec.datastore.manifest import read_manifest
@@ -97,6 +97,21 @@ def test_segments_that_are_not_small_are_left_alone(folder, tokenizer, tmp_path)
     (folder / "new.txt").write_text("one more text")
     sync_datastore(store, [folder])
     assert before < {entry.name for entry in read_manifest(store).segments}
+
+
+def test_segments_that_a_text_was_shared_out_among_are_left_alone(folder, tokenizer, tmp_path, monkeypatch):
+    """Joined, they would be shared out again: every change would write the whole store anew."""
+    monkeypatch.setattr(cut, "_PIECE", 100)
+    for number in range(90):
+        (folder / f"{number}.txt").write_text(f"{number:09}")  # with its separator ten entries
+    store = tmp_path / "s"
+    sync_datastore(store, [folder], tokenizer, config=StoreConfig(segment_tokens=1 << 20))
+    before = {entry.name for entry in read_manifest(store).segments}
+    assert len(before) == 8
+    for number in range(3):
+        (folder / f"new{number}.txt").write_text(f"{number} more")
+        sync_datastore(store, [folder])
+        assert before < {entry.name for entry in read_manifest(store).segments}
 
 
 def test_other_documents_stay(folder, tokenizer, records, tmp_path):
