@@ -191,6 +191,27 @@ def siblings(made: dict[str, Any]) -> list[str]:
     return [f"{made['nodes']} nodes per pass at most.", "", *markdown_table(head, rows)]
 
 
+@block(TABLES, "epochs")
+def epochs(made: dict[str, Any]) -> list[str]:
+    """Tokens per pass of recorded samples replayed as epochs, by epoch."""
+    ((file, found),) = made["rows"].items()
+    found = found["epochs"]
+    rows = [
+        [number, *(f"{figures['tokens_per_pass']:.3f}" for figures in pair), f"{_gain(*pair):+.1%}"]
+        for number, pair in enumerate(zip(found["siblings"], found["memory"], strict=True), 1)
+    ]
+    text = (
+        f"{file.removesuffix('.jsonl')}: {found['groups']} questions, {found['samples']} answers to each in an epoch; "
+        f"{made['nodes']} nodes per pass at most."
+    )
+    return [*textwrap.wrap(text, 118), "", *markdown_table(["epoch", "siblings alone", "and memory", ""], rows)]
+
+
+def _gain(alone: dict[str, Any], memory: dict[str, Any]) -> float:
+    gain: float = memory["tokens_per_pass"] / alone["tokens_per_pass"] - 1.0
+    return gain
+
+
 @block(TABLES, "presets-replay")
 def replayed_presets(made: dict[str, Any]) -> list[str]:
     """Presets on recorded answers."""

@@ -183,6 +183,23 @@ def batches() -> str | None:
     return chart("Batches: drafts fade out as rows fill a pass", note, series, groups, 1)
 
 
+def epochs() -> str | None:
+    """Tokens per pass of recorded samples replayed as epochs, with a rollout memory and without."""
+    made = measured("epochs")
+    if made is None:
+        return None
+    ((_, row),) = made["rows"].items()
+    found = row["epochs"]
+    pairs = zip(found["siblings"], found["memory"], strict=True)
+    groups = [
+        Bars(f"epoch {number}", "", [figures["tokens_per_pass"] for figures in pair])
+        for number, pair in enumerate(pairs, 1)
+    ]
+    note = f"Recorded samples at T = 0.6: {found['samples']} answers to each of {found['groups']} questions in an epoch."
+    series = [("siblings alone", "grey"), ("siblings and rollout memory", "blue")]
+    return chart("Tokens per pass of later answers to the same prompts", note, series, groups, 1)
+
+
 def terminal() -> str | None:
     """The recording of a terminal."""
     made = measured("terminal")
@@ -198,6 +215,7 @@ PICTURES: dict[str, Callable[[], str | None]] = {
     "speedup": speedup,
     "larger": larger,
     "batches": batches,
+    "epochs": epochs,
     "terminal": terminal,
 }
 

@@ -43,6 +43,8 @@ SAMPLED_FILES = {
     "agent_taubench_airline_gpt4o_4trials.jsonl": (2, 4),
 }
 """Files with several answers to each question, and how many of them are replayed together: as many as there are."""
+EPOCHS_FILE, EPOCHS = "reasoning_r1distill_multisample10.jsonl", 5
+"""The file whose answers are replayed as epochs over its questions, and how many; two answers in each."""
 INTERRUPTED = 130
 TIMED_ROWS, TIMED_TOKENS = 10, 2_500
 """Of each file, where only times are measured again; acceptance does not depend on the machine."""
@@ -219,6 +221,14 @@ def siblings(args: argparse.Namespace) -> None:
     replays(args, "siblings", {"nodes": 16}, commands)
 
 
+def epochs(args: argparse.Namespace) -> None:
+    """Recorded answers to the same questions, replayed as epochs with a rollout memory and without."""
+    words = ["bench", "replay", str(the_trace(args, EPOCHS_FILE)), "--tokenizer", native(args, EPOCHS_FILE)]
+    words += ["--nodes", "16", "--siblings", "2", "--epochs", str(EPOCHS), "--quiet"]
+    words += ["--limit", "20"] if args.limit else []
+    replays(args, "epochs", {"nodes": 16}, {EPOCHS_FILE: words})
+
+
 def larger(args: argparse.Namespace) -> None:
     """Recorded answers of Vicuna-7B, given by models of random weights in real passes."""
     words = [str(the_trace(args, SPEC_BENCH)), "--tokenizer", native(args, SPEC_BENCH)]
@@ -275,6 +285,7 @@ PARTS: dict[str, Part] = {
     "knowledge": Part(8, "tokens per pass cold, with phrases and with answers kept", knowledge, traces=True),
     "presets-replay": Part(2, "presets on recorded answers", replayed_presets, traces=True),
     "siblings": Part(8, "tokens per pass of samples that draft from one another", siblings, traces=True),
+    "epochs": Part(6, "tokens per pass of later answers to the same prompts", epochs, traces=True),
     "larger": Part(9, "recorded answers in real passes of larger models with random weights", larger, traces=True),
     "peers": Part(7, "peers and presets on all recorded answers", peers, traces=True),
     "peers-times": Part(4, "only their times again, on a few rows of each file", peers_times, traces=True),

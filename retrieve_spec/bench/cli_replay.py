@@ -49,6 +49,13 @@ from retrieve_spec.config import MAX_NODES
     metavar="N",
     help="Replay N rows of each group at once, sharing and not; can be repeated. Prints JSON.",
 )
+@click.option(
+    "--epochs",
+    type=WholeRange(min=2),
+    metavar="N",
+    help="Replay each group as N epochs over its prompt, --siblings rows in each (by itself, 1), with a rollout "
+    "memory and without. Prints JSON.",
+)
 @click.option("--by-task", is_flag=True, help="Also report each task.")
 @click.option("--limit", type=WholeRange(min=1), metavar="N", help="First N rows of the file.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
@@ -62,8 +69,8 @@ def replay(**options: Any) -> None:
     """
     from tqdm import tqdm
 
-    if options["siblings"]:
-        _replay_siblings(options)
+    if options["siblings"] or options["epochs"]:
+        _replay_samples(options)
         return
 
     from retrieve_spec.bench.replay import replay_trace
@@ -110,23 +117,25 @@ def replay(**options: Any) -> None:
         click.echo(f"  {task or '(no task)'}: {figures['tokens_per_pass']:.3f} over {figures['tokens']:,} tokens")
 
 
-def _replay_siblings(options: dict[str, Any]) -> None:
-    """Print what sharing between samples is worth, by their number."""
+def _replay_samples(options: dict[str, Any]) -> None:
+    """Print what sharing between samples is worth, by their number, or a memory of earlier epochs, by epoch."""
     from tqdm import tqdm
 
-    from retrieve_spec.bench.replay_samples import replay_siblings
+    from retrieve_spec.bench.replay_samples import replay_epochs, replay_siblings
 
-    others = [name for name in ("stores", "session", "without", "node_cost") if options[name]]
+    others = [name for name in ("stores", "session", "without", "node_cost", "second_day") if options[name]]
     if others or options["draft"] != "auto":
-        raise click.UsageError("--siblings replays `auto` alone: leave out stores, sessions, sources and presets.")
-    counts = options["siblings"]
-    with tqdm(total=2 * len(counts), desc="replays", disable=options["quiet"] or None) as bar:
-        figures = replay_siblings(
-            options["trace"],
-            options["tokenizer"],
-            counts,
-            nodes=options["nodes"],
-            limit=options["limit"],
-            progress=bar.update,
+        raise click.UsageError(
+            "--siblings and --epochs replay `auto` alone: leave out stores, sessions, sources and presets."
         )
-    click.echo(json.dumps({"siblings": figures}))
+    counts, epochs = options["siblings"], options["epochs"]
+    if epochs and len(counts) > 1:
+        raise click.UsageError("--epochs takes one number of siblings.")
+    with tqdm(total=2 * (epochs or len(counts)), desc="replays", disable=options["quiet"] or None) as bar:
+        words = {"nodes": options["nodes"], "limit": options["limit"], "progress": bar.update}
+        if epochs:
+            samples = counts[0] if counts else 1
+            found = {"epochs": replay_epochs(options["trace"], options["tokenizer"], epochs, samples=samples, **words)}
+        else:
+            found = {"siblings": replay_siblings(options["trace"], options["tokenizer"], counts, **words)}
+    click.echo(json.dumps(found))

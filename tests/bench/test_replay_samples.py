@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from retrieve_spec.bench.replay import Replay
-from retrieve_spec.bench.replay_samples import replay_siblings, replay_together, samples_of
+from retrieve_spec.bench.replay_samples import replay_epochs, replay_siblings, replay_together, samples_of
 from retrieve_spec.bench.traces import TraceRow
 from retrieve_spec.cli import run
 from retrieve_spec.config import SpeculationConfig
@@ -50,6 +50,22 @@ def test_groups_that_are_too_small_are_left_out() -> None:
     assert samples_of(rows, 4) == []
 
 
+def test_epochs_draft_what_earlier_ones_answered(tmp_path: Path) -> None:
+    """The second epoch gives the same answers again: a memory has them, an epoch alone does not."""
+    tokenizer = str(reference_path() / "tokenizer.json")
+    lines = ["".join(f"    a{j} = b[{(j + i) * 37 % 89}]\n" for j in range(12)) for i in (0, 50)]
+    rows = [{"prompt": "def f(a):\n", "output": lines[i % 2], "group": "f"} for i in range(4)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    found = replay_epochs(tmp_path / "t.jsonl", tokenizer, 2, samples=2)
+    assert found["groups"] == 1 and found["samples"] == 2
+    alone, memory = found["siblings"], found["memory"]
+    assert [epoch["tokens"] for epoch in alone] == [epoch["tokens"] for epoch in memory]
+    assert memory[0] == alone[0]
+    assert memory[1]["tokens_per_pass"] > 2 * alone[1]["tokens_per_pass"]
+    with pytest.raises(TraceError, match="6 single answers"):
+        replay_epochs(tmp_path / "t.jsonl", tokenizer, 6)
+
+
 def trace(path: Path) -> Path:
     rows: list[dict[str, Any]] = [
         {
@@ -72,5 +88,9 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert figures["3"]["groups"] == 1
     assert figures["3"]["share"]["tokens_per_pass"] > figures["3"]["off"]["tokens_per_pass"]
     assert run([*given, "--siblings", "2", "--session"]) == 2
+    assert run([*given, "--epochs", "3"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["epochs"]
+    assert len(figures["memory"]) == 3
+    assert run([*given, "--epochs", "2", "--siblings", "2", "--siblings", "3"]) == 2
     with pytest.raises(TraceError, match="4 rows"):
         replay_siblings(tmp_path / "t.jsonl", tokenizer, [4])

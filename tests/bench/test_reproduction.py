@@ -199,6 +199,10 @@ def asked(scripts, tmp_path, monkeypatch):
             "accepted_by_source": {"context": 3},
         }
         figures["propose_us"] = {"p50": 1.0, "p99": 2.0}
+        if "--epochs" in words:
+            epochs = [{**figures, "tokens": 1000, "tokens_per_pass": rate} for rate in (2.0, 3.0)]
+            alone = [epochs[0], epochs[0]]
+            return json.dumps({"epochs": {"groups": 3, "samples": 2, "siblings": alone, "memory": epochs}})
         if "--siblings" in words:
             both = {"off": {**figures, "tokens": 1000}, "share": {**figures, "tokens": 1000, "tokens_per_pass": 2.5}}
             return json.dumps({"siblings": {"8": {"groups": 3, **both, "gain": 0.25}}})
@@ -251,6 +255,7 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "changes that are not committed" in tables.runs_of("reference")
     assert "| 16 | context | 2.000 | +0.0% |" in tables.replayed_sources()
     assert "_multisample10 | 8 | 3 | 1,000 | 2.000 | 2.500 | +25.0% |" in tables.siblings()
+    assert "| 2 | 2.000 | 3.000 | +50.0% |" in tables.epochs() and ">epoch 2</text>" in scripts[5].epochs()
     assert "| `suffix --session` |" in tables.replayed_presets()
     left_out = tables.TABLES["sources"]()
     assert "| `auto` without recycling | 2.00 | +0.0% |" in left_out
