@@ -139,6 +139,7 @@ class MixtureDrafter(OpenSources):
         self._fresh = []
         self._shown = []
         self._rest = self._misses = 0
+        self._hoped, self._asked = (0, 0.0), False  # the last pass over another text may not have ended
         self._forgotten = False
         self._noise[0] = 0
         self._sampled = False
@@ -151,6 +152,7 @@ class MixtureDrafter(OpenSources):
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
         self._catch_up()
+        self._hoped = 0, 0.0
         if self._queries is not None:
             self._queries.leave()
             self._cursors[self._dense_row] = 0

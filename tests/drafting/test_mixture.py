@@ -317,6 +317,20 @@ def test_drafts_that_are_not_made_win_trust_back(noise):
     assert not any(drafted[:20]) and any(drafted[-30:])
 
 
+@pytest.mark.parametrize("then", ["start", "feed"])
+def test_what_was_hoped_of_one_text_says_nothing_of_another(then):
+    """A pass may never end: the token that a draft would have begun with is not held against what follows instead."""
+    drafter = MixtureDrafter()
+    text = (np.arange(72) % 9).astype(np.int32)
+    drafter.start(text)
+    assert not len(drafter.propose(Budget(1, 1, np.array([1.0, 100.0], np.float32))))
+    assert drafter._hoped[1] > 0
+    before = [list(counts) for counts in drafter.calibration.drafts]
+    getattr(drafter, then)(text[:5])
+    drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([99], np.int32)))
+    assert drafter.calibration.drafts == before
+
+
 def test_a_prediction_is_followed(run, markov_text):
     expected = RANDOM.integers(100, 4000, 300).astype(np.int32)
     output = np.concatenate([expected[:100], [7, 8], expected[100:200], expected[220:]])
