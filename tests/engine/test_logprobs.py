@@ -84,6 +84,28 @@ def test_a_separate_forward_says_the_same(
             torch.testing.assert_close(got, expected.masked_fill(ended, 0.0), atol=1e-5, rtol=0.0)
 
 
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_many_samples_of_one_prompt(tiny: Any, prompt: torch.Tensor, temperature: float, recorded_pass: str) -> None:
+    """32 of them, which read the prompt once and draft from one another and from what was said before."""
+    rules: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    options = {**rules, "max_new_tokens": 12, "seed": 3, "num_return_sequences": 32}
+    rs.accelerate(tiny, nodes=12, recorded_pass=recorded_pass, rollouts=rs.RolloutMemory(answers=32))
+    for _ in range(2):  # the second time the answers are known
+        out = tiny.generate(prompt, **options, **DICT)
+        assert tiny.speculation.last.mode == "tree"
+    assert tiny.speculation.last.tokens_per_pass > 2 * 32
+    (done,) = rs.generate_many(tiny, [prompt[0]], **options, return_logprobs=True)
+    inputs = {"input_ids": prompt.repeat(32, 1), "attention_mask": torch.ones((32, 12), dtype=torch.long)}
+    wanted = separate(tiny, inputs, out.sequences, rules)
+    for got, expected in zip((out.logprobs, out.raw_logprobs), wanted, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0.0)
+    for output, ids, *both in zip(done.outputs, out.sequences[:, 12:], *wanted, strict=True):
+        assert output.token_ids.tolist() == ids.tolist()
+        np.testing.assert_allclose(output.logprobs, both[0], atol=1e-5)
+        np.testing.assert_allclose(output.raw_logprobs, both[1], atol=1e-5)
+
+
 @pytest.mark.parametrize("model_type", ["gpt_neo", "qwen3_next"])
 def test_chains_and_recurrent_state(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     extra: dict[str, Any] = CHAINS

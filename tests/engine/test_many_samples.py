@@ -18,7 +18,7 @@ SAMPLES = 600
 
 @pytest.mark.parametrize(
     ("model_type", "temperature"),
-    [("llama", None), ("llama", 0.7), ("llama", 1.0), ("gpt_neo", None), ("gpt_neo", 0.7)],
+    [("llama", None), ("llama", 0.7), ("llama", 1.0), ("gpt_neo", None), ("gpt_neo", 0.7), ("gpt_neo", 1.0)],
 )
 def test_the_same_with_and_without_drafts(model_type: str, temperature: float | None) -> None:
     """Families that verify trees and chains; greedy rows are equal prompts of a batch."""
