@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -322,7 +322,7 @@ def runner_of(cluster: str, workers: int, exchange: Exchange | None = None) -> A
         return Pool(workers)
     from retrieve_spec.datastore.cluster import cluster_runner
 
-    return nullcontext(cluster_runner(cluster, exchange))
+    return cluster_runner(cluster, exchange)
 
 
 def _teller(bar: Bar) -> Callable[[Done, int], None]:

@@ -1,4 +1,4 @@
-"""Cluster runner: runs the ranks of a build's stages on Ray, or as tasks of datatrove on this machine or on Slurm.
+"""Cluster runner: runs the ranks of a build's stages in processes of this machine, on Ray, or as tasks on Slurm.
 
 The stages are those of any build (`retrieve_spec.datastore.stages`), so what comes out does not depend on who ran them.
 All machines see the store's folder under one path, or what they read and write travels through an `Exchange`. What a
@@ -8,36 +8,31 @@ for that.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
 import secrets
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.exchange import Exchange
+from retrieve_spec.datastore.exchange import Exchange, look, run_travelling
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.manifest import WORK
-from retrieve_spec.datastore.pool import ALONE, error_of
+from retrieve_spec.datastore.pool import ALONE, Pool, Runner, error_of
 from retrieve_spec.datastore.stages import Done, Stages, run_rank
 from retrieve_spec.datastore.work import LOGS, WorkFolder
 from retrieve_spec.datastore.worker import answer_of
 from retrieve_spec.errors import BuildError
 
-if TYPE_CHECKING:
-    from retrieve_spec.datastore.pool import Runner
-
 _POLL_SECONDS = 1.0
-_GRACE_SECONDS = 5.0
 _BYTES_PER_TOKEN, _BYTES = 25, 1 << 30
 """Memory that a task asks for: so much per token of a segment, and for the interpreter."""
 _RETRIES = 3
@@ -45,8 +40,8 @@ _HOURS = "24:00:00"
 _NAMED = 8
 
 
-def cluster_runner(where: str, exchange: Exchange | None = None) -> Runner:
-    """What runs the ranks of a stage on a cluster.
+def cluster_runner(where: str, exchange: Exchange | None = None) -> AbstractContextManager[Runner]:
+    """What runs the ranks of stages on a cluster, inside of a `with`.
 
     Parameters
     ----------
@@ -68,6 +63,9 @@ def cluster_runner(where: str, exchange: Exchange | None = None) -> Runner:
             repr(where),
             "Write it in one of these forms.",
         )
+    if kind == "local":
+        workers = int(rest or os.cpu_count() or 1)
+        return Pool(workers, exchange, always=workers > 1)
     try:
         import_module("ray" if kind == "ray" else "datatrove")
     except ImportError as error:
@@ -81,7 +79,7 @@ def cluster_runner(where: str, exchange: Exchange | None = None) -> Runner:
     def run(stages: Stages, stage: str, ranks: Sequence[int], size: int, tell: Callable[[Done], object]) -> None:
         _Stage(kind, rest, stages, stage, tell, exchange).run(ranks)
 
-    return run
+    return nullcontext(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,50 +101,26 @@ class Task:
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Run one rank; its error is written down for whoever waits, and raised."""
         number = self.ranks[rank]
-        exchange, work = Exchange(self.url) if self.url else None, WorkFolder(Path(self.store))
-        with _one_core(), contextlib.ExitStack() as stack:
-            if exchange is not None:
-                work = WorkFolder(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="retrieve-spec-"))))
-            answer = answer_of(lambda: self._done(work, number, exchange))
+        os.environ.update(ALONE)  # this process has one core; libraries that look are loaded from here on
+        answer = answer_of(lambda: self._done(number))
         if (error := error_of(answer)) is not None:
             content = json.dumps(answer).encode()
-            if exchange is not None:
-                exchange.tell_error(self.stage, number, content)
+            if self.url:
+                Exchange(self.url).tell_error(self.stage, number, content)
             else:
-                replace_file(_error_file(work, self.stage, number), content)
+                replace_file(_error_file(WorkFolder(Path(self.store)), self.stage, number), content)
             raise RuntimeError(f"stage {self.stage!r} of rank {number}: {error}")  # typed errors may not travel
         return iter(())
 
-    def _done(self, work: WorkFolder, rank: int, exchange: Exchange | None) -> Done:
+    def _done(self, rank: int) -> Done:
         here = (_python(), __version__)
         if here != (self.python, self.version):
             expected = f"Python {self.python} and retrieve-spec {self.version} on every machine"
             got = f"Python {here[0]} and retrieve-spec {here[1]} on {platform.node()}"
             raise BuildError(expected, got, "Install the same everywhere.")
-        if exchange is not None:
-            exchange.load(work, self.stage, rank, self.needs)
-        done = run_rank(Stages(work), self.stage, rank)
-        if exchange is not None:
-            exchange.save(work, self.stage, rank)
-        return done
-
-
-@contextlib.contextmanager
-def _one_core() -> Iterator[None]:
-    """What is loaded inside of the block computes on one core; the environment is whole again behind it.
-
-    A task may run in the process that sends it, whose later children would have one core, too.
-    """
-    before = {name: os.environ.get(name) for name in ALONE}
-    os.environ.update(ALONE)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        if self.url:
+            return run_travelling(self.url, self.stage, rank, self.needs)
+        return run_rank(Stages(WorkFolder(Path(self.store))), self.stage, rank)
 
 
 def _python() -> str:
@@ -177,7 +151,7 @@ class _Stage:
             When some were not done: what one of them raised, else an error that names them.
         """
         waiting = set(ranks)
-        self._look(waiting)
+        look(self.stages, self.stage, waiting, self.tell, self.exchange)
         if not waiting:
             return
         ranks = sorted(waiting)
@@ -198,15 +172,6 @@ class _Stage:
         if exchange is None:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _look(self, waiting: set[int]) -> None:
-        """Tell of every rank that is done by now, and wait for it no longer."""
-        if self.exchange is not None and waiting:
-            self.exchange.collect(self.stages.work, self.stage, waiting)
-        for rank in sorted(waiting):
-            if (done := self.stages.outcome(self.stage, rank)) is not None:
-                waiting.discard(rank)
-                self.tell(done)
-
     def _followed(self, engine: Any, waiting: set[int]) -> BaseException | None:
         """Let an engine run, telling of every rank once it is done; what it raised, None for nothing."""
         raised: list[BaseException] = []
@@ -219,13 +184,10 @@ class _Stage:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        processes: set[Any] = set()
         while thread.is_alive():
             thread.join(_POLL_SECONDS)
-            self._look(waiting)
-            if self.kind == "local" and waiting and _lost(processes) and not _ends(thread):
-                return RuntimeError("a worker was killed")
-        self._look(waiting)
+            look(self.stages, self.stage, waiting, self.tell, self.exchange)
+        look(self.stages, self.stage, waiting, self.tell, self.exchange)
         return raised[0] if raised else None
 
     def _missing(self, missing: Sequence[int], failure: BaseException | None, logs: str) -> BaseException:
@@ -253,26 +215,6 @@ class _Stage:
             content = path.read_bytes() if path.exists() else None
         found: dict[str, Any] = json.loads(content) if content else {}
         return found
-
-
-def _lost(processes: set[Any]) -> bool:
-    """Whether one of this machine's workers died, for which the engine would wait for ever."""
-    from multiprocess import active_children
-
-    processes |= set(active_children())
-    return any(not process.is_alive() for process in processes)
-
-
-def _ends(thread: threading.Thread) -> bool:
-    """Whether an engine comes to an end by itself soon; its processes are ended where it does not."""
-    from multiprocess import active_children
-
-    thread.join(_GRACE_SECONDS)
-    if not thread.is_alive():
-        return True
-    for process in active_children():
-        process.kill()
-    return False
 
 
 class _Ray:
@@ -316,20 +258,16 @@ def _engine(kind: str, rest: str, task: Task, logs: str, memory: int) -> Any:
     """What runs all ranks of a stage."""
     if kind == "ray":
         return _Ray(rest, task, memory)
-    shared: dict[str, Any] = {"pipeline": [task], "tasks": len(task.ranks), "logging_dir": logs}
-    if kind == "local":
-        from datatrove.executor.local import LocalPipelineExecutor
-
-        workers = min(int(rest or os.cpu_count() or 1), len(task.ranks))
-        return LocalPipelineExecutor(workers=max(workers, 1), **shared)
     from datatrove.executor.slurm import SlurmPipelineExecutor
 
     return SlurmPipelineExecutor(
+        pipeline=[task],
+        tasks=len(task.ranks),
+        logging_dir=logs,
         time=_HOURS,
         partition=rest,
         mem_per_cpu_gb=-(-memory // (1 << 30)),
         job_name="retrieve-spec",
         env_command=f'export PATH="{Path(sys.executable).parent}:$PATH"',
         sbatch_args={"wait": ""},  # the command returns when the job has ended, with its exit code
-        **shared,
     )

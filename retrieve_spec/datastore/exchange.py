@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import wraps
@@ -22,7 +23,7 @@ from retrieve_spec.datastore.addresses import explain_remote_errors
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
 from retrieve_spec.datastore.manifest import PLAN, SEGMENTS, WORK, content_name
 from retrieve_spec.datastore.remote import Remote
-from retrieve_spec.datastore.stages import CUT, Stages, part_of
+from retrieve_spec.datastore.stages import CUT, Done, Stages, part_of, run_rank
 from retrieve_spec.datastore.work import INPUTS, WorkFolder
 from retrieve_spec.errors import StoreCorruptError, StoreIncompleteError
 
@@ -259,6 +260,38 @@ class Exchange:
             raise StoreCorruptError(f"{self.url}/{WORK}/{name} as it was written", "other content", _AGAIN)
         found: dict[str, Any] = json.loads(body)
         return found
+
+
+def run_travelling(url: str, stage: str, rank: int, needs: dict[str, Any], beside: Path | None = None) -> Done:
+    """Run one rank in a folder of its own, put below another one or where temporary folders are.
+
+    What it reads and writes travels through the exchange of an address; `needs` is what that asks for
+    (`Exchange.needs`).
+    """
+    exchange = Exchange(url)
+    with tempfile.TemporaryDirectory(prefix="retrieve-spec-", dir=beside) as folder:
+        work = WorkFolder(Path(folder))
+        exchange.load(work, stage, rank, needs)
+        done = run_rank(Stages(work), stage, rank)
+        exchange.save(work, stage, rank)
+    return done
+
+
+def needs_of(needs: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Of what some ranks have to know (`Exchange.needs`) what one has to."""
+    return needs | ({"lines": {str(rank): needs["lines"][str(rank)]}} if "lines" in needs else {})
+
+
+def look(
+    stages: Stages, stage: str, waiting: set[int], tell: Callable[[Done], object], exchange: Exchange | None
+) -> None:
+    """Tell of every rank that is done by now, and wait for it no longer."""
+    if exchange is not None and waiting:
+        exchange.collect(stages.work, stage, waiting)
+    for rank in sorted(waiting):
+        if (done := stages.outcome(stage, rank)) is not None:
+            waiting.discard(rank)
+            tell(done)
 
 
 def _sealed(content: dict[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from retrieve_spec import errors
+from retrieve_spec.datastore.exchange import Exchange, look, needs_of, run_travelling
 from retrieve_spec.datastore.stages import Done, Stages, run_rank
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError, RetrieveSpecError
@@ -40,10 +41,19 @@ class Pool:
     """Runs ranks in up to so many processes of this machine, which stay for the next stage; a context manager.
 
     Entering it gives `run`. Small work is done in the calling process, as long as no other was started.
+
+    Parameters
+    ----------
+    workers
+        Processes at most.
+    exchange
+        What files travel through; None where they lie in the work folder.
+    always
+        Whether small work is done in other processes as well.
     """
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self, workers: int, exchange: Exchange | None = None, *, always: bool = False) -> None:
+        self._workers, self._exchange, self._always = workers, exchange, always
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Runner:
@@ -73,10 +83,30 @@ class Pool:
         RetrieveSpecError, OSError
             As the stage.
         """
+        waiting = set(ranks)
+        needs: dict[str, Any] = {}
+        if self._exchange is not None:
+            look(stages, stage, waiting, tell, self._exchange)  # an interrupted change may have left some
+            needs = self._exchange.needs(stages, stage, waiting)
+        self._run(stages, stage, [rank for rank in ranks if rank in waiting], size, tell, needs)
+        if self._exchange is not None:
+            self._exchange.collect(stages.work, stage, waiting)
+
+    def _run(
+        self,
+        stages: Stages,
+        stage: str,
+        ranks: Sequence[int],
+        size: int,
+        tell: Callable[[Done], object],
+        needs: dict[str, Any],
+    ) -> None:
+        url = self._exchange.url if self._exchange is not None else ""
         count = min(self._workers, len(ranks))
-        if not self._processes and (count < 2 or size < SPAWN_WORK or not sys.executable):
+        small = not self._always and (count < 2 or size < SPAWN_WORK)
+        if not self._processes and (small or not sys.executable):
             for rank in ranks:
-                tell(run_rank(stages, stage, rank))
+                tell(run_one(stages, stage, rank, url, needs))
             return
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for rank in ranks:
@@ -86,7 +116,8 @@ class Pool:
         try:
             self._processes += [_start(stages.work) for _ in range(len(self._processes), count)]
             for process in self._processes[:count]:
-                feeding = threading.Thread(target=_feed, args=(process, stage, waiting, answers), daemon=True)
+                told = (process, stage, url, needs, waiting, answers)
+                feeding = threading.Thread(target=_feed, args=told, daemon=True)
                 feeding.start()
                 threads.append(feeding)
             for _ in ranks:
@@ -115,6 +146,13 @@ class Pool:
                     pipe.close()
 
 
+def run_one(stages: Stages, stage: str, rank: int, url: str, needs: dict[str, Any]) -> Done:
+    """Run one rank in this process, over the work folder or, with an address, through what travels there."""
+    if not url:
+        return run_rank(stages, stage, rank)
+    return run_travelling(url, stage, rank, needs, stages.work.path)
+
+
 def _start(work: WorkFolder) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(
@@ -128,6 +166,8 @@ def _start(work: WorkFolder) -> subprocess.Popen[bytes]:
 def _feed(
     process: subprocess.Popen[bytes],
     stage: str,
+    url: str,
+    needs: dict[str, Any],
     waiting: queue.SimpleQueue[int],
     answers: queue.SimpleQueue[Done | BaseException],
 ) -> None:
@@ -139,7 +179,7 @@ def _feed(
         except queue.Empty:
             return
         try:
-            process.stdin.write(f"{stage} {rank}\n".encode())
+            process.stdin.write(json.dumps([stage, rank, url, needs_of(needs, rank)]).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except (OSError, ValueError):  # it is gone, or its pipes were closed
@@ -157,7 +197,7 @@ def _died(code: int, stage: str, rank: int) -> BuildError:
     return BuildError(
         f"to finish stage {stage!r} of rank {rank}",
         f"its process ended with {f'signal {-code}' if code < 0 else f'code {code}'}",
-        "Often memory ran out: continue with --resume and fewer --workers.",
+        "Often memory ran out: continue with --resume and fewer processes.",
     )
 
 

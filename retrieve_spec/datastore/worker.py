@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.datastore.stages import Done, Stages, run_rank
+from retrieve_spec.datastore.pool import run_one
+from retrieve_spec.datastore.stages import Done, Stages
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import RetrieveSpecError
 
@@ -36,8 +37,8 @@ def main() -> None:
     threading.Thread(target=_pass_on, args=(writer,), daemon=True).start()
     with os.fdopen(reader, encoding="utf-8") as requests:
         for line in requests:
-            stage, rank = line.split()
-            answers.write(json.dumps(answer_of(partial(run_rank, stages, stage, int(rank)))) + "\n")
+            stage, rank, url, needs = json.loads(line)
+            answers.write(json.dumps(answer_of(partial(run_one, stages, stage, rank, url, needs))) + "\n")
             answers.flush()
 
 

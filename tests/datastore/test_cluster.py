@@ -1,25 +1,24 @@
 """Builds on a cluster: the same store as one process makes, whoever ran the stages and whatever died meanwhile.
 
-Needs the extra `cluster` (`make test-cluster`), and Ray for its part; Slurm is played by a script that runs what it is
-given, so what is tested of it are the tasks and not the queue.
+Slurm and Ray need what `make test-cluster` installs; Slurm is played by a script that runs what it is given, so what is
+tested of it are the tasks and not the queue.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
+import tempfile
 import textwrap
 import threading
 import time
 
 import pytest
-from dying_task import RANK, DyingTask
+from dying_worker import RANK
 from test_build import digest
 
-from retrieve_spec._version import __version__
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import cluster, shards
+from retrieve_spec.datastore import cluster, pool, shards
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import utc_now
 from retrieve_spec.datastore.manifest import read_manifest
@@ -27,7 +26,6 @@ from retrieve_spec.datastore.share import pull_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.stages import Stages
 from retrieve_spec.datastore.verify import verify_datastore
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
 CONFIG = StoreConfig(segment_tokens=400)
@@ -74,7 +72,12 @@ def test_what_is_no_cluster_is_an_error(where, sources, tokenizer, tmp_path):
 def test_without_the_engine_the_error_says_what_to_install(sources, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datatrove", None)
     with pytest.raises(BuildError, match=r"retrieve-spec\[cluster\]"):
-        build_datastore(tmp_path / "s", sources, tokenizer, cluster="local:2")
+        build_datastore(tmp_path / "s", sources, tokenizer, cluster="slurm:any")
+
+
+@pytest.fixture
+def engine():
+    pytest.importorskip("datatrove", reason="the extra `cluster` is not installed")
 
 
 @pytest.mark.usefixtures("engine")
@@ -85,69 +88,87 @@ def test_without_sbatch_the_error_says_so(sources, tokenizer, tmp_path, monkeypa
     assert not (tmp_path / "s").exists()
 
 
-@pytest.fixture
-def engine():
-    pytest.importorskip("datatrove", reason="the extra `cluster` is not installed")
-
-
-@pytest.mark.usefixtures("engine")
-def test_local_workers_make_the_same_store(sources, tokenizer, tmp_path, alone):
+@pytest.mark.slow
+def test_local_workers_make_the_same_store(sources, tokenizer, tmp_path, alone, monkeypatch):
+    started = []
+    start = pool._start
+    monkeypatch.setattr(pool, "_start", lambda work: started.append(start(work)) or started[-1])
     report = build_datastore(tmp_path / "s", sources, tokenizer, config=CONFIG, cluster="local:2")
     assert report.segments > 3
     assert digest(tmp_path / "s") == alone
     (tmp_path / "new.txt").write_text("a new text")
     add_documents(tmp_path / "s", str(tmp_path / "new.txt"), cluster="local:1")
     verify_datastore(tmp_path / "s")
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 
-@pytest.mark.usefixtures("engine")
-def test_a_killed_worker_is_named_and_nothing_is_done_twice(sources, tokenizer, tmp_path, alone, monkeypatch):
-    monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(cluster, "_GRACE_SECONDS", 2.0)
-    monkeypatch.setattr(cluster, "Task", DyingTask)
-    (tmp_path / "kill").touch()
-    with pytest.raises(BuildError, match=rf"finish stage 'tokens'.*rank (\d+, )*{RANK}\b"):
-        build_datastore(tmp_path / "s", sources, tokenizer, config=CONFIG, cluster="local:2")
-    done = {int(path.stem.partition("-")[2]) for path in (tmp_path / "s" / "work").glob("shard-*.json")}
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["folder", "address"])
+def test_a_killed_worker_is_named_and_nothing_is_done_twice(place, sources, tokenizer, tmp_path, alone, monkeypatch):
+    store = tmp_path / "s" if place == "folder" else f"file://{tmp_path}/s"
+    monkeypatch.setattr(pool, "_MODULE", "dying_worker")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # a store at an address is built there
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    for beside in (tmp_path, tmp_path / "tmp"):
+        (beside / "kill").touch()
+    with pytest.raises(BuildError, match=rf"finish stage 'tokens' of rank {RANK}.*signal 9"):
+        build_datastore(store, sources, tokenizer, config=CONFIG, cluster="local:2")
+    assert sorted(os.listdir(tmp_path / "tmp")) == ["kill"]  # though workers were ended amid their ranks
+    pattern = "shard-*.json" if place == "folder" else "done-tokens-*"
+    done = {int(path.stem.rpartition("-")[2]) for path in (tmp_path / "s" / "work").glob(pattern)}
     assert done and RANK not in done
-    (tmp_path / "kill").unlink()
     seen = []
     original = Stages.tokens
     monkeypatch.setattr(Stages, "tokens", lambda self, rank: seen.append(rank) or original(self, rank))
-    build_datastore(tmp_path / "s", resume=True, workers=1)
+    build_datastore(store, resume=True, cluster="local:1")  # this process
     assert seen and not done & set(seen)
-    assert digest(tmp_path / "s") == alone
+    assert read_manifest(tmp_path / "s").content == read_manifest(tmp_path / "alone").content
 
 
-@pytest.mark.usefixtures("engine")
-def test_an_error_of_a_rank_is_the_error_of_the_build(sources, tokenizer, tmp_path, alone, monkeypatch):
-    work = WorkFolder(tmp_path / "s")
-    monkeypatch.setattr(cluster, "__version__", "0.0.0")  # of the process that plans; workers import their own
-    with pytest.raises(BuildError, match="every machine") as caught:
-        build_datastore(tmp_path / "s", sources, tokenizer, config=CONFIG, cluster="local:2")
-    monkeypatch.undo()
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    assert "rank" in caught.value.__notes__[0]
-    assert not list(work.path.glob("shard-*.json"))
-    build_datastore(tmp_path / "s", resume=True, cluster="local:2")
-    assert digest(tmp_path / "s") == alone
-
-
-@pytest.mark.usefixtures("engine")
-def test_machines_that_share_no_folder_make_the_same_store(sources, tokenizer, tmp_path, alone, monkeypatch):
-    """Nothing but the sources and the address of the store is known to the workers; those of another version refuse."""
+@pytest.mark.slow
+def test_local_workers_make_the_same_store_at_an_address(sources, tokenizer, tmp_path, alone):
+    """Nothing but the sources and the address of the store is known to the workers."""
     url = f"file://{tmp_path}/remote"
-    monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.2)
-    monkeypatch.setattr(cluster, "__version__", "0.0.0")  # of the process that plans; workers import their own
-    with pytest.raises(BuildError, match="every machine"):
-        build_datastore(url, sources, tokenizer, config=CONFIG, cluster="local:2")
-    shutil.rmtree(tmp_path / "remote")
-    monkeypatch.setattr(cluster, "__version__", __version__)
     build_datastore(url, sources, tokenizer, config=CONFIG, cluster="local:2")
     assert read_manifest(tmp_path / "remote").content == read_manifest(tmp_path / "alone").content
     assert not (tmp_path / "remote" / "work").exists()
     pull_datastore(url, tmp_path / "s")
     verify_datastore(tmp_path / "s")
+
+
+@pytest.fixture
+def in_its_pool(engine, monkeypatch):
+    """Slurm is played by datatrove's executor for one machine, which runs the same steps."""
+    from datatrove.executor.local import LocalPipelineExecutor
+
+    def engine_of(kind, rest, task, logs, memory):
+        return LocalPipelineExecutor(pipeline=[task], tasks=len(task.ranks), logging_dir=logs, workers=2)
+
+    monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.2)
+    monkeypatch.setattr(cluster, "_engine", engine_of)
+    monkeypatch.setattr(cluster.shutil, "which", lambda name: name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_its_pool")
+def test_steps_of_a_pipeline_make_the_same_store(sources, tokenizer, tmp_path, alone):
+    build_datastore(tmp_path / "s", sources, tokenizer, config=CONFIG, cluster="slurm:any")
+    assert digest(tmp_path / "s") == alone
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_its_pool")
+@pytest.mark.parametrize("place", ["folder", "address"])
+def test_an_error_of_a_rank_is_the_error_of_the_build(place, sources, tokenizer, tmp_path, alone, monkeypatch):
+    store = tmp_path / "s" if place == "folder" else f"file://{tmp_path}/s"
+    monkeypatch.setattr(cluster, "__version__", "0.0.0")  # of the process that plans; workers import their own
+    with pytest.raises(BuildError, match="every machine") as caught:
+        build_datastore(store, sources, tokenizer, config=CONFIG, cluster="slurm:any")
+    assert "rank" in caught.value.__notes__[0]
+    assert not list((tmp_path / "s" / "work").glob("shard-*.json"))
+    build_datastore(store, resume=True, cluster="local:2")
+    assert read_manifest(tmp_path / "s").content == read_manifest(tmp_path / "alone").content
 
 
 _SBATCH = """\

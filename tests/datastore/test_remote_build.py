@@ -11,7 +11,7 @@ from test_build import contents
 
 from retrieve_spec.cli import run as run_command
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import cluster, shards
+from retrieve_spec.datastore import cluster, pool, shards
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.exchange import Exchange
 from retrieve_spec.datastore.manifest import read_manifest
@@ -56,6 +56,8 @@ def machines(monkeypatch):
     monkeypatch.setattr(cluster, "import_module", lambda name: None)
     monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(cluster, "_engine", made)
+    for name, value in pool.ALONE.items():  # tasks set them, for the process that they have to themselves
+        monkeypatch.setenv(name, value)
     return made
 
 
