@@ -197,7 +197,7 @@ def epochs(made: dict[str, Any]) -> list[str]:
     ((file, found),) = made["rows"].items()
     found = found["epochs"]
     rows = [
-        [number, *(f"{figures['tokens_per_pass']:.3f}" for figures in pair), f"{_gain(*pair):+.1%}"]
+        [str(number), *(f"{figures['tokens_per_pass']:.3f}" for figures in pair), f"{_gain(*pair):+.1%}"]
         for number, pair in enumerate(zip(found["siblings"], found["memory"], strict=True), 1)
     ]
     text = (
