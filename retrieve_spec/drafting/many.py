@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 NOTHING = DraftTree()
+NO_HOPE = 0, 0.0
 _NO_COST = np.empty(0, np.float32)
 _NO_TOKENS = np.empty(0, np.int32)
 _LINE, _NOWHERE = np.arange(-1, MAX_NODES + 1, dtype=np.int32), np.full(MAX_NODES, -1, np.int64)
@@ -30,6 +32,12 @@ class Row(MixtureDrafter):
     """The drafter of one of many requests; those of one calibration and one session are asked together.
 
     It drafts what a `MixtureDrafter` without recycling does. Given tokens are followed when rows are next asked.
+
+    Attributes
+    ----------
+    hoped
+        The token that a draft would begin with, and how probable that is (0 where there is none), also where it was not
+        made: as of the last time that it was asked with a cost.
     """
 
     def __init__(
@@ -40,6 +48,7 @@ class Row(MixtureDrafter):
         calibration: Calibration,
     ) -> None:
         super().__init__(config, recycling=False, session=session, datastores=datastores, calibration=calibration)
+        self.hoped = NO_HOPE
         self._address = 0, 0, 0
         self._address_of: tuple[object, int] = None, 0
 
@@ -155,6 +164,9 @@ def _chains(rows: Many[Row], most: Many[int], cost: NDArray[np.float32]) -> list
             row.followed(text, room)
     if not whole:  # now there is room
         return _chains(rows, most, cost)
+    if len(cost):
+        for i, (row, n) in enumerate(zip(rows, most, strict=True)):
+            row.hoped = (int(ids[i, 0]), math.exp(log_p[i, 0])) if n else NO_HOPE
     return [
         DraftTree(ids[i, :n], _LINE[:n], _LINE[2 : n + 2], log_p[i, :n], source[i, :n], _NOWHERE[:n]) if n else NOTHING
         for i, n in enumerate(counts)
@@ -166,6 +178,7 @@ def _trees(rows: Many[Row], limits: Many[tuple[int, int]], cost: NDArray[np.floa
     for row, (nodes, depth) in zip(rows, limits, strict=True):
         row._sync()
         trees.append(DraftTree(*row._kernel(cost, nodes, depth)[2:]) if nodes and depth else NOTHING)
+        row.hoped = row._first() if nodes and depth else NO_HOPE
     return trees
 
 

@@ -229,8 +229,12 @@ class MixtureDrafter(OpenSources):
             _, expected, *fields = self._kernel(cost, limit, depth)
         tree = DraftTree(*fields)
         self._proposed = len(tree), expected
-        self._hoped = int(self._scratch.nodes[0, 0]), float(self._scratch.node_p[0])
+        self._hoped = self._first()
         return tree
+
+    def _first(self) -> tuple[int, float]:
+        """The token that the last draft would begin with, made or not, and how probable that is; 0 where none is."""
+        return int(self._scratch.nodes[0, 0]), float(self._scratch.node_p[0])
 
     def _kernel(
         self, cost: NDArray[np.float32], limit: int, depth: int, shown: _Shown = _NOTHING_SHOWN

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.many import NOTHING, follow_all, propose_all
+from retrieve_spec.drafting.many import NO_HOPE, NOTHING, follow_all, propose_all
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import pruned, share_out
 from retrieve_spec.errors import ConfigError, RequestError
@@ -200,8 +200,12 @@ class ServingDrafter(Requests):
                 trees[i] = self._known(tree)
         if len(rows) > 1:
             whole, trees = trees, share_out(trees, seconds, MAX_NODES, np.ones(len(rows)))
-            for state, tree, kept in zip(rows, whole, trees, strict=True):  # drafts not made say something, too
-                state.hoped = (int(tree.token_ids[0]), math.exp(tree.log_p[0])) if len(tree) and not len(kept) else None
+            hopes = [(int(tree.token_ids[0]), math.exp(tree.log_p[0])) if len(tree) else NO_HOPE for tree in whole]
+        else:
+            hopes = [rows[0].row.hoped if seconds is not None else NO_HOPE]
+        for state, (token, p), kept in zip(rows, hopes, trees, strict=True):  # drafts not made say something, too
+            said = p > 0 and not len(kept) and (self.vocabulary is None or token < self.vocabulary)
+            state.hoped = (token, p) if said else None
         self._pace.looked(sum(map(len, trees)), seconds is not None)
         return trees
 

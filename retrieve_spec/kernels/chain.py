@@ -45,7 +45,8 @@ def grow_chain(
     cursors, tails
         As for `expand.expand`, with room for the longest chain.
     token_ids, log_p, sources
-        Output, as long as the longest chain: token, logarithm of the path's probability, number of the source.
+        Output, as long as the longest chain: token, logarithm of the path's probability, number of the source. The
+        first is there also where it does not pay; its logarithm is -inf where there is none.
 
     Returns
     -------
@@ -60,6 +61,8 @@ def grow_chain(
     gain = 1.0
     best_rate = 1.0 / np.float64(cost[0]) if len(cost) > 0 else 0.0
     path_p = promise
+    if len(log_p) > 0:
+        log_p[0] = -np.inf
     while n < len(token_ids):
         worth = min_p / path_p
         mass = max(worth, MASS_FLOOR)
@@ -76,12 +79,12 @@ def grow_chain(
         if best < 0:
             break
         path_p = np.float64(best_p)
-        if len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate):
-            break
         token = np.int32(tokens[best])
         token_ids[n] = token
         log_p[n] = np.log(best_p)
         sources[n] = table[credit[best], NUMBER]
+        if len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate):
+            break
         n += 1
         gain += path_p
         if len(cost) == 0:

@@ -308,6 +308,36 @@ def test_drafting_comes_back_where_its_first_drafts_failed():
     assert not any(found[:3]) and any(found[-30:])
 
 
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_drafting_comes_back_to_one_request(shape):
+    """As `MixtureDrafter` does: the token that is not drafted counts, if it comes."""
+    drafter = ServingDrafter()
+    [name] = looping(drafter, 1)
+
+    def step(token):
+        nodes = len(drafter.draft([name], 16, shape=shape)[0])
+        drafter.measured(1.0 + 0.6 * nodes)
+        drafter.feed(name, [token])
+        return nodes
+
+    for token in range(4):
+        step(30 + token)  # what drafts cost is known
+    drafter._calibrations["greedy"].drafts[False] = [100.0, 300.0]
+    found = [step(i % 9) for i in range(300)]
+    assert not any(found[50:60]) and any(found[-50:])
+
+
+def test_what_the_model_has_no_token_for_is_not_hoped_for():
+    drafter = ServingDrafter(vocabulary=5)
+    drafter.start("a", list(range(9)) * 4)
+    for token in range(9):
+        drafter.draft(["a"], 4)
+        drafter.measured(1.0 + 100.0 * bool(token))
+        hoped = drafter._requests["a"].hoped
+        assert hoped is None or hoped[0] == token < 5
+        drafter.feed("a", [token])
+
+
 def test_a_rest_needs_no_look():
     drafter = ServingDrafter()
     names = looping(drafter, 2)
