@@ -19,6 +19,7 @@ from retrieve_spec.server.branches import Branch, BranchCollector
 from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.samplers import Sampling
+from retrieve_spec.verify.interface import cache_name_of
 
 _MEASURED = 256
 
@@ -221,8 +222,8 @@ class HuggingFaceBackend:
     def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:
         """Read further tokens into a cache, in one pass."""
         ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
-        with torch.inference_mode():
-            self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with torch.no_grad():  # a state that was written in inference mode could not go on outside of it
+            self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_name_of(self.model): cache})
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
@@ -237,7 +238,7 @@ class HuggingFaceBackend:
             guides.append(self._grammars.processor(sampling.grammar, len(prompt_ids)))
         options: dict[str, Any] = {
             "tokenizer": self.tokenizer,
-            "past_key_values": cache,
+            cache_name_of(self.model): cache,
             "max_new_tokens": max_tokens,
             "scope": hints.scope,
             **sampling.generate_kwargs(self._infill, guides),

@@ -3,6 +3,7 @@ that follows, and a cache that is handed back holds the states behind every toke
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.server.backend import DraftHints
+from retrieve_spec.server.hf_backend import HuggingFaceBackend
+from retrieve_spec.server.samplers import Sampling
 from retrieve_spec.verify.denormals import are_flushed, flushed
 from retrieve_spec.verify.mixer_site import MixerSite
 
@@ -90,6 +94,31 @@ def test_rows_are_multiplied_as_a_matrix(name: str, monkeypatch: pytest.MonkeyPa
     assert torch.equal(model.generate(PROMPT, max_new_tokens=24, do_sample=False), expected)
     assert strides
     assert all(strides)
+
+
+def test_streams_and_the_server_hand_over_a_cache_by_the_name_that_the_model_has_for_it() -> None:
+    """Mamba calls it `cache_params`; transformers 5.24 calls that of many others `cache`."""
+    family = next(family for family in FAMILIES if family.name == "mamba2")
+    model = build(family, family.attention[0])
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    first = model.generate(PROMPT, return_dict_in_generate=True, **options)
+    more = torch.cat([first.sequences, PROMPT[:, :5]], dim=1)
+    wanted = model.generate(more, cache_params=copy.deepcopy(first.past_key_values), **options)
+    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "half", vocab=VOCAB), nodes=16)
+    stream = rs.generate_stream(model, more, past_key_values=first.past_key_values, **options)
+    assert [token for piece in stream for token in piece.token_ids.tolist()] == wanted[0, more.shape[1] :].tolist()
+    backend = HuggingFaceBackend(model, range(VOCAB))
+    cache, ids = backend.new_cache(), more[0].tolist()
+    backend.prefill(cache, ids[:20])
+    text = backend.decode(
+        cache, ids, max_tokens=12, end_ids=frozenset(), sampling=Sampling(temperature=0.0), hints=DraftHints()
+    )
+    said = []
+    while not text.over:
+        backend.step([text])
+        said += text.take()
+    text.close()
+    assert said == wanted[0, more.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("before", [False, True])
