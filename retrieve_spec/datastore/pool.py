@@ -184,13 +184,24 @@ def _feed(
             line = process.stdout.readline()
         except (OSError, ValueError):  # it is gone, or its pipes were closed
             line = b""
-        try:
-            answer = json.loads(line)
-        except ValueError:  # it ended, or it is no worker
+        answer = _read(line)
+        if answer is None:  # it ended, or it is no worker
             process.kill()
             answers.put(_died(process.wait(), stage, rank))
             return
-        answers.put(error_of(answer) or tuple(answer["done"]))
+        answers.put(answer)
+
+
+def _read(line: bytes) -> Done | BaseException | None:
+    """What a worker answered; None for what no worker says, of which somebody would wait for an answer for ever."""
+    try:
+        answer = json.loads(line)
+        if (error := error_of(answer)) is not None:
+            return error
+        size, documents, tokens = map(int, answer["done"])
+        return size, documents, tokens
+    except Exception:  # whatever JSON may hold in place of an answer
+        return None
 
 
 def _died(code: int, stage: str, rank: int) -> BuildError:

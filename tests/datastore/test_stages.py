@@ -124,6 +124,17 @@ def test_a_worker_that_dies_is_named(tokenizer, many, tmp_path, monkeypatch):
         build_datastore(tmp_path / "s", str(many), tokenizer, workers=2)
 
 
+@pytest.mark.parametrize(
+    "answer", ["{}", "[1]", "3", "null", '{"done": 3}', '{"done": [1]}', '{"error": "BuildError"}']
+)
+def test_a_worker_that_answers_something_else_is_named(tokenizer, many, tmp_path, monkeypatch, answer):
+    (tmp_path / "no_worker.py").write_text(f"import time\nprint({answer!r}, flush=True)\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(pool, "_MODULE", "no_worker")
+    with pytest.raises(BuildError, match=r"finish stage .* of rank \d+"):
+        build_datastore(tmp_path / "s", str(many), tokenizer, workers=2)
+
+
 @pytest.mark.slow
 def test_errors_of_workers_are_those_of_the_library(tokenizer, many, tmp_path):
     work = WorkFolder(tmp_path / "t")
