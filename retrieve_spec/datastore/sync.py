@@ -261,7 +261,7 @@ def _small(manifest: Manifest) -> list[SegmentEntry] | None:
 
 
 def _merge(work: WorkFolder, manifest: Manifest, group: Sequence[SegmentEntry], progress: bool) -> ChangeReport:
-    """Make one segment of several."""
+    """Make fewer segments of several: one, or as few as have room for all of their text."""
     plan = {
         "verb": "sync",
         "config": asdict(checked(config_of(manifest), manifest.fingerprint)),
