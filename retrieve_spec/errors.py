@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
 _SIGNATURE = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]*[^\s'\".,:;)]")
@@ -18,6 +20,27 @@ def in_a_line(error: Exception, most: int = 160) -> str:
     """Name of an exception and the first line of what it says, of which `most` characters are kept."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:most] if lines else ''}"
+
+
+def raise_interruption(error: BaseException) -> None:
+    """Raise what interrupted compiled code, if that is what an error tells of.
+
+    Numba runs Python to hand out an array. Ctrl-C that came meanwhile is raised there, and Python makes a `SystemError`
+    of it: "returned a result with an exception set".
+    """
+    cause = error.__cause__
+    if isinstance(error, SystemError) and cause is not None and not isinstance(cause, Exception):
+        raise cause from None
+
+
+@contextlib.contextmanager
+def interruptions_as_they_are() -> Iterator[None]:
+    """Let Ctrl-C in compiled code be the `KeyboardInterrupt` that it is elsewhere."""
+    try:
+        yield
+    except SystemError as error:
+        raise_interruption(error)
+        raise
 
 
 class RetrieveSpecError(Exception):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
+from retrieve_spec.errors import raise_interruption
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 from retrieve_spec.recorded.packed_pass import forward_together
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
@@ -86,7 +87,8 @@ def look_all(batch: list[Sequence]) -> list[Sequence]:
             continue  # it reads alone
         try:
             found = read_side_by_side([sequence.seen.every_logit for sequence in together], top_k)
-        except Exception:
+        except Exception as error:
+            raise_interruption(error)
             logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
             continue
         read.update(zip(map(id, together), found, strict=True))
@@ -120,7 +122,8 @@ def _together(
             rows = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, PaddedRow)]
             return rows[0].batch.forward(rows, roots, trees, batch[0].wants_hidden, keeps), True
         return _packed(batch, roots, trees, keeps, pool)
-    except Exception:
+    except Exception as error:
+        raise_interruption(error)
         logger.debug("a pass over %d sequences failed; each is tried alone", len(batch), exc_info=True)
     return None, False
 
@@ -152,6 +155,7 @@ def each(sequences: Many[Sequence], act: Callable[[Sequence], object]) -> list[S
             act(sequence)
             going.append(sequence)
         except Exception as error:
+            raise_interruption(error)
             sequence.error = error
     return going
 

@@ -28,7 +28,7 @@ from retrieve_spec.engine.reader import Reader
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.seen_pass import SeenPass
 from retrieve_spec.engine.shared_prompt import SharedPrompt
-from retrieve_spec.errors import InterruptedPassError
+from retrieve_spec.errors import InterruptedPassError, raise_interruption
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.sampling.acceptance import Sampler
 from retrieve_spec.sampling.pass_logits import PassLogits
@@ -398,6 +398,7 @@ class Sequence:
         try:
             self._wind_up()
         except Exception as failed:
+            raise_interruption(failed)
             self.error = self.error or failed
         self.report.seconds = perf_counter() - self.report.began if self.report.began else 0.0
         self.log.summary()

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.errors import interruptions_as_they_are
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class Stream(Iterator[Piece]):
         self._pieces, self._report = pieces, report
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        with interruptions_as_they_are():
+            return next(self._pieces)
 
     def __enter__(self) -> Stream:
         return self

@@ -19,7 +19,7 @@ from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.rows import Prepared
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.shared_prompt import SharedPrompts
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, interruptions_as_they_are, raise_interruption
 from retrieve_spec.generation.arguments import as_inputs, known_ids, row_predictions
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
 from retrieve_spec.generation.finished import Completion, Finished
@@ -78,7 +78,8 @@ class Requests(Iterator[Finished]):
         self._finished = self._in_order(self._as_completed())
 
     def __next__(self) -> Finished:
-        return next(self._finished)
+        with interruptions_as_they_are():
+            return next(self._finished)
 
     def __enter__(self) -> Requests:
         return self
@@ -134,6 +135,7 @@ class Requests(Iterator[Finished]):
             try:
                 made = self._begin(index, request)
             except Exception as error:  # of this request alone
+                raise_interruption(error)
                 self._over.append(Finished(index, request, error=error))
                 made = []
             yield from made
@@ -216,6 +218,7 @@ class Requests(Iterator[Finished]):
         try:
             rows, both = delegate(self._model, arguments, own["seed"], own["return_logprobs"])
         except Exception as error:  # of this request alone
+            raise_interruption(error)
             return Finished(index, request, error=error)
         ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
         noted_rows = [None] * len(rows) if both is None else both.cpu().numpy()
