@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!triton)|import naive_|from naive_" -r tests --include="test_*.py")
 # Tests that want as many threads as a program of its own has: a hang with two is not seen with one.
 THREAD_TESTS = $(shell grep -l "pytest\.mark\.threads" -r tests --include="test_*.py")
+CLUSTER_TESTS = cluster remote_build share addresses tokenised kill_sharing
 # As many processes as tests/conftest.py finds room for, which share the tests out among themselves.
 BESIDE = -n auto --dist worksteal
 export TOKENIZERS_PARALLELISM := false
@@ -47,7 +48,7 @@ test-lowest:
 ## make test-cluster builds on local workers, Ray and tasks as Slurm starts them, stores in an object store; installs these
 test-cluster: setup-test
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) datatrove ray s3fs 'moto[s3]' flask flask-cors $(PIP_ARGS)
-	$(BIN)/python -m pytest tests/datastore/test_cluster.py $(shell grep -lE "bucket|\burl\b" tests/datastore/test_*.py | grep -v test_cluster) $(ARGS)
+	$(BIN)/python -m pytest $(CLUSTER_TESTS:%=tests/datastore/test_%.py) $(ARGS)
 
 ## make test-trl    the rollout function in TRL's own trainer, in an environment of its own
 test-trl:

@@ -15,7 +15,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore import tokenised
-from retrieve_spec.datastore.addresses import open_file
+from retrieve_spec.datastore.addresses import exists, open_file
 from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
@@ -46,8 +46,7 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
         elif file.kind == "jsonl":
             yield from _json_lines(file, limit)
         elif file.kind == "ds":
-            found = tokenised.documents(file.location, file.start, file.end)
-            yield from (Text(file, f"{file.path}#{number}", ids) for number, ids in enumerate(found, file.start + 1))
+            yield from _tokenised(file)
         else:
             yield from _parquet(file, sources[file.source].field)
 
@@ -64,6 +63,24 @@ def _opened(file: SourceFile) -> Iterator[IO[bytes]]:
 
 
 _READ_ERRORS = (OSError, EOFError, zstandard.ZstdError)
+
+
+def _reason(error: Exception) -> Reason:
+    """Why a file is left out whose reading raised an error."""
+    return Reason.GONE if isinstance(error, FileNotFoundError) else Reason.UNREADABLE
+
+
+def _tokenised(file: SourceFile) -> Iterator[Text]:
+    layout = tokenised.Layout(*file.layout)
+    try:
+        for number, ids in enumerate(tokenised.documents(file.location, file.start, file.end, layout), file.start + 1):
+            yield Text(file, f"{file.path}#{number}", ids)
+    except tokenised.TokenisedFileError:  # its plan was made from files that belonged together
+        yield Text(file, file.path, skip=Reason.CHANGING if exists(file.location) else Reason.GONE)
+    except BuildError:
+        raise
+    except _READ_ERRORS as error:
+        yield Text(file, file.path, skip=_reason(error))
 
 
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
@@ -86,8 +103,8 @@ def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
                     yield Text(file, name, line)
     except BuildError:  # a remote that cannot be reached any more
         raise
-    except _READ_ERRORS:
-        yield Text(file, file.path, skip=Reason.UNREADABLE)
+    except _READ_ERRORS as error:
+        yield Text(file, file.path, skip=_reason(error))
 
 
 def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
@@ -112,8 +129,8 @@ def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
                     yield Text(file, name, value) if isinstance(value, str) else Text(file, name, skip="no text")
     except BuildError:
         raise
-    except (OSError, pyarrow.ArrowException):
-        yield Text(file, file.path, skip=Reason.UNREADABLE)
+    except (OSError, pyarrow.ArrowException) as error:
+        yield Text(file, file.path, skip=_reason(error))
 
 
 def _field(record: Any, field: str) -> Any:
@@ -132,8 +149,8 @@ def content_of(text: Text, field: str, limit: int) -> tuple[str, int, str]:
                 content = stream.read(limit + 1)
         except BuildError:
             raise
-        except _READ_ERRORS:
-            return "", 0, Reason.UNREADABLE
+        except _READ_ERRORS as error:
+            return "", 0, _reason(error)
     elif isinstance(content, bytes):
         try:
             value = _field(json.loads(content), field)

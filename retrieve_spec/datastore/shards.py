@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
@@ -70,7 +70,7 @@ def _parts(file: SourceFile) -> Iterator[SourceFile]:
     if file.kind == "ds" and not file.skip:
         layout = tokenised.layout_of(file.location)
         for first, end, size in tokenised.cuts(file.location, layout, SHARD_BYTES):
-            yield replace(file, start=first, end=end, size=size)
+            yield replace(file, start=first, end=end, size=size, layout=astuple(layout))
         return
     remote = is_address(file.location)  # read where it is needed, not here
     if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES or remote:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from retrieve_spec.datastore import tokenised
 from retrieve_spec.datastore.addresses import explain_remote_errors, is_address, public_name, reach
@@ -74,7 +75,8 @@ class SourceFile:
     """One file to read: index of its source, path to record, path to open, bytes, kind and compression.
 
     A file that is not to be read carries the reason in `skip`. A part of a file of JSON Lines carries the bytes
-    ``[start, end)`` and the lines before them, one of a tokenised file the documents ``[start, end)``.
+    ``[start, end)`` and the lines before them, one of a tokenised file the documents ``[start, end)`` and what the
+    files beside it said (`retrieve_spec.datastore.tokenised.Layout`).
     """
 
     source: int
@@ -88,6 +90,7 @@ class SourceFile:
     start: int = 0
     end: int = 0
     line: int = 0
+    layout: Sequence[Any] = ()
 
 
 def check_sources(sources: tuple[Source, ...]) -> None:

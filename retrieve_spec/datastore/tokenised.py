@@ -38,6 +38,10 @@ class Layout:
     tokens: int
 
 
+class TokenisedFileError(BuildError):
+    """A tokenised file that does not belong to the files beside it, or is not what it was when it was listed."""
+
+
 def pairs_of(names: Iterable[str]) -> dict[str, str]:
     """Of the files of a folder those that are tokenised, by their names, and each file beside one with whose it is."""
     ours = {name for name in names if SUFFIX in name[-len(SUFFIX + METADATA) :]}
@@ -56,17 +60,18 @@ def layout_of(location: str) -> Layout:
 
     Raises
     ------
-    BuildError
+    TokenisedFileError
         When one is missing, or they do not belong together.
     """
-    for end in (INDEX, METADATA):
+    for end in ("", INDEX, METADATA):
         if not exists(location + end):
-            raise BuildError(f"{location + end} beside {location}", "no such file", _AGAIN)
+            expected = f"{location + end} beside {location}" if end else f"a tokenised file at {location}"
+            raise TokenisedFileError(expected, "no such file", _AGAIN)
     with open_file(location + METADATA) as file:
         said = file.read(_BLOCK).decode("utf-8", "replace").splitlines()
     name, _, width = said[0].rpartition("|") if said and "|" in said[0] else (said[0] if said else "", "", "2")
     if width not in ("2", "4"):
-        raise BuildError(f"2 or 4 bytes per token in {location + METADATA}", repr(width), _AGAIN)
+        raise TokenisedFileError(f"2 or 4 bytes per token in {location + METADATA}", repr(width), _AGAIN)
     size, index = size_of(location), size_of(location + INDEX)
     tokens = 0
     if index >= _END:
@@ -75,9 +80,11 @@ def layout_of(location: str) -> Layout:
             tokens = int.from_bytes(file.read(_END), "little")
     if index % _END or size != tokens * int(width):
         expected = f"{tokens:,} tokens of {width} bytes in {location}, by its index of {index:,} bytes"
-        raise BuildError(expected, f"{size:,} bytes", _AGAIN)
+        raise TokenisedFileError(expected, f"{size:,} bytes", _AGAIN)
     if len(said) > 1 and said[1].strip() != str(tokens):
-        raise BuildError(f"{tokens:,} tokens in {location + METADATA}, as the index says", repr(said[1]), _AGAIN)
+        raise TokenisedFileError(
+            f"{tokens:,} tokens in {location + METADATA}, as the index says", repr(said[1]), _AGAIN
+        )
     return Layout(name.strip(), int(width), index // _END, tokens)
 
 
@@ -126,13 +133,13 @@ def cuts(location: str, layout: Layout, most: int) -> Iterator[tuple[int, int, i
 
     Raises
     ------
-    BuildError
+    TokenisedFileError
         When the index does not rise.
     """
     first = begun = last = number = 0
     for last_before, number, end in _ends(location, 0, layout.documents):
         if end < last_before or end > layout.tokens:
-            raise BuildError(
+            raise TokenisedFileError(
                 f"ends of documents that rise to {layout.tokens:,} in {location + INDEX}", f"{end:,}", _AGAIN
             )
         if number > first and (end - begun) * layout.width > most:
@@ -151,31 +158,39 @@ def _ends(location: str, first: int, end: int) -> Iterator[tuple[int, int, int]]
             file.seek(_END * (first - 1))
             before = int.from_bytes(file.read(_END), "little")
         for start in range(first, end, _BLOCK):
-            block = np.frombuffer(file.read(_END * min(_BLOCK, end - start)), "<u8")
+            content = file.read(_END * min(_BLOCK, end - start))
+            block = np.frombuffer(content[: len(content) // _END * _END], "<u8")
             for number, at in enumerate(block.tolist(), start):
                 yield before, number, at
                 before = at
 
 
-def documents(location: str, first: int, end: int) -> Iterator[NDArray[np.uint32]]:
+def documents(location: str, first: int, end: int, layout: Layout) -> Iterator[NDArray[np.uint32]]:
     """Token ids of the documents ``[first, end)``, (n,) uint32 each.
 
     Raises
     ------
-    BuildError
-        When the file ends early.
+    TokenisedFileError
+        When the file is no longer what the layout says.
     """
-    width = layout_of(location).width
+    if layout_of(location) != layout:
+        raise _changed(location)
     with open_file(location) as file:
-        at = -1
+        at, following = -1, first
         for start, number, stop in _ends(location, first, end):
             if start != at:
-                file.seek(start * width)
-            content = file.read((stop - start) * width)
-            if len(content) != (stop - start) * width:
-                raise BuildError(f"{stop - start:,} tokens of document {number + 1} in {location}", "fewer", _AGAIN)
-            at = stop
-            yield np.frombuffer(content, f"<u{width}").astype(np.uint32)
+                file.seek(start * layout.width)
+            content = file.read(max(stop - start, 0) * layout.width)
+            if len(content) != (stop - start) * layout.width:
+                raise _changed(location)
+            at, following = stop, number + 1
+            yield np.frombuffer(content, f"<u{layout.width}").astype(np.uint32)
+    if following != end:
+        raise _changed(location)
+
+
+def _changed(location: str) -> TokenisedFileError:
+    return TokenisedFileError(f"{location} as it was listed", "another file", _AGAIN)
 
 
 class Decoder:

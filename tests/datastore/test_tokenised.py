@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import struct
 
@@ -13,12 +14,15 @@ from tokenizers import AddedToken
 
 from retrieve_spec.datastore import shards
 from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError, TokenizerMismatchError
 
 TEXTS = ["the cat sat on the mat", "", "Grüße, Welt", "a third text that is somewhat longer than the others"]
+TOKENS = sum(len(text.encode()) for text in TEXTS)
 
 
 @pytest.fixture
@@ -180,3 +184,71 @@ def test_a_remote_that_breaks_ends_the_build(name, tokenizer, tmp_path, monkeypa
         assert set(contents(tmp_path / "s")) == {"r.jsonl#1", "a.txt"}
     finally:
         memory.rm("/", recursive=True)
+
+
+def planned_then(damage, sources, tokenizer, store, monkeypatch):
+    """Report of a build whose sources are damaged once it has planned what to read."""
+    original = WorkFolder.begin
+
+    def begin(self, plan, inputs=()):
+        plan = original(self, plan, inputs)
+        damage()
+        return plan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkFolder, "begin", begin)
+        report = build_datastore(store, sources, tokenizer, workers=1)
+    verify_datastore(store)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason", "kept"),
+    [
+        (lambda ds: ds.unlink(), Reason.GONE, set()),
+        (lambda ds: ds.with_name("a.ds.index").unlink(), Reason.CHANGING, set()),
+        (lambda ds: ds.with_name("a.ds.metadata").unlink(), Reason.CHANGING, set()),
+        (lambda ds: cut(ds, 20), Reason.CHANGING, set()),
+        (lambda ds: cut(ds.with_name("a.ds.index"), 11), Reason.CHANGING, set()),
+        (lambda ds: ds.with_name("a.ds.metadata").write_text("other/tokenizer|2\n"), Reason.CHANGING, set()),
+        (
+            lambda ds: ds.with_name("a.ds.index").write_bytes(struct.pack("<4Q", 9, 3, 30, TOKENS)),
+            Reason.CHANGING,
+            {"a.ds#1"},
+        ),
+        (lambda ds: write(ds, [[97], [98]], "tiny"), Reason.CHANGING, set()),
+    ],
+)
+@pytest.mark.parametrize("pieces", [False, True])
+def test_what_changes_once_planned_is_counted(
+    damage, reason, kept, pieces, encoded, tokenizer, model, tmp_path, monkeypatch
+):
+    folder = tmp_path / "f"
+    folder.mkdir()
+    assert sum(map(len, encoded)) == TOKENS
+    path = write(folder / "a.ds", encoded, model)
+    (folder / "b.txt").write_text("a text that stays")
+    if pieces:
+        monkeypatch.setattr(shards, "SHARD_BYTES", 60)
+    report = planned_then(lambda: damage(path), str(folder), tokenizer, tmp_path / "s", monkeypatch)
+    found = set(contents(tmp_path / "s"))
+    assert found >= {"b.txt"} | kept and (pieces or found == {"b.txt"} | kept)
+    assert set(report.skipped_by_reason) == {str(reason)}
+
+
+@pytest.mark.parametrize("name", ["a.ds", "a.jsonl", "a.txt", "a.txt.gz"])
+def test_what_vanishes_once_planned_is_gone(name, encoded, tokenizer, model, tmp_path, url, monkeypatch):
+    """Here as at an address."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "a.ds", encoded, model)
+    (folder / "a.jsonl").write_text('{"text": "one record"}\n')
+    (folder / "a.txt").write_text("another text")
+    (folder / "a.txt.gz").write_bytes(gzip.compress(b"and one more"))
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.put(str(folder), root, recursive=True)
+    for source, vanish in ((str(folder), (folder / name).unlink), (url, lambda: fs.rm_file(f"{root}/{name}"))):
+        store = tmp_path / f"s{len(list(tmp_path.iterdir()))}"
+        report = planned_then(vanish, source, str(model), store, monkeypatch)
+        assert report.skipped_by_reason.get("gone") == 1
+        assert report.documents == (3 if name == "a.ds" else 5)
