@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,11 @@ def check_no_store(folder: Path) -> None:
         When it is one.
     """
     if (folder / MANIFEST).exists() and (folder / SEGMENTS).is_dir():
-        raise BuildError(f"files of text at {folder}", "a datastore", "Join stores with `retrieve-spec merge`.")
+        raise _is_store(folder)
+
+
+def _is_store(place: object) -> BuildError:
+    return BuildError(f"files of text at {place}", "a datastore", "Join stores with `retrieve-spec merge`.")
 
 
 def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterator[SourceFile]:
@@ -189,25 +193,51 @@ def _order(entry: tuple[str, object]) -> str:
 
 
 def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> Iterator[SourceFile]:
-    """Files of an address: git has no rules there, and names, globs and what files say decide."""
+    """Files of an address: git has no rules there, and names, globs and what files say decide.
+
+    As in a folder, a link is not followed and a datastore is no part of what it lies in.
+    """
     with explain_remote_errors(source.path):
         fs, root = reach(source.path)
         about = fs.find(root, detail=True) or ({root: fs.info(root)} if fs.isfile(root) else {})
-        found = {str(name): int(one.get("size") or 0) for name, one in about.items()}
+    found = {str(name): Reason.LINK if _is_link(one) else int(one.get("size") or 0) for name, one in about.items()}
     if not found:
         raise BuildError(f"files at {source.path}", "nothing there", "Check the address.")
+    stores = _stores_among(found)
+    if f"{root}/" in stores:
+        raise _is_store(source.path)
+    found = {name: said for name, said in found.items() if not name.startswith(stores)}
     if list(found) == [root]:
         name = public_name(fs.unstrip_protocol(root)).rpartition("/")[2]
         if wanted(name):
-            yield _entry(index, source, name, fs.unstrip_protocol(root), found[root], True)
+            size = int(about[root].get("size") or 0)  # a link that is named itself is followed
+            yield _entry(index, source, name, fs.unstrip_protocol(root), size, True)
         return
     start = len(root) + 1
     pairs = tokenised.pairs_of(name[start:] for name in found)
-    for name, size in sorted(found.items(), key=_order):
+    for name, said in sorted(found.items(), key=_order):
         relative = name[start:]
         if wanted(relative) and pairs.get(relative, relative) == relative:
-            said = _named(source, relative)
-            yield _entry(index, source, relative, fs.unstrip_protocol(name), said or size, relative in pairs)
+            left = _named(source, relative)
+            yield _entry(index, source, relative, fs.unstrip_protocol(name), left or said, relative in pairs)
+
+
+def _is_link(about: dict[str, Any]) -> bool:
+    """Whether what a file system says of a file says that it is a link."""
+    return bool(about.get("islink")) or about.get("type") == "link"
+
+
+def _stores_among(names: Iterable[str]) -> tuple[str, ...]:
+    """Folders of datastores, with a slash at their ends, among the files of an address."""
+    manifests, segments = set(), set()
+    for name in names:
+        folder, _, last = name.rpartition("/")
+        if last == MANIFEST:
+            manifests.add(f"{folder}/")
+        above, found, _ = name.rpartition(f"/{SEGMENTS}/")
+        if found:
+            segments.add(f"{above}/")
+    return tuple(manifests & segments)
 
 
 def _named(source: Source, relative: str) -> Reason | None:
