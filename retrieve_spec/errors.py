@@ -26,10 +26,12 @@ def raise_interruption(error: BaseException) -> None:
     """Raise what interrupted compiled code, if that is what an error tells of.
 
     Numba runs Python to hand out an array. Ctrl-C that came meanwhile is raised there, and Python makes a `SystemError`
-    of it: "returned a result with an exception set".
+    of it ("returned a result with an exception set"), and one of that for each array behind it.
     """
-    cause = error.__cause__
-    if isinstance(error, SystemError) and cause is not None and not isinstance(cause, Exception):
+    cause: BaseException | None = error
+    while isinstance(cause, SystemError):
+        cause = cause.__cause__
+    if cause is not None and not isinstance(cause, Exception):
         raise cause from None
 
 

@@ -75,11 +75,11 @@ def test_sigint_ends_a_call_promptly_and_leaves_the_model_usable(recorded_pass: 
 
 
 @njit(nogil=True)
-def _busy(ids: NDArray[np.int64], rounds: int) -> NDArray[np.int64]:
-    """An array, as kernels hand it out: a signal that came meanwhile is raised where Numba makes an object of it."""
+def _busy(ids: NDArray[np.int64], rounds: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Arrays, as kernels hand them out: a signal that came meanwhile is raised where Numba makes an object of one."""
     for i in range(rounds):
         ids[0] = (ids[0] * 31 + i) % 1000003
-    return ids
+    return ids, ids[:1]
 
 
 @contextlib.contextmanager
