@@ -183,9 +183,12 @@ class RecordedVerifier:
         return len(held) == len(self.recorded.rules) and all(keys is None or not keys.numel() for keys in held)
 
     def _read(self, prompt_ids: NDArray[np.int32], size: int) -> NDArray[np.int32]:
-        """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all."""
+        """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all.
+
+        Not behind a pass over several prompts that failed: buffers for its rows are there, and all of it is read here.
+        """
         self._unread -= len(prompt_ids)
-        if self._past == 0:  # an empty cache does not know yet what its rows look like
+        if self._past == 0 and self._slabs is None:  # an empty cache does not know yet what its rows look like
             if self.ordinary.past == 0:
                 self.ordinary.forward(prompt_ids[:1])
                 self.ordinary.commit(_NOTHING)

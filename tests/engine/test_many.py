@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batch_rows import small_model
 from scripted_drafter import ScriptedDrafter
 from transformers import LogitsProcessor
 
@@ -136,6 +137,21 @@ def test_errors_end_their_own_request(tiny: Any) -> None:
     ]  # fmt: skip
     assert finished[1].token_ids.tolist() == alone(tiny, {"inputs": ids_of(1, 5)}, max_new_tokens=3)
     assert tiny.speculation.engine._sequences == []
+
+
+@pytest.mark.parametrize("recorded", ["always", "off"])
+def test_a_prompt_longer_than_the_model_ends_its_own_request(recorded: str) -> None:
+    """Prompts are read in one pass; when it fails, each is read alone, and all of it is looked at."""
+    model = small_model("opt", max_position_embeddings=64, word_embed_proj_dim=32, ffn_dim=48)
+    requests = [ids_of(0, 80), ids_of(1, 6), ids_of(2, 60), ids_of(3, 1), ids_of(4, 9)]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    expected = [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in requests[1::2]]
+    rs.accelerate(model, recorded_pass=recorded, nodes=8)
+    finished = list(rs.generate_many(model, requests, **options))
+    assert [one.token_ids.tolist() for one in finished[1::2]] == expected
+    assert all(one.error is None and len(one.token_ids) == 12 for one in (finished[1], finished[3], finished[4]))
+    assert len(finished[0].token_ids) == 0 and len(finished[2].token_ids) == 5
+    assert all(isinstance(finished[i].error, IndexError) for i in (0, 2))
 
 
 def test_cancelling_ends_one_request(tiny: Any) -> None:
