@@ -87,6 +87,10 @@ class PromptError(RetrieveSpecError, ValueError):
     """The prompt is empty, or leaves no room for a new token."""
 
 
+class PositionError(PromptError, IndexError):
+    """The text has become longer than the table of positions that the model has."""
+
+
 class RequestError(RetrieveSpecError, KeyError):
     """A request that an engine names is not under way, or is already."""
 

@@ -156,7 +156,7 @@ def each(sequences: Many[Sequence], act: Callable[[Sequence], object]) -> list[S
             going.append(sequence)
         except Exception as error:
             raise_interruption(error)
-            sequence.error = error
+            sequence.fail(error)
     return going
 
 

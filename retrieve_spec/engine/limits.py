@@ -34,6 +34,10 @@ class Limits:
         Note where accepted drafts came from.
     most_nodes
         Draft nodes at most, however many `nodes` leaves to the drafter and the measured cost.
+    positions
+        Positions that the model was made for; 0 where it does not say.
+    padding
+        Tokens in front of the text that take no positions.
     """
 
     nodes: int | None
@@ -45,6 +49,8 @@ class Limits:
     prompt_logits: int = 0
     provenance: bool = False
     most_nodes: int = MAX_NODES
+    positions: int = 0
+    padding: int = 0
 
 
 def limits_of(
@@ -71,4 +77,6 @@ def limits_of(
         prefill_chunk=config.prefill_chunk,
         prompt_logits=-(-config.prompt_logits // rows),  # as rows become many, what is learned there drafts less
         provenance=config.provenance,
+        positions=interface.max_positions,
+        padding=padding - unseen,
     )

@@ -28,7 +28,7 @@ from retrieve_spec.engine.reader import Reader
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.seen_pass import SeenPass
 from retrieve_spec.engine.shared_prompt import SharedPrompt
-from retrieve_spec.errors import InterruptedPassError, raise_interruption
+from retrieve_spec.errors import InterruptedPassError, PositionError, raise_interruption
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.sampling.acceptance import Sampler
 from retrieve_spec.sampling.pass_logits import PassLogits
@@ -357,6 +357,19 @@ class Sequence:
         self.lent.observe(seen.tree, walked.path, walked.emitted, seen.logits, seen.output, seen.first_row, prompt)
         seen.output = None
         self._stage = _BETWEEN
+
+    def fail(self, error: Exception) -> None:
+        """Take down what it failed with; where the model has no position for its last token, that is what is said."""
+        most, length = self.limits.positions, self.text.length - self.limits.padding
+        if isinstance(error, IndexError) and 0 < most < length and "index out of range" in str(error):
+            said = PositionError(
+                f"a text of at most {most} tokens, for which the model has positions",
+                f"{length}, of which {self.text.prompt_length - self.limits.padding} are the prompt's",
+                "Shorten the prompt, or let max_new_tokens end the text earlier.",
+            )
+            said.__cause__ = error
+            error = said
+        self.error = error
 
     def recover(self) -> None:
         """Make good a pass that was cut short: what the model has computed is used, else the pass begins again.

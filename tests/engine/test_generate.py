@@ -399,8 +399,17 @@ def test_learned_positions_end_as_in_plain_generate() -> None:
     expected = model.generate(ids, max_length=16, do_sample=False, pad_token_id=0)
     scripted(model, expected)
     assert torch.equal(model.generate(ids, max_length=16, do_sample=False, pad_token_id=0), expected)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=r"at most 16 tokens.*got 17, of which 10") as raised:
         model.generate(ids, max_length=20, do_sample=False, pad_token_id=0)
+    assert isinstance(raised.value, errors.PositionError), "as plain generate's, and clear"
+    assert "out of range" in str(raised.value.__cause__)
+    rs.accelerate(model, nodes=8)  # a drafter that was given serves one row
+    batch = torch.tensor([[0, 0, 0, 0, 5, 6], [5, 6, 7, 8, 9, 10]])
+    mask = (batch > 0).long()
+    whole = model.generate(batch, attention_mask=mask, max_length=16, do_sample=False, pad_token_id=0)
+    assert whole.shape == (2, 16)
+    with pytest.raises(errors.PositionError, match="got 17, of which 6"):
+        model.generate(batch, attention_mask=mask, max_length=20, do_sample=False, pad_token_id=0)
 
 
 def test_drafts_end_at_the_last_learned_position_behind_a_cache() -> None:

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
 from retrieve_spec.engine import engine as engine_module
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, PositionError
 
 
 def ids_of(row: int, length: int) -> list[int]:
@@ -151,7 +151,9 @@ def test_a_prompt_longer_than_the_model_ends_its_own_request(recorded: str) -> N
     assert [one.token_ids.tolist() for one in finished[1::2]] == expected
     assert all(one.error is None and len(one.token_ids) == 12 for one in (finished[1], finished[3], finished[4]))
     assert len(finished[0].token_ids) == 0 and len(finished[2].token_ids) == 5
-    assert all(isinstance(finished[i].error, IndexError) for i in (0, 2))
+    assert all(isinstance(finished[i].error, PositionError) for i in (0, 2))
+    assert "at most 64 tokens, for which the model has positions, got 80, of which 80" in str(finished[0].error)
+    assert "got 65, of which 60 are the prompt's. Shorten the prompt" in str(finished[2].error)
 
 
 def test_cancelling_ends_one_request(tiny: Any) -> None:
