@@ -20,6 +20,9 @@ from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
 
+_PACKED = 1 << 12
+"""Compressed bytes that are unpacked at once: they may become thirty thousand times as many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -51,13 +54,46 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
             yield from _parquet(file, sources[file.source].field)
 
 
+class _Zstandard(io.RawIOBase):
+    """Decompressed content of all frames of a file; `EOFError` where the last one is cut short.
+
+    The library's own reader ends silently there, and behind the first frame.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw, self._frame = raw, zstandard.ZstdDecompressor().decompressobj()
+        self._packed, self._content = b"", memoryview(b"")
+        self._within = False
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill some of a buffer; 0 at the end."""
+        while not self._content:
+            self._packed = self._packed or self._raw.read(_PACKED)
+            if not self._packed:
+                if self._within:
+                    raise EOFError("a frame that is cut short")
+                return 0
+            self._content, self._within = memoryview(self._frame.decompress(self._packed)), True
+            self._packed = b""
+            if self._frame.eof:
+                self._packed, self._within = self._frame.unused_data, False
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size
+
+
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[IO[bytes]]:
     with open_file(file.location) as raw:
         if file.compression == "gz":
             yield gzip.GzipFile(fileobj=raw)  # type: ignore[misc]
         elif file.compression == "zst":
-            yield io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw))
+            yield io.BufferedReader(_Zstandard(raw))
         else:
             yield raw
 

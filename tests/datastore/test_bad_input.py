@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import secrets
+import shutil
 
 import fsspec
 import pytest
+import zstandard
+from test_build import contents
+from test_tokenised import planned_then
 
+from retrieve_spec.datastore import shards
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.catalog import write_catalog
+from retrieve_spec.datastore.edit import remove_documents
+from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.remote import Remote
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
@@ -111,3 +121,127 @@ def test_files_of_other_times(tokenizer, tmp_path):
         os.utime(folder / name, (time, time))
     assert sync_datastore(store, [folder]).documents == 2
     assert open_datastore(store).manifest.documents == 2
+
+
+def test_sources_that_vanish_or_change_once_planned(tokenizer, tmp_path, monkeypatch):
+    """Each is read as it is then, or counted; documents of others enter as ever."""
+    folder = tmp_path / "f"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("gone.txt", "linked.txt", "other.txt", "pipe.txt", "folder.txt", "sub/below.txt", "stays.txt"):
+        (folder / name).write_text(f"the text of {name}")
+    rows = "".join(f'{{"text": "record number {i}"}}\n' for i in range(40))
+    (folder / "cut.jsonl").write_text(rows)
+    (folder / "gone.jsonl").write_text(rows.replace("record", "row"))
+    (folder / "binary.jsonl").write_text('{"text": "was text"}\n')
+    monkeypatch.setattr(shards, "SHARD_BYTES", 200)  # the larger ones are read in parts
+
+    def change():
+        (folder / "gone.txt").unlink()
+        (folder / "linked.txt").unlink()
+        (folder / "linked.txt").symlink_to(folder / "stays.txt")
+        (folder / "other.txt").write_text("another text, and longer than it was when it was listed")
+        (folder / "pipe.txt").unlink()
+        os.mkfifo(folder / "pipe.txt")
+        (folder / "folder.txt").unlink()
+        (folder / "folder.txt").mkdir()
+        (folder / "sub").rename(tmp_path / "moved")
+        (folder / "sub").symlink_to(tmp_path / "moved")
+        (folder / "cut.jsonl").write_text(rows[:300])
+        (folder / "gone.jsonl").unlink()
+        (folder / "binary.jsonl").write_bytes(b"\0\xff\n")
+
+    report = planned_then(change, str(folder), tokenizer, tmp_path / "s", monkeypatch)
+    found = contents(tmp_path / "s")
+    texts = {name: text for name, text in found.items() if "#" not in name}
+    assert texts == {"other.txt": (folder / "other.txt").read_text(), "stays.txt": "the text of stays.txt"}
+    assert set(found.values()) <= {*texts.values(), *(f"record number {i}" for i in range(40))}
+    reasons = {}
+    for path, _, reason in report.skipped:
+        reasons.setdefault(path, set()).add(reason)
+    assert reasons.pop("cut.jsonl") == {Reason.CHANGING}
+    assert reasons == {
+        "gone.txt": {Reason.GONE},
+        "gone.jsonl": {Reason.GONE},
+        "linked.txt": {Reason.LINK},
+        "sub/below.txt": {Reason.LINK},
+        "pipe.txt": {Reason.NOT_A_FILE},
+        "folder.txt": {Reason.NOT_A_FILE},
+        "binary.jsonl#1": {"no JSON"},
+    }
+
+
+def test_a_source_that_vanishes_as_a_whole_once_planned(texts, tokenizer, tmp_path, monkeypatch):
+    with pytest.raises(BuildError, match="none: left out 4 gone"):
+        planned_then(lambda: shutil.rmtree(texts), str(texts), tokenizer, tmp_path / "s", monkeypatch)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("end", ["", ".gz", ".zst"])
+def test_records_cut_short(end, tokenizer, tmp_path):
+    """Those in front of the cut enter, the rest is counted."""
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[end]
+    rows = [f'{{"text": "record {i}: {secrets.token_hex(3000)}"}}\n' for i in range(40)]
+    content = pack("".join(rows).encode())
+    (tmp_path / f"a.jsonl{end}").write_bytes(content[: len(content) * 2 // 3])
+    (tmp_path / "b.txt").write_text("a text")
+    sources = [str(tmp_path / f"a.jsonl{end}"), str(tmp_path / "b.txt")]
+    report = build_datastore(tmp_path / "s", sources, tokenizer, workers=1)
+    found = contents(tmp_path / "s")
+    whole = len(found) - 1
+    assert 1 < whole < 40 and "b.txt" in found
+    assert all(found[f"a.jsonl{end}#{i + 1}"] == json.loads(rows[i])["text"] for i in range(whole))
+    expected = ("a.jsonl" + (f"{end}" if end else f"#{whole + 1}"), str(Reason.UNREADABLE) if end else "no JSON")
+    assert [(path, reason) for path, _, reason in report.skipped] == [expected]
+
+
+def test_a_table_cut_short(tokenizer, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `parquet` is not installed")
+    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content[:-9])
+    with pytest.raises(BuildError, match="1 unreadable"):
+        build_datastore(tmp_path / "s", str(tmp_path / "a.parquet"), tokenizer)
+    assert not (tmp_path / "s").exists()
+
+
+def test_names_that_differ_in_case_alone(tokenizer, tmp_path):
+    folder, store = tmp_path / "f", tmp_path / "s"
+    folder.mkdir()
+    (folder / "readme.txt").write_text("a text")
+    if (folder / "README.TXT").exists():
+        pytest.skip("names that differ in case alone are one here")
+    (folder / "README.txt").write_text("another text")
+    build_datastore(tmp_path / "b", str(folder), tokenizer, workers=1)
+    assert contents(tmp_path / "b") == {"README.txt": "another text", "readme.txt": "a text"}
+    remove_documents(tmp_path / "b", ["readme.txt"])
+    assert set(contents(tmp_path / "b")) == {"README.txt"}
+    sync_datastore(store, [folder], tokenizer)
+    (folder / "readme.txt").rename(folder / "Readme.txt")
+    (folder / "README.txt").unlink()
+    sync_datastore(store, [folder])
+    names = [os.path.basename(document.path) for document in open_datastore(store).documents()]
+    assert names == ["Readme.txt"]
+
+
+def test_names_that_are_no_text_are_followed(texts, tokenizer, tmp_path):
+    name = os.path.join(texts, os.fsdecode(b"\xfe.txt"))
+    with open(name, "w") as file:
+        file.write("some text")
+    assert sync_datastore(tmp_path / "s", [texts], tokenizer).documents == 5
+    assert sync_datastore(tmp_path / "s", [texts]).documents == 0
+    os.unlink(name)
+    sync_datastore(tmp_path / "s", [texts])
+    assert open_datastore(tmp_path / "s").manifest.documents == 4
+
+
+def test_all_frames_of_a_compressed_file_are_read(tokenizer, tmp_path):
+    """As of files put behind one another, and of those with frames that say nothing between."""
+    pack = zstandard.ZstdCompressor().compress
+    skipped = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"hello"
+    content = pack(b"one ") + skipped + pack(b"") + pack(b"two " * 100_000) + skipped
+    (tmp_path / "a.txt.zst").write_bytes(content)
+    (tmp_path / "b.txt.zst").write_bytes(content[: -len(skipped) - 9])
+    report = build_datastore(tmp_path / "s", str(tmp_path), tokenizer, workers=1)
+    assert contents(tmp_path / "s") == {"a.txt.zst": "one " + "two " * 100_000}
+    assert report.skipped_by_reason == {str(Reason.UNREADABLE): 1}
