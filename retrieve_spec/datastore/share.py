@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from retrieve_spec._version import __version__
 from retrieve_spec.datastore.addresses import explain_remote_errors, folder_of
 from retrieve_spec.datastore.card import public_manifest, store_card, told_of, without_lists
-from retrieve_spec.datastore.change import ChangeReport, existing_manifest, utc_now, writer
+from retrieve_spec.datastore.change import ChangeReport, existing_manifest, explain_write_errors, utc_now, writer
 from retrieve_spec.datastore.dense import TRANSFORM
 from retrieve_spec.datastore.files import FileEntry, replace_file
 from retrieve_spec.datastore.fresh import check_folder, first_manifest
@@ -23,7 +24,7 @@ from retrieve_spec.datastore.remote import Remote, changed, read_remote
 from retrieve_spec.datastore.store import check_tokenizer, open_datastore
 from retrieve_spec.datastore.union import unite
 from retrieve_spec.datastore.work import WorkFolder
-from retrieve_spec.errors import BuildError
+from retrieve_spec.errors import BuildError, StoreLockedError
 
 REMOTES = "remotes.json"
 _PULL = "pull"
@@ -73,7 +74,7 @@ def push_datastore(
     Raises
     ------
     StoreLockedError
-        When the remote holds something that this store has not seen.
+        When the remote holds something that this store has not seen, or another process changes the store meanwhile.
     StoreCorruptError
         When a file of the store is damaged.
     BuildError
@@ -96,13 +97,26 @@ def push_datastore(
         total = sum(file.bytes for _, _, file in missing)
         with progress_bar("pushing", total, "B", progress) as bar:
             for place, source, file in missing:
-                remote.send(source, place, file, bar.update)
+                with _explain_lost(source):
+                    remote.send(source, place, file, bar.update)
         if not remote.says(manifest):
             version += 1
             remote.write(remote.path("README.md"), store_card(told_of(store, manifest), manifest))
             remote.add_version(version, manifest)
     _remember(folder, url, version, manifest.content)
     return PushReport(url, version, len(missing), total, len(files) - len(missing))
+
+
+@contextmanager
+def _explain_lost(source: Path) -> Iterator[None]:
+    """Turn that a file of a store is no longer there into a `StoreLockedError` that says why."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if source.exists():
+            raise
+        expected, got = f"{source}, which the store listed", "a store that another process has changed meanwhile"
+        raise StoreLockedError(expected, got, "Push it again when that has finished.") from error
 
 
 def files_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Path, FileEntry]]:
@@ -129,10 +143,9 @@ def _is_known(folder: Path, url: str, version: int) -> bool:
 
 
 def _remember(folder: Path, url: str, version: int, content: str) -> None:
-    replace_file(
-        folder / REMOTES,
-        json.dumps(_seen(folder) | {url: {"version": version, "content": content}}, indent=1).encode(),
-    )
+    seen = json.dumps(_seen(folder) | {url: {"version": version, "content": content}}, indent=1).encode()
+    with explain_write_errors(folder):
+        replace_file(folder / REMOTES, seen)
 
 
 def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = False) -> ChangeReport:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ from test_build import contents, digest
 
 from retrieve_spec.cli import run
 from retrieve_spec.datastore import remote as remotes
+from retrieve_spec.datastore import share
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, remove_documents
 from retrieve_spec.datastore.manifest import read_manifest
@@ -154,6 +157,42 @@ def test_a_remote_that_breaks_amid_is_told_and_gone_on_with(store, url, tmp_path
         pull_datastore(url, tmp_path / "t")
     assert len(moved) - 3 == report.files + report.kept - fetched
     verify_datastore(tmp_path / "t")
+
+
+def test_a_store_that_changes_while_it_is_pushed_is_told(store, url, tmp_path, monkeypatch):
+    sent = []
+    send = remotes.Remote.send
+
+    def changing(self, *arguments):
+        sent.append(arguments)
+        if len(sent) == 3:
+            remove_documents(store, ["a.txt"])
+            compact_datastore(store, workers=1)
+        send(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remotes.Remote, "send", changing)
+        with pytest.raises(StoreLockedError, match="another process has changed"):
+            push_datastore(store, url)
+    push_datastore(store, url)
+    pull_datastore(url, tmp_path / "t")
+    verify_datastore(tmp_path / "t")
+    assert contents(tmp_path / "t") == contents(store) and "a.txt" not in contents(store)
+
+
+def test_a_disk_that_is_full_behind_a_push_is_told(store, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    for change in (
+        lambda: push_datastore(store, f"file://{tmp_path}/remote"),
+        lambda: pull_datastore(f"file://{tmp_path}/remote", store),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(share, "replace_file", full)
+            with pytest.raises(BuildError, match="No space left"):
+                change()
+        change()
 
 
 def test_damage_here_and_there_does_not_travel(store, url, tmp_path):
