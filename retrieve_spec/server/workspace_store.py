@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from retrieve_spec.paths import cache_dir
 from retrieve_spec.server.workspace import Workspace
 
 if TYPE_CHECKING:
+    from retrieve_spec.datastore.sources import Source
     from retrieve_spec.datastore.store import Datastore
 
 log = logging.getLogger("retrieve_spec.server")
@@ -68,6 +70,7 @@ class WorkspaceStore:
         self._workspace, self._tokenizer, self._attach, self._every_s = workspace, tokenizer, attach, every_s
         self._synced_at = -every_s
         self._lock = threading.Lock()
+        self._refused: dict[str, str] = {}
         self._news, self._stop, self._forgotten = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -145,8 +148,6 @@ class WorkspaceStore:
 
     def _synchronised(self) -> Datastore | None:
         from retrieve_spec.datastore.build import add_documents, build_datastore
-        from retrieve_spec.datastore.edit import compact_datastore, remove_documents
-        from retrieve_spec.datastore.sources import Source
 
         wanted = {str(path): _sha256(text) for path, text in self._workspace.texts.items()}
         self._drop_old()
@@ -155,25 +156,49 @@ class WorkspaceStore:
             shutil.rmtree(self.folder, ignore_errors=True)  # interrupted or damaged, and nobody else writes
             self.folder.mkdir(mode=0o700)
             self._name_folders()
-            sources: list[Source | str] = [Source(path, WORKSPACE_LICENCE) for path in wanted]
-            build_datastore(self.folder, sources, self._tokenizer, workers=1)
-            return self._open()
+            if sources := _sources(wanted):
+                build_datastore(self.folder, sources, self._tokenizer, workers=1)
+            return self._without(self._strange(wanted))
         held = held_documents(store)
         gone = [path for path, sha in held.items() if wanted.get(path) != sha]
-        known = set(held.values())  # the same text elsewhere is in the store already
-        fresh = [path for path, sha in wanted.items() if sha not in known]
-        for at in range(0, len(gone), _NAMES_PER_CHANGE):
-            remove_documents(self.folder, where=_any_of(gone[at : at + _NAMES_PER_CHANGE]))
-        if fresh:
-            add_documents(self.folder, [Source(path, WORKSPACE_LICENCE) for path in fresh], workers=1)
+        known = {sha for path, sha in held.items() if wanted.get(path) == sha}  # the same text elsewhere is enough
+        fresh = [path for path, sha in wanted.items() if sha not in known and self._refused.get(path) != sha]
         if not (gone or fresh):
             return store
+        self._remove(gone)
+        if sources := _sources(fresh):
+            add_documents(self.folder, sources, workers=1)
+        return self._without({path for path in gone if path not in wanted} | self._strange(wanted))
+
+    def _strange(self, wanted: Mapping[str, str]) -> set[str]:
+        """Files of which the store holds another text than the workspace does: a build reads files once more, and what
+        stands there by then (behind a link, say) has not been let in. They are taken out, and not read again."""
         store = self._open()
-        forbidden = any(path not in wanted for path in gone)
+        held = held_documents(store) if store is not None else {}
+        strange = {path for path, sha in held.items() if wanted.get(path) != sha}
+        self._refused = {path: sha for path, sha in self._refused.items() if wanted.get(path) == sha}
+        self._refused |= {path: wanted[path] for path in strange if path in wanted}
+        if strange and strange == held.keys():
+            shutil.rmtree(self.folder)
+        else:
+            self._remove(list(strange))
+        return strange
+
+    def _without(self, forbidden: Collection[str]) -> Datastore | None:
+        """The store, rewritten where something must not stand in its files any longer, or there are many of them."""
+        from retrieve_spec.datastore.edit import compact_datastore
+
+        store = self._open()
         if store is not None and (forbidden or len(store.segments) > _MAX_SEGMENTS):
             compact_datastore(self.folder)
             store = self._open()
         return store
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        from retrieve_spec.datastore.edit import remove_documents
+
+        for at in range(0, len(paths), _NAMES_PER_CHANGE):
+            remove_documents(self.folder, where=_any_of(paths[at : at + _NAMES_PER_CHANGE]))
 
     def _drop_old(self) -> None:
         """Delete a store of earlier releases, which lay where those of all tokenizers lie now."""
@@ -252,6 +277,13 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _any_of(paths: list[str]) -> str:
+def _sources(paths: Iterable[str]) -> list[Source | str]:
+    from retrieve_spec.datastore.sources import Source
+
+    # one that is gone would keep the others out, and a folder by now would bring all that is in it
+    return [Source(path, WORKSPACE_LICENCE) for path in paths if os.path.isfile(path) and not os.path.islink(path)]
+
+
+def _any_of(paths: Sequence[str]) -> str:
     quoted = ", ".join("'" + path.replace("'", "''") + "'" for path in paths)
     return f"source in ({quoted})"

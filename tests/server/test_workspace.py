@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import sys
 import threading
 import time
@@ -357,6 +358,56 @@ def test_store_follows_and_is_forgotten(folder, tokenizer):
     workspace.forget()
     assert attached[-1] is None
     assert not memory_folder([folder]).exists()
+
+
+def stored_text(store, tokenizer):
+    texts = (s.text_ids(i).tolist() for s in store.segments for i in range(len(s.document_starts) - 1))
+    return "".join(map(tokenizer.decode, texts))
+
+
+def test_what_a_file_becomes_before_it_is_stored_stays_out(folder, tmp_path, tokenizer):
+    """A store reads files again: what stands there by then may be a link that leads out of the workspace."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("a.py", "b.py"):
+        (outside / name).write_text("private_name = 'nobody let it in'\n" * 5)
+    workspace = Workspace([folder], ServeConfig())
+    workspace.scan()
+    (folder / "a.py").unlink()
+    (folder / "a.py").symlink_to(outside / "a.py")
+    shutil.rmtree(folder / "sub")
+    (folder / "sub").symlink_to(outside)
+    attached = []
+    WorkspaceStore(workspace, tokenizer, attached.append).sync()
+    assert set(held_documents(attached[-1])) == {str(folder / ".gitignore")}
+    assert "private_name" not in stored_text(attached[-1], tokenizer)
+    kept = b"".join(path.read_bytes() for path in attached[-1].path.rglob("*") if path.is_file())
+    assert b"private_name" not in kept
+
+
+def test_files_that_are_no_single_text_are_not_stored_again_and_again(folder, tokenizer, monkeypatch):
+    for number in range(2):  # records of a collection, whose texts are not that of the file
+        (folder / f"{number}.jsonl").write_text(json.dumps({"text": f"record = {number}\n" * 5}) + "\n")
+    workspace = Workspace([folder], ServeConfig())
+    workspace.scan()
+    attached = []
+    store = WorkspaceStore(workspace, tokenizer, attached.append)
+    store.sync()
+    monkeypatch.setattr("retrieve_spec.datastore.build.add_documents", lambda *_, **__: pytest.fail("read again"))
+    store.sync()
+    assert {Path(p).name for p in held_documents(attached[-1])} == {"a.py", "b.py", ".gitignore", "keep.log"}
+
+
+def test_a_file_that_moves_stays_in_the_store(folder, tokenizer):
+    workspace = Workspace([folder], ServeConfig())
+    workspace.scan()
+    attached = []
+    store = WorkspaceStore(workspace, tokenizer, attached.append)
+    store.sync()
+    (folder / "sub").rename(folder / "moved")
+    workspace.update([folder / "sub", folder / "moved"])
+    store.sync()
+    assert str(folder / "moved" / "b.py") in held_documents(attached[-1])
 
 
 @pytest.fixture
