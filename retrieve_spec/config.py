@@ -238,7 +238,7 @@ class ServeConfig:
     max_predict: int = 4096
     stale_s: float = 3.0
     deadline_s: float = 60.0
-    workspace_files: int = 20_000
+    workspace_files: int = 100_000
     workspace_chars: int = 16_000_000
     workspace_file_bytes: int = 256 << 10
     definition_chars: int = 1600

@@ -142,6 +142,18 @@ def test_what_changed_last_counts_first_and_the_rest_is_said(tmp_path, caplog):
     assert "10 files are drafted from; left out: 30 beyond the bound of files" in caplog.text
 
 
+@pytest.mark.slow
+def test_small_files_of_a_large_repository_are_all_there(tmp_path):
+    for number in range(20_500):
+        if number % 500 == 0:
+            (tmp_path / f"d{number // 500}").mkdir()
+        (tmp_path / f"d{number // 500}" / f"f{number}.py").write_text(f"value_{number} = {number}\n")
+    workspace = Workspace([tmp_path], ServeConfig())
+    workspace.scan()
+    assert not workspace.left_out
+    assert all(workspace.lines(f"value_{number} =", 1) for number in (0, 9_999, 20_499))
+
+
 def group_chars(monkeypatch, chars):
     for module in ("workspace", "file_index"):
         monkeypatch.setattr(f"retrieve_spec.server.{module}.SEGMENT_CHARS", chars)
