@@ -1,0 +1,200 @@
+"""Benchmark of the server where many ask at once, some of them nonsense, and where the workspace is large.
+
+    python scripts/bench_server.py --clients 200 --seconds 60 --files 50000
+
+Clients are answered, or not, with the text that drafting off gives; memory is looked at after a third of the time and
+at its end. Of the workspace's files one in a thousand is asked for by a line of it. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import checkout  # noqa: F401
+from bench_typing import Server, find_package, make_session, percentile
+
+from retrieve_spec.datastore.search import search_datastore
+from retrieve_spec.datastore.store import open_datastore
+
+LARGE = b"x" * (5 << 20)
+MALFORMED = [
+    *(LARGE, b"{", b"[]", b"[" * 50_000, b"\xff" * 50, b'{"input_prefix": 1, "input_suffix": ""}'),
+    b'{"input_prefix": "", "input_suffix": "", "input_extra": [' + b"{}," * 9000 + b"{}]}",
+]
+FOLDER = 1000
+LINE = "total_{0} = width_{0} * height_{0} + {0}"
+
+
+def connect(server: Server) -> http.client.HTTPConnection:
+    """A connection of its own."""
+    return http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+
+
+def post(connection: http.client.HTTPConnection, body: bytes, client: str = "") -> tuple[int, Any]:
+    """Status and answer of one `/infill`."""
+    connection.request("POST", "/infill", body, {"Content-Type": "application/json", "X-Client-Id": client})
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+class Crowd:
+    """Clients that ask one after another for texts that are known, and now and then for nonsense."""
+
+    def __init__(self, server: Server, bodies: list[dict[str, Any]]) -> None:
+        self.server, self.seen, self.wrong, self.took = server, Counter[str](), list[Any](), list[float]()
+        self.over = threading.Event()
+        self.bodies = [json.dumps(body).encode() for body in bodies]
+        plain = [json.dumps({**body, "speculative": False}).encode() for body in bodies]
+        self.texts = [post(connect(server), body)[1]["content"] for body in plain]
+
+    def come(self, number: int) -> None:
+        """Ask until it is over."""
+        rng, connection = random.Random(number), connect(self.server)
+        while not self.over.is_set():
+            if rng.random() < 0.05:
+                self.nonsense(rng, connection)
+                connection = connect(self.server)
+                continue
+            which, begun = rng.randrange(len(self.bodies)), time.perf_counter()
+            status, answer = post(connection, self.bodies[which], f"client {number}")
+            text, expected = answer.get("content", ""), self.texts[which]
+            if status != 200:
+                self.note(str(status), status == 503, answer)
+                time.sleep(rng.random())
+            elif answer.get("superseded") or answer.get("deadline"):
+                self.note("in part", expected.startswith(text), text)
+            else:
+                self.took.append(1000 * (time.perf_counter() - begun))
+                self.note("answered", text == expected, [expected, text])
+
+    def nonsense(self, rng: random.Random, connection: http.client.HTTPConnection) -> None:
+        """Send what nobody should, and let go of the connection."""
+        if rng.random() < 0.3:  # an upload that ends in the middle, or an answer that nobody waits for
+            body = rng.choice(self.bodies)
+            part = body[: rng.choice((len(body) // 2, len(body)))]
+            connection.request("POST", "/infill", part, {"Content-Length": str(len(body))})
+            self.note("given up", True)
+        else:
+            body = rng.choice(MALFORMED)
+            got = post(connection, body)
+            self.note("malformed", got[0] == (413 if body is LARGE else 400), got)
+        connection.close()
+
+    def note(self, what: str, right: bool, got: Any = None) -> None:
+        """Count an answer, and keep it if it is wrong."""
+        self.seen[what] += 1
+        self.wrong += [] if right else [got]
+
+
+def crowd(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Let many ask at once."""
+    files = sorted(find_package("uvicorn").glob("*.py"), key=lambda path: -path.stat().st_size)[:8]
+    keys = [key for seed, path in enumerate(files) for key in make_session(path, seed, 6)]
+    same = {"stream": False, "n_predict": 16, "t_max_predict_ms": 0, "deadline_ms": 60_000}
+    server = Server(folder, [], options.model)
+    try:
+        asked = Crowd(server, [{**key.body, **same} for key in keys])
+        memory = []
+        with ThreadPoolExecutor(options.clients) as pool:
+            clients = [pool.submit(asked.come, number) for number in range(options.clients)]
+            for _ in range(int(2 * options.seconds)):
+                time.sleep(0.5)
+                memory.append(resident(server))
+            asked.over.set()
+        third, sixth = len(memory) // 3, len(memory) // 6
+        warm, end = statistics.median(memory[third : third + sixth]), statistics.median(memory[-sixth:])
+        return {
+            **{"clients": options.clients, "seconds": options.seconds, "seen": dict(asked.seen)},
+            **{"wrong": len(asked.wrong), "for_example": asked.wrong[:2]},
+            "errors": [repr(client.exception()) for client in clients if client.exception()],
+            "answer_ms": {"p50": percentile(asked.took, 0.5), "p95": percentile(asked.took, 0.95)},
+            "memory_mib": {"warm": warm, "end": end, "every_10_s": memory[::20], "later": resident(server)},
+        }
+    finally:
+        server.stop()
+
+
+def resident(server: Server, what: str = "VmRSS") -> float:
+    """MiB of memory that the server holds."""
+    return int(Path(f"/proc/{server.child.pid}/status").read_text("ascii").split(f"{what}:")[1].split()[0]) / 1024
+
+
+def place(server: Server, number: int) -> str:
+    """File in which the server finds a line, "" for none."""
+    body = {"input_prefix": "", "input_suffix": "", "prompt": LINE.format(number), "n_predict": 0, "provenance": True}
+    (found,) = post(connect(server), json.dumps(body).encode())[1]["provenance"]
+    return str(found["places"][0]["file"]) if found["places"] else ""
+
+
+def large(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Open a workspace of many files, and move folders in it; seconds are those since the server was started."""
+    root, count, begun = folder / "workspace", options.files, 0.0
+    some = [*range(0, count, FOLDER), count - 1]
+    for number in range(count):
+        path = root / f"part{number // FOLDER}" / f"sub{number % 20}" / f"file{number}.py"
+        if number % FOLDER < 20:
+            path.parent.mkdir(parents=True)
+        about = f'    """Area number {number}, of a field as wide and as high as it is said to be, in feet."""\n'
+        path.write_text(f"def area_{number}(width_{number}, height_{number}):\n{about}    {LINE.format(number)}\n")
+
+    def until(condition: Callable[[], bool], limit: float = 300) -> float | None:
+        since = time.monotonic()
+        while not (done := condition()) and time.monotonic() < since + limit:
+            time.sleep(0.05)
+        return time.monotonic() - begun if done else None
+
+    def stored() -> bool:
+        stores = [open_datastore(path.parent) for path in folder.glob("workspaces/*/*/manifest.json")]
+        return bool(stores) and all(search_datastore(stores[0], LINE.format(number)).occurrences for number in some)
+
+    Server(folder, [], options.model).stop()  # kernels
+    begun = time.monotonic()
+    server = Server(folder, ["--workspace", str(root)], options.model, indexed=False)
+    try:
+        body = json.dumps({"input_prefix": "def area(w, h):\n", "input_suffix": "\n", "n_predict": 16}).encode()
+        report: dict[str, Any] = {"files": count, "ready_s": time.monotonic() - begun}
+        report["first_completion_s"] = until(lambda: bool(post(connect(server), body)[1]["content"]))
+        report["latest_file_s"] = until(lambda: bool(place(server, some[-1])))
+        report["says_indexed_s"] = until(lambda: server.get("/health")["workspace"]["indexed"])
+        report["every_file_s"] = until(lambda: all(place(server, number) for number in some), 10)
+        report |= {"workspace": server.get("/health")["workspace"], "memory_mib": {"index": resident(server)}}
+        report |= {"store_s": until(stored, 120), "moved_after_s": []}
+        for part in range(min(3, count // FOLDER)):
+            moved = time.monotonic() - begun
+            (root / f"part{part}").rename(root / f"moved{part}")
+            ends = [part * FOLDER, (part + 1) * FOLDER - 1]
+            found = until(lambda to=f"/moved{part}/", of=ends: all(to in place(server, n) for n in of), 60)  # type: ignore[misc]
+            report["moved_after_s"].append(found and found - moved)
+        report["memory_mib"] |= {"end": resident(server), "most": resident(server, "VmHWM")}
+        return report
+    finally:
+        server.stop()
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--clients", type=int, help="how many ask at once")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--files", type=int, help="files of a workspace")
+    parser.add_argument("--model", default="reference")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = large(options, Path(folder)) if options.files else None
+        print(json.dumps({"workspace": workspace, "crowd": crowd(options, Path(folder)) if options.clients else None}))
+
+
+if __name__ == "__main__":
+    main()
