@@ -160,9 +160,9 @@ def serve(
         workspace_licences=licences,
     )
 
-    def say() -> None:
+    def say(url: str) -> None:
         if not quiet:
-            click.echo(f"http://{host}:{port} answers 503 while {model} is being loaded (Ctrl-C ends it).", err=True)
+            click.echo(f"{url} answers 503 while {model} is being loaded (Ctrl-C ends it).", err=True)
             if model == "reference":
                 click.echo(_BUNDLED, err=True)
 
@@ -242,8 +242,11 @@ def forget(workspaces: tuple[Path, ...]) -> None:
     from retrieve_spec.server.workspace_store import forget_workspace, kept_workspaces
 
     if not workspaces:
-        for folders in kept_workspaces().values():
+        kept = kept_workspaces()
+        for folders in kept.values():
             click.echo(_named(folders))
+        if not kept:
+            click.echo("Nothing is kept about any folder.")
         return
     gone = forget_workspace(workspaces)
     for folders in gone:

@@ -218,11 +218,11 @@ def serve(
     dtype: str = "auto",
     device: str = "auto",
     linger_s: float = 0.0,
-    on_listening: Callable[[], None] = lambda: None,
+    on_listening: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until interrupted, or, where ``linger_s`` is given, until no editor has been there for so many seconds.
 
-    `on_listening` is called when nothing is left to be refused and the model is about to be loaded.
+    `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded.
 
     Raises
     ------
@@ -263,8 +263,10 @@ def serve(
 
     starting = Starting(make, lambda: setattr(server, "should_exit", True))
     server = uvicorn.Server(server_settings(starting))
-    log.info("listening on http://%s:%d", *listener.getsockname()[:2])
-    on_listening()
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    log.info("listening on %s", url)
+    on_listening(url)
     server.run(sockets=[listener])
     if starting.error is not None:
         raise starting.error

@@ -10,8 +10,10 @@ import sys
 
 import httpx
 import pytest
+from click.testing import CliRunner
 from waiting import wait_for
 
+from retrieve_spec.cli_serve import forget
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, StoreCorruptError, StoreNotFoundError
 from retrieve_spec.server import run
@@ -41,6 +43,20 @@ def test_an_origin_that_never_matches_is_refused_at_once(monkeypatch):
 def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path):
     with pytest.raises(Exception, match="nowhere"):
         run.serve(str(tmp_path / "nowhere"), ServeConfig(port=0))
+
+
+def test_the_address_that_is_said_is_the_one_that_answers(tmp_path):
+    heard = []
+    for host, said in (("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")):
+        with pytest.raises(Exception, match="nowhere"):
+            run.serve(str(tmp_path / "nowhere"), ServeConfig(host=host, port=0), on_listening=heard.append)
+        assert heard[-1].startswith(said) and int(heard[-1].rpartition(":")[2]) > 0
+
+
+def test_forgetting_says_that_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
+    assert "Nothing is kept" in CliRunner().invoke(forget, []).output
+    assert "Nothing was kept" in CliRunner().invoke(forget, [str(tmp_path)]).output
 
 
 def free_port():
