@@ -1,6 +1,6 @@
 """Benchmark of edits that were recorded, given again through the server by a model of another size.
 
-    python scripts/bench_edits.py TRACE --tokenizer FILE [--size 0.1b] [--edits 12] [--processor]
+    python scripts/bench_edits.py TRACE... --tokenizer FILE [--size 0.1b] [--edits 12] [--processor]
 
 A model of random weights does all the work of its passes, then the recorded token is made the most probable one
 (`trace_driven.py`). Where a whole text was rewritten in a fence, `/v1/edits` is asked for it; other answers, such as
@@ -16,7 +16,10 @@ import json
 import os
 import random
 import re
+import sys
 import tempfile
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -64,37 +67,26 @@ def request_of(row: dict[str, Any]) -> tuple[str, dict[str, Any], str] | None:
     return None
 
 
-def main() -> None:
-    """Measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("trace", help="JSON Lines with `prompt` and `output`")
-    parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--size", default="0.1b", choices=[name for name in SHAPES if name != "tiny"])
-    parser.add_argument("--edits", type=int, default=12)
-    parser.add_argument("--context", type=int, default=1536, help="tokens of the longest prompt")
-    parser.add_argument("--longest", type=int, default=800, help="tokens of the longest answer")
-    parser.add_argument("--processor", action="store_true", help="seconds of one processor instead of the clock's")
-    options = parser.parse_args()
-    clock = clock_of(options.processor)
-    os.environ["RETRIEVE_SPEC_CACHE"] = tempfile.mkdtemp()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=options.tokenizer, eos_token="</s>")
-    model = build(options.size, options.context, "cpu", torch.float32)
-    service = assemble(model, tokenizer, options.size, ServeConfig(deadline_s=1e6)).service
-    make, codec = model.speculation._make_verifier, service.codec
-    chosen = []
-    rows = [json.loads(line) for line in Path(options.trace).read_text("utf-8").splitlines()]
+def fitting(trace: str, codec: Any, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The requests of a file whose prompts and answers are not too long, in an order of chance."""
+    rows = [json.loads(line) for line in Path(trace).read_text("utf-8").splitlines()]
     random.Random(0).shuffle(rows)
-    for request in filter(None, map(request_of, rows)):
-        body, answer = request[1], request[2]
+    for path, body, answer in filter(None, map(request_of, rows)):
         size = len(codec.encode(body.get("input") or body["messages"][0]["content"])) + 80
         if size <= options.context and len(codec.encode(answer)) <= options.longest:
-            chosen.append(request)
+            yield path, body, answer
+
+
+def measure(trace: str, model: Any, service: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Give the edits of a file in every way."""
+    clock, codec = clock_of(options.processor), service.codec
+    make = model.speculation._make_verifier
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     passes = dict.fromkeys(VARIANTS, 0)
     characters = tokens = 0
     with TestClient(create_app(service, Metrics(lambda: 0)), base_url="http://127.0.0.1") as client:
-        for number, (path, body, answer) in enumerate(chosen[: options.edits]):
-            said = torch.tensor([*codec.encode(answer + "```" * ("input" in body)), tokenizer.eos_token_id])
+        for number, (path, body, answer) in enumerate(islice(fitting(trace, codec, options), options.edits)):
+            said = torch.tensor([*codec.encode(answer + "```" * ("input" in body)), service.tokenizer.eos_token_id])
             model.speculation._make_verifier = lambda said=said: Answering(make(), said, clock)
             names = list(VARIANTS)
             for name in names[number % 3 :] + names[: number % 3]:
@@ -109,7 +101,9 @@ def main() -> None:
                 passes[name] += got["timings"]["passes"]
             characters += len(answer)
             tokens += len(said)
-            print(number + 1, path, {name: round(len(answer) / seconds[name][-1], 1) for name in names}, flush=True)
+            rates = {name: round(len(answer) / seconds[name][-1], 1) for name in names}
+            print(number + 1, path, rates, file=sys.stderr, flush=True)
+    model.speculation._make_verifier = make
     off = seconds["drafting off"]
     found = {
         name: {
@@ -120,7 +114,27 @@ def main() -> None:
         }
         for name, took in seconds.items()
     }
-    print(json.dumps({"edits": len(off), "characters": characters, "variants": found, "machine": machine_facts()}))
+    return {"edits": len(off), "characters": characters, "variants": found}
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help="JSON Lines with `prompt` and `output`")
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--size", default="0.1b", choices=[name for name in SHAPES if name != "tiny"])
+    parser.add_argument("--edits", type=int, default=12, help="of each file")
+    parser.add_argument("--context", type=int, default=1536, help="tokens of the longest prompt")
+    parser.add_argument("--longest", type=int, default=800, help="tokens of the longest answer")
+    parser.add_argument("--processor", action="store_true", help="seconds of one processor instead of the clock's")
+    options = parser.parse_args()
+    os.environ["RETRIEVE_SPEC_CACHE"] = tempfile.mkdtemp()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=options.tokenizer, eos_token="</s>")
+    model = build(options.size, options.context, "cpu", torch.float32)
+    service = assemble(model, tokenizer, options.size, ServeConfig(deadline_s=1e6)).service
+    files = {Path(trace).name: measure(trace, model, service, options) for trace in options.traces}
+    parameters = sum(weight.numel() for weight in model.parameters())
+    print(json.dumps({"files": files, "parameters": parameters, "machine": machine_facts()}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -265,6 +266,27 @@ def larger(made: dict[str, Any]) -> list[str]:
     head += ["tokens/pass", "nodes/pass", "identical"]
     size = f"{made['answers']} answers, {made['new_tokens']:,} tokens behind {made['prompt_tokens']:,} of prompts."
     return [size, "", *markdown_table(head, rows)]
+
+
+@block(TABLES, "edits")
+def edits(made: dict[str, Any]) -> list[str]:
+    """Characters per second of recorded edits through the server."""
+    rows = [
+        [
+            file.removesuffix(".jsonl"),
+            name,
+            f"{figures['characters_per_second']:.1f}",
+            ratio(figures["speedup"]),
+            f"{figures['speedup_pooled']:.2f}",
+            f"{figures['tokens_per_pass']:.2f}",
+        ]
+        for file, found in made["files"].items()
+        for name, figures in found["variants"].items()
+    ]
+    several = ", ".join(f"{found['edits']} of {file.removesuffix('.jsonl')}" for file, found in made["files"].items())
+    text = f"A model of {made['parameters'] / 1e9:.2f} B parameters with random weights; edits: {several}."
+    head = ["file", "", "characters/s", "over drafting off (95 %)", "pooled", "tokens/pass"]
+    return [*textwrap.wrap(text, 118), "", *markdown_table(head, rows)]
 
 
 def _milliseconds(times: dict[str, float]) -> str:

@@ -99,7 +99,9 @@ def _sources() -> Iterator[str]:
         }
         if gains:
             cases = ", ".join(f"{source} {gain:+.1%}" for source, gain in gains.items())
-            where = "drafting.md#neighbours-of-the-hidden-state" if name in DENSE else f"{BUNDLED}#what-each-source-adds"
+            where = (
+                "drafting.md#neighbours-of-the-hidden-state" if name in DENSE else f"{BUNDLED}#what-each-source-adds"
+            )
             yield f"**Sources**, {label}: `auto` is faster without {cases} ([all]({where}))."
 
 

@@ -195,7 +195,9 @@ def epochs() -> str | None:
         Bars(f"epoch {number}", "", [figures["tokens_per_pass"] for figures in pair])
         for number, pair in enumerate(pairs, 1)
     ]
-    note = f"Recorded samples at T = 0.6: {found['samples']} answers to each of {found['groups']} questions in an epoch."
+    note = (
+        f"Recorded samples at T = 0.6: {found['samples']} answers to each of {found['groups']} questions in an epoch."
+    )
     series = [("siblings alone", "grey"), ("siblings and rollout memory", "blue")]
     return chart("Tokens per pass of later answers to the same prompts", note, series, groups, 1)
 

@@ -45,6 +45,7 @@ SAMPLED_FILES = {
 """Files with several answers to each question, and how many of them are replayed together: as many as there are."""
 EPOCHS_FILE, EPOCHS = "reasoning_r1distill_multisample10.jsonl", 5
 """The file whose answers are replayed as epochs over its questions, and how many; two answers in each."""
+EDITED_FILES = ("codeedit_aider_claude35sonnet.jsonl", "codeedit_nofuneval_deepseekcoder33b_greedy.jsonl")
 INTERRUPTED = 130
 TIMED_ROWS, TIMED_TOKENS = 10, 2_500
 """Of each file, where only times are measured again; acceptance does not depend on the machine."""
@@ -236,6 +237,13 @@ def larger(args: argparse.Namespace) -> None:
     measuring.script(args, "larger", "scripts/bench_recorded.py", *words, *trial)
 
 
+def edits(args: argparse.Namespace) -> None:
+    """Recorded edits, given again through the server by a model of random weights."""
+    words = [*(str(the_trace(args, file)) for file in EDITED_FILES), "--tokenizer", native(args, SPEC_BENCH)]
+    words += ["--processor", "--longest", "400", "--edits", "1" if args.limit else "6"]
+    measuring.script(args, "edits", "scripts/bench_edits.py", *words)
+
+
 def peers(args: argparse.Namespace, name: str = "compare", sample: tuple[str, ...] = ()) -> None:
     """Other projects' drafting and ours on all recorded answers; a file that is done is kept."""
     traces = sorted(str(path) for path in the_trace(args, "").glob("*.jsonl"))
@@ -287,6 +295,7 @@ PARTS: dict[str, Part] = {
     "siblings": Part(8, "tokens per pass of samples that draft from one another", siblings, traces=True),
     "epochs": Part(6, "tokens per pass of later answers to the same prompts", epochs, traces=True),
     "larger": Part(9, "recorded answers in real passes of larger models with random weights", larger, traces=True),
+    "edits": Part(9, "recorded edits through the server, with and without the old text", edits, traces=True),
     "peers": Part(7, "peers and presets on all recorded answers", peers, traces=True),
     "peers-times": Part(4, "only their times again, on a few rows of each file", peers_times, traces=True),
 }

@@ -111,6 +111,10 @@ SCRIPTS = {
             "plain": {**GIVEN, "speedup": speed(1.0)}, "prompt-lookup": {**GIVEN, "speedup": speed(0.9)}, "off": GIVEN,
             "auto": {**GIVEN, "tokens_per_pass": 2.0, "nodes_per_pass": 4.0}}}},
     },
+    "scripts/bench_edits.py": {
+        "parameters": 125 * 10**6, "files": {"a.jsonl": {"edits": 2, "characters": 90, "variants": {"prediction": {
+            **GIVEN, "characters_per_second": 50.0, "tokens_per_pass": 7.0}}}},
+    },
     "scripts/bench_datastore.py": {
         "corpus": {"tokens": 10**8, "real_tokens": 10**6}, "reading": {"tokens_per_second": 3e5}, "open": OPEN,
         "suffix_array": {"tokens_per_second": 2e6}, "step": STEP, "peak_memory_gb": 2.0,
@@ -237,7 +241,12 @@ def test_the_list_names_every_part_with_its_time(scripts, monkeypatch, capsys):
 
 def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypatch, tmp_path):
     trace = {"prompt": "a", "output": "b"}
-    for name in (scripts[0].OTHER_ANSWERS, *scripts[0].KNOWLEDGE_FILES, *scripts[0].SAMPLED_FILES):
+    for name in (
+        scripts[0].OTHER_ANSWERS,
+        *scripts[0].KNOWLEDGE_FILES,
+        *scripts[0].SAMPLED_FILES,
+        *scripts[0].EDITED_FILES,
+    ):
         (tmp_path / name).write_text(json.dumps(trace))
     given = ["--traces", str(tmp_path), "--tokenizer", str(tmp_path / "t.json"), "--native", "specbench*=v.json"]
     run(scripts, monkeypatch, "all", *given)
@@ -270,6 +279,7 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "| exact index | 6.10 bytes per token |" in costs.datastores()
     larger = "| 0.12 B | auto | 1.50 (1.50-1.50) | 1.50 | 1.75 | 0 of 1 | 30.0 | 2.00 | 4.0 | 1/1 |"
     assert larger in costs.larger()
+    assert "| a | prediction | 50.0 | 1.50 (1.50-1.50) | 1.50 | 7.00 |" in costs.edits()
     assert "1.50 (1.50-1.50) times as fast with 0.12 B parameters (prompt lookup 0.90)" in tables.speedup()
     pictures, losing = scripts[5:]
     assert ">1.50</text>" in pictures.larger() and ">2.00</text>" not in pictures.larger()
