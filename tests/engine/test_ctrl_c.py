@@ -26,7 +26,7 @@ import retrieve_spec as rs
 KINDS = ("generate", "batch", "samples", "many", "stream")
 DELAYS = (0.0, 0.05, 0.4, 0.9)
 PROMPTLY = 8.0
-"""Seconds, on a machine that others use: a pass takes some hundredths of one, a call more than these where it is idle."""
+"""Seconds, on a machine that others use: a pass takes some hundredths of one, a whole call more than this."""
 
 
 def child(recorded_pass: str, memory: Path) -> subprocess.Popen[str]:
