@@ -133,9 +133,12 @@ class KeptAnswers:
         """Save if that is due, or with `at_once` if anything is new; what goes wrong is logged."""
         if self.path is None or self._busy or not (self._is_due() or (at_once and self._is_changed())):
             return  # busy: the garbage collector ended a generation in the middle of a save
+        self._save_or_log()  # a full disk must not end a training run
+
+    def _save_or_log(self) -> None:
         try:
             self.save()
-        except RetrieveSpecError as error:  # a full disk must not end a training run
+        except RetrieveSpecError as error:
             logger.warning("%s are not saved: %s", self._kind.name, in_a_line(error))
             self._drop_gone()
 

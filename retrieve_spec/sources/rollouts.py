@@ -81,8 +81,12 @@ class RolloutMemory(KeptAnswers):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.path is not None:
+        if self.path is None:
+            return
+        if kind is None:
             self.save()
+        else:  # what ended the block is what its caller is to hear of
+            self._save_or_log()
 
     @property
     def calibration_path(self) -> Path | None:

@@ -233,17 +233,6 @@ def _writer(path: Path, name: int, rounds: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
 
 
-def test_two_processes_lose_nothing_of_each_other(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.bin"
-    writers = [_writer(path, name, 12) for name in (3, 4)]
-    assert [writer.wait(120) for writer in writers] == [0, 0]
-    for writer in writers:
-        assert writer.stdout is not None
-        writer.stdout.close()
-    kept = contents(RolloutMemory(path, answers=100), ids(1))[0]
-    assert sorted(map(tuple, kept)) == [(name, number) for name in (3, 4) for number in range(12)]
-
-
 def test_a_killed_process_leaves_the_file_whole(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.bin"
     writer = _writer(path, 3, 100_000)

@@ -155,8 +155,22 @@ def test_a_folder_in_the_files_place_is_named_and_stays(make: Maker, folder: Pat
     assert sorted(os.listdir(folder)) == ["answers.bin.lock"]
 
 
+def test_what_ended_a_block_is_not_hidden_by_a_save_that_fails(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, lock = folder / "rollouts.bin", folder / "rollouts.bin.lock"
+    memory = RolloutMemory(path)
+    add(memory, 1, 2)
+    with pytest.raises(KeyboardInterrupt), in_the_way(lock), memory:
+        raise KeyboardInterrupt
+    assert "rollouts are not saved: StoreError: could not write" in caplog.text
+    with pytest.raises(StoreError), in_the_way(lock), memory:
+        add(memory, 3)
+    with pytest.raises(KeyboardInterrupt), memory:
+        raise KeyboardInterrupt
+    assert known(rollouts(path)) == [[1, 2], [3]]
+
+
 _WRITER = """
-import os, sys
+import sys
 import numpy as np
 from retrieve_spec.sources.rollouts import RolloutMemory
 from retrieve_spec.sources.session_file import SessionFile
