@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from numbers import Integral
 from uuid import uuid4
 
 import numpy as np
@@ -22,7 +21,7 @@ from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.shared_prompt import SharedPrompts
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.sampling.samplers import make_sampler
+from retrieve_spec.sampling.samplers import make_sampler, whole_seed
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.verify.batch_prompt import RowPrompt
 
@@ -148,8 +147,7 @@ def loan(
 
 def _seed(prepared: Prepared, seed: int | None) -> int | None:
     """Seed of a call's noise: the one given or one from torch's generator; None when it decodes greedily."""
-    if seed is not None and not isinstance(seed, Integral):
-        raise ConfigError("seed to be a whole number", repr(seed), "Leave it out to draw from torch's generator.")
+    seed = whole_seed(seed)
     if not prepared.config.do_sample:
         return None
     return int(torch.randint(2**62, (), dtype=torch.int64).item()) if seed is None else seed

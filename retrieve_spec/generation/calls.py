@@ -23,6 +23,7 @@ from retrieve_spec.generation.logprobs import check_call, of_original
 from retrieve_spec.generation.outputs import result_of
 from retrieve_spec.generation.own_generate import decode_inside, own_generate, why_not_inside
 from retrieve_spec.generation.request import is_one_row, prepare
+from retrieve_spec.sampling.samplers import whole_seed
 from retrieve_spec.verify.steps import sample_tokens
 
 BEFORE = "_generate_before_speculation"
@@ -83,6 +84,7 @@ def decode_prepared(model: Any, prepared: Prepared, own: dict[str, Any], argumen
 @contextlib.contextmanager
 def seeded(seed: int | None, model: Any) -> Iterator[None]:
     """Let the original `generate` draw from a seed, and leave torch's generators as they were."""
+    seed = whole_seed(seed)
     if seed is None:
         yield
         return

@@ -6,16 +6,38 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
 from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.acceptance import GreedySampler, ProcessorSampler, RandomSampler, Sampler, Warpers
 from retrieve_spec.sampling.device_acceptance import DeviceSampler
 from retrieve_spec.sampling.logprobs import LogProbSampler
 from retrieve_spec.sampling.opening import OpeningSampler
+
+_SEEDS = -(1 << 63), (1 << 64) - 1
+"""The least and the largest seed, as of torch's generators."""
+
+
+def whole_seed(given: Any) -> int | None:
+    """A seed as a Python number with the sign that 64 bits give it, of any kind of whole number; None stays.
+
+    Raises
+    ------
+    ConfigError
+        It is something else, or has more than 64 bits.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Integral) or not _SEEDS[0] <= int(given) <= _SEEDS[1]:
+        raise ConfigError(
+            "seed to be a whole number of 64 bits", repr(given)[:60], "Leave it out to draw from torch's generator."
+        )
+    return (int(given) - _SEEDS[0]) % (1 << 64) + _SEEDS[0]
 
 
 def make_sampler(

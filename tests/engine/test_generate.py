@@ -391,6 +391,24 @@ def test_prompt_at_the_position_limit(tiny: Any) -> None:
     assert torch.equal(tiny.generate(ids, max_new_tokens=8, do_sample=False), expected)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_seeds_of_any_kind_of_whole_number(tiny: Any, prompt: torch.Tensor, beams: int) -> None:
+    """By each door, decoded here or by the original `generate`; what is none is named."""
+    rs.accelerate(tiny, draft="off")
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 6, "num_beams": beams}
+    for seed in (5, -5, (1 << 64) - 1):
+        said = tiny.generate(prompt, seed=seed, **options)
+        assert torch.equal(tiny.generate(prompt, seed=seed, **options), said)
+        if seed == 5:
+            for same in (np.int64(5), np.uint8(5), np.int32(5)):
+                assert torch.equal(tiny.generate(prompt, seed=same, **options), said)
+                (done,) = rs.generate_many(tiny, [prompt[0]], seed=same, **options)
+                assert done.token_ids.tolist() == said[0, 12:].tolist()
+    for wrong in ("a", 1.5, [1], 1 << 64, -(1 << 63) - 1):
+        with pytest.raises(errors.ConfigError, match="seed to be a whole number of 64 bits, got"):
+            tiny.generate(prompt, seed=wrong, **options)
+
+
 def test_learned_positions_end_as_in_plain_generate() -> None:
     config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=None)
     torch.manual_seed(0)
@@ -476,7 +494,7 @@ def test_bad_input_is_a_typed_error(tiny: Any, prompt: torch.Tensor) -> None:
         rs.generate_stream(tiny, 3)
     with pytest.raises(errors.ConfigError, match="token ids as prediction"):
         answer_of(tiny, prompt, prediction=3)
-    with pytest.raises(errors.ConfigError, match="seed to be a whole number, got 'one'"):
+    with pytest.raises(errors.ConfigError, match="seed to be a whole number of 64 bits, got 'one'"):
         answer_of(tiny, prompt, seed="one")
     with pytest.raises(errors.ConfigError, match=r"many requests, got str\. Give a list"):
         rs.generate_many(tiny, "text")
