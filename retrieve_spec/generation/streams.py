@@ -97,6 +97,8 @@ def generate_stream(
     ids = arguments["input_ids"]
     if ids.shape[0] != 1:
         raise ConfigError("one row to stream", f"{ids.shape[0]} rows", "Call generate for batches.")
+    if arguments.get("streamer") is not None:
+        raise ConfigError("a stream without a streamer", "one", "Read the pieces, or give it to generate.")
     samples = setting(model, arguments, "num_return_sequences") or 1
     if samples > 1:  # whose tokens a piece holds would not be known
         raise ConfigError(

@@ -178,6 +178,14 @@ def test_several_samples_are_refused(
         rs.generate_stream(tiny, prompt, num_beams=3, **several)
 
 
+def test_a_streamer_is_refused(tiny: Any, prompt: torch.Tensor) -> None:
+    """Nobody would ever put anything in it."""
+    rs.accelerate(tiny, draft="off")
+    with pytest.raises(ConfigError, match=r"without a streamer, got one\. Read the pieces"):
+        rs.generate_stream(tiny, prompt, streamer=object(), **GREEDY)
+    assert len(ids_of(rs.generate_stream(tiny, prompt, streamer=None, **GREEDY))) == 24
+
+
 def test_streams_of_one_prompt_with_their_seeds_are_samples(tiny: Any, prompt: torch.Tensor) -> None:
     """What the refusal says to do."""
     sampled = {"do_sample": True, "max_new_tokens": 12}
