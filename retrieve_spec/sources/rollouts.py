@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -51,7 +52,7 @@ class RolloutMemory(KeptAnswers):
     Raises
     ------
     ConfigError
-        A bound is less than 1.
+        A bound is no whole number or less than 1, or the path is no path.
     StoreCorruptError, StoreVersionError
         The file is damaged, no memory of rollouts, or of another version.
 
@@ -70,8 +71,14 @@ class RolloutMemory(KeptAnswers):
         save_every: int = 256,
     ) -> None:
         for name, value, least in (("answers", answers, 1), ("max_bytes", max_bytes, 1), ("save_every", save_every, 0)):
-            if value < least:
-                raise ConfigError(f"{name} of at least {least}", repr(value), "Leave it at its default.")
+            if not isinstance(value, Integral) or value < least:
+                raise ConfigError(
+                    f"{name} to be a whole number of at least {least}", repr(value), "Leave it at its default."
+                )
+        if not isinstance(path, str | os.PathLike | None):
+            raise ConfigError(
+                "a path to keep rollouts at", repr(path)[:60], "Name a file: RolloutMemory('rollouts.bin')."
+            )
         super().__init__(path, ROLLOUTS, max_bytes=max_bytes, answers=answers)
         self.save_every = save_every
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,9 +208,12 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
         RolloutMemory(path)
 
 
-@pytest.mark.parametrize("options", [{"answers": 0}, {"max_bytes": 0}, {"save_every": -1}])
-def test_bounds_are_checked(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    "options", [{"answers": 0}, {"max_bytes": 0}, {"save_every": -1}, {"answers": "3"}, {"max_bytes": 2.5}, {"path": 5}]
+)
+def test_bounds_are_checked(options: dict[str, Any]) -> None:
+    (value,) = options.values()
+    with pytest.raises(ConfigError, match=f"got {value!r}\\. "):
         RolloutMemory(**options)
     with pytest.raises(ConfigError, match="with a path"):
         RolloutMemory().save()
