@@ -12,7 +12,7 @@ import os
 import posixpath
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from retrieve_spec.datastore.addresses import explain_remote_errors, reach
 from retrieve_spec.datastore.change import explain_write_errors
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import MANIFEST, Manifest, content_of, manifest_of
-from retrieve_spec.errors import StoreCorruptError, StoreLockedError, StoreNotFoundError
+from retrieve_spec.errors import BuildError, StoreCorruptError, StoreLockedError, StoreNotFoundError
 
 VERSIONS = "versions"
 _BLOCK = 1 << 22
@@ -116,7 +116,8 @@ class Remote:
                 os.unlink(part)
             return
         try:
-            self.fs.pipe_file(place, content, mode="create")
+            with self._in_place():
+                self.fs.pipe_file(place, content, mode="create")
         except OSError as error:
             if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
                 raise FileExistsError(place) from error
@@ -124,13 +125,23 @@ class Remote:
 
     def write(self, place: str, content: bytes) -> None:
         """Write a small file, whole."""
-        if self._atomic:
-            self.fs.pipe_file(place, content)
-            return
-        part = f"{place}.{secrets.token_hex(4)}.part"
-        self.fs.makedirs(posixpath.dirname(place), exist_ok=True)
-        self.fs.pipe_file(part, content)
-        self._move(part, place)
+        with self._in_place():
+            if self._atomic:
+                self.fs.pipe_file(place, content)
+                return
+            part = f"{place}.{secrets.token_hex(4)}.part"
+            self.fs.makedirs(posixpath.dirname(place), exist_ok=True)
+            self.fs.pipe_file(part, content)
+            self._move(part, place)
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Turn that there is no such place to write to, as no such bucket, into a `BuildError`."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            remedy = "Make the bucket or folder first, or correct the address."
+            raise BuildError(f"to write to {self.url}", str(error) or "no such place", remedy) from error
 
     def _move(self, part: str, place: str) -> None:
         if self._local:
@@ -155,10 +166,11 @@ class Remote:
         ------
         StoreCorruptError
             When it does not hold what the manifest says.
+        FileNotFoundError
+            When there is no such file of the store.
         """
         target = self.path(place)
         part = target if self._atomic else f"{target}.{secrets.token_hex(4)}.part"
-        self.fs.makedirs(posixpath.dirname(target), exist_ok=True)
         digest = sha256()
         try:
             with source.open("rb") as read:
@@ -168,12 +180,14 @@ class Remote:
                 raise StoreCorruptError(
                     f"checksum {expected.sha256[:12]} of {source}", digest.hexdigest()[:12], _REMEDY
                 )
-            self.fs.put_file(os.fspath(source), part)
-            self.fs.invalidate_cache()  # what another thread listed may be older than the file
-            if int(self.fs.info(part)["size"]) != expected.bytes:
-                raise OSError(f"{place} did not arrive whole")
-            if part != target:
-                self._move(part, target)
+            with self._in_place():
+                self.fs.makedirs(posixpath.dirname(target), exist_ok=True)
+                self.fs.put_file(os.fspath(source), part)
+                self.fs.invalidate_cache()  # what another thread listed may be older than the file
+                if int(self.fs.info(part)["size"]) != expected.bytes:
+                    raise OSError(f"{place} did not arrive whole")
+                if part != target:
+                    self._move(part, target)
         except BaseException:
             if part != target:
                 with suppress(Exception):

@@ -113,8 +113,6 @@ def _explain_lost(source: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        if source.exists():
-            raise
         expected, got = f"{source}, which the store listed", "a store that another process has changed meanwhile"
         raise StoreLockedError(expected, got, "Push it again when that has finished.") from error
 

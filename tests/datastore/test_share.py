@@ -180,6 +180,18 @@ def test_a_store_that_changes_while_it_is_pushed_is_told(store, url, tmp_path, m
     assert contents(tmp_path / "t") == contents(store) and "a.txt" not in contents(store)
 
 
+@pytest.mark.parametrize("name", ["put_file", "pipe_file"])
+def test_a_place_that_is_not_there_is_told(name, store, monkeypatch):
+    """As s3fs says it of a bucket that is not there, or was deleted meanwhile."""
+
+    def nowhere(self, *arguments, **options):
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), name, nowhere)
+    with pytest.raises(BuildError, match=r"write to memory://nowhere.*The specified bucket"):
+        push_datastore(store, "memory://nowhere")
+
+
 def test_a_disk_that_is_full_behind_a_push_is_told(store, tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
