@@ -66,7 +66,8 @@ class CompletionHandlers:
         arrived = monotonic()
         fields = await self._reader.json(request)
         if isinstance(fields, dict) and "segments" in fields:
-            return await self._tabby(request, self._reader.check(schemas.TabbyRequest, fields), arrived)
+            tabby = await asyncio.to_thread(self._reader.check, schemas.TabbyRequest, fields)
+            return await self._tabby(request, tabby, arrived)
         body = await asyncio.to_thread(self._reader.check, schemas.OpenAICompletionRequest, fields)
         if body.prompt is None:
             raise Refusal(400, '"prompt" is required')
