@@ -27,7 +27,7 @@ class QueryGate:
     """Decides when to query: the tokens gained per query against its time, per length of the longest exact match.
 
     The gain is a comparison, not an estimate: now and then the tree is also grown without the neighbours, and both are
-    held against the tokens that came.
+    held against the tokens that came, and what a wider tree takes against what it brought.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class QueryGate:
         return bool(self._seen[b] < FIRST or self._asked[b] % COMPARE_EVERY == 0)
 
     def compared(self, match_len: int, gain: float) -> None:
-        """Learn how many more tokens were accepted than without the query."""
+        """Learn how many more tokens were accepted than without the query, less those a wider pass took the time of."""
         b = length_bucket(match_len)
         self._seen[b] += 1
         self._gain[b] += (gain - self._gain[b]) / min(self._seen[b], MEMORY)
@@ -77,17 +77,35 @@ class QueryGate:
 
 @dataclass(slots=True)
 class Comparison:
-    """A query whose gain is measured: the present pass's tree without it, (n, 2), and what it added so far."""
+    """A query whose gain is measured.
+
+    Attributes
+    ----------
+    match_len
+        Length of the longest exact match when it was made.
+    without
+        (n, 2) the present pass's tree without it, or None.
+    price
+        Tokens that take as long as the pass takes longer with it.
+    gain
+        Tokens it added so far, less their price.
+    """
 
     match_len: int
     without: NDArray[np.int64] | None = None
-    gain: int = 0
+    price: float = 0.0
+    gain: float = 0.0
+
+    def weigh(self, nodes: int, cost: NDArray[np.float32], seconds_per_token: float) -> None:
+        """Price the present pass's tree of so many nodes, by the seconds (m,) that passes over 0 … m - 1 take."""
+        if self.without is not None:
+            self.price = float(cost[nodes] - cost[len(self.without)]) / seconds_per_token
 
     def hold_against(self, emitted: NDArray[np.int32]) -> None:
         """Add what a pass accepted, (a + 1,) tokens with the bonus token, beyond the tree without the query."""
         if self.without is not None:
-            self.gain += len(emitted) - 1 - _accepted(self.without, emitted)
-            self.without = None
+            self.gain += len(emitted) - 1 - _accepted(self.without, emitted) - self.price
+            self.without, self.price = None, 0.0
 
 
 def _accepted(nodes: NDArray[np.int64], emitted: NDArray[np.int32]) -> int:

@@ -213,6 +213,8 @@ class MixtureDrafter(OpenSources):
             self._misses = 0 if n else self._misses + 1
             self._rest = min(self._misses // 2, _LONGEST_REST)
             self._pace = float(budget.cost[n]) / (1.0 + expected)
+            if self._queries is not None and self._queries.comparison is not None:
+                self._queries.comparison.weigh(n, budget.cost, self._pace)
         return tree
 
     def _grow(self, cost: NDArray[np.float32], limit: int, depth: int) -> DraftTree:

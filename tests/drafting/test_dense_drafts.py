@@ -10,7 +10,7 @@ from fake_dense import FakeIndex, state_of, with_dense
 
 from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import SpeculationConfig, StoreConfig
-from retrieve_spec.drafting.dense_queries import COMPARE_EVERY, FIRST, PROBE_EVERY, QueryGate
+from retrieve_spec.drafting.dense_queries import COMPARE_EVERY, FIRST, PROBE_EVERY, Comparison, QueryGate
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.published.dense import Dresd
@@ -335,6 +335,19 @@ def test_what_a_query_adds_is_counted_exactly(store):
     learned = drafter._queries.gate
     assert learned.queries >= 1
     assert learned._gain.max() > 0
+
+
+def test_a_wider_tree_is_a_price_of_the_query():
+    comparison = Comparison(4, without=np.array([[7, -1], [8, 0]]))
+    cost = np.array([1.0, 1.1, 1.2, 1.3, 1.4, 1.5], np.float32)
+    comparison.weigh(5, cost, seconds_per_token=0.2)
+    comparison.hold_against(np.array([7, 8, 9, 3], np.int32))
+    assert comparison.gain == pytest.approx(3 - 2 - 1.5), "one token more, for the time of one and a half"
+    comparison.hold_against(np.array([1, 2, 3], np.int32))
+    assert comparison.gain == pytest.approx(-0.5), "no tree was compared"
+    comparison.without = np.zeros((0, 2), np.int64)
+    comparison.hold_against(np.array([1, 2], np.int32))
+    assert comparison.gain == pytest.approx(0.5), "without measured passes a node costs nothing"
 
 
 def test_queries_are_judged_by_the_longest_match_that_goes_on(store):
