@@ -64,8 +64,9 @@ def replay_together(
             running.append(whole.beside(drafter).passes(row))
         while running:
             running = [passes for passes in running if next(passes, None) is not None]
-        for row in group if rollouts is not None else ():
-            rollouts.remember(row.prompt, row.segments[0][0])
+        if rollouts is not None:
+            for row in group:
+                rollouts.remember(row.prompt, row.segments[0][0])
     return {} if whole is None else {name: whole.result()[name] for name in _KEPT}
 
 

@@ -266,7 +266,7 @@ def test_catalogue_replaces_no_other_file(tokenizer, texts, tmp_path):
     notes.write_text("mine")
     sqlite_utils.Database(others)["documents"].insert({"mine": 1})
     for path in (notes, others, tmp_path):
-        with pytest.raises(BuildError, match="expected a catalogue or nothing at .*, got another file"):
+        with pytest.raises(BuildError, match=r"expected a catalogue or nothing at .*, got another file"):
             write_catalog(tmp_path / "s", path)
     assert notes.read_text() == "mine"
     assert list(sqlite_utils.Database(others)["documents"].rows) == [{"mine": 1}]
