@@ -24,6 +24,7 @@ from retrieve_spec.errors import BuildError, StoreCorruptError, StoreLockedError
 
 VERSIONS = "versions"
 _BLOCK = 1 << 22
+_TRIES = 5
 _REMEDY = "Push the store again from a sound copy."
 
 
@@ -183,8 +184,7 @@ class Remote:
             with self._in_place():
                 self.fs.makedirs(posixpath.dirname(target), exist_ok=True)
                 self.fs.put_file(os.fspath(source), part)
-                self.fs.invalidate_cache()  # what another thread listed may be older than the file
-                if int(self.fs.info(part)["size"]) != expected.bytes:
+                if self._size(part) != expected.bytes:
                     raise OSError(f"{place} did not arrive whole")
                 if part != target:
                     self._move(part, target)
@@ -194,6 +194,15 @@ class Remote:
                     self.fs.rm_file(part)
             raise
         tick(expected.bytes)
+
+    def _size(self, place: str) -> int:
+        """Bytes of a file that was just put there; a listing that another thread makes may be older than it."""
+        for _ in range(_TRIES - 1):
+            self.fs.invalidate_cache()
+            with suppress(FileNotFoundError):
+                return int(self.fs.info(place)["size"])
+        self.fs.invalidate_cache()
+        return int(self.fs.info(place)["size"])
 
     def fetch(self, place: str, target: Path, expected: FileEntry, tick: Callable[[int], object]) -> None:
         """Copy a file from there, whole or not at all.
