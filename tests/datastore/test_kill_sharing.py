@@ -13,7 +13,7 @@ from test_build import contents
 from test_kill import folder, prepare  # noqa: F401 (a fixture)
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import cluster, shards
+from retrieve_spec.datastore import cluster, pool, shards
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import remove_documents
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
@@ -149,6 +149,8 @@ def build_there(url, source, tokenizer):
 
 @pytest.mark.slow
 def test_kill_amid_a_build_at_an_address(stores, texts, tokenizer, monkeypatch):
+    for name, value in pool.ALONE.items():  # tasks set them, for the process that they have to themselves
+        monkeypatch.setenv(name, value)
     for module, name in ((shards, "SHARD_BYTES"), (cluster, "_engine"), (cluster, "import_module")):
         monkeypatch.setattr(module, name, getattr(module, name))  # as they were, afterwards
     url = f"file://{stores}/there"
@@ -175,6 +177,8 @@ def add_there(url, source, where):
 def test_kill_amid_an_addition_at_an_address(stores, records, monkeypatch, where):
     for name in ("_engine", "import_module"):
         monkeypatch.setattr(cluster, name, getattr(cluster, name))  # as they were, afterwards
+    for name, value in pool.ALONE.items():
+        monkeypatch.setenv(name, value)
     url = f"file://{stores}/there"
     push_datastore(stores / "base", f"file://{stores}/pushed")
 
