@@ -298,8 +298,8 @@ def replay_trace(
             with tempfile.TemporaryDirectory() as folder:
                 config = SpeculationConfig(draft=draft, session=f"{folder}/answers.bin")
                 for day, half in ((Replay(fresh.drafter, nodes, node_cost), learned), (replay, replayed)):
-                    drafters = Drafters(config, opened, None, "recorded", encoder)
-                    result = _day(day, drafters, half, progress)
+                    # Nothing here holds on to the drafters: they write to the folder when they end.
+                    result = _day(day, Drafters(config, opened, None, "recorded", encoder), half, progress)
     else:
         result = replay.run(rows, progress)
     if not result["passes"]:
