@@ -45,9 +45,9 @@ hammer: setup-test
 test-lowest:
 	$(MAKE) test-fast VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
 
-## make test-cluster builds on local workers, Ray and tasks as Slurm starts them, stores in an object store; installs these
+## make test-cluster builds on local workers, Ray and tasks as Slurm starts them; installs these
 test-cluster: setup-test
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) datatrove ray s3fs 'moto[s3]' flask flask-cors $(PIP_ARGS)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) datatrove ray $(PIP_ARGS)
 	$(BIN)/python -m pytest $(CLUSTER_TESTS:%=tests/datastore/test_%.py) $(ARGS)
 
 ## make test-trl    the rollout function in TRL's own trainer, in an environment of its own
