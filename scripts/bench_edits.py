@@ -77,32 +77,31 @@ def fitting(trace: str, codec: Any, options: argparse.Namespace) -> Iterator[tup
             yield path, body, answer
 
 
-def measure(trace: str, model: Any, service: Any, options: argparse.Namespace) -> dict[str, Any]:
+def measure(trace: str, model: Any, service: Any, client: TestClient, options: argparse.Namespace) -> dict[str, Any]:
     """Give the edits of a file in every way."""
     clock, codec = clock_of(options.processor), service.codec
     make = model.speculation._make_verifier
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     passes = dict.fromkeys(VARIANTS, 0)
     characters = tokens = 0
-    with TestClient(create_app(service, Metrics(lambda: 0)), base_url="http://127.0.0.1") as client:
-        for number, (path, body, answer) in enumerate(islice(fitting(trace, codec, options), options.edits)):
-            said = torch.tensor([*codec.encode(answer + "```" * ("input" in body)), service.tokenizer.eos_token_id])
-            model.speculation._make_verifier = lambda said=said: Answering(make(), said, clock)
-            names = list(VARIANTS)
-            for name in names[number % 3 :] + names[: number % 3]:
-                service.forget()
-                began = clock()
-                got = client.post(path, json={**body, "max_tokens": len(said), **VARIANTS[name]}).json()
-                seconds[name].append(clock() - began)
-                (choice,) = got["choices"]
-                text = choice["text"] if "text" in choice else choice["message"]["content"]
-                if text != answer:
-                    raise SystemExit(f"{name} said something else: {text[-200:]!r} for {answer[-200:]!r}")
-                passes[name] += got["timings"]["passes"]
-            characters += len(answer)
-            tokens += len(said)
-            rates = {name: round(len(answer) / seconds[name][-1], 1) for name in names}
-            print(number + 1, path, rates, file=sys.stderr, flush=True)
+    for number, (path, body, answer) in enumerate(islice(fitting(trace, codec, options), options.edits)):
+        said = torch.tensor([*codec.encode(answer + "```" * ("input" in body)), service.tokenizer.eos_token_id])
+        model.speculation._make_verifier = lambda said=said: Answering(make(), said, clock)
+        names = list(VARIANTS)
+        for name in names[number % 3 :] + names[: number % 3]:
+            service.forget()
+            began = clock()
+            got = client.post(path, json={**body, "max_tokens": len(said), **VARIANTS[name]}).json()
+            seconds[name].append(clock() - began)
+            (choice,) = got["choices"]
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            if text != answer:
+                raise SystemExit(f"{name} said something else: {text[-200:]!r} for {answer[-200:]!r}")
+            passes[name] += got["timings"]["passes"]
+        characters += len(answer)
+        tokens += len(said)
+        rates = {name: round(len(answer) / seconds[name][-1], 1) for name in names}
+        print(number + 1, path, rates, file=sys.stderr, flush=True)
     model.speculation._make_verifier = make
     off = seconds["drafting off"]
     found = {
@@ -132,7 +131,8 @@ def main() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=options.tokenizer, eos_token="</s>")
     model = build(options.size, options.context, "cpu", torch.float32)
     service = assemble(model, tokenizer, options.size, ServeConfig(deadline_s=1e6)).service
-    files = {Path(trace).name: measure(trace, model, service, options) for trace in options.traces}
+    with TestClient(create_app(service, Metrics(lambda: 0)), base_url="http://127.0.0.1") as client:
+        files = {Path(trace).name: measure(trace, model, service, client, options) for trace in options.traces}
     parameters = sum(weight.numel() for weight in model.parameters())
     print(json.dumps({"files": files, "parameters": parameters, "machine": machine_facts()}))
 
