@@ -59,6 +59,7 @@ class Workspace:
         Folders.
     config
         Bounds.
+
     Raises
     ------
     ServeError

@@ -372,6 +372,10 @@ def test_store_follows_and_is_forgotten(folder, tokenizer):
     assert not memory_folder([folder]).exists()
 
 
+def stored_bytes(store):
+    return b"".join(path.read_bytes() for path in store.path.rglob("*") if path.is_file())
+
+
 def stored_text(store, tokenizer):
     texts = (s.text_ids(i).tolist() for s in store.segments for i in range(len(s.document_starts) - 1))
     return "".join(map(tokenizer.decode, texts))
@@ -393,8 +397,7 @@ def test_what_a_file_becomes_before_it_is_stored_stays_out(folder, tmp_path, tok
     WorkspaceStore(workspace, tokenizer, attached.append).sync()
     assert set(held_documents(attached[-1])) == {str(folder / ".gitignore")}
     assert "private_name" not in stored_text(attached[-1], tokenizer)
-    kept = b"".join(path.read_bytes() for path in attached[-1].path.rglob("*") if path.is_file())
-    assert b"private_name" not in kept
+    assert b"private_name" not in stored_bytes(attached[-1])
 
 
 def test_files_that_are_no_single_text_are_not_stored_again_and_again(folder, tokenizer, monkeypatch):
@@ -422,6 +425,16 @@ def test_a_file_that_moves_stays_in_the_store(folder, tokenizer):
     assert str(folder / "moved" / "b.py") in held_documents(attached[-1])
 
 
+def follow(folder, tokenizer, build, monkeypatch):
+    """A workspace that is followed by a store which is built so, and what was attached."""
+    monkeypatch.setattr("retrieve_spec.datastore.build.build_datastore", build)
+    attached = []
+    workspace = Workspace([folder], ServeConfig())
+    workspace.follower = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
+    workspace.start()
+    return workspace, attached
+
+
 @pytest.fixture
 def slow_store(folder, tokenizer, monkeypatch):
     """A workspace that is followed, its store, what was attached, and what lets the store's build go on."""
@@ -432,11 +445,7 @@ def slow_store(folder, tokenizer, monkeypatch):
         assert go_on.wait(60)
         return build_datastore(*args, **kwargs)
 
-    monkeypatch.setattr("retrieve_spec.datastore.build.build_datastore", build)
-    attached = []
-    workspace = Workspace([folder], ServeConfig())
-    workspace.follower = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
-    workspace.start()
+    workspace, attached = follow(folder, tokenizer, build, monkeypatch)
     assert begun.wait(60)
     yield workspace, attached, go_on
     go_on.set()
@@ -475,11 +484,7 @@ def test_a_store_that_cannot_be_written_is_tried_again_with_the_next_change(fold
             raise RuntimeError("no more threads")
         return build_datastore(*args, **kwargs)
 
-    monkeypatch.setattr("retrieve_spec.datastore.build.build_datastore", build)
-    attached = []
-    workspace = Workspace([folder], ServeConfig())
-    workspace.follower = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
-    workspace.start()
+    workspace, attached = follow(folder, tokenizer, build, monkeypatch)
     try:
         wait_for(lambda: tried)
         (folder / "new.py").write_text("fresh_name = 1\n")
@@ -498,20 +503,13 @@ def test_deleted_and_secret_files_cannot_be_decoded_from_the_store(folder, token
     store = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
     store.sync()
 
-    def decoded():
-        opened = attached[-1]
-        kept = []
-        for segment in opened.segments:
-            kept += [tokenizer.decode(segment.text_ids(i).tolist()) for i in range(len(segment.document_starts) - 1)]
-        return "".join(kept), b"".join(path.read_bytes() for path in opened.path.rglob("*") if path.is_file())
-
-    text, _ = decoded()
+    text = stored_text(attached[-1], tokenizer)
     assert "deleted_name" in text and "later_secret" in text
     (folder / "gone.py").unlink()
     (folder / "key.py").write_text("x = '-----BEGIN RSA PRIVATE KEY-----'\n")
     workspace.update([folder / "gone.py", folder / "key.py"])
     store.sync()
-    text, raw = decoded()
+    text, raw = stored_text(attached[-1], tokenizer), stored_bytes(attached[-1])
     assert "compute_total" in text
     for word in ("deleted_name", "later_secret"):
         assert word not in text and word.encode() not in raw
