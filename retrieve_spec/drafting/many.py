@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
-from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.drafting.mixture import NO_HOPE, MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import many as kernels
 from retrieve_spec.sources.session import SessionMemory
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 NOTHING = DraftTree()
-NO_HOPE = 0, 0.0
 _NO_COST = np.empty(0, np.float32)
 _NO_TOKENS = np.empty(0, np.int32)
 _LINE, _NOWHERE = np.arange(-1, MAX_NODES + 1, dtype=np.int32), np.full(MAX_NODES, -1, np.int64)
@@ -32,12 +31,6 @@ class Row(MixtureDrafter):
     """The drafter of one of many requests; those of one calibration and one session are asked together.
 
     It drafts what a `MixtureDrafter` without recycling does. Given tokens are followed when rows are next asked.
-
-    Attributes
-    ----------
-    hoped
-        The token that a draft would begin with, and how probable that is (0 where there is none), also where it was not
-        made: as of the last time that it was asked with a cost.
     """
 
     def __init__(
@@ -48,9 +41,14 @@ class Row(MixtureDrafter):
         calibration: Calibration,
     ) -> None:
         super().__init__(config, recycling=False, session=session, datastores=datastores, calibration=calibration)
-        self.hoped = NO_HOPE
         self._address = 0, 0, 0
         self._address_of: tuple[object, int] = None, 0
+
+    @property
+    def hoped(self) -> tuple[int, float]:
+        """The token that a draft would begin with, made or not, and how probable that is (0 where there is none): as of
+        the last time that it was asked with a cost."""
+        return self._hoped
 
     def hear(self, emitted: NDArray[np.int32], tree: DraftTree = NOTHING, accepted: int = 0) -> None:
         """Be given the next tokens (n,) int32, of which the first came as the verified `tree` said.
@@ -166,7 +164,7 @@ def _chains(rows: Many[Row], most: Many[int], cost: NDArray[np.float32]) -> list
         return _chains(rows, most, cost)
     if len(cost):
         for i, (row, n) in enumerate(zip(rows, most, strict=True)):
-            row.hoped = (int(ids[i, 0]), math.exp(log_p[i, 0])) if n else NO_HOPE
+            row._hoped = (int(ids[i, 0]), math.exp(log_p[i, 0])) if n else NO_HOPE
     return [
         DraftTree(ids[i, :n], _LINE[:n], _LINE[2 : n + 2], log_p[i, :n], source[i, :n], _NOWHERE[:n]) if n else NOTHING
         for i, n in enumerate(counts)
@@ -178,7 +176,7 @@ def _trees(rows: Many[Row], limits: Many[tuple[int, int]], cost: NDArray[np.floa
     for row, (nodes, depth) in zip(rows, limits, strict=True):
         row._sync()
         trees.append(DraftTree(*row._kernel(cost, nodes, depth)[2:]) if nodes and depth else NOTHING)
-        row.hoped = row._first() if nodes and depth else NO_HOPE
+        row._hoped = row._first() if nodes and depth else NO_HOPE
     return trees
 
 

@@ -29,6 +29,8 @@ _NO_IDS = np.empty((0, 1), np.int32)
 _NO_LOGITS = np.empty((0, 1), np.float32)
 _NOTHING = DraftTree()
 _BOUNDARY = np.array([BOUNDARY], np.int32)
+NO_HOPE = 0, 0.0
+"""What a draft would begin with where there is none: no token, and how probable that is."""
 _LONGEST_REST = 8
 """Passes that are not drafted for at most, after drafting has not paid again and again."""
 _MOST_SHOWN = 4
@@ -98,7 +100,7 @@ class MixtureDrafter(OpenSources):
         self._queries = None if self.dense is None else DenseQueries(self.dense)
         self._pace: float | None = None
         self._proposed = 0, 0.0
-        self._hoped = 0, 0.0  # the token that a draft would begin with, and how probable that is
+        self._hoped = NO_HOPE  # the token that a draft would begin with, and how probable that is
         self._sampled = False
         self._key = 0, 0, 0
         self._history: list[NDArray[np.int32]] = []
@@ -139,7 +141,7 @@ class MixtureDrafter(OpenSources):
         self._fresh = []
         self._shown = []
         self._rest = self._misses = 0
-        self._hoped, self._asked = (0, 0.0), False  # the last pass over another text may not have ended
+        self._hoped, self._asked = NO_HOPE, False  # the last pass over another text may not have ended
         self._forgotten = False
         self._noise[0] = 0
         self._sampled = False
@@ -152,7 +154,7 @@ class MixtureDrafter(OpenSources):
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
         self._catch_up()
-        self._hoped = 0, 0.0
+        self._hoped = NO_HOPE
         if self._queries is not None:
             self._queries.leave()
             self._cursors[self._dense_row] = 0
@@ -304,7 +306,7 @@ class MixtureDrafter(OpenSources):
             self.calibration.drafted(expected, len(emitted) - 1, self._sampled)
         elif self._hoped[1]:
             self.calibration.hoped(self._hoped[1], int(emitted[0]) == self._hoped[0], self._sampled)
-        self._hoped = 0, 0.0
+        self._hoped = NO_HOPE
         asked, self._asked = self._asked, False
         if self._rest > 0 or self._fresh or not asked:
             self._fresh.append(emitted)

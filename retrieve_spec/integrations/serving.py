@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.many import NO_HOPE, NOTHING, follow_all, propose_all
+from retrieve_spec.drafting.many import NOTHING, follow_all, propose_all
+from retrieve_spec.drafting.mixture import NO_HOPE
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import pruned, share_out
 from retrieve_spec.errors import ConfigError, RequestError
