@@ -6,6 +6,7 @@ stand in the manifest: what a source was called on the machine that built the st
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +69,11 @@ class Row:
     source: str
     sha256: str
     tokens: int
+
+
+def text_hash(text: str) -> str:
+    """Content hash of a text: SHA-256 in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def table_arrays(rows: Sequence[Row]) -> tuple[dict[str, NDArray[Any]], tuple[Origin, ...]]:

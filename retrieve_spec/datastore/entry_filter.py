@@ -158,16 +158,25 @@ class EntryFilter:
             yield path, said if isinstance(said, Reason) else Candidate(path, said.st_size, said.st_mtime_ns)
 
     def entries(self, named: Container[str] = ()) -> Iterator[tuple[str, os.stat_result | Reason]]:
-        """`list` with paths as text, of folders with a slash at the end; names in `named` are known to be good."""
+        """`list` with paths as text, of folders with a slash at the end.
+
+        Names in `named`, which are paths relative to their folder, are known to be good.
+        """
         if self.rule is not None:
             self.rule.look_again()
         real: dict[str, bool] = {}
-        for root in self.roots:
+        for root, top in zip(self.roots, self._tops, strict=True):
+            start = len(top)
+            last: str | None = None
+            own, outside = False, None
             for name, left, status in look_through(root, everything="ignored" in self._admit):
-                if self._is_own(name):
+                folder = name.rpartition(os.sep)[0]
+                if folder != last:  # most files lie in the folder of the one before
+                    last, own, outside = folder, self._is_own(name), self._outside(name, real)
+                if own:
                     continue
                 if left is None:
-                    yield name, self._look(name, real, status, named)
+                    yield name, outside or self._look(name, status, name[start:] in named)
                 elif left is not Left.STORE:
                     yield name, _LEFT[left]
 
@@ -178,7 +187,7 @@ class EntryFilter:
         real: dict[str, bool] = {}
         found: dict[Path, Candidate | Reason] = {}
         for path in paths:
-            said = self._look(str(path), real)
+            said = self._outside(str(path), real) or self._look(str(path))
             found[path] = said if isinstance(said, Reason) else Candidate(path, said.st_size, said.st_mtime_ns)
         left = [path for path, verdict in found.items() if isinstance(verdict, Candidate)]
         allowed = listed(self.roots, left, everything="ignored" in self._admit)
@@ -250,11 +259,8 @@ class EntryFilter:
         generated = "generated" not in self._admit and generated_name(name.rpartition(os.sep)[2])
         return Reason.GENERATED if generated else None
 
-    def _look(
-        self, name: str, real: dict[str, bool], status: os.stat_result | None = None, named: Container[str] = ()
-    ) -> os.stat_result | Reason:
-        if outside := self._outside(name, real):
-            return outside
+    def _look(self, name: str, status: os.stat_result | None = None, is_named: bool = False) -> os.stat_result | Reason:
+        """What kind, size and, unless it is known to be good, name of a file below the folders say."""
         try:
             status = status or os.lstat(name)
         except FileNotFoundError:
@@ -263,7 +269,7 @@ class EntryFilter:
             return Reason.UNREADABLE
         if stat.S_ISLNK(status.st_mode):
             return Reason.LINK
-        if name not in named and (said := self._name(name)):
+        if not is_named and (said := self._name(name)):
             return said
         if not stat.S_ISREG(status.st_mode):
             return Reason.NOT_A_FILE

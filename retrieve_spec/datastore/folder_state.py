@@ -6,15 +6,15 @@ made under other rules, all files are read once.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from retrieve_spec.datastore.documents import text_hash
 from retrieve_spec.datastore.entry_filter import RULES, Reason
 from retrieve_spec.datastore.ingest import Gate
 from retrieve_spec.datastore.licences import own_licence
@@ -24,6 +24,7 @@ from retrieve_spec.datastore.sources import Source, SourceFile, kind_of
 STATE = "sync.json"
 FOLLOWED_BYTES = 1 << 20
 """Largest file that enters from a folder that is followed."""
+_NUMBERS, _TEXTS = ("sizes", "times"), ("hashes", "reasons")
 RACY_NS = 2_000_000_000
 """A file that changed this shortly before it was looked at may change again without another time."""
 
@@ -34,7 +35,7 @@ class FolderState:
     left out or "", licence by its own lines or None without any. Files that hold several texts have a sixth, of each of
     these its name behind that of the file, and the last three. And the parts of the filter that did not count."""
 
-    files: dict[str, Sequence[Any]] = field(default_factory=dict)
+    files: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     admit: tuple[str, ...] = ()
 
 
@@ -57,11 +58,10 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
     admit = source.admit
     racy = time.time_ns() - RACY_NS
     now = FolderState(admit=admit)
-    top = os.path.join(entries.roots[0], "")
+    start = len(os.path.join(entries.roots[0], ""))
     same = before.files if before.admit == admit else {}
-    named = {top + name for name, said in same.items() if said[2]}
-    for place, found in entries.entries(named):
-        name = place[len(top) :]
+    for place, found in entries.entries({name for name, said in same.items() if said[2]}):
+        name = place[start:]
         if isinstance(found, Reason):
             now.files[name] = (0, 0, "", str(found), None)
             continue
@@ -73,7 +73,7 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
         kind, compression = kind_of(name)
         if kind in ("text", "ds") and not compression:
             text = entries.read(Path(place))
-            said = ("", str(text), None) if isinstance(text, Reason) else (_hash(text), "", own_licence(text))
+            said = ("", str(text), None) if isinstance(text, Reason) else (text_hash(text), "", own_licence(text))
             now.files[name] = (found.st_size, changed, *said)
         else:
             file = SourceFile(0, name, place, found.st_size, kind, compression)
@@ -86,11 +86,7 @@ def _texts(gate: Gate, file: SourceFile) -> Iterator[tuple[str, str, str, str | 
     for text in texts_of([file], (gate.source,), gate.limit):
         content, _, skip = gate.read(text)
         behind = text.path[len(file.path) :]
-        yield (behind, "", skip, None) if skip else (behind, _hash(content), "", own_licence(content))
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+        yield (behind, "", skip, None) if skip else (behind, text_hash(content), "", own_licence(content))
 
 
 def read_state(store: Path) -> dict[str, FolderState]:
@@ -99,22 +95,36 @@ def read_state(store: Path) -> dict[str, FolderState]:
         raw = json.loads((store / STATE).read_bytes())
         if raw["rules"] != RULES:  # which may have let in other files
             return {}
-        return {
-            root: FolderState(files, tuple(admit))
-            for root, (files, admit) in raw["folders"].items()
-            if all(len(said) == 5 or _has_texts(said) for said in files.values())
-        }
+        return {root: _state_of(columns) for root, columns in raw["folders"].items()}
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return {}
 
 
-def _has_texts(said: Sequence[Any]) -> bool:
-    return len(said) == 6 and all(len(text) == 4 for text in said[5])
+def _state_of(columns: dict[str, Any]) -> FolderState:
+    said = [columns[name].split("\0") for name in _TEXTS]
+    rows = zip(*(columns[name] for name in _NUMBERS), *said, columns["licences"], strict=True)
+    files = dict(zip(columns["names"].split("\0"), rows, strict=True)) if columns["sizes"] else {}
+    for name, texts in columns["texts"].items():
+        if any(len(text) != 4 for text in texts):
+            raise ValueError(name)
+        files[name] = (*files[name], texts)
+    return FolderState(files, tuple(columns["admit"]))
+
+
+def _columns_of(state: FolderState) -> dict[str, Any]:
+    """A folder's state as few long values: that takes a quarter of the time of many short ones."""
+    rows = list(state.files.values())
+    numbers = {name: [said[i] for said in rows] for i, name in enumerate(_NUMBERS)}
+    said = {name: "\0".join([said[i] for said in rows]) for i, name in enumerate(_TEXTS, len(_NUMBERS))}
+    licences = [said[4] for said in rows]
+    texts = {name: said[5] for name, said in state.files.items() if len(said) > 5}
+    names = "\0".join(state.files)
+    return {"names": names, **numbers, **said, "licences": licences, "texts": texts, "admit": state.admit}
 
 
 def write_state(store: Path, states: dict[str, FolderState]) -> None:
     """Remember what folders said; half of it, after a failure of the power, would be none."""
-    folders = {root: (state.files, state.admit) for root, state in states.items()}
+    folders = {root: _columns_of(state) for root, state in states.items()}
     content = json.dumps({"rules": RULES, "folders": folders})
     written = store / f"{STATE}.tmp"
     written.write_bytes(content.encode("utf-8", "surrogateescape"))

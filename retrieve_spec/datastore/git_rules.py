@@ -10,7 +10,9 @@ import os
 import stat
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 
 from retrieve_spec.datastore.ignore_files import IgnoreFiles
@@ -28,6 +30,7 @@ _BUILT = frozenset(["dist", "build", "target", ".idea", ".vscode"])
 """Folders that are looked into only as far as git tracks what they hold."""
 _ENVIRONMENT = "pyvenv.cfg"
 _KEPT = frozenset(["GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"])
+_NAME = attrgetter("name")
 _AT_ONCE = 400
 _SECONDS = 120
 
@@ -69,16 +72,17 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
         rules = None if everything else IgnoreFiles(checkout or root, (".gitignore", ".ignore"), general=True)
         yield from _walk(str(root), rules, top=True)
         return
-    special = [name for name, _ in found if name.endswith((_ENVIRONMENT, MANIFEST, ".ignore"))]
+    special = [name for name in found if name.endswith((_ENVIRONMENT, MANIFEST, ".ignore"))]
     own = IgnoreFiles(root, (".ignore",)) if any(name.endswith(".ignore") for name in special) else None
     base = os.path.join(root, "")
     closed = _closed(base, special)
     shut = tuple(closed)
-    told = set()
-    by_folder: dict[tuple[str, bool], str] = {}
+    told: set[str] = set()
+    last: tuple[str, bool | None] = "", None
+    passed = ""
     for place, left in closed.items():
         yield place, left, None
-    for name, tracked in found:
+    for name, tracked in found.items():
         place = base + name
         if shut and place.startswith(shut):
             continue
@@ -86,17 +90,20 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
             if _MACHINERY.isdisjoint(name.split("/")):
                 yield place, Left.IGNORED, None
             continue
-        status = _status(place)
-        nested = name.endswith("/") or (status is not None and stat.S_ISDIR(status.st_mode))
+        try:
+            status = os.lstat(place)
+            nested = name[-1] == "/" or stat.S_ISDIR(status.st_mode)
+        except OSError:
+            status, nested = None, name[-1] == "/"
         if nested:  # a checkout inside of this one
             name = name.rstrip("/")
             place = f"{base}{name}/"
             if os.path.islink(base + name) or not os.path.exists(place + ".git"):
                 continue
-        key = (name if nested else name.rpartition("/")[0], tracked and not nested)
-        if key not in by_folder:
-            by_folder[key] = passed_over(key[0], tracked=key[1])
-        if passed := by_folder[key]:
+        folder = (name if nested else name.rpartition("/")[0], tracked and not nested)
+        if folder != last:  # most files lie in the folder of the one before
+            last, passed = folder, passed_over(folder[0], tracked=bool(folder[1]))
+        if passed:
             if passed not in told:
                 told.add(passed)
                 yield f"{base}{passed}/", Left.TOOLS, None
@@ -118,13 +125,6 @@ def _look_into(folder: str) -> Iterator[Entry]:
         yield from look_through(Path(folder))
     else:
         yield os.path.join(folder, ""), left, None
-
-
-def _status(place: str) -> os.stat_result | None:
-    try:
-        return os.lstat(place)
-    except OSError:
-        return None
 
 
 def listed(roots: Sequence[Path], paths: Iterable[Path], *, everything: bool = False) -> set[Path]:
@@ -248,17 +248,27 @@ def checkout_of(folder: Path, known: dict[Path, Path | None] | None = None) -> P
     return known[folder]
 
 
-def _git_lists(folder: Path) -> list[tuple[str, bool | None]] | None:
-    """(path below the folder, whether git tracks it) of all that is in it; None where git fails.
+def _git_lists(folder: Path) -> dict[str, bool | None] | None:
+    """Whether git tracks it, by path below the folder, of all that is in it; None where git fails.
 
     What is ignored says None, and folders of which everything is stand for it.
     """
-    out = _git(folder, "ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard")
-    ignored = _git(folder, "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
+    asked = (
+        ("ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard"),
+        ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"),
+    )
+    with ThreadPoolExecutor(len(asked)) as pool:  # each goes through the folder
+        out, ignored = pool.map(lambda arguments: _git(folder, *arguments), asked)
     if out is None or ignored is None:
         return None
-    left = dict.fromkeys(os.fsdecode(name) for name in ignored.split(b"\0") if name)
-    return list({**left, **dict(_parsed(out))}.items())
+    left: dict[str, bool | None] = dict.fromkeys(_entries(ignored))
+    left.update(_parsed(out))
+    return left
+
+
+def _entries(out: bytes) -> list[str]:
+    """What git lists, a null byte behind each."""
+    return os.fsdecode(out).split("\0")[:-1]
 
 
 def _git_allows(checkout: Path, paths: Sequence[Path]) -> dict[Path, bool] | None:
@@ -276,9 +286,8 @@ def _git_allows(checkout: Path, paths: Sequence[Path]) -> dict[Path, bool] | Non
     return found
 
 
-def _parsed(out: bytes) -> list[tuple[str, bool]]:
-    entries = (os.fsdecode(entry) for entry in out.split(b"\0") if entry)
-    return [(entry[2:], entry[0] != "?") for entry in entries]
+def _parsed(out: bytes) -> Iterator[tuple[str, bool]]:
+    return ((entry[2:], entry[0] != "?") for entry in _entries(out))
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
@@ -298,17 +307,24 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 def _walk(folder: str, rules: IgnoreFiles | None, *, top: bool = False) -> Iterator[Entry]:
     """`look_through` of a folder that git does not list; no rules: all of it."""
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=_NAME)
     except OSError:
         yield os.path.join(folder, ""), Left.UNREADABLE, None
         return
-    left = None if top else _closes(folder, {entry.name for entry in entries})
+    names = {entry.name for entry in entries}
+    left = None if top else _closes(folder, names)
     if left is Left.STORE or (left and rules is not None):
         yield os.path.join(folder, ""), left, None
         return
+    hidden = {name.lower() for name in names if name[0] == "."}  # some systems do not tell cases apart
+    if not top and rules is not None and ".git" in hidden and os.path.exists(os.path.join(folder, ".git")):
+        yield from look_through(Path(folder))
+        return
+    ruled = rules is not None and rules.count_in(folder, hidden)
     for entry in entries:
         if not entry.is_dir(follow_symlinks=False):
-            ignored = rules is not None and rules.ignores_entry(entry.path)
+            ignored = ruled and rules is not None and rules.ignores_entry(entry.path)
             yield entry.path, Left.IGNORED if ignored else None, None
         elif entry.name in _MACHINERY:
             continue
@@ -316,9 +332,7 @@ def _walk(folder: str, rules: IgnoreFiles | None, *, top: bool = False) -> Itera
             yield from _walk(entry.path, rules)
         elif entry.name in NEVER or entry.name in _BUILT:
             yield os.path.join(entry.path, ""), Left.TOOLS, None
-        elif rules.ignores_entry(entry.path, folder=True):
+        elif ruled and rules.ignores_entry(entry.path, folder=True):
             yield os.path.join(entry.path, ""), Left.IGNORED, None
-        elif os.path.exists(os.path.join(entry.path, ".git")):
-            yield from _look_into(entry.path)
         else:
             yield from _walk(entry.path, rules)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
@@ -47,6 +47,10 @@ class IgnoreFiles:
                 verdict = bool(result.include)
         return verdict
 
+    def count_in(self, folder: str, names: Collection[str]) -> bool:
+        """Whether any rule counts for what lies in a folder, in which there are ignore files of no other names."""
+        return bool(self._rules_above(folder, [name for name in self._names if name in names]))
+
     def _ignores_folder(self, folder: str) -> bool:
         if folder == self._top:
             return False
@@ -55,14 +59,17 @@ class IgnoreFiles:
             self._left_out[folder] = above or self.ignores_entry(folder, folder=True)
         return self._left_out[folder]
 
-    def _rules_above(self, folder: str) -> list[tuple[str, GitIgnoreSpec]]:
-        """(folder of the rules, rules) from the weakest to the strongest, for what lies in a folder."""
+    def _rules_above(self, folder: str, names: Iterable[str] | None = None) -> list[tuple[str, GitIgnoreSpec]]:
+        """(folder of the rules, rules) from the weakest to the strongest, for what lies in a folder.
+
+        Of its ignore files all are looked for, or those of some names.
+        """
         if folder not in self._rules:
             if folder == self._top:
                 above = [] if self._general is None else [(folder, self._general)]
             else:
                 above = self._rules_above(os.path.dirname(folder))
-            own = _read_rules([os.path.join(folder, name) for name in self._names])
+            own = _read_rules([os.path.join(folder, name) for name in (self._names if names is None else names)])
             self._rules[folder] = above if own is None else [*above, (folder, own)]
         return self._rules[folder]
 

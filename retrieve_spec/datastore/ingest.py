@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.datastore.addresses import is_address
+from retrieve_spec.datastore.documents import text_hash
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, refused
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.datastore.records import Text, content_of
@@ -131,8 +131,7 @@ def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer, decoder: Callable[[]
     if skip:
         return Tokenised(text.path, licence, source, "", np.empty(0, np.uint32), size, skip)
     ids = encode(tokenizer, content) if ids is None else ids
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    return Tokenised(text.path, licence, source, digest, ids, size, "" if len(ids) else Reason.EMPTY)
+    return Tokenised(text.path, licence, source, text_hash(content), ids, size, "" if len(ids) else Reason.EMPTY)
 
 
 def tokenise(

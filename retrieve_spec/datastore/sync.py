@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,6 @@ MOST_SMALL = 8
 _REWRITTEN = 900_000
 _PART = re.compile(r"(.*)#part([1-9][0-9]{0,9})", re.DOTALL)
 """Name of a part of a long text; a file may be called so too."""
-_Place = tuple[int, str, str]
-"""Where a text is: number of the folder, file, name of the text behind that of the file."""
 
 
 def sync_datastore(
@@ -131,56 +128,83 @@ def _synchronised(
     opened = open_datastore(work.store)
     manifest = opened.manifest
     states = read_state(work.store)
-    wanted: dict[str, list[_Place]] = {}
+    wanted = _Wanted(len(roots))
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
     for number, root in enumerate(roots):
-        source = sources[number]
-        before = states.get(str(root), FolderState())
-        state = found[str(root)] = look(source, before, work.store)
+        source, said = sources[number], str(root)
+        state = found[said] = look(source, states.get(said, FolderState()), work.store)
         rule = LicenceRule([root], source.licences, source.licence) if source.licences else None
         for name, behind, digest, reason, own in _said(state):
             if rule is not None and digest:
                 path = None if behind else root / name  # records are not under the licence of their collection
                 reason = str(refused(rule, rule.licence(path, own)) or "")
             if digest and not reason:
-                wanted.setdefault(digest, []).append((number, name, behind))
+                wanted.add(number, name, behind, digest)
             else:
-                skipped.append((readable(name) + behind, str(root), reason))
+                skipped.append((readable(name) + behind, said, reason))
     gone, held = _compare(opened, [str(root) for root in roots], wanted)
-    fresh = sorted({places[0][:2] for digest, places in wanted.items() if digest not in held})
+    fresh = sorted({place for digest, place in wanted.first.items() if digest not in held})
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
     if gone or fresh:
         files = [_file(roots, sources, *place) for place in fresh]
         done = _change(work, opened, gone, held, files, sources, workers, progress)
         again = (one for one in done.skipped if one[2] != "duplicate")  # records beside those that changed
         report = replace(done, skipped=tuple(dict.fromkeys((*skipped, *again))))
-    write_state(work.store, states | found)
+    if {root: states.get(root) for root in found} != found:
+        write_state(work.store, states | found)
     return report
 
 
 def _said(state: FolderState) -> Iterator[tuple[str, str, str, str, str | None]]:
     """File, name of the text behind it, SHA-256 or "", reason or "", own licence, of every text of a folder."""
-    for name, (_, _, digest, reason, own, *texts) in sorted(state.files.items()):
+    for name in sorted(state.files):
+        _, _, digest, reason, own, *texts = state.files[name]
         if not texts:
             yield name, "", digest, reason, own
         for text in texts[0] if texts else ():
             yield name, *text
 
 
-def _compare(store: Datastore, roots: Sequence[str], wanted: dict[str, list[_Place]]) -> tuple[Chosen, set[str]]:
+class _Wanted:
+    """Texts that folders say.
+
+    Attributes
+    ----------
+    first
+        Number of the folder and file in which a text was found first, by hash.
+    """
+
+    def __init__(self, folders: int) -> None:
+        self.first: dict[str, tuple[int, str]] = {}
+        self._named: list[dict[str, str]] = [{} for _ in range(folders)]
+        self._alike: dict[tuple[int, str], list[str]] = {}
+
+    def add(self, number: int, name: str, behind: str, digest: str) -> None:
+        """Add the text of a folder that lies in a file, under a name behind that of the file."""
+        self.first.setdefault(digest, (number, name))
+        path = readable(name) + behind
+        if self._named[number].setdefault(path, digest) != digest:
+            self._alike.setdefault((number, path), []).append(digest)
+
+    def are(self, number: int, path: str) -> Sequence[str]:
+        """Hashes of the texts of a folder that have a name: two files may have one readable name."""
+        first = self._named[number].get(path)
+        return () if first is None else (first, *self._alike.get((number, path), ()))
+
+
+def _compare(store: Datastore, roots: Sequence[str], wanted: _Wanted) -> tuple[Chosen, set[str]]:
     """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
     gone: Chosen = {}
     held = set()
     numbers = {root: number for number, root in enumerate(roots)}
     divided: dict[str, list[tuple[str, int, str]]] = {}
-    longer = cache(lambda: _by_name(wanted))
     for segment in store.segments:
         for number, path, source, digest in segment.documents.texts():
             root = numbers.get(source)
-            if root is None or any(root == at and path == readable(n) + b for at, n, b in wanted.get(digest, ())):
+            if root is None or digest in wanted.are(root, path):
                 held.add(digest)
-            elif text := _divided(longer, root, path, digest):
+            elif text := _divided(wanted, root, path, digest):
                 divided.setdefault(text, []).append((segment.name, number, digest))
             else:
                 gone.setdefault(segment.name, set()).add(number)
@@ -193,19 +217,10 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: dict[str, list[_Pla
     return gone, held
 
 
-def _by_name(wanted: dict[str, list[_Place]]) -> dict[tuple[int, str], set[str]]:
-    """Hashes of the texts of each folder that have a name: two files may have one readable name."""
-    said: dict[tuple[int, str], set[str]] = {}
-    for digest, places in wanted.items():
-        for number, name, behind in places:
-            said.setdefault((number, readable(name) + behind), set()).add(digest)
-    return said
-
-
-def _divided(said: Callable[[], dict[tuple[int, str], set[str]]], root: int, path: str, digest: str) -> str:
+def _divided(wanted: _Wanted, root: int, path: str, digest: str) -> str:
     """Hash of the long text of a folder that a document is a part of, "" for none: a file may be called so too."""
     part = _PART.fullmatch(path)
-    texts = () if part is None else said().get((root, part[1]), ())
+    texts = () if part is None else wanted.are(root, part[1])
     return next((text for text in texts if part and part_hash(text, int(part[2])) == digest), "")
 
 

@@ -182,9 +182,8 @@ def test_what_may_not_enter_stays_out(folder, tokenizer, tmp_path):
         "[]",
         '{"rules": 1}',
         '{"rules": "RULES"}',
-        '{"rules": "RULES", "folders": {"ROOT": [{"a.txt": [1]}, []]}}',
-        '{"rules": "RULES", "folders": {"ROOT": [{"a.txt": [1, 2, "", "", null, 3]}, []]}}',
-        '{"ROOT": {"a.txt": [1, 2, "", "", null]}}',  # of a release before
+        '{"rules": "RULES", "folders": {"ROOT": [{"a.txt": [1, 2, "", "", null]}, []]}}',  # of releases before
+        '{"ROOT": {"a.txt": [1, 2, "", "", null]}}',
     ],
 )
 def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, written):
@@ -196,6 +195,35 @@ def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, wri
     (folder / "new.txt").write_text("a new text")
     assert sync_datastore(store, [folder]).documents == 1
     assert contents(store) == before | {"new.txt": "a new text"}
+
+
+@pytest.mark.parametrize("column", ["names", "sizes", "times", "hashes", "reasons", "licences", "texts"])
+def test_a_memory_of_folders_that_is_cut_counts_for_nothing(folder, tokenizer, tmp_path, column):
+    (folder / "r.jsonl").write_text('{"text": "a record"}\n')
+    sync_datastore(tmp_path / "s", [folder], tokenizer)
+    raw = json.loads((tmp_path / "s" / "sync.json").read_bytes())
+    (columns,) = raw["folders"].values()
+    assert folder_state.read_state(tmp_path / "s")
+    columns[column] = {"r.jsonl": [["", "", ""]]} if column == "texts" else columns[column][: len(columns[column]) // 3]
+    (tmp_path / "s" / "sync.json").write_text(json.dumps(raw))
+    assert folder_state.read_state(tmp_path / "s") == {}
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_characters="\0/"), min_size=1) | st.sampled_from(["\udcff", "ü\udc80", "😀"]),
+        st.tuples(
+            st.integers(0), st.integers(0), st.sampled_from(["", "ab"]), st.text("xy "), st.none() | st.text("MIT")
+        )
+        | st.just((1, 2, "", "", None, [["#1", "ab", "", None], ["#2", "", "binary", "MIT"]])),
+    ),
+    st.lists(st.sampled_from(["ignored", "secrets"])),
+)
+def test_what_is_remembered_of_a_folder_is_what_it_said(tmp_path_factory, files, admit):
+    store = tmp_path_factory.mktemp("state")
+    states = {"/f": folder_state.FolderState(files, tuple(admit)), "/empty": folder_state.FolderState()}
+    folder_state.write_state(store, states)
+    assert folder_state.read_state(store) == states
 
 
 def test_what_other_rules_said_of_a_name_is_said_again(folder, tokenizer, tmp_path, monkeypatch):
