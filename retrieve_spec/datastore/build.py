@@ -33,7 +33,7 @@ from retrieve_spec.datastore.progress import Bar, Stopwatch
 from retrieve_spec.datastore.shards import file_shards
 from retrieve_spec.datastore.sources import Source, SourceFile, check_sources, list_files
 from retrieve_spec.datastore.stages import Done, Stages
-from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.store import open_as_written
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
@@ -224,7 +224,7 @@ def _of(tokenizer: Any, files: Iterable[SourceFile]) -> Iterator[SourceFile]:
 
 def live_hashes(store: Path) -> Iterator[str]:
     """Content hashes of the documents of a store that can be drafted from."""
-    for segment in open_datastore(store).segments:
+    for segment in open_as_written(store).segments:
         yield from (digest for *_, digest in segment.documents.texts())
 
 

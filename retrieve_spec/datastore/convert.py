@@ -35,6 +35,7 @@ from retrieve_spec.datastore.manifest import (
 from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.removal import with_tombstones
 from retrieve_spec.datastore.segment import SUFFIX, open_segment, write_segment
+from retrieve_spec.datastore.tombstones import no_tombstones
 from retrieve_spec.datastore.union import link_files
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import StoreCorruptError
@@ -180,4 +181,4 @@ def _sorted_again(
         return entry
     named = replace(entry, name=content_name(entry.files))
     opened = open_segment(folder, named, manifest.vocabulary)
-    return replace(with_tombstones(work, opened, named, removed, np.empty(0, np.uint32)), name=entry.name)
+    return replace(with_tombstones(work, opened, named, removed, no_tombstones()), name=entry.name)

@@ -34,7 +34,7 @@ from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.remote_read import local_folder
 from retrieve_spec.datastore.removal import choose_documents, remove_chosen
 from retrieve_spec.datastore.shards import check_text, conversion_shards, segment_shards
-from retrieve_spec.datastore.store import check_tokenizer, open_datastore
+from retrieve_spec.datastore.store import check_tokenizer, open_as_written
 from retrieve_spec.datastore.union import unite
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
@@ -70,7 +70,7 @@ def remove_documents(
     store = folder_of(path, "remove")
     read_manifest(store)
     with writer(store) as work:
-        opened = open_datastore(store)
+        opened = open_as_written(store)
         chosen = choose_documents(opened, documents, where)
         if not chosen:
             remedy = f"`retrieve-spec catalog {store}` makes a database that lists them."
@@ -132,7 +132,7 @@ def compact_datastore(
 def _check_texts(stores: Iterable[Path]) -> None:
     """Check that stores keep their text, before anything is begun."""
     for store in stores:
-        for segment in open_datastore(store).segments:
+        for segment in open_as_written(store).segments:
             check_text(segment, store)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,11 @@ from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.change import ChangeReport, publish
 from retrieve_spec.datastore.dense import INDEX
 from retrieve_spec.datastore.documents import Row
+from retrieve_spec.datastore.files import check_content
 from retrieve_spec.datastore.fresh import config_of
-from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, SegmentEntry
+from retrieve_spec.datastore.manifest import TOMBSTONES, SegmentEntry
 from retrieve_spec.datastore.progress import Stopwatch
-from retrieve_spec.datastore.segment import Segment, open_segment, write_arrays
+from retrieve_spec.datastore.segment import Segment, write_arrays
 from retrieve_spec.datastore.sources import glob
 from retrieve_spec.datastore.store import Datastore, check_files
 from retrieve_spec.datastore.tombstones import (
@@ -104,7 +105,7 @@ def without(
     Parameters
     ----------
     work, store
-        The change, and the store as it is.
+        The change, and the store, opened as it was written.
     chosen
         Documents to remove, by segment; copies of their text that are not listed go too.
     first
@@ -129,13 +130,14 @@ def without(
         if len(hidden) == len(segment.documents):
             continue
         _check_text(store.path, segment)
-        raw = open_segment(store.path / SEGMENTS / entry.name, entry, store.manifest.vocabulary)
-        few = INDEX in entry.files or document_tokens(raw.document_starts, removed) <= MOST_TOKENS
+        few = INDEX in entry.files or document_tokens(segment.document_starts, removed) <= MOST_TOKENS
         check_files(store.path, entry, text=not few)
         if few:
-            kept.append(with_tombstones(work, raw, entry, removed, found[COPIES]))
+            for name, file in entry.tombstones.items():  # which stand in the new ones
+                check_content(store.path / TOMBSTONES / name, file)
+            kept.append(with_tombstones(work, segment, entry, gone, found))
         else:
-            made.append(_written_anew(work, raw, entry, hidden, first + len(made), config_of(store.manifest)))
+            made.append(_written_anew(work, segment, entry, hidden, first + len(made), config_of(store.manifest)))
     return kept, made
 
 
@@ -165,17 +167,24 @@ def _check_text(store: Path, segment: Segment) -> None:
 
 
 def with_tombstones(
-    work: WorkFolder, segment: Segment, entry: SegmentEntry, removed: Sequence[int], copies: NDArray[np.uint32]
+    work: WorkFolder,
+    segment: Segment,
+    entry: SegmentEntry,
+    gone: Iterable[int],
+    found: Mapping[str, NDArray[np.uint32]],
 ) -> SegmentEntry:
-    """Entry of a segment whose documents count as removed."""
-    left = np.setdiff1d(copies, removed)
+    """Entry of a segment, opened as it was written, of which more documents count as removed than those found."""
+    before, copies = found[DOCUMENTS], found[COPIES]
+    more = np.array(sorted(set(gone).difference(before.tolist())), np.uint32)
+    # Looked for without those found before, which may lie far from them: that is several times as fast.
+    ranks = find_ranks(segment.suffix_array, segment.document_starts, more.tolist())
     arrays = {
-        DOCUMENTS: np.array(removed, np.uint32),
-        RANKS: find_ranks(segment.suffix_array, segment.document_starts, removed),
-        COPIES: left.astype(np.uint32),
+        DOCUMENTS: np.sort(np.concatenate([before, more])),
+        RANKS: np.sort(np.concatenate([found[RANKS], ranks])),
+        COPIES: np.setdiff1d(copies, more, assume_unique=True),
     }
     files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
-    return counted(entry, segment, {*removed, *left.tolist()}, files)
+    return counted(entry, segment, {*arrays[DOCUMENTS].tolist(), *arrays[COPIES].tolist()}, files)
 
 
 def counted(entry: SegmentEntry, segment: Segment, hidden: Iterable[int], tombstones: dict[str, Any]) -> SegmentEntry:

@@ -221,6 +221,8 @@ def open_segment(
     vocabulary: int,
     record: DenseRecord | None = None,
     tombstones: Mapping[str, NDArray[np.uint32]] | None = None,
+    *,
+    as_written: bool = False,
 ) -> Segment:
     """Map a segment into memory, with cheap checks (files and sizes).
 
@@ -232,6 +234,8 @@ def open_segment(
         Of the store's manifest.
     tombstones
         What counts as removed (`tombstones_of`); None opens the segment as its files are.
+    as_written
+        Whether the indexes show removed documents like others, for a reader that drafts nothing.
 
     Raises
     ------
@@ -240,7 +244,7 @@ def open_segment(
     """
     place = os.path.join(folder, "")
     others = set(entry.files)
-    hiding = tombstones is not None and len(tombstones[DOCUMENTS]) > 0
+    hiding = not as_written and tombstones is not None and len(tombstones[DOCUMENTS]) > 0
 
     def load(name: str, dtype: type, scattered: bool = False, private: bool = False) -> NDArray[Any]:
         name += SUFFIX

@@ -180,7 +180,18 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
         from retrieve_spec.datastore.remote_read import open_remote  # imports what opening a folder need not wait for
 
         return open_remote(str(path), tokenizer=tokenizer)
-    folder = Path(path)
+    return _opened(Path(path), tokenizer, as_written=False)
+
+
+def open_as_written(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Datastore:
+    """Open a store's folder for a change of it, which drafts nothing: its indexes show removed documents like others.
+
+    So nothing is altered in memory, which takes a while where much was removed. Otherwise as `open_datastore`.
+    """
+    return _opened(Path(path), tokenizer, as_written=True)
+
+
+def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
     content = read_content(folder)
     manifest = manifest_of(content, folder)
     if tokenizer is not None:
@@ -189,7 +200,7 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
         # A change may have replaced files since the manifest was read: what counts is that none did in the meantime.
         error: StoreCorruptError | None = None
         try:
-            store = _open(folder, manifest)
+            store = _open(folder, manifest, as_written)
         except StoreCorruptError as caught:
             error = caught
         newer = read_content(folder)
@@ -201,15 +212,15 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     raise AssertionError("unreachable")
 
 
-def _open(folder: Path, manifest: Manifest) -> Datastore:
+def _open(folder: Path, manifest: Manifest, as_written: bool) -> Datastore:
     tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"))
-    segments = tuple(_open_segment(folder, entry, manifest) for entry in manifest.segments)
+    segments = tuple(_open_segment(folder, entry, manifest, as_written) for entry in manifest.segments)
     return Datastore(folder, manifest, segments, tokenizer)
 
 
-def _open_segment(folder: Path, entry: SegmentEntry, manifest: Manifest) -> Segment:
-    tombstones = tombstones_of(folder, entry) if entry.tombstones else None
-    return open_segment(folder / SEGMENTS / entry.name, entry, manifest.vocabulary, manifest.dense, tombstones)
+def _open_segment(folder: Path, entry: SegmentEntry, manifest: Manifest, as_written: bool) -> Segment:
+    place, tombstones = folder / SEGMENTS / entry.name, tombstones_of(folder, entry) if entry.tombstones else None
+    return open_segment(place, entry, manifest.vocabulary, manifest.dense, tombstones, as_written=as_written)
 
 
 def check_files(folder: Path, entry: SegmentEntry, *, text: bool = True) -> None:

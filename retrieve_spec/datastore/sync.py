@@ -27,7 +27,7 @@ from retrieve_spec.datastore.removal import Chosen, without
 from retrieve_spec.datastore.shards import file_shards, segment_shards
 from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, kind_of, readable
 from retrieve_spec.datastore.stages import part_hash
-from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
+from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
@@ -125,7 +125,7 @@ def _root(folder: str | os.PathLike[str]) -> Path:
 def _synchronised(
     work: WorkFolder, roots: Sequence[Path], sources: tuple[Source, ...], workers: int | None, progress: bool
 ) -> ChangeReport:
-    opened = open_datastore(work.store)
+    opened = open_as_written(work.store)
     manifest = opened.manifest
     states = read_state(work.store)
     wanted = _Wanted(len(roots))

@@ -15,8 +15,9 @@ from test_build import contents
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import cut, entry_filter, folder_state, sync
+from retrieve_spec.datastore import cut, entry_filter, folder_state, segment, sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.edit import remove_documents
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
@@ -224,6 +225,25 @@ def test_what_is_remembered_of_a_folder_is_what_it_said(tmp_path_factory, files,
     states = {"/f": folder_state.FolderState(files, tuple(admit)), "/empty": folder_state.FolderState()}
     folder_state.write_state(store, states)
     assert folder_state.read_state(store) == states
+
+
+def test_no_change_alters_indexes_in_memory_for_what_was_removed(folder, tokenizer, tmp_path, monkeypatch):
+    store = tmp_path / "s"
+    sync_datastore(store, [folder], tokenizer)
+    before = open_datastore(store).segments[0].documents
+    (folder / "a.txt").write_text("another text")
+    sync_datastore(store, [folder])
+    assert any(entry.tombstones for entry in read_manifest(store).segments)
+    monkeypatch.setattr(segment, "hide", None)  # takes time in proportion to all that was ever removed
+    monkeypatch.setattr(segment, "forget", None)
+    (folder / "a.txt").write_text("a third one")
+    sync_datastore(store, [folder])
+    (folder / "d.txt").write_text("one more")
+    add_documents(store, str(folder / "d.txt"))
+    remove_documents(store, [before.path(1)])
+    monkeypatch.undo()
+    verify_datastore(store)
+    assert before.path(1) not in contents(store)
 
 
 def test_what_other_rules_said_of_a_name_is_said_again(folder, tokenizer, tmp_path, monkeypatch):

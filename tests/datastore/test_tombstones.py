@@ -19,6 +19,7 @@ from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, re
 from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.ngram import ngram_hash
 
 TEXTS = st.lists(st.text("abc", min_size=1, max_size=25), min_size=2, max_size=7, unique=True)
@@ -117,6 +118,18 @@ def test_files_of_a_segment_stay_and_readers_keep_what_they_opened(tokenizer, te
     add_documents(store, str(texts / "a.txt"))  # no duplicate: it was removed
     assert search_datastore(open_datastore(store), "sat on the mat.").count == 3
     verify_datastore(store)
+
+
+def test_ranks_that_are_damaged_are_not_carried_into_new_tombstones(tokenizer, texts, tmp_path):
+    store = tmp_path / "s"
+    build_datastore(store, str(texts), tokenizer)
+    remove_documents(store, ["a.txt"])
+    (ranks,) = (store / "tombstones").glob("*-ranks.bin")
+    content = bytearray(ranks.read_bytes())
+    content[-4] ^= 1
+    ranks.write_bytes(content)
+    with pytest.raises(StoreCorruptError, match="ranks"):
+        remove_documents(store, ["c.py"])
 
 
 def test_a_text_that_two_stores_have_goes_from_both(tokenizer, texts, tmp_path):
