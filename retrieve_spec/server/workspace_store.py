@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -38,6 +39,8 @@ _FOLDERS = "workspace.json"
 _LOCK = "server.lock"
 _PATIENCE_S = 1.0
 """Seconds after which it is looked again whether another server still writes."""
+_END_OF_WRITE_S = 10.0
+"""Seconds that a write of another process may take before what it writes cannot be forgotten."""
 
 
 class WorkspaceStore:
@@ -71,6 +74,7 @@ class WorkspaceStore:
         self._synced_at = -every_s
         self._lock = threading.Lock()
         self._refused: dict[str, str] = {}
+        self._store: Datastore | None = None
         self._news, self._stop, self._forgotten = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -133,23 +137,29 @@ class WorkspaceStore:
                 self._news.set()
 
     def _delete(self) -> None:
+        self._store = None
         try:
             self._attach(None)
         finally:
             shutil.rmtree(self._home, ignore_errors=True)
 
     def _open(self) -> Datastore | None:
+        """The store as it is, None where there is none that can be used; opened where it is not what it was."""
+        from retrieve_spec.datastore.manifest import read_manifest
         from retrieve_spec.datastore.store import open_datastore
 
         try:
-            return open_datastore(self.folder, tokenizer=self._tokenizer)
+            if self._store is None or self._store.manifest != read_manifest(self.folder):
+                self._store = open_datastore(self.folder, tokenizer=self._tokenizer)
         except (StoreError, TokenizerMismatchError):
-            return None
+            self._store = None
+        return self._store
 
     def _synchronised(self) -> Datastore | None:
         from retrieve_spec.datastore.build import add_documents, build_datastore
+        from retrieve_spec.datastore.documents import text_hash
 
-        wanted = {str(path): _sha256(text) for path, text in self._workspace.texts.items()}
+        wanted = {str(path): text_hash(text) for path, text in self._workspace.texts.items()}
         self._drop_old()
         store = self._open()
         if store is None:
@@ -158,7 +168,7 @@ class WorkspaceStore:
             self._name_folders()
             if sources := _sources(wanted):
                 build_datastore(self.folder, sources, self._tokenizer, workers=1)
-            return self._without(self._strange(wanted))
+            return self._without(wanted, ())
         held = held_documents(store)
         gone = [path for path, sha in held.items() if wanted.get(path) != sha]
         known = {sha for path, sha in held.items() if wanted.get(path) == sha}  # the same text elsewhere is enough
@@ -168,31 +178,27 @@ class WorkspaceStore:
         self._remove(gone)
         if sources := _sources(fresh):
             add_documents(self.folder, sources, workers=1)
-        return self._without({path for path in gone if path not in wanted} | self._strange(wanted))
+        return self._without(wanted, [path for path in gone if path not in wanted])
 
-    def _strange(self, wanted: Mapping[str, str]) -> set[str]:
-        """Files of which the store holds another text than the workspace does: a build reads files once more, and what
-        stands there by then (behind a link, say) has not been let in. They are taken out, and not read again."""
-        store = self._open()
-        held = held_documents(store) if store is not None else {}
-        strange = {path for path, sha in held.items() if wanted.get(path) != sha}
-        self._refused = {path: sha for path, sha in self._refused.items() if wanted.get(path) == sha}
-        self._refused |= {path: wanted[path] for path in strange if path in wanted}
-        if strange and strange == held.keys():
-            shutil.rmtree(self.folder)
-        else:
-            self._remove(list(strange))
-        return strange
+    def _without(self, wanted: Mapping[str, str], forbidden: Collection[str]) -> Datastore | None:
+        """The store, rewritten where something must not stand in its files any longer, or there are many of them.
 
-    def _without(self, forbidden: Collection[str]) -> Datastore | None:
-        """The store, rewritten where something must not stand in its files any longer, or there are many of them."""
+        Files of which it holds another text than the workspace does are taken out, and not read again: a build reads
+        files once more, and what stands there by then (behind a link, say) has not been let in.
+        """
         from retrieve_spec.datastore.edit import compact_datastore
 
         store = self._open()
-        if store is not None and (forbidden or len(store.segments) > _MAX_SEGMENTS):
+        held = held_documents(store) if store is not None else {}
+        strange = [path for path, sha in held.items() if wanted.get(path) != sha]
+        self._refused = {path: sha for path, sha in self._refused.items() if wanted.get(path) == sha}
+        self._refused |= {path: wanted[path] for path in strange if path in wanted}
+        if strange and len(strange) == len(held):
+            shutil.rmtree(self.folder)
+        elif store is not None and (strange or forbidden or len(store.segments) > _MAX_SEGMENTS):
+            self._remove(strange)
             compact_datastore(self.folder)
-            store = self._open()
-        return store
+        return self._open()
 
     def _remove(self, paths: Sequence[str]) -> None:
         from retrieve_spec.datastore.edit import remove_documents
@@ -257,24 +263,38 @@ def forget_workspace(folders: Iterable[Path]) -> list[list[Path]]:
 
     What else lay in such a store is indexed again when it is opened the next time. Returns, for every workspace that
     was deleted, its folders.
+
+    Raises
+    ------
+    StoreLockedError
+        When another process is writing one of them and does not end soon; those before it are deleted.
     """
     wanted = [folder.expanduser().resolve() for folder in folders]
     gone = []
     for home, held in kept_workspaces().items():
         exact = home == memory_folder(wanted)
         if exact or any(a.is_relative_to(b) or b.is_relative_to(a) for a in held for b in wanted):
-            shutil.rmtree(home)
+            _delete(home, held)
             gone.append(held)
     return gone
+
+
+def _delete(home: Path, folders: Iterable[Path]) -> None:
+    """Delete what is kept about some folders, while nobody writes to it."""
+    gone = home.with_name(f"{home.name}.{secrets.token_hex(4)}.gone")
+    try:
+        with FileLock(home / _LOCK, timeout=_END_OF_WRITE_S):
+            os.rename(home, gone)  # at once: who waits for the lock begins anew
+            shutil.rmtree(gone)
+    except Timeout as error:
+        expected = f"to forget {', '.join(map(str, folders))}"
+        remedy = "End the server that has it open, or wait until it has written, and try again."
+        raise StoreLockedError(expected, "another process is writing what it knows of it", remedy) from error
 
 
 def held_documents(store: Datastore) -> dict[str, str]:
     """SHA-256 of each file a store drafts from, by the path it was read from."""
     return {document.source: document.sha256 for document in store.documents()}
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _sources(paths: Iterable[str]) -> list[Source | str]:

@@ -18,8 +18,11 @@ from tokenizers import Tokenizer
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.datastore import store as store_module
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.errors import ServeError
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.errors import ServeError, StoreLockedError
+from retrieve_spec.server import workspace_store
 from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.server.workspace_store import (
@@ -372,6 +375,24 @@ def test_store_follows_and_is_forgotten(folder, tokenizer):
     assert not memory_folder([folder]).exists()
 
 
+def test_a_store_is_opened_once_for_a_change(folder, tokenizer, monkeypatch):
+    opened = []
+    monkeypatch.setattr(
+        store_module, "open_datastore", lambda *given, **known: opened.append(1) or open_datastore(*given, **known)
+    )
+    workspace = Workspace([folder], ServeConfig())
+    workspace.scan()
+    store = WorkspaceStore(workspace, tokenizer, lambda store: None)
+    for number in range(3):
+        (folder / "a.py").write_text(f"number = {number}\n" * 5)
+        workspace.update([folder / "a.py"])
+        opened.clear()
+        store.sync()
+        assert opened == [1] * (1 + (number == 0))  # first it is not there yet
+        store.sync()
+        assert len(opened) == 1 + (number == 0)
+
+
 def stored_bytes(store):
     return b"".join(path.read_bytes() for path in store.path.rglob("*") if path.is_file())
 
@@ -530,6 +551,23 @@ def test_forget_finds_a_folder_in_every_store(folder, tmp_path, tokenizer):
     assert list(kept_workspaces().values()) == [[third.resolve()]]
     assert not forget_workspace([folder])
     assert forget_workspace([third / "below"])
+
+
+def test_forget_waits_for_who_writes_and_leaves_all_of_it_where_that_does_not_end(folder, tokenizer, monkeypatch):
+    workspace = Workspace([folder], ServeConfig())
+    workspace.scan()
+    store = WorkspaceStore(workspace, tokenizer, lambda store: None)
+    store.sync()
+    lock = FileLock(memory_folder([folder]) / "server.lock", thread_local=False)
+    lock.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(workspace_store, "_END_OF_WRITE_S", 0.1)
+        with pytest.raises(StoreLockedError, match="writing"):
+            forget_workspace([folder])
+    assert held_documents(open_datastore(store.folder))
+    threading.Timer(0.3, lock.release).start()
+    assert forget_workspace([folder])
+    assert not lock.is_locked and not kept_workspaces() and not list(memory_folder([folder]).parent.iterdir())
 
 
 def test_forget_finds_a_folder_in_stores_that_do_not_name_theirs(folder, tokenizer):
