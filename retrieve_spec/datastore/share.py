@@ -22,7 +22,7 @@ from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, Manifest, wri
 from retrieve_spec.datastore.progress import progress_bar
 from retrieve_spec.datastore.remote import Remote, changed, read_remote
 from retrieve_spec.datastore.store import check_tokenizer, open_datastore
-from retrieve_spec.datastore.union import unite
+from retrieve_spec.datastore.union import link_file, unite
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError, StoreLockedError
 
@@ -212,7 +212,7 @@ def _assemble(work: WorkFolder, remote: Remote, there: Manifest, mine: Manifest 
             target.parent.mkdir(parents=True, exist_ok=True)
             own = work.store / place
             if place.split("/")[1:2] and place.split("/")[1] in held and own.is_file():
-                os.link(own, target)
+                link_file(own, target, file)
                 bar.update(file.bytes)
                 continue
             with explain_remote_errors(remote.url):

@@ -136,13 +136,18 @@ def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, file in files.items():
-        try:
-            os.link(source / name, folder / name)
-        except FileNotFoundError as error:
-            raise StoreCorruptError(f"{file.bytes:,} bytes in {source / name}", "no such file") from error
-        except OSError:  # another file system, or one without links
-            _copy(source / name, folder / name, file)
+        link_file(source / name, folder / name, file)
     sync_folder(folder)
+
+
+def link_file(source: Path, target: Path, file: FileEntry) -> None:
+    """Put a file of a store in a second place: as a link where it can be, otherwise as a copy that was checked."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError as error:
+        raise StoreCorruptError(f"{file.bytes:,} bytes in {source}", "no such file") from error
+    except OSError:  # another file system, or one without links
+        _copy(source, target, file)
 
 
 def _copy(source: Path, target: Path, expected: FileEntry) -> None:

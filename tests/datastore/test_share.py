@@ -125,6 +125,22 @@ def test_of_two_that_push_at_once_one_is_told(store, tmp_path, place, request):
     assert contents(tmp_path / "t") == contents(winner)
 
 
+def test_a_disk_without_links_is_pulled_to(store, url, tmp_path, monkeypatch):
+    push_datastore(store, url)
+    pull_datastore(url, tmp_path / "t")
+    (tmp_path / "new.txt").write_text("a text that is new")
+    add_documents(store, str(tmp_path / "new.txt"))
+    push_datastore(store, url)
+
+    def refuse(*places):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    pull_datastore(url, tmp_path / "t")
+    verify_datastore(tmp_path / "t")
+    assert contents(tmp_path / "t") == contents(store)
+
+
 def test_a_remote_that_breaks_amid_is_told_and_gone_on_with(store, url, tmp_path, monkeypatch):
     moved = []
     send, fetch = remotes.Remote.send, remotes.Remote.fetch
