@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import wraps
@@ -23,6 +22,7 @@ from retrieve_spec.datastore.addresses import explain_remote_errors
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
 from retrieve_spec.datastore.manifest import PLAN, SEGMENTS, WORK, content_name
 from retrieve_spec.datastore.remote import Remote
+from retrieve_spec.datastore.scratch import scratch_folder
 from retrieve_spec.datastore.stages import CUT, Done, Stages, part_of, run_rank
 from retrieve_spec.datastore.work import INPUTS, WorkFolder
 from retrieve_spec.errors import StoreCorruptError, StoreIncompleteError
@@ -269,8 +269,8 @@ def run_travelling(url: str, stage: str, rank: int, needs: dict[str, Any], besid
     (`Exchange.needs`).
     """
     exchange = Exchange(url)
-    with tempfile.TemporaryDirectory(prefix="retrieve-spec-", dir=beside) as folder:
-        work = WorkFolder(Path(folder))
+    with scratch_folder(beside) as folder:
+        work = WorkFolder(folder)
         exchange.load(work, stage, rank, needs)
         done = run_rank(Stages(work), stage, rank)
         exchange.save(work, stage, rank)

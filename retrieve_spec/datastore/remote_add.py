@@ -6,7 +6,6 @@ effect. Of two processes that add at once, one gets an error and does it again.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -28,6 +27,7 @@ from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, WORK, Manifes
 from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.remote import Remote, changed, read_remote
 from retrieve_spec.datastore.remote_build import check_sources_travel, plan_at, told_of_cut
+from retrieve_spec.datastore.scratch import scratch_folder
 from retrieve_spec.datastore.segment import SUFFIX
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.tombstones import hidden_of, tombstones_of
@@ -63,8 +63,8 @@ def add_remote(
         if resume and (done := _taken_effect(exchange, there)) is not None:
             return done
     watch = Stopwatch(progress)
-    with tempfile.TemporaryDirectory(prefix="retrieve-spec-") as folder, explain_write_errors(Path(folder)):
-        work = WorkFolder(Path(folder))
+    with scratch_folder() as folder, explain_write_errors(folder):
+        work = WorkFolder(folder)
         tables = _fetch(remote, there, work.store, watch)
 
         def make_plan() -> tuple[dict[str, Any], Inputs]:

@@ -6,10 +6,8 @@ alone. What comes out is what a build in a folder and a push of it would have pu
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
@@ -29,6 +27,7 @@ from retrieve_spec.datastore.exchange import Exchange
 from retrieve_spec.datastore.fresh import first_manifest
 from retrieve_spec.datastore.manifest import WORK, content_name
 from retrieve_spec.datastore.progress import Stopwatch
+from retrieve_spec.datastore.scratch import scratch_folder
 from retrieve_spec.datastore.sources import STDIN, Source
 from retrieve_spec.datastore.stages import Stages
 from retrieve_spec.datastore.work import WorkFolder
@@ -60,8 +59,8 @@ def build_remote(
         exchange.end()
         done = exchange.remote.manifest(newest)
         return ChangeReport("build", done.documents, done.tokens, len(done.segments))
-    with tempfile.TemporaryDirectory(prefix="retrieve-spec-") as folder:
-        work = WorkFolder(Path(folder))
+    with scratch_folder() as folder:
+        work = WorkFolder(folder)
 
         def make_plan() -> tuple[dict[str, Any], Inputs]:
             return first_plan(work, sources, tokenizer, config, max_tokens, recipe)
