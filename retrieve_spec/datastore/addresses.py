@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,16 +82,35 @@ def reach(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def open_file(location: str) -> Iterator[IO[bytes]]:
-    """Open a file for reading, by its path or its address; errors are those of `open`, of remotes `BuildError`."""
+def open_file(location: str, *, listed: bool = False) -> Iterator[IO[bytes]]:
+    """Open a file for reading, by its path or its address; errors are those of `open`, of remotes `BuildError`.
+
+    Of one that was `listed` it is an error as well if its place has become a link since, or lies behind one, or is no
+    regular file any more: nothing outside of a folder is read, and a pipe is not waited for.
+    """
     if not is_address(location):
-        with open(location, "rb") as file:
+        with open(location, "rb", opener=_open_listed if listed else None) as file:
             yield file
         return
     with explain_remote_errors(location):
         fs, place = reach(location)
         with fs.open(place, "rb") as file, io.BufferedReader(file) as buffered:  # not all of them read lines in full
             yield buffered
+
+
+class IrregularFileError(OSError):
+    """A file that was listed and is no regular one any more."""
+
+
+def _open_listed(path: str, flags: int) -> int:
+    folder = os.path.dirname(path)
+    if os.path.realpath(folder) != folder:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise IrregularFileError(errno.EINVAL, "not a regular file", path)
+    return handle
 
 
 def size_of(location: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -15,7 +16,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore import tokenised
-from retrieve_spec.datastore.addresses import exists, open_file
+from retrieve_spec.datastore.addresses import IrregularFileError, exists, open_file
 from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
@@ -89,7 +90,7 @@ class _Zstandard(io.RawIOBase):
 
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[IO[bytes]]:
-    with open_file(file.location) as raw:
+    with open_file(file.location, listed=True) as raw:
         if file.compression == "gz":
             yield gzip.GzipFile(fileobj=raw)  # type: ignore[misc]
         elif file.compression == "zst":
@@ -103,6 +104,10 @@ _READ_ERRORS = (OSError, EOFError, zstandard.ZstdError)
 
 def _reason(error: Exception) -> Reason:
     """Why a file is left out whose reading raised an error."""
+    if isinstance(error, OSError) and error.errno == errno.ELOOP:
+        return Reason.LINK
+    if isinstance(error, IrregularFileError | IsADirectoryError):
+        return Reason.NOT_A_FILE
     return Reason.GONE if isinstance(error, FileNotFoundError) else Reason.UNREADABLE
 
 
@@ -152,7 +157,7 @@ def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
         ) from error
     column = field.partition(".")[0]
     try:
-        with open_file(file.location) as raw, pyarrow.parquet.ParquetFile(raw) as table:
+        with open_file(file.location, listed=True) as raw, pyarrow.parquet.ParquetFile(raw) as table:
             if column not in table.schema_arrow.names:
                 yield Text(file, file.path, skip=f"no column {column!r}")
                 return

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore import tokenised
-from retrieve_spec.datastore.addresses import is_address
+from retrieve_spec.datastore.addresses import is_address, open_file
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry
@@ -90,7 +90,7 @@ def _line_cuts(path: str) -> Iterator[tuple[int, int]]:
     at = lines = 0
     wanted = SHARD_BYTES
     yield 0, 0
-    with open(path, "rb") as file:
+    with open_file(path, listed=True) as file:
         while block := file.read(_BLOCK):
             while wanted < at + len(block) and (end := block.find(b"\n", wanted - at)) >= 0:
                 yield at + end + 1, lines + block.count(b"\n", 0, end + 1)

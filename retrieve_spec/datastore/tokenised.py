@@ -175,7 +175,7 @@ def documents(location: str, first: int, end: int, layout: Layout) -> Iterator[N
     """
     if layout_of(location) != layout:
         raise _changed(location)
-    with open_file(location) as file:
+    with open_file(location, listed=True) as file:
         at, following = -1, first
         for start, number, stop in _ends(location, first, end):
             if start != at:

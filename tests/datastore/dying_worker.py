@@ -1,4 +1,4 @@
-"""A worker process of a build that is killed at one rank, as long as a file lies beside the store."""
+"""A worker process of a build that is killed at one rank, as long as a file lies above the store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANK = 5
 
 def run_or_die(stages, stage, rank, url, needs):
     """Run one rank, or end this process with SIGKILL."""
-    if stage == "tokens" and rank == RANK and (Path(sys.argv[1]).parent / "kill").exists():
+    if stage == "tokens" and rank == RANK and any((above / "kill").exists() for above in Path(sys.argv[1]).parents):
         os.kill(os.getpid(), signal.SIGKILL)
     return run_one(stages, stage, rank, url, needs)
 

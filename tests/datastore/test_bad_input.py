@@ -133,6 +133,9 @@ def test_sources_that_vanish_or_change_once_planned(tokenizer, tmp_path, monkeyp
     (folder / "cut.jsonl").write_text(rows)
     (folder / "gone.jsonl").write_text(rows.replace("record", "row"))
     (folder / "binary.jsonl").write_text('{"text": "was text"}\n')
+    for name in ("linked.jsonl", "pipe.jsonl", "folder.jsonl", "sub/below.jsonl"):
+        (folder / name).write_text(f'{{"text": "a record of {name}"}}\n')
+    (folder / "linked.gz").write_bytes(gzip.compress(b"a text that was compressed"))
     monkeypatch.setattr(shards, "SHARD_BYTES", 200)  # the larger ones are read in parts
 
     def change():
@@ -149,6 +152,13 @@ def test_sources_that_vanish_or_change_once_planned(tokenizer, tmp_path, monkeyp
         (folder / "cut.jsonl").write_text(rows[:300])
         (folder / "gone.jsonl").unlink()
         (folder / "binary.jsonl").write_bytes(b"\0\xff\n")
+        for name, target in (("linked.jsonl", "secret.jsonl"), ("linked.gz", "secret.gz")):
+            (folder / name).rename(tmp_path / target)
+            (folder / name).symlink_to(tmp_path / target)
+        (folder / "pipe.jsonl").unlink()
+        os.mkfifo(folder / "pipe.jsonl")
+        (folder / "folder.jsonl").unlink()
+        (folder / "folder.jsonl").mkdir()
 
     report = planned_then(change, str(folder), tokenizer, tmp_path / "s", monkeypatch)
     found = contents(tmp_path / "s")
@@ -163,8 +173,13 @@ def test_sources_that_vanish_or_change_once_planned(tokenizer, tmp_path, monkeyp
         "gone.txt": {Reason.GONE},
         "gone.jsonl": {Reason.GONE},
         "linked.txt": {Reason.LINK},
+        "linked.jsonl": {Reason.LINK},
+        "linked.gz": {Reason.LINK},
         "sub/below.txt": {Reason.LINK},
+        "sub/below.jsonl": {Reason.LINK},
         "pipe.txt": {Reason.NOT_A_FILE},
+        "pipe.jsonl": {Reason.NOT_A_FILE},
+        "folder.jsonl": {Reason.NOT_A_FILE},
         "folder.txt": {Reason.NOT_A_FILE},
         "binary.jsonl#1": {"no JSON"},
     }
