@@ -15,6 +15,7 @@ import secrets
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,8 @@ _POLL_SECONDS = 1.0
 _BYTES_PER_TOKEN, _BYTES = 25, 1 << 30
 """Memory that a task asks for: so much per token of a segment, and for the interpreter."""
 _RETRIES = 3
+_ROOM_SECONDS = 60.0
+"""How long a node with room for a task is waited for: some clusters start nodes when they are asked for."""
 _HOURS = "24:00:00"
 _NAMED = 8
 
@@ -168,7 +171,8 @@ class _Stage:
         memory = _BYTES + _BYTES_PER_TOKEN * self.stages.config.segment_tokens
         failure = self._followed(_engine(self.kind, self.rest, task, folder, memory), waiting)
         if waiting:
-            raise self._missing(sorted(waiting), failure, logs) from failure
+            error = self._missing(sorted(waiting), failure, logs)
+            raise error from (None if error is failure else failure)
         if exchange is None:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -198,6 +202,8 @@ class _Stage:
                 place = self.stages.work.store if self.exchange is None else self.exchange.url
                 told.add_note(f"in stage {self.stage!r}, rank {rank} of {place}")
                 return told
+        if isinstance(failure, BuildError):
+            return failure
         named = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
         why = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
         return BuildError(
@@ -230,17 +236,26 @@ class _Ray:
         if not ray.is_initialized():
             ray.init(address=address or None, log_to_driver=False)
         self._task = task
-        self._options = {"num_cpus": 1, "memory": memory, "max_retries": _RETRIES, "scheduling_strategy": "SPREAD"}
+        self._memory = memory
 
     def run(self) -> None:
         """Run all of them; the first error is raised when the others have ended."""
         import ray
 
-        remote = ray.remote(_run_on_ray).options(**self._options)
+        remote = ray.remote(_run_on_ray).options(
+            num_cpus=1, memory=self._memory, max_retries=_RETRIES, scheduling_strategy="SPREAD"
+        )
         waiting = [remote.remote(self._task, rank) for rank in range(len(self._task.ranks))]
         failures = []
+        roomless = time.monotonic()
         while waiting:
-            ended, waiting = ray.wait(waiting)
+            ended, waiting = ray.wait(waiting, timeout=_POLL_SECONDS)
+            if ended or self._has_room(ray.nodes()):
+                roomless = time.monotonic()
+            elif time.monotonic() - roomless > _ROOM_SECONDS:
+                for one in waiting:
+                    ray.cancel(one)
+                raise self._no_room(ray.nodes())
             for one in ended:
                 try:
                     ray.get(one)
@@ -248,6 +263,19 @@ class _Ray:
                     failures.append(error)
         if failures:
             raise failures[0]
+
+    def _has_room(self, nodes: Sequence[dict[str, Any]]) -> bool:
+        """Whether a task would find room on one of some nodes if nothing else ran there."""
+        found = (node["Resources"] for node in nodes if node["Alive"])
+        return any(one.get("CPU", 0) >= 1 and one.get("memory", 0) >= self._memory for one in found)
+
+    def _no_room(self, nodes: Sequence[dict[str, Any]]) -> BuildError:
+        most = max((node["Resources"].get("memory", 0) for node in nodes if node["Alive"]), default=0)
+        return BuildError(
+            f"a node of Ray with a CPU and {self._memory / (1 << 30):.1f} GiB of memory",
+            f"{most / (1 << 30):.1f} GiB on the largest one",
+            "Start larger nodes (`ray start --memory BYTES`), or build with smaller `StoreConfig.segment_tokens`.",
+        )
 
 
 def _run_on_ray(task: Task, rank: int) -> None:

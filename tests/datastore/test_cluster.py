@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import types
 
 import pytest
 from dying_worker import RANK
@@ -197,6 +198,51 @@ def test_slurm_tasks_make_the_same_store(sources, tokenizer, tmp_path, alone, mo
     build_datastore(tmp_path / "s", sources, tokenizer, config=StoreConfig(), cluster="slurm:any")
     build_datastore(tmp_path / "one", sources, tokenizer, config=StoreConfig(), workers=1)
     assert digest(tmp_path / "s") == digest(tmp_path / "one")
+
+
+class ScriptedRay(types.ModuleType):
+    """Ray with one node, on which tasks run once it has room: memory of it, at one look after the other."""
+
+    def __init__(self, *memory):
+        super().__init__("ray")
+        self.memory, self.cancelled = list(memory), []
+
+    def is_initialized(self):
+        return True
+
+    def remote(self, function):
+        return types.SimpleNamespace(
+            options=lambda **asked: types.SimpleNamespace(remote=lambda *given: (function, given))
+        )
+
+    def nodes(self):
+        memory = self.memory.pop(0) if len(self.memory) > 1 else self.memory[0]
+        return [
+            {"Alive": True, "Resources": {"CPU": 4.0, "memory": float(memory)}},
+            {"Alive": True, "Resources": {"CPU": 4.0}},
+            {"Alive": False, "Resources": {"CPU": 4.0, "memory": 1e15}},
+        ]
+
+    def wait(self, waiting, timeout):
+        time.sleep(0.01)
+        return (waiting[:1], waiting[1:]) if self.memory[0] > 1 << 31 else ([], waiting)
+
+    def get(self, task):
+        task[0](*task[1])
+
+    def cancel(self, task):
+        self.cancelled.append(task)
+
+
+def test_where_no_node_of_ray_has_the_memory_that_is_said(sources, tokenizer, tmp_path, alone, monkeypatch):
+    monkeypatch.setattr(cluster, "_ROOM_SECONDS", 0.2)
+    monkeypatch.setitem(sys.modules, "ray", ray := ScriptedRay(1 << 29))
+    with pytest.raises(BuildError, match=r"1\.0 GiB of memory.*0\.5 GiB on the largest"):
+        build_datastore(tmp_path / "s", sources, tokenizer, config=CONFIG, cluster="ray")
+    assert ray.cancelled
+    monkeypatch.setitem(sys.modules, "ray", ScriptedRay(0, 0, 1 << 32))  # one that is started when it is asked for
+    build_datastore(tmp_path / "s", resume=True, cluster="ray")
+    assert digest(tmp_path / "s") == alone
 
 
 def test_ray_makes_the_same_store_though_a_node_dies(sources, tokenizer, tmp_path, alone):
