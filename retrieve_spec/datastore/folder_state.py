@@ -24,16 +24,17 @@ from retrieve_spec.datastore.sources import Source, SourceFile, kind_of
 STATE = "sync.json"
 FOLLOWED_BYTES = 1 << 20
 """Largest file that enters from a folder that is followed."""
-_NUMBERS, _TEXTS = ("sizes", "times"), ("hashes", "reasons")
+_NUMBERS, _TEXTS = ("sizes", "times", "changes"), ("hashes", "reasons")
 RACY_NS = 2_000_000_000
 """A file that changed this shortly before it was looked at may change again without another time."""
 
 
 @dataclass(slots=True)
 class FolderState:
-    """What files said, five things each: bytes, time of the last change in nanoseconds, SHA-256 or "", reason it is
-    left out or "", licence by its own lines or None without any. Files that hold several texts have a sixth, of each of
-    these its name behind that of the file, and the last three. And the parts of the filter that did not count."""
+    """What files said, six things each: bytes, times of the last change in nanoseconds by the file itself (0: look
+    again) and by the system, SHA-256 or "", reason it is left out or "", licence by its own lines or None without any.
+    Files that hold several texts have a seventh, of each of these its name behind that of the file, and the last three.
+    And the parts of the filter that did not count."""
 
     files: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     admit: tuple[str, ...] = ()
@@ -60,24 +61,27 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
     now = FolderState(admit=admit)
     start = len(os.path.join(entries.roots[0], ""))
     same = before.files if before.admit == admit else {}
-    for place, found in entries.entries({name for name, said in same.items() if said[2]}):
+    for place, found in entries.entries({name for name, said in same.items() if said[3]}):
         name = place[start:]
         if isinstance(found, Reason):
-            now.files[name] = (0, 0, "", str(found), None)
+            now.files[name] = (0, 0, 0, "", str(found), None)
             continue
         known = same.get(name)
-        if known is not None and known[0] == found.st_size and known[1] == found.st_mtime_ns:
+        # The system's time tells another file that was put in place of one with its bytes and its time.
+        changes = found.st_mtime_ns, found.st_ctime_ns
+        if known is not None and known[1:3] == changes and known[0] == found.st_size:
             now.files[name] = known
             continue
-        changed = found.st_mtime_ns if found.st_mtime_ns < racy else 0  # looked at again next time
+        if changes[0] >= racy:
+            changes = 0, changes[1]
         kind, compression = kind_of(name)
         if kind in ("text", "ds") and not compression:
             text = entries.read(Path(place))
             said = ("", str(text), None) if isinstance(text, Reason) else (text_hash(text), "", own_licence(text))
-            now.files[name] = (found.st_size, changed, *said)
+            now.files[name] = (found.st_size, *changes, *said)
         else:
             file = SourceFile(0, name, place, found.st_size, kind, compression)
-            now.files[name] = (found.st_size, changed, "", "", None, list(_texts(gate, file)))
+            now.files[name] = (found.st_size, *changes, "", "", None, list(_texts(gate, file)))
     return now
 
 
@@ -116,8 +120,8 @@ def _columns_of(state: FolderState) -> dict[str, Any]:
     rows = list(state.files.values())
     numbers = {name: [said[i] for said in rows] for i, name in enumerate(_NUMBERS)}
     said = {name: "\0".join([said[i] for said in rows]) for i, name in enumerate(_TEXTS, len(_NUMBERS))}
-    licences = [said[4] for said in rows]
-    texts = {name: said[5] for name, said in state.files.items() if len(said) > 5}
+    licences = [said[5] for said in rows]
+    texts = {name: said[6] for name, said in state.files.items() if len(said) > 6}
     names = "\0".join(state.files)
     return {"names": names, **numbers, **said, "licences": licences, "texts": texts, "admit": state.admit}
 

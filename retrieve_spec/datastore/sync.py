@@ -159,7 +159,8 @@ def _synchronised(
 def _said(state: FolderState) -> Iterator[tuple[str, str, str, str, str | None]]:
     """File, name of the text behind it, SHA-256 or "", reason or "", own licence, of every text of a folder."""
     for name in sorted(state.files):
-        _, _, digest, reason, own, *texts = state.files[name]
+        *_, digest, reason, own = state.files[name][:6]
+        texts = state.files[name][6:]
         if not texts:
             yield name, "", digest, reason, own
         for text in texts[0] if texts else ():

@@ -88,6 +88,17 @@ def test_only_what_changed_is_read(folder, tokenizer, tmp_path, monkeypatch):
     verify_datastore(store)
 
 
+def test_a_file_put_in_the_place_of_one_as_large_and_as_old_is_read(folder, tokenizer, tmp_path):
+    for name in ("old.txt", "new.txt"):
+        (folder / name).write_text(f"the {name[:3]} one")
+        os.utime(folder / name, (1e9, 1e9))  # as archives do that are made to be the same each time
+    sync_datastore(tmp_path / "s", [folder], tokenizer)
+    os.replace(folder / "new.txt", folder / "old.txt")
+    sync_datastore(tmp_path / "s", [folder])
+    assert contents(tmp_path / "s")["old.txt"] == "the new one"
+    assert "the old one" not in contents(tmp_path / "s").values()
+
+
 def test_segments_that_are_not_small_are_left_alone(folder, tokenizer, tmp_path):
     for number in range(3 * sync.MOST_SMALL):
         (folder / f"{number}.txt").write_text(f"text number {number} " * 4)
@@ -198,7 +209,7 @@ def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, wri
     assert contents(store) == before | {"new.txt": "a new text"}
 
 
-@pytest.mark.parametrize("column", ["names", "sizes", "times", "hashes", "reasons", "licences", "texts"])
+@pytest.mark.parametrize("column", ["names", "sizes", "times", "changes", "hashes", "reasons", "licences", "texts"])
 def test_a_memory_of_folders_that_is_cut_counts_for_nothing(folder, tokenizer, tmp_path, column):
     (folder / "r.jsonl").write_text('{"text": "a record"}\n')
     sync_datastore(tmp_path / "s", [folder], tokenizer)
@@ -213,10 +224,8 @@ def test_a_memory_of_folders_that_is_cut_counts_for_nothing(folder, tokenizer, t
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_characters="\0/"), min_size=1) | st.sampled_from(["\udcff", "ü\udc80", "😀"]),
-        st.tuples(
-            st.integers(0), st.integers(0), st.sampled_from(["", "ab"]), st.text("xy "), st.none() | st.text("MIT")
-        )
-        | st.just((1, 2, "", "", None, [["#1", "ab", "", None], ["#2", "", "binary", "MIT"]])),
+        st.tuples(*[st.integers(0)] * 3, st.sampled_from(["", "ab"]), st.text("xy "), st.none() | st.text("MIT"))
+        | st.just((1, 2, 3, "", "", None, [["#1", "ab", "", None], ["#2", "", "binary", "MIT"]])),
     ),
     st.lists(st.sampled_from(["ignored", "secrets"])),
 )
