@@ -150,13 +150,13 @@ def nearest(index: Any, keys: NDArray[np.float32], k: int) -> tuple[NDArray[np.f
     return 1 - distances[:, :k] / 2, numbers[:, :k]  # keys have length one
 
 
-def recall(index: Any, keys: NDArray[np.float32], k: int = 10) -> float:
-    """Share of the k exact nearest neighbours that an index finds, over keys of it, themselves left out."""
+def recall(index: Any, keys: NDArray[np.float32]) -> float:
+    """Share of the ten exact nearest neighbours that an index finds, over keys of it, themselves left out."""
     chosen = np.sort(np.random.default_rng(_SEED).choice(len(keys), min(QUERIES, len(keys)), replace=False))
     flat = _faiss().IndexFlatIP(keys.shape[1])
     flat.add(keys)
-    _, exact = flat.search(keys[chosen], k + 1)
-    _, found = nearest(index, keys[chosen], k + 1)
+    _, exact = flat.search(keys[chosen], 11)
+    _, found = nearest(index, keys[chosen], 11)
     hits = wanted = 0
     for own, near, got in zip(chosen.tolist(), exact.tolist(), found.tolist(), strict=True):
         right = set(near) - {own, -1}

@@ -253,17 +253,7 @@ def _checked(content: bytes, path: object, version: int, store: object) -> dict[
 
 
 def _from_json(raw: dict[str, Any]) -> Manifest:
-    segments = tuple(
-        SegmentEntry(
-            **{
-                **segment,
-                "origins": tuple((licence, source) for licence, source in segment["origins"]),
-                "files": {name: FileEntry(**entry) for name, entry in segment["files"].items()},
-                "tombstones": {name: FileEntry(**entry) for name, entry in segment["tombstones"].items()},
-            }
-        )
-        for segment in raw["segments"]
-    )
+    segments = tuple(map(entry_of, raw["segments"]))
     return Manifest(
         raw["fingerprint"],
         FileEntry(**raw["tokenizer"]),
@@ -274,6 +264,15 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
         tuple(raw["history"]),
         DenseRecord(**raw["dense"]) if raw.get("dense") else None,
     )
+
+
+def entry_of(record: dict[str, Any]) -> SegmentEntry:
+    """A segment's entry from its JSON form."""
+    pairs = tuple((licence, source) for licence, source in record["origins"])
+    files, tombstones = (
+        {name: FileEntry(**file) for name, file in record[kind].items()} for kind in ("files", "tombstones")
+    )
+    return SegmentEntry(**{**record, "origins": pairs, "files": files, "tombstones": tombstones})
 
 
 def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:

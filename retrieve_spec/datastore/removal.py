@@ -6,7 +6,6 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from retrieve_spec.datastore.fresh import config_of
 from retrieve_spec.datastore.manifest import TOMBSTONES, SegmentEntry
 from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.segment import Segment, write_arrays
+from retrieve_spec.datastore.shards import check_text
 from retrieve_spec.datastore.sources import glob
 from retrieve_spec.datastore.store import Datastore, check_files
 from retrieve_spec.datastore.tombstones import (
@@ -129,7 +129,7 @@ def without(
         hidden = {*removed, *found[COPIES].tolist()}
         if len(hidden) == len(segment.documents):
             continue
-        _check_text(store.path, segment)
+        check_text(segment, store.path, "Remove all documents of it, or build it again without these.")
         few = INDEX in entry.files or document_tokens(segment.document_starts, removed) <= MOST_TOKENS
         check_files(store.path, entry, text=not few)
         if few:
@@ -155,15 +155,6 @@ def _with_copies(store: Datastore, chosen: Chosen) -> Chosen:
                 if segment.documents.hashes[number].tobytes() in texts:
                     found.setdefault(entry.name, set()).add(number)
     return found
-
-
-def _check_text(store: Path, segment: Segment) -> None:
-    if not len(segment.tokens):
-        raise BuildError(
-            "a store that keeps its text, or all documents of a segment",
-            f"{store}, which keeps n-grams only",
-            "Build it again without these documents.",
-        )
 
 
 def with_tombstones(

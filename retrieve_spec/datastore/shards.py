@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from retrieve_spec.datastore import tokenised
 from retrieve_spec.datastore.addresses import is_address, open_file
 from retrieve_spec.datastore.documents import Row
-from retrieve_spec.datastore.files import FileEntry
-from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry
+from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, entry_of
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.sources import STDIN, SourceFile
 from retrieve_spec.datastore.store import check_files
@@ -200,7 +199,7 @@ class SegmentShard:
         return self.segment.ids_of(self.segment.tokens[int(starts[first]) : int(starts[end])])
 
 
-def check_text(segment: Segment, store: Path) -> None:
+def check_text(segment: Segment, store: Path, remedy: str = "Build it again from sources.") -> None:
     """Check that a segment keeps its text.
 
     Raises
@@ -209,19 +208,4 @@ def check_text(segment: Segment, store: Path) -> None:
         When it keeps n-grams only.
     """
     if not len(segment.tokens):
-        raise BuildError(
-            "a store that keeps its text", f"{store}, which keeps n-grams only", "Build it again from sources."
-        )
-
-
-def entry_of(record: dict[str, Any]) -> SegmentEntry:
-    """A segment's entry from its JSON form."""
-    return SegmentEntry(
-        record["name"],
-        record["documents"],
-        record["tokens"],
-        record["added_at"],
-        tuple((licence, source) for licence, source in record["origins"]),
-        {name: FileEntry(**file) for name, file in record["files"].items()},
-        {name: FileEntry(**file) for name, file in record["tombstones"].items()},
-    )
+        raise BuildError("a store that keeps its text", f"{store}, which keeps n-grams only", remedy)

@@ -183,12 +183,12 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     return _opened(Path(path), tokenizer, as_written=False)
 
 
-def open_as_written(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Datastore:
+def open_as_written(path: str | os.PathLike[str]) -> Datastore:
     """Open a store's folder for a change of it, which drafts nothing: its indexes show removed documents like others.
 
     So nothing is altered in memory, which takes a while where much was removed. Otherwise as `open_datastore`.
     """
-    return _opened(Path(path), tokenizer, as_written=True)
+    return _opened(Path(path), None, as_written=True)
 
 
 def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
