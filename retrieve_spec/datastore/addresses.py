@@ -99,14 +99,19 @@ def open_file(location: str, *, listed: bool = False) -> Iterator[IO[bytes]]:
 
 
 class IrregularFileError(OSError):
-    """A file that was listed and is no regular one any more."""
+    """A pipe, folder or device where a regular file is read."""
 
 
 def _open_listed(path: str, flags: int) -> int:
     folder = os.path.dirname(path)
     if os.path.realpath(folder) != folder:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    return open_regular(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+def open_regular(path: str, flags: int) -> int:
+    """An opener for `open` that waits for no pipe: what is no regular file is an error."""
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise IrregularFileError(errno.EINVAL, "not a regular file", path)

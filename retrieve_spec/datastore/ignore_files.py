@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
+from retrieve_spec.datastore.addresses import open_regular
+
 
 class IgnoreFiles:
     """Ignore files of a folder tree, each read once.
@@ -84,7 +86,7 @@ def _read_rules(files: Iterable[str]) -> GitIgnoreSpec | None:
     lines: list[str] = []
     for name in files:  # most are not there
         try:
-            with open(name, encoding="utf-8", errors="replace") as file:
+            with open(name, encoding="utf-8", errors="replace", opener=open_regular) as file:
                 lines += file.read().splitlines()
         except OSError:
             continue

@@ -395,3 +395,14 @@ def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkey
     assert EntryFilter([tmp_path]).read(path) is Reason.CHANGING
     monkeypatch.undo()
     assert EntryFilter([tmp_path]).read(path).startswith("a = ")
+
+
+def test_pipes_called_like_ignore_files_are_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(git_rules, "_git", lambda *_: None)  # which waits, until it has no more time
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "b.log").write_text("another one")
+    (tmp_path / ".ignore").write_text("*.log\n")
+    os.mkfifo(tmp_path / ".gitignore")
+    found = dict(EntryFilter([tmp_path]).list())
+    assert {path.name for path, said in found.items() if isinstance(said, Candidate)} == {"a.txt", ".ignore"}
+    assert found[tmp_path / "b.log"] is Reason.IGNORED and found[tmp_path / ".gitignore"] is Reason.NOT_A_FILE
