@@ -28,7 +28,7 @@ from retrieve_spec.drafting.drafter import Drafter, Layer
 from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
-from retrieve_spec.engine.threads import PassThreads, PromptThreads
+from retrieve_spec.engine.threads import PassThreads, PromptThreads, some_of_a_pass
 from retrieve_spec.errors import ConfigError, TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated
@@ -142,20 +142,22 @@ def prepare(
     if isinstance(getattr(model, "speculation", None), Speculation):
         restore(model)
     loading = _load_kernels()
-    finding = _find_mode(model)
     stores = [_open_store(store, tokenizer) for store in datastores or ()]
     read_ahead(stores)
     check_stores = functools.partial(_check_stores, model, config)
     check_stores(stores)
+    threads = _choose_threads(model)
+    with contextlib.nullcontext() if threads is None else threads.used():
+        finding = _find_mode(model)
+        passes = VerifierFactory(model, config, _wanted_layer(drafter, stores, config), _find_mode, finding)
     known = embedded_tokens(model)
-    passes = VerifierFactory(model, config, _wanted_layer(drafter, stores, config), _find_mode, finding)
     speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model), known)
     speculation.check_stores = check_stores
     speculation.ranks = Ranks.of(model)
     speculation.engine.in_step = speculation.ranks is not None
-    if input_device(model).type == "cpu":
-        speculation.engine.threads = PassThreads.of_torch()
-        speculation.engine.prompt_threads = PromptThreads.of_torch()
+    if threads is not None:
+        speculation.engine.threads, speculation.engine.prompt_threads = threads, PromptThreads.beginning_as(threads)
+        speculation.engine.costs.threads = threads.lowered_to(threads.chosen)
     text_config = model.config.get_text_config(decoder=True)
     speculation.new_cache = functools.partial(DynamicCache, config=text_config)
     speculation.bytes_per_token = _bytes_per_token(text_config, model.dtype)
@@ -169,7 +171,8 @@ def prepare(
     if passes.pass_kind == "model's own":
         speculation.say_once(f"passes go through the model's own modules: {passes.pass_reason}")
     if config.nodes == AUTO and config.draft != OFF:
-        measure_passes(model, speculation)
+        with contextlib.nullcontext() if threads is None else threads.used():
+            measure_passes(model, speculation)
 
 
 def _is_ours(method: Any) -> bool:
@@ -202,6 +205,17 @@ def _wanted_layer(drafter: Drafter | None, stores: Sequence[Any], config: Specul
     if drafter is not None:
         return drafter.wants_hidden or "last"
     return (DenseIndexes(stores).layer if config.dense == AUTO else None) or "last"
+
+
+def _choose_threads(model: Any) -> PassThreads | None:
+    """How many threads passes begin with, None where no CPU runs them or torch's runtime cannot be asked.
+
+    Where another program has a core, every operation of a probe with all threads waits for it.
+    """
+    threads = PassThreads.of_torch() if input_device(model).type == "cpu" else None
+    if threads is not None and Ranks.of(model) is None:
+        threads.settle(some_of_a_pass(model))
+    return threads
 
 
 def _load_kernels() -> float:

@@ -12,9 +12,11 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from statistics import median
+from time import perf_counter
 from typing import Self
 
 import torch
+from torch import nn
 
 from retrieve_spec.openmp import libgomp_of
 
@@ -36,6 +38,8 @@ _SHARE = 1 / 32
 long as a whole answer."""
 _SHORT = 32
 """Tokens of a prompt's pass below which its time says nothing of longer ones."""
+_ROWS, _LAYERS, _WEIGHTS = 8, 16, 1 << 26
+"""Rows, and at most about as many layers and weights, of what is multiplied before the first pass."""
 
 
 class PassThreads:
@@ -107,6 +111,19 @@ class PassThreads:
         finally:  # also where Ctrl-C comes as soon as it is set
             self._set(before)
 
+    def settle(self, work: Callable[[], object]) -> None:
+        """Choose by work that is done for nothing else, until no other number is found faster."""
+        tried = 1  # of the numbers, against the one that is chosen
+        while tried < len(self._numbers) and (other := self._challenger()):
+            before = self.chosen
+            self._begin(other)
+            while self.comparing:
+                began = perf_counter()
+                with self.used():
+                    work()
+                self.observe(perf_counter() - began, 1.0)
+            tried = tried + 1 if self.chosen == before else 1
+
     def observe(self, seconds: float, expected: float) -> None:
         """Learn from the pass that ran with `next` threads.
 
@@ -175,6 +192,13 @@ class PromptThreads(PassThreads):
         super().__init__(most, set_threads)
         self._token_seconds = 0.0
 
+    @classmethod
+    def beginning_as(cls, other: PassThreads) -> Self:
+        """The choice for prompts, which begins with what was chosen for other passes."""
+        threads = cls(other.most, other._set)
+        threads.chosen = other.chosen
+        return threads
+
     def observe_reading(self, seconds: float, tokens: int) -> None:
         """Learn from a pass over so many tokens that ran with `next` threads."""
         if tokens < _SHORT:
@@ -184,3 +208,20 @@ class PromptThreads(PassThreads):
         if not self.comparing:
             self._token_seconds = usual + (taken - usual) / 8
         self.observe(taken, usual)
+
+
+def some_of_a_pass(model: nn.Module) -> Callable[[], object]:
+    """Work that is part of any pass of a model: a few rows times the weights of some of its layers."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    left = _WEIGHTS
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight.is_floating_point() and left > 0 and len(pairs) < _LAYERS:
+            pairs.append((module.weight.new_zeros(_ROWS, module.in_features), module.weight))
+            left -= module.weight.numel()
+
+    def multiply() -> None:
+        with torch.no_grad():
+            for rows, weight in pairs:
+                nn.functional.linear(rows, weight)
+
+    return multiply

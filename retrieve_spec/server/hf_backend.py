@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
@@ -213,10 +214,11 @@ class HuggingFaceBackend:
         """What reading a prompt costs, by reading one twice as long as is measured."""
         count = max(1, min(_MEASURED, self.n_ctx // 4))
         ids = [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
-        cache = self.new_cache()
-        self.prefill(cache, ids)
-        begun = perf_counter()
-        self.prefill(cache, ids)
+        cache, threads = self.new_cache(), self._engine.prompt_threads
+        with contextlib.nullcontext() if threads is None else threads.used():
+            self.prefill(cache, ids)
+            begun = perf_counter()
+            self.prefill(cache, ids)
         return ReadingCost((perf_counter() - begun) / count, self.cache_bytes(cache) / (2 * count))
 
     def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:

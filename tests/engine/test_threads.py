@@ -100,6 +100,38 @@ def test_many_cores_settle_below_those_that_are_taken(seed):
     assert threads.chosen == 4
 
 
+@pytest.mark.parametrize(("cores", "busy", "chosen"), [(2, 0, 2), (2, 1, 1), (16, 0, 16), (16, 9, 4), (1, 0, 1)])
+def test_threads_are_chosen_before_the_first_pass_by_work_done_for_it(cores, busy, chosen, monkeypatch):
+    machine, time, work = Machine(cores, waiting=20.0), [0.0], []
+    machine.busy = busy
+    setting = [cores]
+    monkeypatch.setattr("torch.get_num_threads", lambda: setting[0])
+    monkeypatch.setattr("retrieve_spec.engine.threads.perf_counter", lambda: time[0])
+
+    def multiply() -> None:
+        time[0] += machine.seconds(setting[0], 8)
+        work.append(setting[0])
+
+    threads = PassThreads(cores, lambda number: setting.__setitem__(0, number))
+    threads.settle(multiply)
+    assert (threads.chosen, threads.comparing, setting) == (chosen, False, [cores])
+    assert len(work) <= 24
+    assert PromptThreads.beginning_as(threads).chosen == chosen
+
+
+def test_a_model_is_looked_at_with_the_threads_that_are_faster(tiny, monkeypatch):
+    """Where another program has a core, a probe with all threads takes several times as long."""
+    begun, seen = PassThreads.of_torch(), []
+    if begun is None:
+        pytest.skip("torch does not compute with libgomp here")
+    monkeypatch.setattr(PassThreads, "settle", lambda self, work: setattr(self, "chosen", self.most + 1))
+    tiny.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    rs.accelerate(tiny, draft="off")
+    assert set(seen) == {begun.most + 1}
+    assert torch.get_num_threads() == begun.most
+    assert tiny.speculation.engine.prompt_threads.chosen == begun.most + 1
+
+
 def test_one_thread_stays_one():
     threads = PassThreads(1)
     assert run(Machine(1), threads, 200) == [1] * 200
