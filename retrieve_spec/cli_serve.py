@@ -13,6 +13,7 @@ import click
 from retrieve_spec.cli_common import EXTRAS, FiniteRange, Place, WholeRange, loading_bars
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
+from retrieve_spec.server.loading import begin_loading, end_loading
 
 _DEFAULTS = ServeConfig()
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -144,6 +145,7 @@ def serve(
     completions, so that llama.vim, llama.vscode, Continue, Zed, minuet and Tabby clients work unchanged.
     """
     need_extra()
+    begin_loading()
     from retrieve_spec.server.run import serve as run
 
     logging.basicConfig(level=logging.ERROR if quiet else logging.INFO, format="%(levelname)s: %(message)s")
@@ -178,6 +180,7 @@ def serve(
             device=device,
             linger_s=linger,
             on_listening=say,
+            on_loaded=end_loading,
         )
 
 
@@ -212,6 +215,8 @@ def lsp(
     Answers textDocument/inlineCompletion (LSP 3.18) and drafts from the client's workspace folders.
     """
     need_extra()
+    if connect is None:
+        begin_loading()
     from retrieve_spec.server.connecting import connect_stdio
     from retrieve_spec.server.guard import client_key
     from retrieve_spec.server.lsp import serve_stdio
@@ -227,7 +232,16 @@ def lsp(
         return
     with loading_bars():
         config = replace(_DEFAULTS, workspace_licences=licences)
-        serve_stdio(model, config, workspaces=workspaces, stores=stores, session=session, dtype=dtype, device=device)
+        serve_stdio(
+            model,
+            config,
+            workspaces=workspaces,
+            stores=stores,
+            session=session,
+            dtype=dtype,
+            device=device,
+            on_loaded=end_loading,
+        )
 
 
 @click.command(short_help="Delete what is kept about workspaces.")

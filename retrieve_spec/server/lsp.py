@@ -276,8 +276,9 @@ def serve_stdio(
     session: Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve on standard input and output until the client ends it; arguments as of `run.build_service`."""
+    """Serve on standard input and output until the client ends it; arguments as of `run.build_service`, `run.serve`."""
 
     def make(roots: Sequence[Path]) -> Completer:
         from retrieve_spec.server.run import build_service
@@ -285,6 +286,7 @@ def serve_stdio(
         served = build_service(
             model_name, config, workspaces=roots, stores=stores, session=session, dtype=dtype, device=device
         )
+        on_loaded()
         return LocalCompleter(served.service)
 
     create_server(make, workspaces).start_io()

@@ -219,10 +219,12 @@ def serve(
     device: str = "auto",
     linger_s: float = 0.0,
     on_listening: Callable[[str], None] = lambda url: None,
+    on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until interrupted, or, where ``linger_s`` is given, until no editor has been there for so many seconds.
 
-    `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded.
+    `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded,
+    `on_loaded` when it has been, in the thread that did it.
 
     Raises
     ------
@@ -259,6 +261,7 @@ def serve(
         )
         fim = served.service.fim
         log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())
+        on_loaded()
         return make_app(served, keys, Attached(linger_s, lambda: setattr(server, "should_exit", True)))
 
     starting = Starting(make, lambda: setattr(server, "should_exit", True))

@@ -98,3 +98,23 @@ def test_requests_before_the_model_is_there_are_told_so_at_once():
         _, said = server.communicate(timeout=60)
     assert "bundled model" in said and "--model Qwen/Qwen2.5-Coder-1.5B" in said
     assert "Traceback" not in said
+
+
+def test_a_program_looks_for_no_garbage_while_it_loads_and_never_again_among_what_it_loaded():
+    code = """
+import gc
+from click.testing import CliRunner
+from retrieve_spec import cli_serve
+from retrieve_spec.server import run
+
+def serve(*_, on_loaded, **__):
+    assert not gc.isenabled()
+    on_loaded()
+    assert gc.isenabled() and gc.get_freeze_count() > 10_000
+
+run.serve = serve
+result = CliRunner().invoke(cli_serve.serve, ["--quiet"])
+raise SystemExit(repr(result.exception) if result.exception else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
