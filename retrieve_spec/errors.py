@@ -91,6 +91,10 @@ class PositionError(PromptError, IndexError):
     """The text has become longer than the table of positions that the model has."""
 
 
+class UnknownTokenError(PromptError, IndexError):
+    """The prompt has a token that the model does not embed."""
+
+
 class RequestError(RetrieveSpecError, KeyError):
     """A request that an engine names is not under way, or is already."""
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from retrieve_spec.engine.rows import Prepared, extras_of, padding_in_front, why_not_together
-from retrieve_spec.errors import PromptError
+from retrieve_spec.errors import PromptError, UnknownTokenError
+from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.recorded.recorded_verifier import own_forward
 from retrieve_spec.verify.batch_prompt import BatchPrompt
 from retrieve_spec.verify.cache import seq_length
@@ -98,6 +99,8 @@ def prepare(
     ------
     PromptError
         The prompt has no tokens.
+    UnknownTokenError
+        It has one that the model does not embed.
     """
     arguments = {name: value for name, value in arguments.items() if not _says_nothing(name, value)}
     if _is_fixed_and_unseen(model, arguments):
@@ -126,6 +129,8 @@ def from_captured(
     if reason:
         return reason
     prepared = _as_prepared(captured, interface, any(arguments.get(name) is not None for name in CACHE_NAMES))
+    if not extras_of(prepared, interface.cache_name):  # else places of images may have tokens that nobody embeds
+        _check_embedded(model, prepared.inputs)
     if given_ids is not None:
         prepared.ids = given_ids
         prepared.context_ids = given_ids[0].cpu().numpy().astype(np.int32)
@@ -267,6 +272,19 @@ def _reason_from_captured(captured: Captured, interface: ModelInterface, alone: 
     if interface.rope_rescans and reached <= interface.rope_switch < captured.generation_config.max_length:
         return f"the model recomputes its cache at {interface.rope_switch} tokens"
     return ""
+
+
+def _check_embedded(model: Any, inputs: VerifierInputs) -> None:
+    """Refuse a prompt with tokens that the model has no vectors for, of those that it is to read."""
+    unread = inputs.input_ids[:, inputs.past_length if inputs.holds_past else 0 :]
+    known = embedded_tokens(model)
+    least, most = (int(end) for end in unread.aminmax())
+    if least < 0 or most >= known:
+        raise UnknownTokenError(
+            f"token ids below {known}, as many as the model embeds",
+            str(least if least < 0 else most),
+            "Encode the prompt with the model's own tokenizer.",
+        )
 
 
 def _axes_differ(positions: torch.Tensor) -> bool:

@@ -561,3 +561,21 @@ def test_datastores_are_given_as_folders_or_open(tmp_path, reference_model, refe
         rs.restore(reference_model)
     with pytest.raises(errors.StoreNotFoundError):
         rs.accelerate(reference_model, datastores=[str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize("unknown", [199, 10**6, -1])
+def test_a_token_that_the_model_does_not_embed_is_named(tiny: Any, prompt: Any, unknown: int) -> None:
+    """By each door, and without harm to others."""
+    ids = prompt.clone()
+    ids[0, 5] = unknown
+    rs.accelerate(tiny, nodes=8)
+    expected = tiny.generate(prompt, max_new_tokens=6, do_sample=False)
+    message = rf"token ids below 199.*got {unknown}\. Encode the prompt with the model's own tokenizer"
+    with pytest.raises(IndexError, match=message) as raised:
+        tiny.generate(ids, max_new_tokens=6, do_sample=False)
+    assert isinstance(raised.value, errors.UnknownTokenError)
+    with pytest.raises(errors.UnknownTokenError, match=message):
+        list(rs.generate_stream(tiny, ids, max_new_tokens=6))
+    finished = list(rs.generate_many(tiny, [ids[0].tolist(), prompt[0].tolist()], max_new_tokens=6, do_sample=False))
+    assert isinstance(finished[0].error, errors.UnknownTokenError) and finished[1].error is None
+    assert finished[1].token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
