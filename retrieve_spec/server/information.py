@@ -94,8 +94,10 @@ class InformationHandlers:
                 **({} if workspace.indexed.is_set() else {"read": workspace.read[0], "of": workspace.read[1]}),
                 "left_out": dict(workspace.left_out),
                 **({"forgotten": True} if workspace.forgotten else {}),
-                **({"trouble": workspace.trouble} if workspace.trouble else {}),
             }
+            if workspace.trouble:  # nobody needs a key to ask, and what failed may name files
+                kind = workspace.trouble.partition(":")[0]
+                body["workspace"]["trouble"] = f"{kind}: it is not followed for now; the server's log says more"
         return JSONResponse(body)
 
     async def tabby_health(self, request: Request) -> Response:

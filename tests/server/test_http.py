@@ -13,6 +13,7 @@ from retrieve_spec.errors import ServeError
 from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.guard import check_binding, read_keys
 from retrieve_spec.server.run import listen
+from retrieve_spec.server.workspace import Workspace
 
 
 @pytest.fixture
@@ -284,6 +285,15 @@ def test_keys(live, say):
     assert server.post("/infill", INFILL, headers={"Authorization": "Bearer two"}).status_code == 200
     assert server.client.get("/metrics").status_code == 401
     assert server.client.get("/health").status_code == 200
+
+
+def test_what_keeps_a_workspace_from_being_followed_names_no_files_to_everybody(live, say, tmp_path):
+    workspace = Workspace([tmp_path], ServeConfig())
+    workspace.trouble = f"PermissionError: [Errno 13] Permission denied: '{tmp_path}/private plans.py'"
+    server = live(say("x"), keys=(b"one",), workspace=workspace)
+    shown = server.client.get("/health").json()["workspace"]
+    assert shown["trouble"].startswith("PermissionError: ") and "log" in shown["trouble"]
+    assert "private" not in str(shown) and str(tmp_path) not in str(shown)
 
 
 def test_users_do_not_share_memory(live, say):
