@@ -23,6 +23,8 @@ from retrieve_spec.recorded.state_parts import others_hooks
 from retrieve_spec.recorded.weight_layout import Layout, Layouts, WeightCopies
 
 _LINEAR = functional.linear, nn.Linear.forward
+_LONE_BYTES = 1 << 19
+"""Smallest weight by whose copy a lone row is multiplied: handing rows over takes some microseconds, too."""
 
 
 def _somebody_watches() -> bool:
@@ -71,6 +73,11 @@ class PackedLayers:
                 layout = layouts.of(module.weight)
                 if layout is not None:
                     self._layers.append((module, layout))
+        self._lone = [
+            (module, layout)
+            for module, layout in self._layers
+            if layout.serves(1) and layout.nbytes >= _LONE_BYTES
+        ]
         self._copies = WeightCopies(list(enumerate(layout for _, layout in self._layers)))
         self._passes = 0
 
@@ -85,18 +92,16 @@ class PackedLayers:
 
     @contextlib.contextmanager
     def __call__(self, rows: int) -> Iterator[None]:
-        """Let a pass over so many rows that this thread runs inside of the block multiply by the copies.
-
-        A lone row is multiplied as ever, as fast as memory is read.
-        """
-        if rows < 2 or _somebody_watches():
+        """Let a pass over so many rows that this thread runs inside of the block multiply by the copies."""
+        layers = self._layers if rows > 1 else self._lone
+        if not layers or _somebody_watches():
             yield
             return
         self._passes += 1
         thread = get_ident()
         handles = []
         try:
-            for module, layout in self._layers:
+            for module, layout in layers:
                 if not others_hooks(module._forward_pre_hooks) and not others_hooks(module._forward_hooks):
                     handles.append(module.register_forward_pre_hook(_handing(layout, thread)))
             yield

@@ -9,6 +9,7 @@ diagonal are compared with what they were, and as many checksums of whole weight
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from weakref import WeakValueDictionary
@@ -69,6 +70,10 @@ class Layout:
     def is_current(self) -> bool:
         """Whether every number of the weight is that of the copy."""
         return bool(checksum(self._words().reshape(-1)) == self._checksum)
+
+    def serves(self, rows: int) -> bool:
+        """Whether so many rows are multiplied by the copy."""
+        return rows >= self.from_rows
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Product of (…, d) with the weight, by the copy where it serves so many rows."""
@@ -205,10 +210,11 @@ def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor) -> int:
     """Fewest rows from which the packed weight is used, 0 for never.
 
     Over all numbers of rows it has to be faster than a column-major copy, by the geometric mean. Fewer rows than it is
-    used for are multiplied by the weight as it lies.
+    used for are multiplied by the weight as it lies: as few as make all numbers together fastest, so that a single time
+    that other processes spoiled decides nothing.
     """
     columns = _by_columns(weight)
-    ratios, faster = [], []
+    against_columns, against_lying = [], []
     for rows in _ROWS:
         x = torch.ones(1, rows, weight.shape[1])
 
@@ -221,21 +227,23 @@ def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor) -> int:
         def as_it_lies(x: torch.Tensor = x) -> torch.Tensor:
             return functional.linear(x, weight)
 
-        seconds = _seconds(by_packed)
-        ratios.append(seconds / _seconds(by_columns))
-        faster.append(seconds <= _WINS * _seconds(as_it_lies))
-    if np.exp(np.mean(np.log(ratios))) > _WINS:
+        ours, copied, lying = np.log(_seconds(by_packed, by_columns, as_it_lies))
+        against_columns.append(ours - copied)
+        against_lying.append(ours - lying - np.log(_WINS))
+    if np.exp(np.mean(against_columns)) > _WINS:
         return 0
-    slower = [i for i, pays in enumerate(faster[:-1]) if not pays]
-    return _ROWS[max(slower, default=-1) + 1]
+    lost = np.cumsum(against_lying[::-1])[::-1]  # by the first number of rows that the packed weight serves
+    return _ROWS[int(lost.argmin())]
 
 
-def _seconds(run: Callable[[], torch.Tensor]) -> float:
-    """Least of a few times: other processes only ever add to one."""
-    run()
-    times = []
-    for _ in range(_REPEATS):
-        began = perf_counter()
+def _seconds(*runs: Callable[[], torch.Tensor]) -> list[float]:
+    """Least of a few times of each, taken in turn: other processes only ever add to one."""
+    for run in runs:
         run()
-        times.append(perf_counter() - began)
-    return min(times)
+    times = [math.inf] * len(runs)
+    for _ in range(_REPEATS):
+        for i, run in enumerate(runs):
+            began = perf_counter()
+            run()
+            times[i] = min(times[i], perf_counter() - began)
+    return times

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import retrieve_spec as rs
+from retrieve_spec.recorded import packed_layers, weight_layout
 from retrieve_spec.recorded.packed_layers import PackedLayers, _Rows
 from retrieve_spec.recorded.weight_layout import Layouts
 
@@ -59,6 +60,20 @@ def test_passes_inside_give_the_same_logits_and_leave_nothing_behind(monkeypatch
         after = model(PROMPT).logits
     assert seen.count == len(packed)
     assert torch.equal(plain, after)
+    torch.testing.assert_close(inside, plain, rtol=1e-4, atol=1e-5)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_lone_row_is_multiplied_by_copies_of_large_weights_that_serve_one(monkeypatch):
+    monkeypatch.setattr(weight_layout, "rows_that_pay", lambda weight, _packed: 1 if weight.shape[0] == 96 else 2)
+    monkeypatch.setattr(packed_layers, "_LONE_BYTES", 96 * 64 * 4)
+    model, seen = small_mamba2(), Seen(monkeypatch)
+    packed = PackedLayers(model, Layouts(BYTES))
+    with torch.no_grad():
+        plain = model(PROMPT[:, :1]).logits
+        with packed(1):
+            inside = model(PROMPT[:, :1]).logits
+    assert seen.count == 1, "the output embeddings alone are large enough and serve one row"
     torch.testing.assert_close(inside, plain, rtol=1e-4, atol=1e-5)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
