@@ -78,7 +78,7 @@ class HFVerifier:
         self._derived = DerivedPositions(interface.places) if interface.places else None
         self._take_cache(None)
         self._was_recording: list[bool] = []
-        self._records = self._dirty = False
+        self._asked = self._records = self._dirty = False  # layers to record their past, and some do
         self._steps: StepVerifier | None = None  # takes the text on where its kind of call allows no drafts
         self.pass_reason = ""
 
@@ -131,7 +131,7 @@ class HFVerifier:
             self._mode_here = weaker(self._mode_here, known)
         self.mode, self.reason = self._mode_here
         self._was_recording = recording(self._rows) if self._rows is not None else []
-        self._records = any(self._was_recording)
+        self._asked = self._records = any(self._was_recording)
         self._pending = (0, 0, self._past, 0)  # root tokens and nodes of the last pass, and what was fed before it
         self._dirty = False  # whether a pass may have left rows that were not committed
         for hooked in (self._state, self._derived):
@@ -159,9 +159,9 @@ class HFVerifier:
             self._kept.begin(self._dirty)
         reading = self._fed < self._uncached
         by_rows = self._kept is not None and self._kept.grows_by_rows
-        if not self._records and self._rows is not None and (nodes or (by_rows and not reading)):
+        if not self._asked and self._rows is not None and (nodes or (by_rows and not reading)):
             record_past(self._rows)
-            self._records = True
+            self._asked, self._records = True, any(recording(self._rows))
         self._dirty = True
         if reading:
             kwargs = self._inputs.reading(self._cache, self._past, self._fed, len(root_ids), keep)
@@ -189,7 +189,7 @@ class HFVerifier:
             if nodes or self._state.is_behind:
                 trees = [tree if tree is not None else NO_TREE]
                 return self._state.verifying(self._rows, [self._rows], [roots], trees, self._device)
-            self._state.forget()
+            self._state.rest()
         elif nodes and self._derived is not None:
             assert tree is not None
             return self._derived.verifying(self._past, roots, tree, self._device)
@@ -232,7 +232,8 @@ class HFVerifier:
         twin._take_cache(apart(self._cache))
         twin._inputs = copy.copy(self._inputs)
         twin.mode, twin.reason = twin._model_mode = twin._mode_here = (mode, "")
-        twin._past, twin._fed, twin._dirty, twin._records = past, self._uncached, False, False
+        twin._past, twin._fed, twin._dirty = past, self._uncached, False
+        twin._asked = twin._records = False
         return twin
 
     def commit(self, path: NDArray[np.int32]) -> None:

@@ -25,6 +25,8 @@ from retrieve_spec.verify.mixer_site import KnownRows, MixerSite
 
 _CARRIED = 32
 """Rows at most by which the states of a text are behind it."""
+_RESTS = 4
+"""Passes in a row without a draft after which mixers lose their hooks: even idle ones take time in every call."""
 
 
 @dataclass(slots=True)
@@ -51,7 +53,8 @@ class RecurrentState:
         self._paths: Paths | None = None
         self._sizes: list[tuple[int, int]] = []  # by text, root tokens and nodes
         self._kept: dict[int, list[tuple[ScratchLayer, int]]] = {}  # by text and site, what a commit writes
-        self._handles: list[Any] = []
+        self._handles: list[Any] = []  # one list for all that are `apart`
+        self._hooked, self._rested = False, 0
         self._behind: _Behind | None = None
 
     @property
@@ -66,13 +69,11 @@ class RecurrentState:
         return other
 
     def attach(self) -> None:
-        """Put hooks on the mixers; they do nothing but inside `verifying`."""
+        """Make ready for a text; mixers get hooks when a draft is first verified."""
         self.detach()
         self._sites = [
             site if site.tensors == site.mixer.tensors else MixerSite(site.mixer, self._way) for site in self._sites
         ]
-        for site in self._sites:
-            self._handles.extend(site.hooks())  # one by one: an interruption leaves none that `detach` does not know
 
     def detach(self) -> None:
         """Take the hooks off and forget the last pass, and the text."""
@@ -80,10 +81,27 @@ class RecurrentState:
         self.forget()
         self._behind = None
 
+    def _hook(self) -> None:
+        """Put hooks on the mixers; they do nothing but inside `verifying`."""
+        self._rested = 0
+        if not self._hooked:
+            self._unhook()  # what an interruption left
+            for site in self._sites:
+                self._handles.extend(site.hooks())  # one by one: an interruption leaves none that is not known
+            self._hooked = True
+
     def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooked = False
+        while self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()
+
+    def rest(self) -> None:
+        """Let a pass go by in which nothing is verified; after a few of them the hooks come off."""
+        self.forget()
+        self._rested += 1
+        if self._rested == _RESTS:
+            self._unhook()
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -107,6 +125,7 @@ class RecurrentState:
         caches, roots, trees
             By text of the pass, the cache that holds its states, its root tokens, and its draft.
         """
+        self._hook()
         behind = self._behind
         self._paths, self._kept = Paths.of(roots, trees, device, behind.count if behind is not None else 0), {}
         self._sizes = [(count, len(tree)) for count, tree in zip(roots, trees, strict=True)]

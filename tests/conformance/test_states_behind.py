@@ -56,6 +56,30 @@ def test_rows_that_states_lack_are_carried(name: str) -> None:
                         torch.testing.assert_close(getattr(layer, states)[i], state, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_mixers_have_hooks_while_drafts_are_verified_and_a_few_passes_longer(name: str) -> None:
+    """A text for which nothing is drafted is decoded at the price of plain decoding."""
+    family = next(family for family in FAMILIES if family.name == name)
+    model = build(family, family.attention[0])
+    expected = model.generate(PROMPT, max_new_tokens=NEW, do_sample=False)[0]
+    drafted = range(len(PROMPT[0]) + 20, len(PROMPT[0]) + 30)
+    hooked: list[bool] = []
+
+    class Now(ScriptedDrafter):
+        """Drafts in the middle of the text alone."""
+
+        def propose(self, budget: Any) -> DraftTree:
+            hooked.append(any(module._forward_pre_hooks for module in model.modules()))
+            return super().propose(budget) if len(self.text) in drafted else DraftTree()
+
+    rs.accelerate(model, drafter=Now(expected, "half", vocab=VOCAB), nodes=8, recorded_pass="off")
+    hooked.clear()
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW, do_sample=False)[0], expected)
+    first, last = hooked.index(True), len(hooked) - hooked[::-1].index(True)
+    assert 15 <= first and all(hooked[first:last]) and last < len(hooked) - 10
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_every_pass_calls_a_mixer_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a draft was right in part, and behind such a one."""
