@@ -1,41 +1,31 @@
-"""Benchmark of batches, requests that arrive at random, and busy machines, beside the original `generate`.
+"""Benchmark of batches, and of requests that arrive at random, beside the original `generate`.
 
     python scripts/bench_batches.py [--rows 1 2 4 8 16 32 64] [--temperature 0 1] [--new-tokens 120] [--runs 2]
     python scripts/bench_batches.py --arrivals 32 --within 60
-    python scripts/bench_batches.py --busy 1 [--new-tokens 240] [--runs 6]
 
 Batches: prompts of four kinds of text in turn, padded on the left, as one call. The original `generate`, drafting off
 and drafts follow one another in every run, over prompts that no run had before, one run untimed; the ratios are the
 medians of the runs', by the clock, with those of processor time beside them. Arrivals: every request is one call of
 `generate` from a thread of its own, made when the request arrives; against the original `generate` one after another,
-and over batches of all who wait. Busy: while other programs compute on so many cores, one text after another with the
-threads that are chosen by the passes' times, and with each number of threads kept; medians of the runs' tokens per
-second, and the ratios of the runs: with drafts to the better number, without to the original `generate`. With 0, idle.
+and over batches of all who wait.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import copy
-import json
 import queue
 import random
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 import torch
 
 import retrieve_spec as rs
-from retrieve_spec.bench.machine import OtherWork, machine_facts
 from retrieve_spec.bench.workloads import builtin
-from retrieve_spec.engine.threads import PassThreads
 from retrieve_spec.reference_model import load_model
 
 TASKS = ("unseen", "edit", "structured", "prose")
@@ -189,98 +179,27 @@ def arrivals(model: Any, rows: list[torch.Tensor], options: argparse.Namespace) 
     return figures
 
 
-@contextlib.contextmanager
-def others_compute(cores: int) -> Iterator[None]:
-    """Keep so many cores busy with other processes."""
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
-    try:
-        yield
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
-
-
-class Kept(PassThreads):
-    """A number of threads that stays; `torch.set_num_threads` would fix MKL's for all methods behind it."""
-
-    def __init__(self, like: PassThreads, number: int) -> None:
-        super().__init__(like.most, like._set)
-        self.chosen = number
-
-    def observe(self, seconds: float, expected: float) -> None:
-        """Learn nothing."""
-
-
-def busy(model: Any, rows: list[torch.Tensor], options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second with chosen and with kept numbers of threads, in turns, over texts that no turn had before."""
-    engine, most = model.speculation.engine, torch.get_num_threads()
-    choosing = engine.threads
-    if choosing is None:
-        raise SystemExit("threads cannot be chosen here: torch's OpenMP runtime was not found")
-    methods: dict[str, tuple[str | None, int]] = {"plain": (None, 0)}
-    for draft in ("auto", "off"):
-        methods |= {f"{draft}, chosen": (draft, 0)} | {f"{draft}, {n}": (draft, n) for n in range(1, most + 1)}
-    costs = {name: copy.deepcopy(engine.costs) for name in methods}  # what passes cost with so many threads
-    speed: dict[str, list[float]] = {name: [] for name in methods}
-    chosen = []
-    with others_compute(options.busy):
-        for run, row in enumerate(rows):
-            for name in sorted(methods, key=lambda name: random.Random(f"{run}{name}").random()):
-                draft, kept = methods[name]
-                engine.threads, engine.costs = Kept(choosing, kept) if kept else choosing, costs[name]
-                given = {"input_ids": row[None], **sampling(0.0, options.new_tokens)}
-                if draft is None:
-                    took, _ = timed(lambda given=given: type(model).generate(model, **given), run)
-                else:
-                    took, _ = timed(lambda given=given, draft=draft: model.generate(**given, draft=draft), run)
-                if run:
-                    speed[name].append(options.new_tokens / took[0])
-                if name == "auto, chosen":
-                    chosen.append(model.speculation.last.threads)
-    better = [max(kept) for kept in zip(*(speed[f"auto, {n}"] for n in range(1, most + 1)), strict=True)]
-    drafted = [a / b for a, b in zip(speed["auto, chosen"], better, strict=True)]
-    plainly = [a / b for a, b in zip(speed["off, chosen"], speed["plain"], strict=True)]
-    return {
-        "cores": options.busy,
-        "tokens_per_s": {name: round(statistics.median(found), 1) for name, found in speed.items()},
-        "auto_to_better_kept": round(statistics.median(drafted), 3),
-        "off_to_plain": round(statistics.median(plainly), 3),
-        "chosen": chosen,
-    }
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Batches of all sizes, or requests that arrive."""
+    model, tokenizer = load_model("reference")
+    results: dict[str, Any] = {"new_tokens": options.new_tokens}
+    if options.arrivals:
+        rs.accelerate(model, tokenizer)
+        return results | {"arrivals": arrivals(model, prompts(tokenizer, options.arrivals), options)}
+    results["batches"] = []
+    for temperature in options.temperature:
+        for rows in options.rows:
+            rs.accelerate(model, tokenizer)
+            asked = prompts(tokenizer, rows * (options.runs + 1))
+            results["batches"].append(batch(model, asked, temperature, options))
+            rs.restore(model)
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--new-tokens", type=int, default=120)
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--arrivals", type=int, default=0, metavar="N", help="measure N requests that arrive at random")
-    parser.add_argument("--within", type=float, default=60.0, metavar="SECONDS")
-    parser.add_argument("--recorded-pass", default="auto", help="off: through the model's own forward")
-    parser.add_argument("--busy", type=int, metavar="CORES", help="measure while other programs compute on so many")
-    options = parser.parse_args()
-    model, tokenizer = load_model("reference")
-    facts, others = machine_facts(), OtherWork()
-    results: dict[str, Any]
-    if options.arrivals:
-        rs.accelerate(model, tokenizer, recorded_pass=options.recorded_pass)
-        results = {"arrivals": arrivals(model, prompts(tokenizer, options.arrivals), options)}
-    elif options.busy is not None:
-        # Without phrases: every text is given by every method, and the later ones would know it.
-        rs.accelerate(model, tokenizer, recorded_pass=options.recorded_pass, phrases="off")
-        results = {"busy": busy(model, prompts(tokenizer, options.runs + 1), options)}
-    else:
-        results = {"batches": []}
-        for temperature in options.temperature:
-            for rows in options.rows:
-                rs.accelerate(model, tokenizer, recorded_pass=options.recorded_pass)
-                results["batches"].append(
-                    batch(model, prompts(tokenizer, rows * (options.runs + 1)), temperature, options)
-                )
-                rs.restore(model)
-    print(json.dumps({**results, "new_tokens": options.new_tokens, "machine": {**facts, "others": others.cores()}}))
+    """Measure and print."""
+    many = [1, 2, 4, 8, 16, 32, 64]
+    harness.run(measure, __doc__, rows=many, temperature=[0.0, 1.0], new_tokens=120, runs=2, arrivals=0, within=60.0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Benchmark of datastores: build rate, size, time to open and time per cursor step, beside what else there is.
+"""Benchmark of datastores: size, time to open and time per cursor step, beside what else there is.
 
     python scripts/bench_datastore.py --tokens 100e6 --text FOLDER [--segments 10]
 
 The corpus is the Python source below FOLDER, encoded with the bundled tokenizer, each text once; where that is not
 enough it is continued with copies of its documents in which every tenth token on average was exchanged for another of
-the corpus (so that matches stay short, as in text that was not seen). The last line is one JSON object.
+the corpus (so that matches stay short, as in text that was not seen). `--real` bounds the real tokens, `--peer-tokens`
+those of the comparison with peers (0 for none); `--segments` also makes a store of so many copies of the segment. What
+builds take is measured by `bench_store_changes.py`.
 """
 
 from __future__ import annotations
@@ -13,21 +15,19 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 import numpy as np
 from numba import njit
 
@@ -40,15 +40,12 @@ from retrieve_spec.datastore.fresh import first_manifest, write_tokenizer
 from retrieve_spec.datastore.ingest import tokenise
 from retrieve_spec.datastore.manifest import SegmentEntry, content_name, read_manifest, write_manifest
 from retrieve_spec.datastore.records import texts_of
-from retrieve_spec.datastore.segment import Segment, write_segment
-from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.datastore.segment import write_segment
 from retrieve_spec.datastore.sources import Source, list_files
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.kernels.follow import MATCH, follow_all
 from retrieve_spec.kernels.source_table import CURSOR, exact_successors
 from retrieve_spec.kernels.static_automaton import automaton_extend, automaton_successors
-from retrieve_spec.kernels.suffix_array import sa_successors
-from retrieve_spec.kernels.suffix_search import sa_extend
 from retrieve_spec.sources.rows import SourceTable
 from retrieve_spec.sources.stores import StoreRows
 
@@ -57,14 +54,12 @@ STEPS = 10_000
 LIMIT = 1 << 26
 
 
-def read_corpus(folder: str, limit: int) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Encode Python source: token ids with a 0 after each document, document starts, and the rate."""
+def read_corpus(folder: str, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Encode Python source: token ids with a 0 after each document, and where documents start."""
     sources = (Source(folder, include=("**/*.py",)),)
-    backend = load_tokenizer("reference")
     files = texts_of(list_files(sources), sources, LIMIT)
     parts, seen, total = [], set(), 0
-    started = time.perf_counter()
-    for result in tokenise(files, sources, backend, os.cpu_count() or 1, LIMIT):
+    for result in tokenise(files, sources, load_tokenizer("reference"), os.cpu_count() or 1, LIMIT):
         if result.skip or result.sha256 in seen or total >= limit:
             continue
         seen.add(result.sha256)
@@ -72,10 +67,7 @@ def read_corpus(folder: str, limit: int) -> tuple[np.ndarray, np.ndarray, dict[s
         total += len(parts[-1])
         if total >= limit:
             break
-    seconds = time.perf_counter() - started
-    ids = np.concatenate(parts)
-    starts = np.cumsum([0, *map(len, parts)])
-    return ids, starts, {"tokens": len(ids), "seconds": seconds, "tokens_per_second": len(ids) / seconds}
+    return np.concatenate(parts), np.cumsum([0, *map(len, parts)])
 
 
 def continue_corpus(ids: np.ndarray, starts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,52 +115,15 @@ def write_store(folder: Path, ids: np.ndarray, starts: np.ndarray, config: Store
     ngram = sum(file.bytes for part, file in files.items() if part.startswith("ngram"))
     return {
         "tokens": tokens,
-        "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "exact_bytes_per_token": exact / tokens,
         "ngram_share_of_exact": ngram / exact,
     }
 
 
-@njit(nogil=True)
-def _step(tokens, sa, top, bits, lo, hi, depth, recent, n, out_tokens, out_counts):  # type: ignore[no-untyped-def]
-    lo, hi, depth = sa_extend(tokens, sa, top, bits, lo, hi, depth, recent, n, 64)
-    found, _ = sa_successors(tokens, sa, lo, hi, depth, READS, out_tokens, out_counts)
-    return lo, hi, depth, found
-
-
 def percentiles(seconds: list[float]) -> dict[str, float]:
     """Percentiles in microseconds."""
     return {f"p{q}_us": round(float(np.percentile(seconds, q)) * 1e6, 2) for q in (50, 90, 99, 100)}
-
-
-def cursor_steps(segments: Sequence[Segment], text: np.ndarray) -> dict[str, Any]:
-    """Time every step of the cursors of some segments over a text, next-token counts included.
-
-    A step takes each segment one token on, as drafting does; about 1 µs of it per segment is the call from Python.
-    """
-    tokens, counts = np.zeros(READS, np.int64), np.zeros(READS, np.float64)
-    local = [segment.localise(text) for segment in segments]
-    arrays = [(s.tokens, s.suffix_array, s.top, s.bits) for s in segments]
-    for array in (array for some in arrays for array in some[:3]):
-        np.asarray(array).max()  # warm: pages in memory, but not the lines that the text will touch in the caches
-    states = [(0, len(s.suffix_array), 0) for s in segments]
-    _step(*arrays[0], *states[0], local[0][:1].copy(), 1, tokens, counts)  # compiles
-    seconds: list[float] = []
-    depths: list[int] = []
-    for i in range(1, len(text) + 1):
-        recent = [ids[max(0, i - 64) : i] for ids in local]
-        started = time.perf_counter()
-        for k, some in enumerate(arrays):
-            states[k] = _step(*some, *states[k], recent[k], len(recent[k]), tokens, counts)[:3]
-        seconds.append(time.perf_counter() - started)
-        depths.append(states[0][2])
-    return {
-        "steps": len(seconds),
-        "mean_match": float(np.mean(depths)),
-        "steps_that_fell_off": float(np.mean(np.diff(depths) <= 0)),
-        **percentiles(seconds),
-    }
 
 
 def copy_segments(folder: Path, out: Path, copies: int) -> None:
@@ -197,12 +152,12 @@ def _followed(table, cursors, window, out_tokens, out_counts):  # type: ignore[n
             exact_successors(table, s, cursors[s, 0], cursors[s, 1], cursors[s, 2], out_tokens, out_counts)
 
 
-def followed_steps(store: Datastore, segments: int, text: np.ndarray) -> dict[str, Any]:
-    """Processor time of every step of the longest-match cursors of the first segments, as drafting takes it.
+def cursor_steps(store: Datastore, text: np.ndarray, segments: int = 0) -> dict[str, Any]:
+    """Processor time of every step of the longest-match cursors of all or the first segments, as drafting takes it.
 
     Next-token counts included; about 1 µs of it is the call from Python.
     """
-    rows = StoreRows.of([store], 0, 0).exact[:segments]
+    rows = StoreRows.of([store], 0, 0).exact[: segments or None]
     table = SourceTable(rows).words
     for row in rows:
         for array in row.arrays:
@@ -219,15 +174,19 @@ def followed_steps(store: Datastore, segments: int, text: np.ndarray) -> dict[st
         _followed(table, cursors, window, *out)
         seconds.append(time.thread_time() - started)
         depths.append(int(cursors[:, 2].max()))
-    found = float(np.mean(np.array(depths) > 0))
-    return {"steps": len(seconds), "steps_with_a_match": found, **percentiles(seconds)}
+    return {
+        "steps": len(seconds),
+        "mean_match": float(np.mean(depths)),
+        "steps_that_fell_off": float(np.mean(np.diff(depths) <= 0)),
+        **percentiles(seconds),
+    }
 
 
 def many_segments(folder: Path, text: np.ndarray) -> dict[str, Any]:
     """Open a store of several segments, step through one, ten, … of them, and plan what rewrites all of them."""
     store = open_datastore(folder)
     count = len(store.segments)
-    steps = {str(n): followed_steps(store, n, text) for n in (1, 10, 100, 1000) if n <= count}
+    steps = {str(n): cursor_steps(store, text, n) for n in (1, 10, 100, 1000) if n <= count}
     manifest = read_manifest(folder)
     return {
         "segments": count,
@@ -393,7 +352,7 @@ def ours_at(folder: Path, ids: np.ndarray, starts: np.ndarray, text: np.ndarray)
         "tokens": written["tokens"],
         "tokens_per_second": written["tokens_per_second"],
         "bytes_per_token": written["exact_bytes_per_token"],
-        **cursor_steps(open_datastore(folder).segments, text),
+        **cursor_steps(open_datastore(folder), text),
     }
 
 
@@ -440,53 +399,36 @@ def peers(folder: Path, ids: np.ndarray, starts: np.ndarray, text: np.ndarray, l
     }
 
 
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One large store, and what is asked for beside it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ids, starts = read_corpus(options.text, int(min(options.real, options.tokens)))
+        held_out = max(2, len(starts) // 50)  # the last documents are what the cursor follows
+        parts = [ids[starts[i] : starts[i + 1] - 1] for i in range(len(starts) - held_out, len(starts) - 1)]
+        text = np.concatenate([part[:400] for part in parts])[:STEPS]
+        ids, starts = ids[: starts[-held_out]], starts[: len(starts) - held_out + 1]
+        whole, documents = continue_corpus(ids, starts, int(options.tokens))
+        small = np.append(whole[:1000], 0).astype(np.uint32)
+        write_store(folder / "compile", small, np.array([0, 1001]), StoreConfig())
+        result: dict[str, Any] = {
+            "corpus": {"real_tokens": len(ids), "tokens": len(whole), "documents": len(documents) - 1},
+            "store": write_store(folder / "store", whole, documents, StoreConfig()),
+            "open": opening(folder / "store"),
+            "step": cursor_steps(open_datastore(folder / "store"), text),
+        }
+        if options.segments:
+            copy_segments(folder / "store", folder / "many", options.segments)
+            result["many_segments"] = many_segments(folder / "many", text)
+        if options.peer_tokens:
+            result["peers"] = peers(folder / "peer", ids, starts, text, int(options.peer_tokens))
+    return result
+
+
 def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", required=True, help="folder with Python source")
-    parser.add_argument("--tokens", type=float, default=100e6, help="size of the corpus")
-    parser.add_argument("--real", type=float, default=40e6, help="real tokens at most; changed copies follow")
-    parser.add_argument("--peer-tokens", type=float, default=1e6, help="size of the comparison with peers; 0 for none")
-    parser.add_argument("--segments", type=int, default=0, help="also a store of this many copies of the segment")
-    parser.add_argument("--folder", help="where to write the stores (a temporary folder by default)")
-    options = parser.parse_args()
-    folder = Path(options.folder or tempfile.mkdtemp())
-    ids, starts, reading = read_corpus(options.text, int(min(options.real, options.tokens)))
-    held_out = max(2, len(starts) // 50)  # the last documents are what the cursor follows
-    parts = [ids[starts[i] : starts[i + 1] - 1] for i in range(len(starts) - held_out, len(starts) - 1)]
-    text = np.concatenate([part[:400] for part in parts])[:STEPS]
-    ids, starts = ids[: starts[-held_out]], starts[: len(starts) - held_out + 1]
-    real = len(ids)
-    all_ids, all_starts = continue_corpus(ids, starts, int(options.tokens)) if options.tokens > real else (ids, starts)
-    small = all_ids[:1000].copy()
-    write_store(folder / "compile", np.append(small, 0).astype(np.uint32), np.array([0, 1001]), StoreConfig())
-    result = {
-        "corpus": {"real_tokens": real, "tokens": len(all_ids), "documents": len(all_starts) - 1},
-        "reading": reading,
-        "suffix_array": sorting(all_ids),
-        "store": write_store(folder / "store", all_ids, all_starts, StoreConfig()),
-        "open": opening(folder / "store"),
-        "step": cursor_steps(open_datastore(folder / "store").segments, text),
-    }
-    result["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    if options.segments:
-        copy_segments(folder / "store", folder / "many", options.segments)
-        result["many_segments"] = many_segments(folder / "many", text)
-    if options.peer_tokens:
-        result["peers"] = peers(folder / "peer", ids, starts, text, int(options.peer_tokens))
-    if options.folder is None:
-        shutil.rmtree(folder)
-    print(json.dumps(result))
-
-
-def sorting(ids: np.ndarray) -> dict[str, float]:
-    """Suffix sorting alone, on one core."""
-    tokens = ids.astype(np.uint16) if int(ids.max()) < 1 << 16 else ids
-    began = time.perf_counter()
-    suffix_array(tokens)
-    seconds = time.perf_counter() - began
-    return {"seconds": seconds, "tokens_per_second": len(ids) / seconds}
+    """Measure and print."""
+    harness.run(measure, __doc__, text=str, tokens=100e6, real=40e6, peer_tokens=1e6, segments=0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,27 +1,25 @@
 """Benchmark of dense indexes: recall@10, time of a query on one core, bytes per vector, thinning.
 
-    python scripts/bench_dense.py STORE --queries FOLDER --vectors 4e5 [--index ivf-pq hnsw] [--thinning] [--cache DIR]
+    python scripts/bench_dense.py STORE --queries FOLDER --vectors 4e5 [--index ivf-pq hnsw] [--thinning]
 
-STORE is any store that keeps its text; hidden states of its tokens are computed (or read from `--cache`, where they
-are left), reduced as a build does, and indexed. Queries are hidden states of the Python files below FOLDER, which
-should not be in the store. Recall is averaged over them; a query includes standardising and projecting the hidden
-state, asks for 50 neighbours and has one thread. The last line is one JSON object.
+STORE is any store that keeps its text; the bundled model computes hidden states of its tokens, which are reduced as a
+build does, and indexed. Queries are hidden states of the Python files below FOLDER, which should not be in the store.
+Recall is averaged over them; a query includes standardising and projecting the hidden state, asks for 50 neighbours and
+has one thread. `--thinning` compares the keys that `--thin` keeps with others.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 import numpy as np
 
-from retrieve_spec.bench.machine import machine_facts
 from retrieve_spec.datastore.dense import continuation
 from retrieve_spec.datastore.dense_faiss import ASKED, build_index, choose_kind, nearest, open_index
 from retrieve_spec.datastore.dense_keys import HiddenStates, choose_windows, fit_transform, run_windows, windows_of
@@ -30,23 +28,19 @@ from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.kernels.suffix_search import sa_longest
 from retrieve_spec.reference_model import load_model
 
-WINDOW, OVERLAP = 512, 64
+WINDOW, OVERLAP, DIMS = 512, 64, 64
 SAMPLE = 1 << 15
 CHAINS, SPAN = 10, 10
 """Continuations that are compared with what came, and their tokens: DReSD's 10 x 10."""
 
 
-def text_states(store: Datastore, encoder: HiddenStates, count: int, cache: Path) -> tuple[np.ndarray, np.ndarray]:
+def text_states(store: Datastore, encoder: HiddenStates, count: int, folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Hidden states (count, d) float16 of random windows of a store's first segment, and their positions (count,)."""
-    paths = cache / "hidden.f16", cache / "positions.i64"
-    size = encoder.size
-    if paths[0].exists() and paths[0].stat().st_size >= 2 * size * count:
-        return np.memmap(paths[0], "<f2", "r", shape=(count, size)), np.memmap(paths[1], "<i8", "r")[:count]
     segment = store.segments[0]
     windows = windows_of(segment.document_starts, segment.removed, encoder.window(WINDOW), OVERLAP)
     chosen, taken = choose_windows(windows, np.ones(len(segment.tokens), np.bool_), count)
-    out = np.memmap(paths[0], "<f2", "w+", shape=(int(taken.sum()), size))
-    where = np.memmap(paths[1], "<i8", "w+", shape=len(out))
+    out = np.memmap(folder / "hidden.f16", "<f2", "w+", shape=(int(taken.sum()), encoder.size))
+    where = np.empty(len(out), np.int64)
     done, started = 0, time.perf_counter()
     for part in np.array_split(chosen, max(1, len(chosen) // 64)):
         for hidden, positions in run_windows(encoder, segment, part, taken):
@@ -114,7 +108,7 @@ def exact_ends(store: Datastore, before: np.ndarray) -> list[int]:
     return [int(p) + int(depth) - 1 for p in segment.suffix_array[at]]
 
 
-def measure(kind: str, keys: np.ndarray, exact: np.ndarray, states: np.ndarray, transform: Any) -> dict[str, Any]:
+def measure_index(kind: str, keys: np.ndarray, exact: np.ndarray, states: np.ndarray, transform: Any) -> dict[str, Any]:
     """Build an index and query it."""
     import faiss
 
@@ -152,48 +146,40 @@ def measure(kind: str, keys: np.ndarray, exact: np.ndarray, states: np.ndarray, 
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store")
-    parser.add_argument("--queries", type=Path, required=True)
-    parser.add_argument("--model", default="reference")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--vectors", type=float, default=1e6)
-    parser.add_argument("--dims", type=int, default=64)
-    parser.add_argument("--index", nargs="+", default=["auto"])
-    parser.add_argument("--cache", type=Path)
-    parser.add_argument("--thinning", action="store_true", help="also compare keys kept by --thin with others")
-    arguments = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Indexes of all kinds over the same keys."""
     import faiss
 
-    store = open_datastore(arguments.store)
-    model, _ = load_model(arguments.model, dtype=arguments.dtype)
+    store = open_datastore(options.store)
+    model, _ = load_model("reference")
     encoder = HiddenStates(model, "last")
-    with tempfile.TemporaryDirectory() as temporary:
-        began, cached = time.perf_counter(), arguments.cache or Path(temporary)
-        hidden, positions = text_states(store, encoder, int(arguments.vectors), cached)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        hidden, positions = text_states(store, encoder, int(options.vectors), Path(folder))
         seconds = time.perf_counter() - began
         chosen = np.sort(np.random.default_rng(0).choice(len(hidden), min(SAMPLE, len(hidden)), replace=False))
-        transform, kept = fit_transform(iter([hidden[chosen].astype(np.float32)]), encoder.size, arguments.dims)
+        transform, kept = fit_transform(iter([hidden[chosen].astype(np.float32)]), encoder.size, DIMS)
         blocks = [transform(hidden[at : at + SAMPLE].astype(np.float32)) for at in range(0, len(hidden), SAMPLE)]
         keys = np.concatenate(blocks)
-    states, texts = queries_of(arguments.queries, store, encoder, 1000)
-    flat = faiss.IndexFlatIP(arguments.dims)
+    states, texts = queries_of(options.queries, store, encoder, 1000)
+    flat = faiss.IndexFlatIP(DIMS)
     flat.add(keys)
     _, exact = flat.search(transform(states), 10)
-    kept_keys = thinning(store, keys, positions, transform(states), texts) if arguments.thinning else []
-    report = {
+    return {
         "vectors": len(keys),
-        "dims": arguments.dims,
+        "dims": DIMS,
         "variance_kept": round(kept, 4),
         "queries": len(states),
         "hidden_size": encoder.size,
-        "states_per_second": None if arguments.cache else round(len(keys) / seconds, 1),
-        "machine": machine_facts(),
-        "indexes": [measure(kind, keys, exact, states, transform) for kind in arguments.index],
-        "thinning": kept_keys,
+        "states_per_second": round(len(keys) / seconds, 1),
+        "indexes": [measure_index(kind, keys, exact, states, transform) for kind in options.index],
+        "thinning": thinning(store, keys, positions, transform(states), texts) if options.thinning else [],
     }
-    print(json.dumps(report))
+
+
+def main() -> None:
+    """Measure and print."""
+    harness.run(measure, __doc__, "store", queries=Path, vectors=1e6, index=["auto"], thinning=False)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Benchmark of edits that were recorded, given again through the server by a model of another size.
 
     python scripts/bench_edits.py TRACE... --tokenizer FILE [--size 0.1b] [--edits 12] [--processor]
+        [--context 1536] [--longest 800]
 
 A model of random weights does all the work of its passes, then the recorded token is made the most probable one
 (`trace_driven.py`). Where a whole text was rewritten in a fence, `/v1/edits` is asked for it; other answers, such as
 blocks of what to search and what to put there, are chats with the first file of the prompt as `prediction`. Every
 answer is given with it, without it and without drafts, in turn; nothing is kept between them, and all must be the
-recorded one. The last line is one JSON object; with `--processor` seconds are those of one processor.
+recorded one. Of each file `--edits` are given whose prompts and answers have at most so many tokens; with `--processor`
+seconds are those of one processor.
 """
 
 from __future__ import annotations
@@ -23,14 +25,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 import torch
-from gpu_setting import SHAPES, build
+from gpu_setting import build
 from starlette.testclient import TestClient
 from trace_driven import TraceDriven, clock_of
 from transformers import PreTrainedTokenizerFast
 
-from retrieve_spec.bench.machine import machine_facts
 from retrieve_spec.bench.stats import interval
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.app import create_app
@@ -77,7 +78,7 @@ def fitting(trace: str, codec: Any, options: argparse.Namespace) -> Iterator[tup
             yield path, body, answer
 
 
-def measure(trace: str, model: Any, service: Any, client: TestClient, options: argparse.Namespace) -> dict[str, Any]:
+def give(trace: str, model: Any, service: Any, client: TestClient, options: argparse.Namespace) -> dict[str, Any]:
     """Give the edits of a file in every way."""
     clock, codec = clock_of(options.processor), service.codec
     make = model.speculation._make_verifier
@@ -87,8 +88,7 @@ def measure(trace: str, model: Any, service: Any, client: TestClient, options: a
     for number, (path, body, answer) in enumerate(islice(fitting(trace, codec, options), options.edits)):
         said = torch.tensor([*codec.encode(answer + "```" * ("input" in body)), service.tokenizer.eos_token_id])
         model.speculation._make_verifier = lambda said=said: Answering(make(), said, clock)
-        names = list(VARIANTS)
-        for name in names[number % 3 :] + names[: number % 3]:
+        for name in harness.in_turn(list(VARIANTS), number):
             service.forget()
             began = clock()
             got = client.post(path, json={**body, "max_tokens": len(said), **VARIANTS[name]}).json()
@@ -100,7 +100,7 @@ def measure(trace: str, model: Any, service: Any, client: TestClient, options: a
             passes[name] += got["timings"]["passes"]
         characters += len(answer)
         tokens += len(said)
-        rates = {name: round(len(answer) / seconds[name][-1], 1) for name in names}
+        rates = {name: round(len(answer) / took[-1], 1) for name, took in seconds.items()}
         print(number + 1, path, rates, file=sys.stderr, flush=True)
     model.speculation._make_verifier = make
     off = seconds["drafting off"]
@@ -116,25 +116,21 @@ def measure(trace: str, model: Any, service: Any, client: TestClient, options: a
     return {"edits": len(off), "characters": characters, "variants": found}
 
 
-def main() -> None:
-    """Measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="JSON Lines with `prompt` and `output`")
-    parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--size", default="0.1b", choices=[name for name in SHAPES if name != "tiny"])
-    parser.add_argument("--edits", type=int, default=12, help="of each file")
-    parser.add_argument("--context", type=int, default=1536, help="tokens of the longest prompt")
-    parser.add_argument("--longest", type=int, default=800, help="tokens of the longest answer")
-    parser.add_argument("--processor", action="store_true", help="seconds of one processor instead of the clock's")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The edits of all files."""
     os.environ["RETRIEVE_SPEC_CACHE"] = tempfile.mkdtemp()
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=options.tokenizer, eos_token="</s>")
     model = build(options.size, options.context, "cpu", torch.float32)
     service = assemble(model, tokenizer, options.size, ServeConfig(deadline_s=1e6)).service
     with TestClient(create_app(service, Metrics(lambda: 0)), base_url="http://127.0.0.1") as client:
-        files = {Path(trace).name: measure(trace, model, service, client, options) for trace in options.traces}
-    parameters = sum(weight.numel() for weight in model.parameters())
-    print(json.dumps({"files": files, "parameters": parameters, "machine": machine_facts()}))
+        files = {Path(trace).name: give(trace, model, service, client, options) for trace in options.traces}
+    return {"files": files, "parameters": sum(weight.numel() for weight in model.parameters())}
+
+
+def main() -> None:
+    """Measure and print."""
+    tokens = {"context": 1536, "longest": 800}
+    harness.run(measure, __doc__, "traces+", tokenizer=str, size="0.1b", edits=12, **tokens, processor=False)
 
 
 if __name__ == "__main__":

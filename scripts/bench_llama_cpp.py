@@ -2,7 +2,8 @@
 
 Every prompt is answered once by each method, one after the other in turning order, by a `Llama` of its own over the
 same file in this process. Time counts from the first token to the last, so that no prompt's reading is in it, and so
-does processor time, which other programs disturb less. Prompts are beginnings of this package's files.
+does processor time, which other programs disturb less. Prompts are beginnings of this package's files; with
+`--datastore DIR` there is a method that drafts from it too.
 
     python scripts/export_gguf.py reference.gguf && python scripts/bench_llama_cpp.py reference.gguf
 """
@@ -11,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import statistics
-import sys
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-import measuring
+import harness
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -67,8 +66,7 @@ def table(llms: dict[str, Any], prompts: list[list[int]], count: int, temperatur
     texts: dict[str, list[list[int]]] = {name: [] for name in llms}
     before = {name: llm.draft_model.statistics() for name, llm in llms.items() if name.startswith("ours")}
     for i, prompt in enumerate(prompts):
-        names = list(llms)
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in harness.in_turn(list(llms), i):
             text, *seconds = answered(llms[name], prompt, count, temperature)
             took[name].append((seconds[0], seconds[1]))
             texts[name].append(text)
@@ -91,36 +89,26 @@ def table(llms: dict[str, Any], prompts: list[list[int]], count: int, temperatur
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="a GGUF file")
-    parser.add_argument("--datastore", action="append", default=[])
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
-    parser.add_argument("--prompts-from", type=Path, default=PACKAGE, help="folder of Python files")
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--prompt-tokens", type=int, default=400)
-    parser.add_argument("--new-tokens", type=int, default=160)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    facts, others = measuring.machine_facts(), measuring.OtherWork()
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """A row for each temperature."""
     llms = methods(args)
-    texts = [
-        llms["none"].tokenize(path.read_bytes(), add_bos=False) for path in sorted(args.prompts_from.rglob("*.py"))
-    ]
+    texts = [llms["none"].tokenize(path.read_bytes(), add_bos=False) for path in sorted(PACKAGE.rglob("*.py"))]
     texts = [text[: args.prompt_tokens] for text in texts if len(text) > args.prompt_tokens]
     prompts = texts[:: max(len(texts) // args.prompts, 1)][: args.prompts]
     for llm in llms.values():
         answered(llm, prompts[0][:50], 20, 0.0)  # whatever the first call makes
-    rows = [table(llms, prompts, args.new_tokens, temperature) for temperature in args.temperature]
-    made = {
-        "command": measuring.shown(["python", "scripts/bench_llama_cpp.py", *sys.argv[1:]]),
-        "machine": {**facts, "others": others.cores()},
+    return {
         "llama-cpp-python": importlib.metadata.version("llama-cpp-python"),
         "threads": args.threads,
         "new_tokens": args.new_tokens,
-        "rows": rows,
+        "rows": [table(llms, prompts, args.new_tokens, temperature) for temperature in args.temperature],
     }
-    print(json.dumps(made))
+
+
+def main() -> None:
+    """Measure and print."""
+    sizes = {"prompts": 24, "prompt_tokens": 400, "new_tokens": 160, "threads": 1}
+    harness.run(measure, __doc__, "model", datastore="", temperature=[0.0, 0.7], **sizes)
 
 
 if __name__ == "__main__":

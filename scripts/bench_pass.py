@@ -7,7 +7,7 @@
 All kinds of passes take turns within each repeat, so that a busy machine slows all of them alike; figures are medians
 in milliseconds and ratios to the plain pass of the same repeat. With `--memory`, processes of their own continue a
 cache of so many tokens in a model of random weights, with plain `generate` and with drafts of 64 nodes; figures are the
-most memory each held beyond what it held before there was a cache. The last line is one JSON object.
+most memory each held beyond what it held before there was a cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 import torch
 from gpu_setting import draft, plain_pass, prompt_of, started, tree_pass
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -38,7 +38,7 @@ from retrieve_spec.verify.probe import probe
 from retrieve_spec.verify.verifier import Verifier
 
 
-def measure(
+def passes(
     model: Any,
     make: Callable[[], Verifier],
     ordinary: Callable[[], Verifier],
@@ -92,38 +92,22 @@ def memory(kind: str, context: int) -> int:
     return machine.peak_memory_bytes()["resident"] - before
 
 
-def compare_memory(contexts: list[int]) -> None:
+def compare_memory(context: int) -> dict[str, Any]:
     """Peaks of plain `generate` and ours, each in a fresh process."""
-    found = []
-    print(f"{'context':>8} {'generate':>12} {'ours':>12} {'ratio':>6}")
-    for context in contexts:
-        peaks = {}
-        for kind in ("plain", "ours"):
-            words = [sys.executable, __file__, "--memory-of", kind, str(context)]
-            done = subprocess.run(words, capture_output=True, text=True, check=True)
-            peaks[kind] = int(done.stdout.split()[-1])
-        ratio = peaks["ours"] / peaks["plain"]
-        found.append({"context": context, **peaks, "ratio": round(ratio, 3)})
-        print(f"{context:>8} {peaks['plain'] / 2**20:>8,.0f} MiB {peaks['ours'] / 2**20:>8,.0f} MiB {ratio:>6.2f}")
-    print(json.dumps({"memory": found, "machine": machine.machine_facts()}))
+    peaks = {}
+    for kind in ("plain", "ours"):
+        words = [sys.executable, __file__, "--memory", str(context), "--memory-of", kind]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        peaks[kind] = json.loads(done.stdout.splitlines()[-1])["bytes"]
+    return {"context": context, **peaks, "ratio": round(peaks["ours"] / peaks["plain"], 3)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="reference")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--context", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--memory", type=int, nargs="+", metavar="TOKENS", help="compare peaks of memory instead")
-    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Passes of all kinds and widths, or peaks of memory."""
     if options.memory_of:
-        print(memory(options.memory_of[0], int(options.memory_of[1])))
-        return
-    if options.memory:
-        compare_memory(options.memory)
-        return
+        return {"bytes": memory(options.memory_of, options.memory[0])}
+    if options.memory != [0]:
+        return {"memory": [compare_memory(context) for context in options.memory]}
     model, _ = load_model(options.model, dtype=options.dtype)
     finding = probe(model, read_interface(model))
     began = time.perf_counter()
@@ -132,19 +116,23 @@ def main() -> None:
     if make is None:
         raise SystemExit(f"no recorded pass: {why}")
     results = []
-    print(f"{'context':>8} {'pass':>12} {'ms':>8} {'/ plain':>8}")
     with torch.no_grad():
         for context in options.context:
-            times = measure(
-                model, make, lambda: HFVerifier(model, finding.interface), context, options.nodes, options.repeats
-            )
+            kinds = (make, lambda: HFVerifier(model, finding.interface))
+            times = passes(model, *kinds, context, options.nodes, options.repeats)
             for name, values in times.items():
                 ratio = statistics.median(a / b for a, b in zip(values, times["plain"], strict=True))
                 ms = statistics.median(values)
                 results.append({"context": context, "pass": name, "ms": round(ms, 3), "ratio": round(ratio, 3)})
-                print(f"{context:>8} {name:>12} {ms:>8.2f} {ratio:>8.2f}")
-    facts = {"model": options.model, "dtype": options.dtype, "recording_s": round(recording_s, 2)}
-    print(json.dumps({**facts, "repeats": options.repeats, "passes": results, "machine": machine.machine_facts()}))
+    given = {name: getattr(options, name) for name in ("model", "dtype", "repeats")}
+    return {**given, "recording_s": round(recording_s, 2), "passes": results}
+
+
+def main() -> None:
+    """Measure and print."""
+    widths = {"context": [256, 1024], "nodes": [0, 1, 2, 4, 8, 16, 32, 64]}
+    more = {"repeats": 60, "memory": [0], "memory_of": ""}
+    harness.run(measure, __doc__, model="reference", dtype="float32", **widths, **more)
 
 
 if __name__ == "__main__":

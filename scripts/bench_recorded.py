@@ -7,7 +7,7 @@ No weights of a larger model are needed for that: a Llama-shaped or a hybrid mod
 of its passes, then the recorded token is made the most probable one. So passes cost what they cost, and drafts
 are right and wrong as they would have been, but for one thing: the runner-up tokens are noise, which takes from `auto`
 what it learns of them. Plain is transformers' own `generate`, and so is prompt lookup; every answer is given by all
-methods in turn, each begins with another one, and nothing is kept between answers. The last line is one JSON object;
+methods in turn, each begins with another one, and nothing is kept between answers. `--context` is the longest prompt;
 hybrids carry the `share` they have of the speed-up of the first size. With `--processor` seconds are those of one
 processor, which other work on the machine moves less.
 """
@@ -15,7 +15,6 @@ processor, which other work on the machine moves less.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections import defaultdict
@@ -23,14 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 import torch
 from gpu_setting import SHAPES, build
 from hybrid_shapes import HYBRIDS, build_hybrid
 from trace_driven import TraceDriven, clock_of, told
 
 import retrieve_spec as rs
-from retrieve_spec.bench.machine import machine_facts
 from retrieve_spec.bench.prompts import subtask
 from retrieve_spec.bench.replay import read_trace
 from retrieve_spec.bench.stats import interval
@@ -123,7 +121,7 @@ def by_us(model: Any, answer: Answer, clock: Clock, make: Callable[[], Any], dra
     return Told(ended - began, driven[-1].read_at - began, last.passes, last.nodes, same)
 
 
-def measure(size: str, answers: list[Answer], context: int, clock: Clock = time.perf_counter) -> dict[str, Any]:
+def give(size: str, answers: list[Answer], context: int, clock: Clock = time.perf_counter) -> dict[str, Any]:
     """Figures of all methods with a model of one size or shape."""
     hybrid = size in HYBRIDS
     model = build_hybrid(size, context) if hybrid else build(size, context, "cpu", torch.float32)
@@ -145,8 +143,7 @@ def measure(size: str, answers: list[Answer], context: int, clock: Clock = time.
         methods[name](warm)
     results: dict[str, list[Told]] = {name: [] for name in names}
     for number, answer in enumerate(answers):
-        for turn in range(len(names)):
-            name = names[(number + turn) % len(names)]
+        for name in harness.in_turn(names, number):
             results[name].append(methods[name](answer))
         speeds = ", ".join(f"{name} {answer.new / results[name][-1].seconds:.1f}" for name in names)
         print(f"{size} {number + 1}/{len(answers)} {answer.task}: tokens/s {speeds}", flush=True)
@@ -178,37 +175,32 @@ def share(hybrid: dict[str, Any], attention: dict[str, Any]) -> dict[str, float]
             for method in ("chains", "auto") for name in pooled}  # fmt: skip
 
 
-def main() -> None:
-    """Measure the sizes that are named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("trace", help="JSON Lines with `prompt` and `output`")
-    parser.add_argument("--tokenizer", required=True, help="the one of the model that gave the answers")
-    parser.add_argument(
-        "--size",
-        nargs="+",
-        default=["0.1b", "0.4b"],
-        choices=[*(name for name in SHAPES if name != "tiny"), *HYBRIDS],
-        help="Llama-shaped models, or hybrids of 0.1b by their family",
-    )
-    parser.add_argument("--answers", type=int, default=12)
-    parser.add_argument("--new-tokens", type=int, default=80)
-    parser.add_argument("--context", type=int, default=1024, help="longest prompt")
-    parser.add_argument("--processor", action="store_true", help="seconds of one processor instead of the clock's")
-    options = parser.parse_args()
-    clock = clock_of(options.processor)
-    facts, answers = machine_facts(), chosen(options)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The sizes and shapes that are named."""
+    if unknown := set(options.size) - {*SHAPES, *HYBRIDS}:
+        raise SystemExit(f"no size {', '.join(unknown)}: name some of {', '.join([*SHAPES, *HYBRIDS])}")
+    clock, answers = clock_of(options.processor), chosen(options)
     if not answers:
         raise SystemExit(
             f"no answer of {SHORTEST} tokens behind a prompt of at most {options.context} in {options.trace}"
         )
     with torch.no_grad():
-        sizes = {size: measure(size, answers, options.context, clock) for size in options.size}
+        sizes = {size: give(size, answers, options.context, clock) for size in options.size}
     first = sizes[options.size[0]]["methods"]
     for size in (size for size in options.size[1:] if size in HYBRIDS):
         sizes[size]["share"] = share(sizes[size]["methods"], first)
-    asked = {"answers": len(answers), "new_tokens": sum(answer.new for answer in answers)}
-    prompts = {"prompt_tokens": sum(answer.prompt.shape[1] for answer in answers)}
-    print(json.dumps({**asked, **prompts, "sizes": sizes, "machine": facts}))
+    return {
+        "answers": len(answers),
+        "new_tokens": sum(answer.new for answer in answers),
+        "prompt_tokens": sum(answer.prompt.shape[1] for answer in answers),
+        "sizes": sizes,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    limits = {"answers": 12, "new_tokens": 80, "context": 1024}
+    harness.run(measure, __doc__, "trace", tokenizer=str, size=["0.1b", "0.4b"], **limits, processor=False)
 
 
 if __name__ == "__main__":

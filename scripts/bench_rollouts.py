@@ -11,18 +11,17 @@ the numbers of prompts, stragglers for the first. The last line is one JSON obje
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from typing import Any
 
+import harness
 import torch
 from bench_batches import PAD, padded, prompts, sampling
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import retrieve_spec as rs
-from retrieve_spec.bench.machine import OtherWork, machine_facts
 from retrieve_spec.reference_model import load_model
 
 TAIL = 0.9
@@ -113,25 +112,22 @@ def _accelerated(memory: rs.RolloutMemory | None) -> Any:
     return rs.accelerate(*load_model("reference"), rollouts=memory)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[8, 1])
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=160)
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.7, 1.0])
-    parser.add_argument("--epochs", type=int, default=3)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Stragglers and epochs at every temperature."""
     model, tokenizer = load_model("reference")
     rows = prompts(tokenizer, options.prompts[0])
-    facts, others = machine_facts(), OtherWork()
     results: dict[str, Any] = {"stragglers": [], "epochs": []}
     for temperature in options.temperature:
         rs.accelerate(model, tokenizer)
         model.generate(**padded(rows[:2]), **sampling(temperature, 16))
         results["stragglers"].append(stragglers(model, rows, options, temperature))
         results["epochs"] += [epochs(prompts(tokenizer, count), options, temperature) for count in options.prompts]
-    sizes = {name: getattr(options, name) for name in ("prompts", "samples", "new_tokens")}
-    print(json.dumps({**results, **sizes, "machine": {**facts, "others": others.cores()}}))
+    return results | {name: getattr(options, name) for name in ("prompts", "samples", "new_tokens")}
+
+
+def main() -> None:
+    """Measure and print."""
+    harness.run(measure, __doc__, prompts=[8, 1], samples=8, new_tokens=160, temperature=[0.7, 1.0], epochs=3)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python scripts/bench_server.py --clients 200 --seconds 60 --files 50000
 
 Clients are answered, or not, with the text that drafting off gives; memory is looked at after a third of the time and
-at its end. Of the workspace's files one in a thousand is asked for by a line of it. The last line is JSON.
+at its end. Of the workspace's files one in a thousand is asked for by a line of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 from bench_typing import Server, find_package, make_session, percentile
 
 from retrieve_spec.datastore.search import search_datastore
@@ -103,7 +103,7 @@ def crowd(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     files = sorted(find_package("uvicorn").glob("*.py"), key=lambda path: -path.stat().st_size)[:8]
     keys = [key for seed, path in enumerate(files) for key in make_session(path, seed, 6)]
     same = {"stream": False, "n_predict": 16, "t_max_predict_ms": 0, "deadline_ms": 60_000}
-    server = Server(folder, [], options.model)
+    server = Server(folder, [])
     try:
         asked = Crowd(server, [{**key.body, **same} for key in keys])
         memory = []
@@ -138,9 +138,9 @@ def place(server: Server, number: int) -> str:
     return str(found["places"][0]["file"]) if found["places"] else ""
 
 
-def large(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def large(count: int, folder: Path) -> dict[str, Any]:
     """Open a workspace of many files, and move folders in it; seconds are those since the server was started."""
-    root, count, begun = folder / "workspace", options.files, 0.0
+    root, begun = folder / "workspace", 0.0
     some = [*range(0, count, FOLDER), count - 1]
     for number in range(count):
         path = root / f"part{number // FOLDER}" / f"sub{number % 20}" / f"file{number}.py"
@@ -159,9 +159,9 @@ def large(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         stores = [open_datastore(path.parent) for path in folder.glob("workspaces/*/*/manifest.json")]
         return bool(stores) and all(search_datastore(stores[0], LINE.format(number)).occurrences for number in some)
 
-    Server(folder, [], options.model).stop()  # kernels
+    Server(folder, []).stop()  # kernels
     begun = time.monotonic()
-    server = Server(folder, ["--workspace", str(root)], options.model, indexed=False)
+    server = Server(folder, ["--workspace", str(root)], indexed=False)
     try:
         body = json.dumps({"input_prefix": "def area(w, h):\n", "input_suffix": "\n", "n_predict": 16}).encode()
         report: dict[str, Any] = {"files": count, "ready_s": time.monotonic() - begun}
@@ -183,17 +183,16 @@ def large(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         server.stop()
 
 
-def main() -> None:
-    """Measure what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--clients", type=int, help="how many ask at once")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--files", type=int, help="files of a workspace")
-    parser.add_argument("--model", default="reference")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """What is asked for."""
     with tempfile.TemporaryDirectory() as folder:
-        workspace = large(options, Path(folder)) if options.files else None
-        print(json.dumps({"workspace": workspace, "crowd": crowd(options, Path(folder)) if options.clients else None}))
+        workspace = large(options.files, Path(folder)) if options.files else None
+        return {"workspace": workspace, "crowd": crowd(options, Path(folder)) if options.clients else None}
+
+
+def main() -> None:
+    """Measure and print."""
+    harness.run(measure, __doc__, clients=0, seconds=60.0, files=0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Benchmark of what changes a store: a build by one and by more workers, and what a change of a large store takes.
 
-    python scripts/bench_store_changes.py --text FOLDER [--tokens 100e6] [--workers 1 2]
+    python scripts/bench_store_changes.py --text FOLDER [--tokens 100e6] [--workers 1 2] [--files 20000]
 
 The text is the Python source below FOLDER. Every command is run as a user runs it, in a process of its own; the memory
-is that of all its processes together (proportional set size, looked at several times a second). The last line is one
-JSON object.
+is that of all its processes together (proportional set size, looked at several times a second). The folder that is
+followed has `--files` files of that text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 import numpy as np
 
 from retrieve_spec.datastore.manifest import SegmentEntry, read_manifest, write_manifest
@@ -78,12 +78,12 @@ def proportional_size(process: int) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
-def building(folder: Path, text: str, tokenizer: str, tokens: int, workers: list[int]) -> dict[str, Any]:
+def building(folder: Path, text: str, tokens: int, workers: list[int]) -> dict[str, Any]:
     """Build the same store by different numbers of workers."""
     made, contents = {}, set()
     for number in workers:
         store = folder / f"store-{number}"
-        words = ["--tokenizer", tokenizer, "--include", "**/*.py", "--max-tokens", str(tokens)]
+        words = ["--tokenizer", "reference", "--include", "**/*.py", "--max-tokens", str(tokens)]
         said, took = command("build", str(store), text, *words, "--workers", str(number))
         rate = said["tokens"] / took["seconds"]
         made[str(number)] = {**took, "stages": said["seconds"], "tokens_per_second": rate}
@@ -138,7 +138,7 @@ def merging(folder: Path, store: Path) -> dict[str, float]:
     return median(one() for _ in range(CHANGES))
 
 
-def synchronising(folder: Path, text: str, tokenizer: str, count: int) -> dict[str, Any]:
+def synchronising(folder: Path, text: str, count: int) -> dict[str, Any]:
     """Change one file of a folder of so many, and make a store say so, by the library call that `--watch` makes."""
     source, store = folder / "source", folder / "followed"
     paths = sorted((path.stat().st_size, path) for path in Path(text).rglob("*.py"))
@@ -146,7 +146,7 @@ def synchronising(folder: Path, text: str, tokenizer: str, count: int) -> dict[s
         place = source / f"{number % 100:02}" / str(number // 100 % 20)
         place.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, place / f"{number}.py")
-    sync_datastore(store, [source], tokenizer)
+    sync_datastore(store, [source], "reference")
     time.sleep(2.5)  # what changed just now is read again next time
     left_out = {name for name, _, _ in sync_datastore(store, [source]).skipped}
     files = sorted(path for path in source.rglob("*.py") if path.relative_to(source).as_posix() not in left_out)
@@ -167,26 +167,22 @@ def median(runs: Iterator[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(run[name] for run in made) for name in made[0]}
 
 
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Builds, and changes of what the last of them built."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        built = building(folder, options.text, int(options.tokens), options.workers)
+        store = folder / f"store-{options.workers[-1]}"
+        result: dict[str, Any] = {"build": built, "sorting": sorting(store), "remove": removing(folder, store)}
+        if built["segments"] > 1:
+            result["merge"] = merging(folder, store)
+        result["sync"] = synchronising(folder, options.text, options.files)
+    return result
+
+
 def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", required=True, help="folder with Python source")
-    parser.add_argument("--tokens", type=float, default=100e6, help="tokens at most")
-    parser.add_argument("--tokenizer", default="reference")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--files", type=int, default=20_000, help="of the folder that is followed")
-    parser.add_argument("--folder", help="where to write the stores (a temporary folder by default)")
-    options = parser.parse_args()
-    folder = Path(options.folder or tempfile.mkdtemp())
-    built = building(folder, options.text, options.tokenizer, int(options.tokens), options.workers)
-    store = folder / f"store-{options.workers[-1]}"
-    result: dict[str, Any] = {"build": built, "sorting": sorting(store), "remove": removing(folder, store)}
-    if built["segments"] > 1:
-        result["merge"] = merging(folder, store)
-    result["sync"] = synchronising(folder, options.text, options.tokenizer, options.files)
-    if options.folder is None:
-        shutil.rmtree(folder)
-    print(json.dumps(result))
+    """Measure and print."""
+    harness.run(measure, __doc__, text=str, tokens=100e6, workers=[1, 2], files=20_000)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ A session takes a real Python file out of a package, leaves the package as the w
 file again: a request at every keystroke that the last suggestion does not explain (what editors send), now and then the
 rest of a word or line at once (a suggestion was taken), gaps drawn from a log-normal around 180 ms, some pauses.
 Every variant answers the same requests, in turn. Then some sessions are typed with their real gaps, nobody waiting for
-answers, to count the requests that newer keystrokes replaced. The last line of the output is JSON.
+answers, to count the requests that newer keystrokes replaced.
 
     python scripts/bench_typing.py --package uvicorn --sessions 4
 
 With ``--together`` all sessions are typed at once while others talk.
 
     python scripts/bench_typing.py --together --sessions 8 --chats 2
+
+With ``--overhead PACKAGE...`` only the server's own processor time per request is measured, in these workspaces.
 """
 
 from __future__ import annotations
@@ -35,9 +37,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 
 MARKS_MS = (150, 250, 375, 500)
+SEED = 1
+REAL_GAPS = 2
+"""Sessions that are typed with their real gaps."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "drafting": {},
     "drafting off": {"speculative": False},
@@ -100,11 +105,11 @@ def make_session(path: Path, seed: int, keys: int) -> list[Key]:
 class Server:
     """A server process of its own for each variant, waited for; its workspace too, if it is to be indexed."""
 
-    def __init__(self, cache: Path, arguments: list[str], model: str, *, indexed: bool = True) -> None:
+    def __init__(self, cache: Path, arguments: list[str], *, indexed: bool = True) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "retrieve_spec.cli", "serve", "--quiet", "--model", model]
+        command = [sys.executable, "-m", "retrieve_spec.cli", "serve", "--quiet"]
         environment = {**os.environ, "RETRIEVE_SPEC_CACHE": str(cache)}
         self.child = subprocess.Popen([*command, "--port", str(self.port), *arguments], env=environment)
         limit = time.monotonic() + 300
@@ -238,12 +243,12 @@ def type_together(server: Server, sessions: list[list[Key]], talks: list[str], f
     return outcomes
 
 
-def report_together(options: argparse.Namespace, folder: Path, workspace: Path, sessions: list[list[Key]]) -> None:
-    """Print what those who type at once see, with drafting and without."""
-    talks = [sessions[0][0].body["input_prefix"][-6000:]] * options.chats
+def typed_at_once(chats: int, folder: Path, workspace: Path, sessions: list[list[Key]]) -> dict[str, Any]:
+    """What those who type at once see, with drafting and without."""
+    talks = [sessions[0][0].body["input_prefix"][-6000:]] * chats
     report: dict[str, Any] = {}
     for name in ("drafting", "drafting off"):
-        server = Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)], options.model)
+        server = Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)])
         try:
             time.sleep(5)  # the stores are attached
             type_together(server, [sessions[0][:2]], talks[:1], VARIANTS[name])  # kernels
@@ -258,7 +263,7 @@ def report_together(options: argparse.Namespace, folder: Path, workspace: Path, 
         ends = sum((each.ends for each in outcomes), Counter[str]())
         seen = [statistics.mean(each.visible[250] or [0]) for each in outcomes]
         report[name] = {**summary(whole), "ends": dict(ends), "visible_at_250_ms": seen}
-    print(json.dumps(report))
+    return report
 
 
 def explained(body: dict[str, Any], shown: tuple[str, str]) -> bool:
@@ -348,45 +353,30 @@ def find_package(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-def main() -> None:
-    """Run every session on every variant, the variants in turn."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--package", default="uvicorn", help="an installed package to type in")
-    parser.add_argument("--sessions", type=int, default=4)
-    parser.add_argument("--keys", type=int, default=20, help="keys of a session")
-    parser.add_argument("--model", default="reference")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--overhead", nargs="+", metavar="PACKAGE", help="only the server's own CPU time per request")
-    parser.add_argument(
-        "--together", action="store_true", help="only what is seen where all sessions are typed at once"
-    )
-    parser.add_argument("--chats", type=int, default=2, help="how many talk meanwhile")
-    parser.add_argument("--typed-on", type=int, default=2, help="sessions typed with their real gaps")
-    options = parser.parse_args()
-    if options.overhead:
-        found = {package: measure_overhead(find_package(package)) for package in options.overhead}
-        print(json.dumps({"overhead_ms": found}))
-        return
-    folder = Path(tempfile.mkdtemp())
-    workspace = folder / "workspace"
-    shutil.copytree(find_package(options.package), workspace, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-    files = sorted(p for p in workspace.rglob("*.py") if len(p.read_text("utf-8").splitlines()) > 80)
-    rng = random.Random(options.seed)
-    chosen = rng.sample(files, min(options.sessions, len(files)))
-    sessions = [make_session(path, options.seed + i, options.keys) for i, path in enumerate(chosen)]
-    for path in chosen:
-        path.unlink()  # what is typed is not in the workspace
-    if options.together:
-        try:
-            report_together(options, folder, workspace, sessions)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """What typists see, or the server's own time per request."""
+    if options.overhead != [""]:
+        return {"overhead_ms": {package: measure_overhead(find_package(package)) for package in options.overhead}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        workspace = folder / "workspace"
+        shutil.copytree(find_package(options.package), workspace, ignore=shutil.ignore_patterns("__pycache__"))
+        files = sorted(p for p in workspace.rglob("*.py") if len(p.read_text("utf-8").splitlines()) > 80)
+        chosen = random.Random(SEED).sample(files, min(options.sessions, len(files)))
+        sessions = [make_session(path, SEED + i, options.keys) for i, path in enumerate(chosen)]
+        for path in chosen:
+            path.unlink()  # what is typed is not in the workspace
+        if options.together:
+            return typed_at_once(options.chats, folder, workspace, sessions)
+        setup = {"package": options.package, "files": [path.name for path in chosen], "model": "reference"}
+        return {**typed_in_turn(folder, workspace, sessions), "setup": setup}
+
+
+def typed_in_turn(folder: Path, workspace: Path, sessions: list[list[Key]]) -> dict[str, Any]:
+    """Every session on every variant, the variants in turn; then some with their real gaps."""
     results = {name: Outcome() for name in VARIANTS}
     typed_on = {name: Counter[str]() for name in VARIANTS}
-    servers = {
-        n: Server(folder / n.replace(" ", "-"), ["--workspace", str(workspace)], options.model) for n in VARIANTS
-    }
+    servers = {name: Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)]) for name in VARIANTS}
     try:
         time.sleep(5)  # the stores are attached
         warm = sessions[0][0].body
@@ -403,35 +393,40 @@ def main() -> None:
                 else:
                     texts = [ask(server, {**key.body, **VARIANTS[n]}, results[n]) for n, server in servers.items()]
                     shown = (key.body["input_prefix"] + key.body["prompt"], max(texts, key=len))
-        for session in sessions[: options.typed_on]:
+        for session in sessions[:REAL_GAPS]:
             for name, server in servers.items():
-                for outcome, count in type_on(server, session, VARIANTS[name]).items():
-                    typed_on[name][outcome] += count
+                typed_on[name].update(type_on(server, session, VARIANTS[name]))
     finally:
         for server in servers.values():
             server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-    report: dict[str, Any] = {name: summary(outcome) for name, outcome in results.items()}
-    on, off = report["drafting"]["visible_characters"], report["drafting off"]["visible_characters"]
-    report["visible_ratio"] = {mark: on[mark] / off[mark] if off[mark] else None for mark in on}
     # A request counts as looping when the longest of its answers loops, whatever each variant had time for.
     loops = [any(flags) for flags in zip(*(outcome.loops for outcome in results.values()), strict=True)]
-    report["looping_requests"] = sum(loops)
-    report["visible_ratio_without_loops"] = {}
+    return {
+        **{name: summary(outcome) for name, outcome in results.items()},
+        "visible_ratio": visible_ratio(results, [False] * len(loops)),
+        "visible_ratio_without_loops": visible_ratio(results, loops),
+        "looping_requests": sum(loops),
+        "typed_with_real_gaps": {name: dict(counts) for name, counts in typed_on.items()},
+        "keys": {"pressed": keys, "answered_by_the_last_suggestion": skipped},
+    }
+
+
+def visible_ratio(results: dict[str, Outcome], left_out: list[bool]) -> dict[str, float | None]:
+    """By time, how many times as many characters are visible with drafting as without."""
+    found: dict[str, float | None] = {}
     for mark in MARKS_MS:
         fast, slow = (
-            sum(n for n, loop in zip(results[name].visible[mark], loops, strict=True) if not loop)
+            sum(n for n, without in zip(results[name].visible[mark], left_out, strict=True) if not without)
             for name in ("drafting", "drafting off")
         )
-        report["visible_ratio_without_loops"][str(mark)] = fast / slow if slow else None
-    report["typed_with_real_gaps"] = {name: dict(counts) for name, counts in typed_on.items()}
-    report["keys"] = {"pressed": keys, "answered_by_the_last_suggestion": skipped}
-    report["setup"] = {
-        "package": options.package,
-        "files": [path.name for path in chosen],
-        "model": options.model,
-    }
-    print(json.dumps(report))
+        found[str(mark)] = fast / slow if slow else None
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    typed = {"package": "uvicorn", "sessions": 4, "keys": 20, "overhead": [""]}
+    harness.run(measure, __doc__, **typed, together=False, chats=2)
 
 
 if __name__ == "__main__":

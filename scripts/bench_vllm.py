@@ -3,7 +3,8 @@
 Each method is an engine over the same model in a process of its own. They answer in turn, one at a time, so that a
 machine that grows slower does so for all of them; medians of the rounds are given. When an answer ends, the next
 request begins; steps are counted in which as many are under way as are to be, and no prompt is read: on the clock, in
-processor time, and what `propose` takes of them. Prompts are pieces of this repository's files, each asked once. Run it
+processor time, and what `propose` takes of them. Prompts are pieces of this repository's files (of `--prompts-from`),
+each asked once, `--prompts` in a round; `--method NAME[:TOKENS]` names methods, `store` needs `--datastore`. Run it
 where vLLM is installed (docs/vllm.md); suffix decoding is left out where it cannot be had.
 """
 
@@ -19,10 +20,10 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from multiprocessing.connection import Connection
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+import harness
 import measuring
 from checkout import ROOT
 
@@ -52,7 +53,7 @@ def options(method: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "speculative_config": {**OURS, "num_speculative_tokens": tokens},
         "worker_extension_cls": "retrieve_spec.integrations.vllm.WorkerExtension",
-        "additional_config": {"retrieve_spec": {"datastores": args.datastore if name == "store" else []}},
+        "additional_config": {"retrieve_spec": {"datastores": [args.datastore] if name == "store" else []}},
     }
 
 
@@ -191,10 +192,9 @@ def table(engines: dict[str, Connection], args: argparse.Namespace) -> list[dict
         for at_once in args.concurrency:
             rounds: dict[str, list[Any]] = {name: [] for name in engines}
             for turn in range(args.rounds + 1):
-                names = list(engines)[turn % len(engines) :] + list(engines)[: turn % len(engines)]
                 count = max(args.prompts, at_once * 3 // 2) if turn else at_once  # the first turn warms up
                 asked = list(islice(pieces, count))
-                for name in names:
+                for name in harness.in_turn(list(engines), turn):
                     engines[name].send((asked, at_once, sampling))
                     found = engines[name].recv()
                     if turn:
@@ -209,24 +209,11 @@ def table(engines: dict[str, Connection], args: argparse.Namespace) -> list[dict
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(ROOT / "retrieve_spec" / "reference"))
-    parser.add_argument("--method", nargs="+", default=list(METHODS), metavar="NAME[:TOKENS]", help=", ".join(METHODS))
-    parser.add_argument("--datastore", action="append", default=[], help="for the method `store`")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
-    parser.add_argument("--prompts-from", type=Path, nargs="+", default=FOLDERS, help="folders of Python files")
-    parser.add_argument("--prompts", type=int, default=16, help="of each round")
-    parser.add_argument("--prompt-tokens", type=int, default=600)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The methods that are named and can be started, in turn."""
     os.environ |= {**ENVIRONMENT, "OMP_NUM_THREADS": str(args.threads), "NUMBA_NUM_THREADS": str(args.threads)}
     if not args.datastore:
         args.method = [name for name in args.method if named(name)[0] != "store"]
-    facts, others = measuring.machine_facts(), measuring.OtherWork()
     spawn = multiprocessing.get_context("spawn")
     engines: dict[str, Connection] = {}
     processes = []
@@ -247,11 +234,15 @@ def main() -> None:
     own = {name: connection.recv() for name, connection in engines.items()}
     for process in processes:  # what they took is theirs only when they have ended
         process.join()
-    given = {name: getattr(args, name) for name in ("prompt_tokens", "new_tokens", "threads")}
-    machine = {**facts, "others": others.cores()}
-    command = measuring.shown(["python", "scripts/bench_vllm.py", *sys.argv[1:]])
-    made = {"command": command, "machine": machine, **given, "rounds": args.rounds, "rows": rows, "statistics": own}
-    print(json.dumps(made))
+    given = {name: getattr(args, name) for name in ("prompt_tokens", "new_tokens", "threads", "rounds")}
+    return {**given, "rows": rows, "statistics": own}
+
+
+def main() -> None:
+    """Measure and print."""
+    sizes = {"prompts": 16, "prompt_tokens": 600, "new_tokens": 128, "rounds": 3, "threads": 1}
+    what = {"model": str(ROOT / "retrieve_spec" / "reference"), "method": list(METHODS), "datastore": ""}
+    harness.run(measure, __doc__, **what, concurrency=[1, 4, 16], temperature=[0.0, 0.7], prompts_from=FOLDERS, **sizes)
 
 
 if __name__ == "__main__":

@@ -212,21 +212,6 @@ def _gain(alone: dict[str, Any], memory: dict[str, Any]) -> float:
     return gain
 
 
-@block(TABLES, "presets-replay")
-def replayed_presets(made: dict[str, Any]) -> list[str]:
-    """Presets on recorded answers."""
-    rows = [
-        [
-            f"`{name}`",
-            f"{f['tokens_per_pass']:.2f}",
-            f"{f['nodes_per_pass']:.1f}",
-            f"{f['propose_us']['p50']:,.0f} / {f['propose_us']['p99']:,.0f}",
-        ]
-        for name, f in made["rows"].items()
-    ]
-    return markdown_table(["draft", "tokens/pass", "nodes/pass", "µs p50 / p99"], rows)
-
-
 def left_out(runs: dict[str, str], part: str) -> str:
     """What each source adds to `auto` on the bundled model, and what presets get from the same stores."""
     lines = []

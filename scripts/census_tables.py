@@ -2,59 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).resolve().parent.parent / "docs" / "data" / "census.json"
+from published import block, markdown_table
+
 MAPPINGS = {"causal": "Causal language models", "image": "Image and text to text", "seq2seq": "Sequence to sequence"}
-_NOT_COUNTED = ("not built", "plain raises")
+TABLES: dict[str, Callable[[], str]] = {}
+"""What can stand between the marks of a page."""
 
 
-def _entries() -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = json.loads(DATA.read_text(encoding="utf-8"))["entries"]
-    return entries
+def _counted(entries: list[dict[str, Any]], call: str) -> list[int]:
+    return [sum(entry[call] == mode for entry in entries) for mode in ("tree", "chain", "plain", "delegated")]
 
 
-def _counted(entries: list[dict[str, Any]], mode: str, call: str) -> int:
-    return sum(entry[call] == mode for entry in entries)
-
-
-def counts() -> str:
+@block(TABLES, "census", name="census-counts", alone=False)
+def counts(made: dict[str, Any]) -> list[str]:
     """How many entries of each mapping are decoded how."""
-    lines = [
-        "| mapping | entries | decode text | trees | chains | plain | left to `generate` | wrong | "
-        "with a picture: tried | trees | chains |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for mapping, title in MAPPINGS.items():
-        entries = [entry for entry in _entries() if entry["mapping"] == mapping]
-        text = [_counted(entries, mode, "text") for mode in ("tree", "chain", "plain", "delegated")]
-        shown = [_counted(entries, mode, "picture") for mode in ("tree", "chain", "plain", "delegated")]
+        entries = [entry for entry in made["entries"] if entry["mapping"] == mapping]
+        text, shown = _counted(entries, "text"), _counted(entries, "picture")
         wrong = sum(bool(entry["wrong"]) for entry in entries)
-        cells = [title, len(entries), sum(text), *text, wrong, sum(shown), *shown[:2]]
-        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([title, *map(str, [len(entries), sum(text), *text, wrong, sum(shown), *shown[:2]])])
+    head = ["mapping", "entries", "decode text", "trees", "chains", "plain", "left to `generate`", "wrong"]
+    return markdown_table([*head, "with a picture: tried", "trees", "chains"], rows)
 
 
-def entries() -> str:
+@block(TABLES, "census", alone=False)
+def entries(made: dict[str, Any]) -> list[str]:
     """Every entry: those with trees by name, the others with why."""
-    parts = []
+    lines = []
     for mapping, title in MAPPINGS.items():
-        known = [entry for entry in _entries() if entry["mapping"] == mapping]
-        trees = [entry["name"] for entry in known if entry["text"] == "tree"]
-        rows = [
-            f"| {entry['name']} | {entry['text']} | {entry['why'].replace('|', '/')} |"
-            for entry in known
-            if entry["text"] != "tree"
-        ]
-        pictures = [entry["name"] for entry in known if entry["picture"] in ("tree", "chain")]
-        parts += [f"**{title}.** Trees: {', '.join(trees)}.", ""]
+        known = [entry for entry in made["entries"] if entry["mapping"] == mapping]
+        trees = ", ".join(entry["name"] for entry in known if entry["text"] == "tree")
+        pictures = ", ".join(entry["name"] for entry in known if entry["picture"] in ("tree", "chain"))
+        others = [entry for entry in known if entry["text"] != "tree"]
+        lines += [f"**{title}.** Trees: {trees}.", ""]
         if pictures:
-            parts += [f"Drafted for behind a picture: {', '.join(pictures)}.", ""]
-        parts += ["| others | how | why |", "|---|---|---|", *rows, ""]
-    return "\n".join(parts)
-
-
-TABLES: dict[str, Callable[[], str]] = {"census-counts": counts, "census": entries}
+            lines += [f"Drafted for behind a picture: {pictures}.", ""]
+        rows = [[entry["name"], entry["text"], entry["why"].replace("|", "/")] for entry in others]
+        lines += [*markdown_table(["others", "how", "why"], rows), ""]
+    return lines

@@ -98,14 +98,10 @@ def arrivals(made: dict[str, Any]) -> list[str]:
 
 @block(TABLES, "datastores")
 def datastores(made: dict[str, Any]) -> list[str]:
-    """Building, opening and walking one large store."""
+    """Size, opening and walking of one large store."""
     corpus, store, step = made["corpus"], made["store"], made["step"]
     rows = [
         ["tokens, real ones among them", f"{millions(corpus['tokens'])}, {millions(corpus['real_tokens'])}"],
-        ["reading and encoding, all cores", f"{millions(made['reading']['tokens_per_second'])} tokens/s"],
-        ["suffix sorting, one core", f"{millions(made['suffix_array']['tokens_per_second'])} tokens/s"],
-        ["whole index: sorting, n-grams, checksums, writing", f"{millions(store['tokens_per_second'])} tokens/s"],
-        ["memory while building, this corpus included", f"{made['peak_memory_gb']:.1f} GB"],
         ["exact index", f"{store['exact_bytes_per_token']:.2f} bytes per token"],
         ["n-gram table", f"{store['ngram_share_of_exact']:.2f} of the exact index"],
         ["open", f"{two(made['open']['first_ms'])} ms the first time, {two(made['open']['median_ms'])} ms after"],

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkout import ROOT
+from harness import shown
 
 from retrieve_spec.bench.machine import NOT_MEASURED, OtherWork, machine_facts
 
@@ -51,10 +52,7 @@ def bench(args: argparse.Namespace, name: str, *words: str, limit: int, runs: in
 
 def script(args: argparse.Namespace, name: str, program: str, *words: str) -> None:
     """One script whose last line is a JSON object, into the data."""
-    facts, others = machine_facts(), OtherWork()
-    made = json.loads(tool(program, *words).splitlines()[-1])
-    machine = {**facts, "others": others.cores()}
-    write(args, name, {**made, "machine": machine, "command": shown(["python", program, *words])})
+    write(args, name, json.loads(tool(program, *words).splitlines()[-1]))
 
 
 def replays(args: argparse.Namespace, name: str, facts: dict[str, Any], commands: dict[str, list[str]]) -> None:
@@ -169,11 +167,6 @@ def suffix_decoding() -> Iterator[None]:
         yield
     finally:
         os.environ["PYTHONPATH"] = before
-
-
-def shown(words: list[str]) -> str:
-    """A command for the docs: files by their names, since where they lie on a machine is no one's business."""
-    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in words)
 
 
 def the_trace(args: argparse.Namespace, name: str) -> Path:

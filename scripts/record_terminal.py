@@ -10,14 +10,12 @@ nobody for a font, follows light and dark, and shows its last frame where a read
 
 from __future__ import annotations
 
-import argparse
-import json
 import zlib
 from html import escape
 from time import perf_counter
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 
 COLUMNS, ROWS = 54, 16
 """Of a pane; longer lines are cut, later lines are not shown."""
@@ -145,9 +143,7 @@ def _text(x: float, y: float, text: str, kind: str = "", late: float | None = No
 
 def main() -> None:
     """Print a recording."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--new-tokens", type=int, default=120)
-    print(json.dumps(record(parser.parse_args().new_tokens)))
+    harness.run(lambda options: record(options.new_tokens), __doc__, new_tokens=120)
 
 
 if __name__ == "__main__":

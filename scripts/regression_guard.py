@@ -28,7 +28,6 @@ import checkout  # noqa: F401
 from tokenizers import Tokenizer
 
 from retrieve_spec.bench.replay import Replay, read_trace
-from retrieve_spec.bench.workloads import structured_prompts
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.sources import Source
@@ -44,8 +43,6 @@ STORED = 5  # last answers whose prompts are in the store
 REPLAY_NODES = (16, 60)
 LIVE_NODES = 16
 GENERATION = {"max_new_tokens": 96, "do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0, "seed": 1}
-PROMPT_FILES = 8
-PROMPT_CHARS = 1500
 
 
 def replayed() -> dict[str, Any]:
@@ -150,37 +147,13 @@ def rate(counts: dict[str, Any], names: list[str]) -> float:
     return sum(counts[name]["tokens"] for name in names) / sum(counts[name]["passes"] for name in names)
 
 
-def record_answers() -> None:
-    """Write the workload itself: beginnings of this project's files and tables, with the bundled model's answers."""
-    import retrieve_spec as rs
-
-    package = Path(__file__).resolve().parent.parent / "retrieve_spec"
-    files = sorted(package.rglob("*.py"), key=lambda path: (-path.stat().st_size, path.name))[:PROMPT_FILES]
-    prompts = {str(f.relative_to(package.parent)): f.read_text(encoding="utf-8")[:PROMPT_CHARS] for f in files}
-    prompts = {path: f"<|file_sep|>{path}\n{text[: text.rfind(chr(10)) + 1]}" for path, text in prompts.items()}
-    prompts |= {prompt.name: prompt.turns[0] for prompt in structured_prompts(2)}
-    model, tokenizer = load_model(device="cpu")
-    rs.accelerate(model, tokenizer)
-    lines = []
-    for name, prompt in prompts.items():
-        inputs = tokenizer(prompt, return_tensors="pt")
-        output = model.generate(**inputs, draft="off", **GENERATION)
-        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
-        lines.append(json.dumps({"id": name, "task": "guard", "prompt": prompt, "output": answer}))
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    ANSWERS.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def main() -> None:
     """Compare with the baseline, or replace it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--accept", action="store_true", help="write today's counts as the baseline")
-    parser.add_argument("--record", action="store_true", help="make the workload itself anew, then accept")
     args = parser.parse_args()
-    if args.record:
-        record_answers()
     now = replayed() | operations() | live()
-    if args.accept or args.record:
+    if args.accept:
         BASELINE.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {BASELINE.name}")
         return

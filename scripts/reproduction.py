@@ -193,20 +193,6 @@ def other_answers(args: argparse.Namespace, tokenizer: str) -> Path:
     return store
 
 
-def replayed_presets(args: argparse.Namespace) -> None:
-    """The table of docs/presets.md."""
-    trace, tokenizer = the_trace(args, SPEC_BENCH), native(args, SPEC_BENCH)
-    words = ["bench", "replay", str(trace), "--tokenizer", tokenizer, *few(args)]
-    commands = {}
-    for draft in ("auto", "prompt-lookup", "anpd", "sam", "suffix", "adaptive-trigram"):
-        for session in ([], ["--session"]) if draft in ("auto", "suffix") else ([],):
-            commands[" ".join([draft, *session])] = [*words, "--draft", draft, *session]
-    store = ["--store", str(other_answers(args, tokenizer))]
-    for draft in ("auto", "sam", "adaptive-trigram", "hierarchy", "rest"):
-        commands[f"{draft} --store"] = [*words, "--draft", draft, *store]
-    replays(args, "presets-replay", {"trace": SPEC_BENCH, "store": OTHER_ANSWERS}, commands)
-
-
 def few(args: argparse.Namespace) -> list[str]:
     """Options of every replay."""
     return ["--quiet", "--json", *(["--limit", str(args.limit)] if args.limit else [])]
@@ -280,7 +266,7 @@ PARTS: dict[str, Part] = {
     "batches": Part(9, "batches beside the original generate", cost_parts.batches),
     "arrivals": Part(4, "requests that arrive at random", cost_parts.arrivals),
     "rollouts": Part(9, "many answers to the same prompts: stragglers, and epochs with a memory", cost_parts.rollouts),
-    "datastores": Part(6, "building, opening and walking a store of 100 M tokens", cost_parts.datastores),
+    "datastores": Part(6, "size, opening and walking of a store of 100 M tokens", cost_parts.datastores),
     "datastores-changes": Part(
         8, "builds by one and two workers, and changes of a store", cost_parts.datastore_changes
     ),
@@ -291,7 +277,6 @@ PARTS: dict[str, Part] = {
     "typing": Part(4, "typing in an editor, and the server's own time", cost_parts.typing),
     "sources-replay": Part(4, "auto without each of its sources, on recorded answers", sources_replay, traces=True),
     "knowledge": Part(8, "tokens per pass cold, with phrases and with answers kept", knowledge, traces=True),
-    "presets-replay": Part(2, "presets on recorded answers", replayed_presets, traces=True),
     "siblings": Part(8, "tokens per pass of samples that draft from one another", siblings, traces=True),
     "epochs": Part(6, "tokens per pass of later answers to the same prompts", epochs, traces=True),
     "larger": Part(9, "recorded answers in real passes of larger models with random weights", larger, traces=True),

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 
 PROMPTS = [
     "class Stack:\n    def __init__(self):\n",
@@ -81,12 +81,8 @@ def train(drafts: bool, options: argparse.Namespace, folder: Path) -> list[dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.7)
-    options = parser.parse_args()
+    """Print what every rollout took."""
+    options = harness.arguments(__doc__, steps=6, samples=8, tokens=64, temperature=0.7)
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     for drafts in (False, True):
         with tempfile.TemporaryDirectory() as folder:

@@ -82,58 +82,30 @@ class FreshDrafter:
         return getattr(self.drafter, name)
 
 
-def _no_context(drafter: MixtureDrafter) -> None:
-    drafter.context = Unfed()
-    drafter.unigrams = drafter.calibration.unigrams(mute=True)
-
-
-def _no_session(drafter: MixtureDrafter) -> None:
-    drafter.session = None
-
-
-def _no_prediction(drafter: MixtureDrafter) -> None:
-    start = drafter.start
-    drafter.start = lambda prompt_ids, prediction_ids=None: start(prompt_ids)  # type: ignore[method-assign]
-
-
-def _no_recycling(drafter: MixtureDrafter) -> None:
-    drafter.recycling = None
-    drafter.top_k = 0
-
-
-def _no_ngram(drafter: MixtureDrafter) -> None:
-    drafter.stores.ngram = []
-
-
-def _no_exact(drafter: MixtureDrafter) -> None:
-    drafter.stores.exact = []
-
-
-def _no_dense(drafter: MixtureDrafter) -> None:
-    drafter.dense = None
-    drafter.wants_hidden = None
-
-
-def _no_phrases(drafter: MixtureDrafter) -> None:
-    drafter.phrases = None
-
-
-def _no_alignment(drafter: MixtureDrafter) -> None:
-    drafter.alignments = None
-
-
-SOURCES: dict[str, Callable[[MixtureDrafter], None]] = {
-    "context": _no_context,
-    "session": _no_session,
-    "prediction": _no_prediction,
-    "recycling": _no_recycling,
-    "ngram": _no_ngram,
-    "exact": _no_exact,
-    "dense": _no_dense,
-    "phrases": _no_phrases,
-    "alignment": _no_alignment,
+SOURCES: dict[str, dict[str, Any]] = {
+    "context": {"context": Unfed},
+    "session": {"session": None},
+    "prediction": {},
+    "recycling": {"recycling": None, "top_k": 0},
+    "ngram": {"stores.ngram": list},
+    "exact": {"stores.exact": list},
+    "dense": {"dense": None, "wants_hidden": None},
+    "phrases": {"phrases": None},
+    "alignment": {"alignments": None},
 }
-"""What takes a source away from the mixture, by its name."""
+"""What takes a source away from the mixture, by its name: attributes, and what they are then (types are called)."""
+
+
+def _take_away(drafter: MixtureDrafter, source: str) -> None:
+    for name, value in SOURCES[source].items():
+        *owners, attribute = name.split(".")
+        owner = getattr(drafter, owners[0]) if owners else drafter
+        setattr(owner, attribute, value() if isinstance(value, type) else value)
+    if source == "context":
+        drafter.unigrams = drafter.calibration.unigrams(mute=True)
+    elif source == "prediction":
+        start = drafter.start
+        drafter.start = lambda prompt_ids, prediction_ids=None: start(prompt_ids)  # type: ignore[method-assign]
 
 
 def _deprived(drafter: Any, without: Sequence[str]) -> Any:
@@ -141,5 +113,5 @@ def _deprived(drafter: Any, without: Sequence[str]) -> Any:
         if name not in SOURCES or not isinstance(drafter, MixtureDrafter):
             got = repr(name) if name not in SOURCES else "another preset"
             raise ConfigError(f"auto without one of {', '.join(SOURCES)}", got, "Name one of these, and auto.")
-        SOURCES[name](drafter)
+        _take_away(drafter, name)
     return drafter

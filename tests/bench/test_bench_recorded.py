@@ -46,7 +46,7 @@ def test_tasks_take_turns_and_short_answers_and_long_prompts_are_left_out(script
 def test_every_method_gives_the_recorded_answers(script, tmp_path, monkeypatch):
     monkeypatch.setitem(script.SHAPES, "tiny", (64, 128, 2, 4, 2, 8192))
     answers = script.chosen(options(tmp_path, [row("math", 1), row("qa", 2)], 2))
-    made = script.measure("tiny", answers, 200)
+    made = script.give("tiny", answers, 200)
     assert set(made["methods"]) == set(script.METHODS)
     for name, figures in made["methods"].items():
         assert figures["same"] == 2, name

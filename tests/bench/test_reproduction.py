@@ -116,8 +116,7 @@ SCRIPTS = {
             **GIVEN, "characters_per_second": 50.0, "tokens_per_pass": 7.0}}}},
     },
     "scripts/bench_datastore.py": {
-        "corpus": {"tokens": 10**8, "real_tokens": 10**6}, "reading": {"tokens_per_second": 3e5}, "open": OPEN,
-        "suffix_array": {"tokens_per_second": 2e6}, "step": STEP, "peak_memory_gb": 2.0,
+        "corpus": {"tokens": 10**8, "real_tokens": 10**6}, "open": OPEN, "step": STEP,
         "store": {"tokens_per_second": 2e6, "exact_bytes_per_token": 6.1, "ngram_share_of_exact": 0.24},
         "many_segments": {"segments": 2, "tokens": 20, "bytes": 10**9, "open": OPEN, "step": {"1": STEP, "2": STEP},
                           "manifest_ms": 8.0, "planning": {"seconds": 1.0, "segments": 1.0, "memory_gb": 0.14}},
@@ -188,7 +187,8 @@ def asked(scripts, tmp_path, monkeypatch):
     def tool(program, *words):
         commands.append([program, *words])
         if program != "retrieve-spec":
-            return json.dumps(SCRIPTS.get(program, {}))
+            command = {"machine": MACHINE, "command": f"python {program}"}
+            return json.dumps({**command, **SCRIPTS.get(program, {})})
         parse(words)
         if words[:2] == ("bench", "report"):
             return json.dumps(summary(["--methods", "plain,auto"]))
@@ -265,11 +265,9 @@ def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypat
     assert "| 16 | context | 2.000 | +0.0% |" in tables.replayed_sources()
     assert "_multisample10 | 8 | 3 | 1,000 | 2.000 | 2.500 | +25.0% |" in tables.siblings()
     assert "| 2 | 2.000 | 3.000 | +50.0% |" in tables.epochs() and ">epoch 2</text>" in scripts[5].epochs()
-    assert "| `suffix --session` |" in tables.replayed_presets()
     left_out = tables.TABLES["sources"]()
     assert "| `auto` without recycling | 2.00 | +0.0% |" in left_out
     assert "| `auto` without ngram and exact |" in left_out
-    assert "| `rest --store` |" in tables.replayed_presets()
     assert "5.0% (median)" in tables.expectation() and "differ by 5.0% (median)" in tables.TABLES["knowledge"]()
     costs = scripts[4]
     assert "| 256 tokens, the model's own forward | 2.0 ms | 1.25 |" in costs.passes()
@@ -386,7 +384,7 @@ def test_an_interrupted_part_goes_on_unless_the_code_changed(
 def test_replays_that_are_done_are_kept(scripts, asked, monkeypatch, tmp_path):
     for name in (scripts[0].SPEC_BENCH, scripts[0].OTHER_ANSWERS):
         (tmp_path / name).write_text("")
-    given = ["presets-replay", "--traces", str(tmp_path), "--tokenizer", str(tmp_path / "t.json")]
+    given = ["sources-replay", "--traces", str(tmp_path), "--tokenizer", str(tmp_path / "t.json")]
     whole = scripts[2].tool
 
     def cut_off(program, *words):
@@ -400,8 +398,8 @@ def test_replays_that_are_done_are_kept(scripts, asked, monkeypatch, tmp_path):
     monkeypatch.setattr(scripts[2], "tool", whole)
     asked.clear()
     run(scripts, monkeypatch, *given)
-    assert sum(command[1:3] == ["bench", "replay"] for command in asked) == 13 - 2  # and a store was built
-    assert len(json.loads((tmp_path / "data" / "presets-replay.json").read_text())["rows"]) == 13
+    assert sum(command[1:3] == ["bench", "replay"] for command in asked) == 16 - 2  # and a store was built
+    assert len(json.loads((tmp_path / "data" / "sources-replay.json").read_text())["rows"]) == 16
 
 
 def test_code_is_the_same_when_only_documents_differ(scripts):
