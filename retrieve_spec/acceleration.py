@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import types
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
@@ -42,6 +43,8 @@ from retrieve_spec.sources.dense import DenseIndexes
 from retrieve_spec.verify.interface import input_device, read_interface
 from retrieve_spec.verify.probe import Finding, probe
 from retrieve_spec.verify.tensor_parallel import Ranks
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["accelerate", "accelerated", "generate_many", "generate_stream", "restore"]
 
@@ -122,13 +125,9 @@ def prepare(
     Its `generate` stays, or is the original one again.
     """
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
-        raise UnsupportedModelError(
-            "a transformers model that can generate",
-            type(model).__name__,
-            "Load it with AutoModelForCausalLM.from_pretrained.",
-        )
-    if isinstance(tokenizer, (str, os.PathLike)):
-        raise ConfigError("a tokenizer", repr(tokenizer), "Load it with AutoTokenizer.from_pretrained.")
+        raise _no_model(model, "accelerate")
+    if tokenizer is not None and (isinstance(tokenizer, (str, os.PathLike)) or not hasattr(tokenizer, "__len__")):
+        raise ConfigError("a tokenizer", repr(tokenizer)[:60], "Load it with AutoTokenizer.from_pretrained.")
     if isinstance(datastores, (str, os.PathLike)):
         raise ConfigError("a list of datastores", repr(datastores), f"Give datastores=[{str(datastores)!r}].")
     if not isinstance(config, SpeculationConfig | None):
@@ -143,6 +142,8 @@ def prepare(
         restore(model)
     loading = _load_kernels()
     stores = [_open_store(store, tokenizer) for store in datastores or ()]
+    if stores and tokenizer is None:
+        logger.warning("no tokenizer was given to check the datastores by: pass tokenizer= to accelerate")
     read_ahead(stores)
     check_stores = functools.partial(_check_stores, model, config)
     check_stores(stores)
@@ -173,6 +174,21 @@ def prepare(
     if config.nodes == AUTO and config.draft != OFF:
         with contextlib.nullcontext() if threads is None else threads.used():
             measure_passes(model, speculation)
+
+
+def _no_model(given: Any, verb: str) -> UnsupportedModelError:
+    """The error of what is no model that can generate, with what to do where that can be seen."""
+    got, remedy = type(given).__name__, "Load it with AutoModelForCausalLM.from_pretrained."
+    if isinstance(given, (str, os.PathLike)):
+        name = str(given)[:60]
+        got, remedy = repr(name), f"Load it with AutoModelForCausalLM.from_pretrained({name!r})."
+    elif isinstance(getattr(given, "model", None), PreTrainedModel):  # a pipeline
+        remedy = f"Give its model: {verb}(pipeline.model)."
+    elif isinstance(given, PreTrainedTokenizerBase):
+        remedy = f"Give the model first: {verb}(model, tokenizer)."
+    elif isinstance(given, PreTrainedModel):
+        got, remedy = f"{got}, which has no head for the next token", "Load it with AutoModelForCausalLM."
+    return UnsupportedModelError("a transformers model that can generate", got, remedy)
 
 
 def _is_ours(method: Any) -> bool:
@@ -250,6 +266,8 @@ def _model_key(model: Any) -> str:
 def restore(model: Any) -> Any:
     """Undo `accelerate`, copies of weights included; a model that was not accelerated is returned as it is."""
     wrapper, model = model, base_model(model)
+    if not isinstance(model, PreTrainedModel):
+        raise _no_model(model, "restore")
     if isinstance(getattr(model, "speculation", None), Speculation):
         model.speculation.invalidate()
         model.speculation.drafters.keep(at_once=True)

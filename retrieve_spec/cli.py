@@ -146,6 +146,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader left; say nothing at exit
         return 1
+    except OSError as error:  # the system's; ours are caught above, and say more
+        what = f"could not use {error.filename}: " if error.filename else ""
+        remedy = "Check the path, who may read and write there, and the free space."
+        click.echo(f"Error: {what}{error.strerror or error}. {remedy}", err=True)
+        return 1
     return code if isinstance(code, int) else 0
 
 

@@ -6,6 +6,7 @@ the next.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,6 +113,8 @@ def _deprived(drafter: Any, without: Sequence[str]) -> Any:
     for name in without:
         if name not in SOURCES or not isinstance(drafter, MixtureDrafter):
             got = repr(name) if name not in SOURCES else "another preset"
-            raise ConfigError(f"auto without one of {', '.join(SOURCES)}", got, "Name one of these, and auto.")
+            close = difflib.get_close_matches(name, SOURCES, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close and name not in SOURCES else "Name one of these, and auto."
+            raise ConfigError(f"auto without one of {', '.join(SOURCES)}", got, hint)
         _take_away(drafter, name)
     return drafter

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any
 import retrieve_spec as rs
 from retrieve_spec.bench.ablation import FreshDrafter
 from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.errors import ConfigError
 
 PLAIN, PROMPT_LOOKUP, OFF = "plain", "prompt-lookup", "off"
@@ -96,11 +98,16 @@ def parse_method(name: str) -> Method:
     Raises
     ------
     ConfigError
-        The part after the colon is no number, or the method takes none.
+        There is no such method, the part after the colon is no number, or the method takes none.
     """
     kind, colon, number = name.removeprefix(OURS).partition(":")
     kind, *without = kind.split(WITHOUT)
     ours = name.startswith(OURS) or kind not in (PLAIN, PROMPT_LOOKUP)
+    known = [PLAIN, PROMPT_LOOKUP, OFF, *PRESETS]
+    if kind not in known:
+        close = difflib.get_close_matches(kind, known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else "Use one of these names."
+        raise ConfigError(f"a method among {', '.join(known)}", repr(kind), hint)
     if colon and (kind in (PLAIN, OFF) or not number.isdigit()):
         raise ConfigError("a method such as auto, auto:16 or prompt-lookup:10", repr(name), "See `bench run --help`.")
     return Method(name, kind, int(number) if colon else None, ours, tuple(without))

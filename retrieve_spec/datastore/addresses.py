@@ -53,7 +53,8 @@ def folder_of(path: str | os.PathLike[str], verb: str) -> Path:
     """
     if isinstance(path, str) and is_address(path):
         then = {"push": "push that", "pull": f"`retrieve-spec push FOLDER {path}`"}
-        first = "Pull into a folder" if verb == "pull" else f"Run `retrieve-spec pull {path} FOLDER`"
+        first = f"Run `retrieve-spec pull {path} FOLDER`: the address comes first"
+        first = first if verb == "pull" else f"Run `retrieve-spec pull {path} FOLDER`"
         done = then.get(verb, f"{verb} that, and `retrieve-spec push FOLDER {path}`")
         raise BuildError(f"a folder to {verb}", f"the address {path}", f"{first}, then {done}.")
     return Path(path)
@@ -76,7 +77,7 @@ def reach(url: str) -> tuple[Any, str]:
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        remedy = "Install what it names with pip, if it names something."
+        remedy = "Give an address such as s3://, gs://, hf:// or file://, and install with pip what it needs."
         raise BuildError(f"to reach {url}", str(error), remedy) from error
     return fs, root.rstrip("/")
 

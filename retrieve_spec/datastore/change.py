@@ -114,6 +114,9 @@ def explain_write_errors(store: Path) -> Iterator[None]:
         raise
     except OSError as error:
         reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error.filename, str) and not Path(error.filename).resolve().is_relative_to(store.resolve()):
+            remedy = "Check who may read it; the store is as it was, and --resume continues an interrupted change."
+            raise BuildError(f"to use {error.filename}", reason, remedy) from error
         raise BuildError(
             f"to write to {store}",
             reason,

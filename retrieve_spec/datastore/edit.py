@@ -74,7 +74,7 @@ def remove_documents(
         chosen = choose_documents(opened, documents, where)
         if not chosen:
             remedy = f"`retrieve-spec catalog {store}` makes a database that lists them."
-            raise BuildError("documents that match", "none", remedy)
+            raise BuildError("documents that match", f"none for {', '.join(documents) or where}", remedy)
         arguments = {"verb": "remove", "documents": list(documents), "where": where}
         plan = begin_change(work, opened.manifest, {k: v for k, v in arguments.items() if v})
         return remove_chosen(work, opened, plan, chosen, progress)

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.errors import ConfigError, PromptError
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.verify.interface import input_device
 
+_ROWS = "a prompt of token ids, a tensor of shape (rows, tokens)"
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+
+
+def check_arguments(model: Any, arguments: dict[str, Any], own: Collection[str]) -> None:
+    """Refuse what is no prompt, options of `accelerate`, and mistyped ones of our own (`own`), before anything runs.
+
+    Raises
+    ------
+    ConfigError
+        An option is out of place or mistyped.
+    PromptError
+        The prompt is no tensor of token ids in rows.
+    """
+    ids = arguments.get("input_ids", arguments.get("inputs"))
+    if ids is not None and model.main_input_name == "input_ids":
+        if hasattr(ids, "items"):
+            raise PromptError(_ROWS, type(ids).__name__, "Unpack it: generate(**inputs).")
+        if not hasattr(ids, "shape"):
+            remedy = "Encode the text: generate(**tokenizer(text, return_tensors='pt'))."
+            raise PromptError(_ROWS, f"{type(ids).__name__}, {repr(ids)[:40]}", remedy)
+        if isinstance(ids, torch.Tensor) and (ids.ndim != 2 or ids.is_floating_point()):
+            got = f"a tensor of shape {tuple(ids.shape)} and {str(ids.dtype).removeprefix('torch.')}"
+            raise PromptError(_ROWS, got, "Give one row as ids[None], and whole numbers.")
+    elsewhere = {"datastores", "drafter", "config", *(field.name for field in fields(SpeculationConfig))}
+    for name in arguments.keys() - own:
+        if name in elsewhere:
+            raise ConfigError(
+                f"{name} as an option of accelerate", "it in generate", f"Call accelerate(model, {name}=…)."
+            )
+        close = difflib.get_close_matches(name, own, n=1, cutoff=0.85)
+        if close:
+            raise ConfigError("a known option of generate", repr(name), f"Did you mean {close[0]!r}?")
 
 
 def prediction_ids(prediction: Any, tokenizer: Any, model: Any) -> NDArray[np.int32] | None:

@@ -18,7 +18,7 @@ from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.streaming import StreamerFeed
 from retrieve_spec.errors import ConfigError, in_a_line, interruptions_as_they_are
-from retrieve_spec.generation.arguments import row_predictions
+from retrieve_spec.generation.arguments import check_arguments, row_predictions
 from retrieve_spec.generation.logprobs import check_call, of_original
 from retrieve_spec.generation.outputs import result_of
 from retrieve_spec.generation.own_generate import decode_inside, own_generate, why_not_inside
@@ -55,6 +55,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
     arguments.pop("self")
     arguments |= arguments.pop("kwargs", {})
+    check_arguments(self, arguments, _OWN_OPTIONS)
     speculation.drafter(own["draft"])  # an unknown preset is an error
     if own["return_logprobs"]:
         check_call(self, arguments)

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from retrieve_spec import cli, cli_serve
-from retrieve_spec.acceleration import accelerate
+from retrieve_spec.acceleration import accelerate, restore
 from retrieve_spec.errors import ConfigError, ModelNotFoundError, ServeError, UnsupportedModelError
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.server.run import listen
@@ -83,8 +83,18 @@ def test_names_where_objects_belong_are_met_with_how_to_get_them(reference_model
         accelerate(reference_model, "gpt2")
     with pytest.raises(ConfigError, match=r"got 'mystore'. Give datastores=\['mystore'\]"):
         accelerate(reference_model, datastores="mystore")
-    with pytest.raises(UnsupportedModelError, match=r"got str. Load it with AutoModelForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match=r"got 'gpt2'. Load it with AutoModelForCausalLM"):
         accelerate("gpt2")
+
+
+def test_a_store_that_nothing_can_be_checked_by_is_said(reference_model, tmp_path, caplog):
+    (tmp_path / "a.py").write_text("class Shelf:\n    pass\n")
+    assert (
+        cli.run(["build", str(tmp_path / "store"), str(tmp_path / "a.py"), "--tokenizer", "reference", "--quiet"]) == 0
+    )
+    accelerate(reference_model, datastores=[tmp_path / "store"], draft="off")
+    restore(reference_model)
+    assert "pass tokenizer= to accelerate" in caplog.text
 
 
 def test_a_search_for_bytes_is_refused(tmp_path, capsys):
@@ -111,3 +121,34 @@ def test_forget_without_the_servers_packages_says_what_to_install(monkeypatch, t
     monkeypatch.setattr(cli_serve, "find_spec", lambda name: None if name == "starlette" else found(name))
     assert cli.run(["forget", str(tmp_path)]) == 1
     assert "retrieve-spec[serve]" in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_a_sentence(monkeypatch, capsys):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied", "/locked/config.json")
+
+    monkeypatch.setattr("retrieve_spec.datastore.sync.sync_datastore", refused)
+    assert cli.run(["sync", "store", ".", "--tokenizer", "reference"]) == 1
+    said = "Error: could not use /locked/config.json: Permission denied. Check the path, who may read and write there"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        ("plain,plian", "got 'plian'. Did you mean 'plain'?"),
+        ("off,xyzzy", "expected a method among plain, prompt-lookup, off, auto,"),
+        ("auto~contxt", "got 'contxt'. Did you mean 'context'?"),
+    ],
+)
+def test_a_mistyped_method_is_met_with_the_right_one(methods, said, tmp_path, capsys):
+    words = ["bench", "run", "--methods", methods, "--limit", "1", "--tasks", "structured", "--quiet"]
+    assert cli.run([*words, "--out", str(tmp_path / "out")]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_addresses_that_are_wrong_are_met_with_the_right_form(capsys):
+    assert cli.run(["pull", "store", "s3://a/b"]) == 1
+    assert "Run `retrieve-spec pull s3://a/b FOLDER`: the address comes first" in capsys.readouterr().err
+    assert cli.run(["info", "badscheme://x"]) == 1
+    assert "Give an address such as s3://, gs://, hf:// or file://" in capsys.readouterr().err

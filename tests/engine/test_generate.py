@@ -6,18 +6,20 @@ import copy
 import inspect
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scripted_drafter import ScriptedDrafter
-from transformers import DynamicCache, GenerationConfig, GPT2Config, GPT2LMHeadModel, LogitsProcessor
+from transformers import DynamicCache, GenerationConfig, GPT2Config, GPT2LMHeadModel, GPT2Model, LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 import retrieve_spec as rs
 from retrieve_spec import errors
 
+BARE = GPT2Model(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1))
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
 
@@ -501,8 +503,46 @@ def test_bad_input_is_a_typed_error(tiny: Any, prompt: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("gpt2", r"got 'gpt2'\. Load it with AutoModelForCausalLM\.from_pretrained\('gpt2'\)"),
+        (3, "got int. Load it with AutoModelForCausalLM.from_pretrained"),
+        (BARE, "got GPT2Model, which has no head for the next token"),
+        (SimpleNamespace(model=BARE), r"Give its model: \w+\(pipeline.model\)"),
+    ],
+)  # fmt: skip
+def test_what_is_no_model_is_named_with_what_to_do(given: Any, said: str) -> None:
+    for door in (rs.accelerate, rs.restore):
+        if not (door is rs.restore and given is BARE):  # one that was not accelerated stays as it is
+            with pytest.raises(errors.UnsupportedModelError, match=said):
+                door(given)
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "said"),
+    [
+        ({"datastores": ["x"]}, errors.ConfigError, "datastores as an option of accelerate, got it in generate"),
+        ({"session": True}, errors.ConfigError, r"Call accelerate\(model, session=…\)"),
+        ({"predicton": [1]}, errors.ConfigError, "got 'predicton'. Did you mean 'prediction'"),
+        ({"input_ids": "def f"}, errors.PromptError, r"got str, 'def f'\. Encode the text: generate\(\*\*tokenizer"),
+        ({"input_ids": [[1, 2]]}, errors.PromptError, "shape .rows, tokens., got list"),
+        ({"input_ids": {"input_ids": 1}}, errors.PromptError, r"got dict\. Unpack it: generate\(\*\*inputs\)"),
+        ({"input_ids": torch.tensor([1, 2])}, errors.PromptError, r"got a tensor of shape \(2,\) and int64"),
+        ({"input_ids": torch.ones(1, 2)}, errors.PromptError, "and float32. Give one row as ids.None."),
+    ],
+)  # fmt: skip
+def test_arguments_of_generate_that_are_out_of_place_are_named(
+    tiny: Any, prompt: torch.Tensor, option: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    scripted(tiny, answer_of(tiny, prompt))
+    with pytest.raises(error, match=said):
+        tiny.generate(**{"input_ids": prompt, "max_new_tokens": 4, "do_sample": False, **option})
+
+
+@pytest.mark.parametrize(
     ("option", "said"),
     [
+        ({"tokenizer": 3}, "a tokenizer, got 3. Load it with AutoTokenizer"),
         ({"draft": 3}, "draft to be one of"),
         ({"datastores": [3]}, "a datastore's folder, or an open one, got 3. Give its path"),
         ({"config": {"draft": "auto"}}, "a SpeculationConfig, got dict. Give options by name"),
