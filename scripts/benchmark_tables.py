@@ -78,11 +78,11 @@ def replayed_models(made: dict[str, Any]) -> list[str]:
     lost = dict(peer_tables().as_many_nodes(results)).get("suffix-decoding tree, wide", [])
     most = max((1 - mine / rival for _, rival, mine in lost), default=0)
     text = (
-        f"Answers that these models once gave, replayed through each project's drafting code (those {len(OPEN_MODELS)} "
-        f"of {len(results)} recorded files that open models of this size wrote alone); commit "
-        f"{made['machine']['commit']}, {made['machine']['date']}. The more tokens a draft has, the more of them are "
-        f"right, and the more a pass costs. With as few drafted tokens as SuffixDecoding, this library gets up to "
-        f"{most:.0%} fewer on {len(lost)} of the {len(results)} files: "
+        f"Recorded answers of these models, replayed through each project's drafting code: those {len(OPEN_MODELS)} of "
+        f"{len(results)} recorded files that hold nothing but answers of open models of this size; commit "
+        f"{made['machine']['commit']}, {made['machine']['date']}. Longer drafts get more tokens right, and make a pass "
+        f"cost more. Where this library drafts as few tokens as SuffixDecoding, it gets up to {most:.0%} fewer tokens "
+        f"per pass on {len(lost)} of the {len(results)} files: "
         "[all files, drafters and the command](docs/tables_recorded.md#peers-on-recorded-answers)."
     )
     return ["![Tokens per pass of 7 B to 70 B models](docs/peers.svg)", "", text]
@@ -107,8 +107,8 @@ def _larger_models() -> list[str]:
         for figures in made["sizes"].values()
     ]
     text = (
-        "Answers that Vicuna-7B gave to Spec-Bench's questions, given again on the same kind of machine by models with "
-        f"random weights that are made to say them: {' and '.join(parts)}, medians over {made['answers']} answers "
+        "Models with random weights, made to say the answers that Vicuna-7B gave to Spec-Bench's questions, are "
+        f"{' and '.join(parts)}; medians over {made['answers']} answers on the same kind of machine "
         "([how](docs/tables_recorded.md#larger-models))."
     )
     return [text, ""]
