@@ -216,7 +216,9 @@ def some_of_a_pass(model: nn.Module) -> Callable[[], object]:
     left = _WEIGHTS
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.is_floating_point() and left > 0 and len(pairs) < _LAYERS:
-            pairs.append((module.weight.new_zeros(_ROWS, module.in_features), module.weight))
+            weight = module.weight
+            rows = torch.zeros(_ROWS, module.in_features, dtype=weight.dtype, device=weight.device)
+            pairs.append((rows, weight))
             left -= module.weight.numel()
 
     def multiply() -> None:
