@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,9 @@ _BOUNDARY = np.array([BOUNDARY], np.int32)
 NO_HOPE = 0, 0.0
 """What a draft would begin with where there is none: no token, and how probable that is."""
 _LONGEST_REST = 8
-"""Passes that are not drafted for at most, after drafting has not paid again and again."""
+"""Passes that are not drafted for at most, where looks for drafts cost more than they save."""
+_LOOKS = 16.0
+"""Looks for drafts after which what they cost and saved has faded to a third."""
 _MOST_SHOWN = 4
 """Passes that wait to be learned from at most."""
 _MOST_FRESH = 64
@@ -108,6 +111,7 @@ class MixtureDrafter(OpenSources):
         self._fresh: list[NDArray[np.int32]] = []  # given while nobody drafted, learned without trees
         self._shown: list[_Shown] = []  # before that
         self._rest = self._misses = 0
+        self._looks: tuple[float, float] | None = None  # seconds that one saves and takes, running means
         self._asked = False  # for a draft since the last pass
         self.asker: str | None = None
         self.learns_phrases = True
@@ -125,7 +129,7 @@ class MixtureDrafter(OpenSources):
         tree = trial.propose(Budget(4, 4, np.array([1.0, 1.1, 1.2, 1.3, 1.4], np.float32)))
         top = np.zeros((len(tree) + 1, trial.top_k))
         trial.observe(VerifiedPass(tree, text[:0], text[:1], top.astype(np.int32), top.astype(np.float32)))
-        trial._misses = trial._rest = 0
+        trial._rest = 0
         trial.propose(Budget(4, 4))
         trial.observe(VerifiedPass(DraftTree(), text[:0], text[:1] + 9))
         trial.finish()
@@ -192,10 +196,10 @@ class MixtureDrafter(OpenSources):
     def propose(self, budget: Budget) -> DraftTree:
         """Draft within the budget; with a cost curve, only as many nodes as pay.
 
-        While nothing pays, more and more passes go by without a look (at most eight in a row), so that text with
-        nothing to look up costs next to nothing; the first draft that pays ends that.
+        While looks for drafts take longer than these save, more and more passes go by without one (at most eight in a
+        row), so that text with nothing to look up costs next to nothing; drafts that pay end that.
         """
-        self._asked = True
+        self._asked, began = True, perf_counter()
         limit = min(budget.max_nodes, MAX_NODES)
         if limit <= 0 or budget.max_depth <= 0:
             return _NOTHING
@@ -211,13 +215,21 @@ class MixtureDrafter(OpenSources):
             with self._shared:
                 tree = self._grow(cost, limit, depth)
         if budget.cost is not None:
-            n, expected = self._proposed
-            self._misses = 0 if n else self._misses + 1
-            self._rest = min(self._misses // 2, _LONGEST_REST)
-            self._pace = float(budget.cost[n]) / (1.0 + expected)
-            if self._queries is not None and self._queries.comparison is not None:
-                self._queries.comparison.weigh(n, budget.cost, self._pace)
+            self._weigh(budget.cost, perf_counter() - began)
         return tree
+
+    def _weigh(self, cost: NDArray[np.float32], spent: float) -> None:
+        """Learn what looks for drafts save and take from one that took `spent` seconds; rest if they take more."""
+        n, expected = self._proposed
+        self._pace = float(cost[n]) / (1.0 + expected)
+        saved = float(cost[0]) * (1.0 + expected) - float(cost[n])
+        saves, takes = self._looks or (float(cost[0]), spent)  # a new drafter is believed in
+        saves, takes = saves + (saved - saves) / _LOOKS, takes + (min(spent, 4.0 * takes) - takes) / _LOOKS
+        self._looks = saves, takes
+        self._misses = 0 if n else self._misses + 1
+        self._rest = 0 if saves > takes else min(self._misses // 2, _LONGEST_REST)
+        if self._queries is not None and self._queries.comparison is not None:
+            self._queries.comparison.weigh(n, cost, self._pace)
 
     def _grow(self, cost: NDArray[np.float32], limit: int, depth: int) -> DraftTree:
         """Learn what was shown, look up neighbours if that pays, and grow the tree."""

@@ -76,7 +76,7 @@ def test_mixers_have_hooks_while_drafts_are_verified_and_a_few_passes_longer(nam
     hooked.clear()
     assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW, do_sample=False)[0], expected)
     first, last = hooked.index(True), len(hooked) - hooked[::-1].index(True)
-    assert 15 <= first and all(hooked[first:last]) and last < len(hooked) - 10
+    assert first >= 15 and all(hooked[first:last]) and last < len(hooked) - 10
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
