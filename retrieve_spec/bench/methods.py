@@ -103,7 +103,7 @@ def parse_method(name: str) -> Method:
     kind, colon, number = name.removeprefix(OURS).partition(":")
     kind, *without = kind.split(WITHOUT)
     ours = name.startswith(OURS) or kind not in (PLAIN, PROMPT_LOOKUP)
-    known = [PLAIN, PROMPT_LOOKUP, OFF, *PRESETS]
+    known = list(dict.fromkeys((PLAIN, PROMPT_LOOKUP, OFF, *PRESETS)))
     if kind not in known:
         close = difflib.get_close_matches(kind, known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "Use one of these names."

@@ -11,7 +11,7 @@ _GLIBC = {
     "MALLOC_MMAP_THRESHOLD_": (-3, 256 << 10),
     "MALLOC_ARENA_MAX": (-8, 2),
 }
-"""What glibc's `mallopt` is told, by the names under which the user's environment may say it."""
+"""What glibc's `mallopt` gets, by the names under which the user's environment may say it."""
 
 
 def begin_loading() -> None:
