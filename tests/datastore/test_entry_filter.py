@@ -406,3 +406,27 @@ def test_pipes_called_like_ignore_files_are_not_waited_for(tmp_path, monkeypatch
     found = dict(EntryFilter([tmp_path]).list())
     assert {path.name for path, said in found.items() if isinstance(said, Candidate)} == {"a.txt", ".ignore"}
     assert found[tmp_path / "b.log"] is Reason.IGNORED and found[tmp_path / ".gitignore"] is Reason.NOT_A_FILE
+
+
+def test_a_tracked_file_enters_though_the_one_before_it_may_not(tmp_path):
+    root = tmp_path.resolve() / "f"
+    (root / "build").mkdir(parents=True)
+    for name in ("tracked.py", "untracked.py"):
+        (root / "build" / name).write_text(f"x = '{name}'\n")
+    git(tmp_path, "init", root)
+    git(root, "add", "build/tracked.py")
+    found = {path.relative_to(root).as_posix(): said for path, said in EntryFilter([root]).list()}
+    assert isinstance(found.pop("build/tracked.py"), Candidate) and found == {"build": Reason.TOOLS}
+
+
+def test_what_lies_behind_a_link_stays_out_and_what_is_listed_after_it_does_not(tmp_path):
+    root = tmp_path.resolve() / "f"
+    for name in ("s/a.py", "t/b.py"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text(f"x = '{name}'\n")
+    git(tmp_path, "init", root)
+    git(root, "add", ".")
+    (root / "s").rename(tmp_path / "moved")
+    (root / "s").symlink_to(tmp_path / "moved")
+    found = {path.relative_to(root).as_posix(): said for path, said in EntryFilter([root]).list()}
+    assert isinstance(found.pop("t/b.py"), Candidate) and found == {"s": Reason.LINK, "s/a.py": Reason.LINK}
