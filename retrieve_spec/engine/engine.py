@@ -166,11 +166,16 @@ class Engine:
             nodes = len(batch) * max(len(sequence.seen.tree) for sequence in batch)
         if self.costs.path_share is not None:  # what a commit takes is the price of the draft
             forward, committed = forward + committed, 0.0
-        if not usual:
-            return
+        if not usual or not (self._chooses_threads or any(sequence.lent.drafts for sequence in batch)):
+            return  # it says nothing new of such passes, or nobody asks
         if len(batch) > 1 or self.costs.is_plain(nodes, drafted_before, context, forward):
             forward = self.costs.without_paths([sequence.seen.tree for sequence in batch], nodes, context, forward)
             self._learn_cost(len(batch), nodes, context, forward, drafted + committed + learned)
+
+    @property
+    def _chooses_threads(self) -> bool:
+        """Whether times of passes decide how many threads the next ones use."""
+        return self.threads is not None and self.threads.most > 1
 
     def _learn_cost(self, sequences: int, nodes: int, context: int, forward: float, around: float) -> None:
         """Enter a pass over so many sequences with `nodes` drafted nodes behind `context` tokens, in seconds."""

@@ -83,6 +83,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": {"projector_hidden_size": 32, "merged_hidden_size": 128},
     "kimi_k25": {"projection_hidden_size": 32},
     "mistral4": {"head_dim": 16},
+    "unlimited_ocr": {"vision_config": {"sam_config": {"downsample_channels": [24, 32]}}},
     **{name: {"index_topk": 64} for name in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "dots3_note_text")},
     **{name: {"text_config": {"index_topk": 64}} for name in ("dots3_note", "glm5_next")},
     "mistral_large4": {"text_config": {"index_topk": 64, "kv_source_layers": [0, 1]}},
