@@ -74,9 +74,7 @@ class PackedLayers:
                 if layout is not None:
                     self._layers.append((module, layout))
         self._lone = [
-            (module, layout)
-            for module, layout in self._layers
-            if layout.serves(1) and layout.nbytes >= _LONE_BYTES
+            (module, layout) for module, layout in self._layers if layout.serves(1) and layout.nbytes >= _LONE_BYTES
         ]
         self._copies = WeightCopies(list(enumerate(layout for _, layout in self._layers)))
         self._passes = 0
