@@ -96,10 +96,15 @@ def compile_program(
 
 
 def packed_share(code: Callable[..., Any]) -> float:
-    """Share of a compiled program's linear layers that read packed weights."""
-    targets = [node.target for node in code.__self__.graph.nodes if node.op == "call_function"]  # type: ignore[attr-defined]
-    packed = targets.count(packed_linear)
-    return packed / max(packed + targets.count(functional.linear), 1)
+    """Share of the weights of a compiled program's linear layers, but for the last one, that it reads packed.
+
+    The last one, which makes logits, is given few rows of a prompt.
+    """
+    nodes = [node for node in code.__self__.graph.nodes if node.op == "call_function"]  # type: ignore[attr-defined]
+    layers = [node for node in nodes if node.target in (packed_linear, functional.linear)][:-1]
+    sizes = [int(value(node.args[1]).numel()) for node in layers]
+    packed = sum(size for node, size in zip(layers, sizes, strict=True) if node.target is packed_linear)
+    return packed / max(sum(sizes), 1)
 
 
 def _weights(program: torch.export.ExportedProgram, owner: torch.nn.Module) -> list[torch.Tensor]:
