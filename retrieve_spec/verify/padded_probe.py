@@ -19,7 +19,7 @@ from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, read_interface
 from retrieve_spec.verify.padded_batch import PaddedBatch, PaddedRow, why_not_padded
 from retrieve_spec.verify.shrink import lengths_of, shrunk
-from retrieve_spec.verify.steps import sample_tokens, vocabulary
+from retrieve_spec.verify.steps import SingleSteps, prepare_call, sample_tokens, vocabulary
 from retrieve_spec.verify.verifier import Verifier
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,9 @@ def why_not_together(model: Any, interface: ModelInterface) -> str:
         with evaluating(model), torch.no_grad():
             if why := _problem(model, interface, longest + 3 if longest <= _REACH else 9):
                 return why
-            if interface.recurrent and _reads_padding(model):
-                return "what stands in front of a row as padding changes its recurrent state"
+            if not interface.has_encoder and _reads_padding(model):
+                what = "its recurrent state" if interface.recurrent else "what its tokens see"
+                return f"what stands in front of a row as padding changes {what}"
         if longest <= _REACH:
             return ""
         small, why = shrunk(model)
@@ -63,12 +64,20 @@ def why_not_together(model: Any, interface: ModelInterface) -> str:
 
 
 def _reads_padding(model: Any) -> bool:
-    """Whether padding in front of a text changes its logits, as where layers add a bias behind the mask."""
-    ids = sample_tokens(model, 9)
-    mask = (torch.arange(ids.shape[1], device=ids.device) >= 4).long()[None]
-    padded = model(input_ids=ids, attention_mask=mask).logits[0, -1].float()
-    wanted = model(input_ids=ids[:, 4:]).logits[0, -1].float()
-    return not float((padded - wanted).abs().max() / wanted.std()) <= _DEVIATION.get(model.dtype, _DEVIATION_HALF)
+    """Whether padding in front of a text changes its logits, as where layers add a bias behind the mask.
+
+    Tokens behind the prompt are looked at, too: GIT lets them see padding that the prompt does not.
+    """
+    ids = sample_tokens(model, 11)
+    shown = (torch.arange(9, device=ids.device) >= 4).long()[None]
+    padded = SingleSteps(model, prepare_call(model, ids[:, :9], shown))
+    alone = SingleSteps(model, prepare_call(model, ids[:, 4:9], torch.ones_like(ids[:, 4:9])))
+    most = _DEVIATION.get(model.dtype, _DEVIATION_HALF)
+    for token in (None, *ids[0, 9:].tolist()):
+        logits, wanted = padded.feed(token), alone.feed(token)
+        if not float((logits - wanted).abs().max() / wanted.std()) <= most:
+            return True
+    return False
 
 
 def _problem(model: Any, interface: ModelInterface, length: int) -> str:

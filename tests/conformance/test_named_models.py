@@ -37,6 +37,20 @@ def test_padded_rows_of_vision_models_with_text_alone(name: str) -> None:
         rs.restore(model)
 
 
+@pytest.mark.parametrize(("name", "mode"), [("git", "delegated"), ("exaone4_5", "tree")])
+def test_a_batch_of_vision_models_with_text_alone_says_what_plain_generate_says(name: str, mode: str) -> None:
+    """Tokens of GIT see padding that their prompt does not: its rows cannot go on as if they had none."""
+    model = build(name, "image")
+    lengths = (8, 36, 18)
+    rows = [[0] * (36 - length) + prompt(model, length, 37 + length)[0].tolist() for length in lengths]
+    shown = torch.tensor([[0] * (36 - length) + [1] * length for length in lengths])
+    inputs = {"input_ids": torch.tensor(rows), "attention_mask": shown}
+    wanted = model.generate(**inputs, **GREEDY)
+    rs.accelerate(model)
+    assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
+    assert model.speculation.last.mode == mode
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
 def test_positions_of_several_axes_with_text_alone(name: str) -> None:
     """Processors say of every token that it is text; hybrid layers beside (qwen3_5)."""
