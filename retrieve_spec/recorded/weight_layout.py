@@ -209,12 +209,12 @@ def pack(weight: torch.Tensor) -> torch.Tensor | None:
 def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor) -> int:
     """Fewest rows from which the packed weight is used, 0 for never.
 
-    Over all numbers of rows it has to be faster than a column-major copy, by the geometric mean. Fewer rows than it is
-    used for are multiplied by the weight as it lies: as few as make all numbers together fastest, so that a single time
-    that other processes spoiled decides nothing.
+    Fewer rows than it is used for are multiplied by the weight as it lies: as few as make all numbers together fastest,
+    so that a single time that other processes spoiled decides nothing. Over all numbers of rows the two have to be
+    faster than a column-major copy, by the geometric mean.
     """
     columns = _by_columns(weight)
-    against_columns, against_lying = [], []
+    times = []
     for rows in _ROWS:
         x = torch.ones(1, rows, weight.shape[1])
 
@@ -227,13 +227,12 @@ def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor) -> int:
         def as_it_lies(x: torch.Tensor = x) -> torch.Tensor:
             return functional.linear(x, weight)
 
-        ours, copied, lying = np.log(_seconds(by_packed, by_columns, as_it_lies))
-        against_columns.append(ours - copied)
-        against_lying.append(ours - lying - np.log(_WINS))
-    if np.exp(np.mean(against_columns)) > _WINS:
-        return 0
-    lost = np.cumsum(against_lying[::-1])[::-1]  # by the first number of rows that the packed weight serves
-    return _ROWS[int(lost.argmin())]
+        times.append(_seconds(by_packed, by_columns, as_it_lies))
+    ours, copied, lying = np.log(times).T
+    lost = np.cumsum((ours - lying - np.log(_WINS))[::-1])[::-1]  # by the first number of rows that it serves
+    first = int(lost.argmin())
+    against_columns = np.append(lying[:first], ours[first:]) - copied
+    return _ROWS[first] if np.exp(against_columns.mean()) <= _WINS else 0
 
 
 def _seconds(*runs: Callable[[], torch.Tensor]) -> list[float]:

@@ -127,3 +127,18 @@ def test_few_rows_are_held_against_what_else_would_serve_them(monkeypatch, lying
     weight = torch.randn(16, 8)
     monkeypatch.setattr(weight_layout, "_seconds", race)
     assert weight_layout.rows_that_pay(weight, pack(weight)) == expected
+
+
+@needs_packing
+@pytest.mark.parametrize(("columns", "expected"), [(1.0, 16), (0.8, 0)])
+def test_few_rows_of_a_small_weight_say_nothing_against_its_packed_form(monkeypatch, columns, expected):
+    """They are multiplied as ever, and many rows faster than by a column-major copy."""
+
+    def race(*runs):
+        rows = runs[0].__defaults__[0].shape[1]
+        seconds = {"by_packed": 3.0 if rows < 16 else 0.6, "by_columns": columns, "as_it_lies": 1.0}
+        return _by_name(**seconds)(*runs)
+
+    weight = torch.randn(16, 8)
+    monkeypatch.setattr(weight_layout, "_seconds", race)
+    assert weight_layout.rows_that_pay(weight, pack(weight)) == expected
