@@ -226,7 +226,7 @@ class MixtureDrafter(OpenSources):
         saves, takes = self._looks or (float(cost[0]), spent)  # a new drafter is believed in
         saves, takes = saves + (saved - saves) / _LOOKS, takes + (min(spent, 4.0 * takes) - takes) / _LOOKS
         self._looks = saves, takes
-        self._misses = 0 if n else self._misses + 1
+        self._misses = 0 if saved > takes else self._misses + 1
         self._rest = 0 if saves > takes else min(self._misses // 2, _LONGEST_REST)
         if self._queries is not None and self._queries.comparison is not None:
             self._queries.comparison.weigh(n, cost, self._pace)

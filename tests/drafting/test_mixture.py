@@ -138,7 +138,7 @@ def test_calibration_makes_later_requests_better(run, markov_text):
     assert np.mean(warm.accepted) >= 0.98 * np.mean(cold.accepted)
 
 
-@pytest.mark.parametrize(("second", "least", "most"), [(1e-9, 100, 135), (1e-3, 135, 200), (1.0, 200, 300)])
+@pytest.mark.parametrize(("second", "least", "most"), [(1e-4, 100, 135), (1e-3, 135, 200), (1.0, 200, 300)])
 def test_text_without_repeats_is_looked_at_as_often_as_that_costs_little_and_comes_back(
     run, monkeypatch, second, least, most
 ):
@@ -165,6 +165,16 @@ def test_text_without_repeats_is_looked_at_as_often_as_that_costs_little_and_com
     assert np.mean(later[10:]) > 5
     drafter.finish()
     assert drafter.context.root()[1] == 5 + 1400, "nothing was left out while resting"
+
+
+def test_drafts_that_cost_nothing_and_save_less_than_looking_for_them_are_not_looked_for(run, monkeypatch):
+    """Four nodes make a pass no longer where multiplying is free, but a look takes time."""
+    monkeypatch.setattr(mixture, "perf_counter", itertools.count(0.0, 1e-4).__next__)
+    cost = np.append(np.full(5, 1e-4), np.full(28, 1.0)).astype(np.float32)
+    drafter = MixtureDrafter(recycling=False)
+    r = run(drafter, lambda left: Budget(32, left, cost))
+    r.request([1, 2, 3], np.random.default_rng(0).integers(0, 100, 600))
+    assert 0 < sum(len(tree) > 0 for tree in r.trees) < 200
 
 
 def test_a_new_request_is_looked_at_at_once(run):
