@@ -114,7 +114,8 @@ def explain_write_errors(store: Path) -> Iterator[None]:
         raise
     except OSError as error:
         reason = getattr(error, "strerror", None) or str(error)
-        if isinstance(error.filename, str) and not Path(error.filename).resolve().is_relative_to(store.resolve()):
+        folder = os.path.realpath(store)  # which links that lead to each other do not upset
+        if isinstance(error.filename, str) and not Path(os.path.realpath(error.filename)).is_relative_to(folder):
             remedy = "Check who may read it; the store is as it was, and --resume continues an interrupted change."
             raise BuildError(f"to use {error.filename}", reason, remedy) from error
         raise BuildError(

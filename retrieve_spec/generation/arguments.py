@@ -42,7 +42,7 @@ def check_arguments(model: Any, arguments: dict[str, Any], own: Collection[str])
             raise PromptError(_ROWS, got, "Give one row as ids[None], and whole numbers.")
     elsewhere = {"datastores", "drafter", "config", *(field.name for field in fields(SpeculationConfig))}
     for name in arguments.keys() - own:
-        if name in elsewhere:
+        if name in elsewhere and "custom_generate" not in arguments:  # which may be ours, and takes some of them
             raise ConfigError(
                 f"{name} as an option of accelerate", "it in generate", f"Call accelerate(model, {name}=…)."
             )

@@ -22,6 +22,7 @@ from retrieve_spec.engine import batches, joining
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine.budget import Costs, Progress, Rest, gain, pruned, room, row_cost, share_out, worth
 from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
 
@@ -219,12 +220,13 @@ def test_a_pass_that_cannot_be_shared_is_taken_alone(tiny: Any, monkeypatch: pyt
     assert torch.equal(tiny.generate(**inputs, **options), plain)
 
 
-def test_costs_are_of_passes_over_as_many_sequences(tiny: Any) -> None:
+def test_costs_are_of_passes_over_as_many_sequences(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured of batches stays out of the cost of one."""
+    monkeypatch.setattr(Sequence, "draft", lambda self, *_: NO_DRAFT)  # so that all rows end together
     rs.accelerate(tiny, recorded_pass="always")
     tiny.speculation.engine.threads = None  # each number of threads has costs of its own
     before = tiny.speculation.cost.seconds(64, 256).copy()
-    tiny.generate(**left_padded(), max_new_tokens=12, do_sample=False, draft="off")  # so that all rows end together
+    tiny.generate(**left_padded(), max_new_tokens=12, do_sample=False)
     assert tiny.speculation.cost.seconds(64, 256).tolist() == before.tolist()
     assert tiny.speculation.engine.costs.of(4).measured
 
@@ -232,9 +234,10 @@ def test_costs_are_of_passes_over_as_many_sequences(tiny: Any) -> None:
 def test_costs_are_by_drafted_nodes(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass over four last tokens is one with no nodes, not one with three."""
     noted: list[int] = []
+    monkeypatch.setattr(Sequence, "draft", lambda self, *_: NO_DRAFT)
     rs.accelerate(tiny, recorded_pass="always")
     monkeypatch.setattr(CostModel, "observe", lambda self, nodes, *seconds: noted.append(nodes))
-    tiny.generate(**left_padded(), max_new_tokens=6, do_sample=False, draft="off")
+    tiny.generate(**left_padded(), max_new_tokens=6, do_sample=False)
     assert set(noted) == {0}  # how many: passes that compare numbers of threads are not noted
 
 
