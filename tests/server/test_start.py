@@ -118,3 +118,30 @@ raise SystemExit(repr(result.exception) if result.exception else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_program_gives_the_memory_of_caches_back():
+    code = """
+import ctypes
+from retrieve_spec.server.loading import begin_loading
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+class Info(ctypes.Structure):
+    _fields_ = [(f"field_{i}", ctypes.c_size_t) for i in range(10)]
+
+if not hasattr(libc, "mallinfo2"):
+    raise SystemExit(5)
+libc.mallinfo2.restype = Info
+begin_loading()
+libc.free(libc.malloc(4 << 20))  # from when on glibc would take as much from its heap
+before = libc.mallinfo2().field_4
+libc.malloc(4 << 20)
+assert libc.mallinfo2().field_4 >= before + (4 << 20)
+"""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False, env=plain)
+    if done.returncode == 5:
+        pytest.skip("another C library")
+    assert done.returncode == 0, done.stderr
