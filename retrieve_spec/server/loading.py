@@ -7,8 +7,8 @@ import gc
 import os
 
 _GLIBC = {
-    "MALLOC_TRIM_THRESHOLD_": (-1, 4 << 20),
-    "MALLOC_MMAP_THRESHOLD_": (-3, 256 << 10),
+    "MALLOC_TRIM_THRESHOLD_": (-1, 16 << 20),
+    "MALLOC_MMAP_THRESHOLD_": (-3, 1 << 20),
     "MALLOC_ARENA_MAX": (-8, 2),
 }
 """What glibc's `mallopt` gets, by the names under which the user's environment may say it."""
