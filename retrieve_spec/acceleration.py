@@ -29,7 +29,7 @@ from retrieve_spec.drafting.drafter import Drafter, Layer
 from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
-from retrieve_spec.engine.threads import PassThreads, PromptThreads, some_of_a_pass
+from retrieve_spec.engine.threads import PassThreads, PromptThreads, some_of_a_pass, using
 from retrieve_spec.errors import ConfigError, TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated
@@ -148,7 +148,7 @@ def prepare(
     check_stores = functools.partial(_check_stores, model, config)
     check_stores(stores)
     threads = _choose_threads(model)
-    with contextlib.nullcontext() if threads is None else threads.used():
+    with using(threads):
         finding = _find_mode(model)
         passes = VerifierFactory(model, config, _wanted_layer(drafter, stores, config), _find_mode, finding)
     known = embedded_tokens(model)
@@ -172,7 +172,7 @@ def prepare(
     if passes.pass_kind == "model's own":
         speculation.say_once(f"passes go through the model's own modules: {passes.pass_reason}")
     if config.nodes == AUTO and config.draft != OFF:
-        with contextlib.nullcontext() if threads is None else threads.used():
+        with using(threads):
             measure_passes(model, speculation)
 
 

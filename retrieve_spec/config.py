@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, nearest
 
 AUTO: Literal["auto"] = "auto"
 MAX_NODES = 256
@@ -105,8 +104,7 @@ class SpeculationConfig:
         known = [field.name for field in fields(self)]
         for name in options:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"Did you mean {close[0]!r}?" if close else f"Use one of {', '.join(known)}."
+                hint = nearest(name, known) or f"Use one of {', '.join(known)}."
                 raise ConfigError("a known option", repr(name), hint)
         return replace(self, **options)
 

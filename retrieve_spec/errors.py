@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
 _SIGNATURE = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]*[^\s'\".,:;)]")
@@ -20,6 +21,12 @@ def in_a_line(error: Exception, most: int = 160) -> str:
     """Name of an exception and the first line of what it says, of which `most` characters are kept."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:most] if lines else ''}"
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """What to do about an unknown name: "Did you mean …?" with the one most like it, empty where none is."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"Did you mean {close[0]!r}?" if close else ""
 
 
 def raise_interruption(error: BaseException) -> None:

@@ -6,7 +6,6 @@ the next.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, nearest
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.unigrams import token_classes
 
@@ -112,9 +111,7 @@ def _take_away(drafter: MixtureDrafter, source: str) -> None:
 def _deprived(drafter: Any, without: Sequence[str]) -> Any:
     for name in without:
         if name not in SOURCES or not isinstance(drafter, MixtureDrafter):
-            got = repr(name) if name not in SOURCES else "another preset"
-            close = difflib.get_close_matches(name, SOURCES, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close and name not in SOURCES else "Name one of these, and auto."
-            raise ConfigError(f"auto without one of {', '.join(SOURCES)}", got, hint)
+            got, hint = (repr(name), nearest(name, SOURCES)) if name not in SOURCES else ("another preset", "")
+            raise ConfigError(f"auto without one of {', '.join(SOURCES)}", got, hint or "Name one of these, and auto.")
         _take_away(drafter, name)
     return drafter

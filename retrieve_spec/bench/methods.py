@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ import retrieve_spec as rs
 from retrieve_spec.bench.ablation import FreshDrafter
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.presets import PRESETS
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, nearest
 
 PLAIN, PROMPT_LOOKUP, OFF = "plain", "prompt-lookup", "off"
 OURS, WITHOUT = "ours/", "~"
@@ -105,8 +104,7 @@ def parse_method(name: str) -> Method:
     ours = name.startswith(OURS) or kind not in (PLAIN, PROMPT_LOOKUP)
     known = list(dict.fromkeys((PLAIN, PROMPT_LOOKUP, OFF, *PRESETS)))
     if kind not in known:
-        close = difflib.get_close_matches(kind, known, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else "Use one of these names."
+        hint = nearest(kind, known) or "Use one of these names."
         raise ConfigError(f"a method among {', '.join(known)}", repr(kind), hint)
     if colon and (kind in (PLAIN, OFF) or not number.isdigit()):
         raise ConfigError("a method such as auto, auto:16 or prompt-lookup:10", repr(name), "See `bench run --help`.")

@@ -53,8 +53,7 @@ def folder_of(path: str | os.PathLike[str], verb: str) -> Path:
     """
     if isinstance(path, str) and is_address(path):
         then = {"push": "push that", "pull": f"`retrieve-spec push FOLDER {path}`"}
-        first = f"Run `retrieve-spec pull {path} FOLDER`: the address comes first"
-        first = first if verb == "pull" else f"Run `retrieve-spec pull {path} FOLDER`"
+        first = f"Run `retrieve-spec pull {path} FOLDER`" + (": the address comes first" if verb == "pull" else "")
         done = then.get(verb, f"{verb} that, and `retrieve-spec push FOLDER {path}`")
         raise BuildError(f"a folder to {verb}", f"the address {path}", f"{first}, then {done}.")
     return Path(path)

@@ -129,7 +129,6 @@ class MixtureDrafter(OpenSources):
         tree = trial.propose(Budget(4, 4, np.array([1.0, 1.1, 1.2, 1.3, 1.4], np.float32)))
         top = np.zeros((len(tree) + 1, trial.top_k))
         trial.observe(VerifiedPass(tree, text[:0], text[:1], top.astype(np.int32), top.astype(np.float32)))
-        trial._rest = 0
         trial.propose(Budget(4, 4))
         trial.observe(VerifiedPass(DraftTree(), text[:0], text[:1] + 9))
         trial.finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from retrieve_spec.drafting.published.sam import Sam, SamRecycling
 from retrieve_spec.drafting.published.stand import Stand
 from retrieve_spec.drafting.published.suffix import SuffixDecoding
 from retrieve_spec.drafting.published.trigram import AdaptiveTrigram
-from retrieve_spec.errors import UnknownPresetError
+from retrieve_spec.errors import UnknownPresetError, nearest
 from retrieve_spec.sources.session import SessionMemory
 
 Factory = Callable[[SpeculationConfig, Sequence[Any], SessionMemory | None, Calibration | None], Drafter]
@@ -96,8 +95,7 @@ def build_drafter(
     factory = PRESETS.get(config.draft)
     if factory is None:
         names = ", ".join(["off", *PRESETS])
-        close = difflib.get_close_matches(str(config.draft), ["off", *PRESETS], n=1)
-        remedy = f"Did you mean {close[0]!r}?" if close else "Use one of these names."
+        remedy = nearest(str(config.draft), ["off", *PRESETS]) or "Use one of these names."
         raise UnknownPresetError(f"draft to be one of {names}", repr(config.draft), remedy)
     if session is None and config.session:
         session = SessionMemory(config.session_tokens, exact=config.draft != AUTO)

@@ -31,7 +31,7 @@ from retrieve_spec.engine.batches import each, kept_bytes, look_all, pads, passe
 from retrieve_spec.engine.budget import Costs, Rest, fewer_paths, gain, room, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.reading import read_all
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, climate
-from retrieve_spec.engine.threads import PassThreads, PromptThreads
+from retrieve_spec.engine.threads import PassThreads, PromptThreads, using
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
 
@@ -110,7 +110,7 @@ class Engine:
         began = perf_counter()
         batch, trees = self._draft(batch)
         drafted, roots = perf_counter(), sum(len(sequence.root_ids) - 1 for sequence in batch)
-        with contextlib.nullcontext() if self.threads is None else self.threads.used():
+        with using(self.threads):
             batch, usual = verify_all(batch, trees, self.pool)
             batch = look_all(batch)  # waits for the device: its time is the pass's
         checked = perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from time import perf_counter
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import PASS
 from retrieve_spec.engine.batches import each, pads, passes_over, read_together
 from retrieve_spec.engine.sequence import Sequence
-from retrieve_spec.engine.threads import PromptThreads
+from retrieve_spec.engine.threads import PromptThreads, using
 
 _FEW = 32
 """Tokens for which a longer prompt does not join a pass."""
@@ -47,7 +46,7 @@ def _read(batch: list[Sequence], most: int, threads: PromptThreads | None) -> in
     began = perf_counter()
     pieces = _pieces(batch, most)
     batch, tokens = batch[: len(pieces)], sum(map(len, pieces))
-    with contextlib.nullcontext() if threads is None else threads.used():
+    with using(threads):
         read_together(batch, pieces)
     seconds = perf_counter() - began
     for sequence in batch:

@@ -210,6 +210,11 @@ class PromptThreads(PassThreads):
         self.observe(taken, usual)
 
 
+def using(threads: PassThreads | None) -> contextlib.AbstractContextManager[None]:
+    """`PassThreads.used`; where there is nothing to choose, nothing changes."""
+    return contextlib.nullcontext() if threads is None else threads.used()
+
+
 def some_of_a_pass(model: nn.Module) -> Callable[[], object]:
     """Work that is part of any pass of a model: a few rows times the weights of some of its layers."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -217,9 +222,8 @@ def some_of_a_pass(model: nn.Module) -> Callable[[], object]:
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.is_floating_point() and left > 0 and len(pairs) < _LAYERS:
             weight = module.weight
-            rows = torch.zeros(_ROWS, module.in_features, dtype=weight.dtype, device=weight.device)
-            pairs.append((rows, weight))
-            left -= module.weight.numel()
+            pairs.append((torch.zeros(_ROWS, module.in_features, dtype=weight.dtype, device=weight.device), weight))
+            left -= weight.numel()
 
     def multiply() -> None:
         with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
@@ -12,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.errors import ConfigError, PromptError
+from retrieve_spec.errors import ConfigError, PromptError, nearest
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.verify.interface import input_device
 
 _ROWS = "a prompt of token ids, a tensor of shape (rows, tokens)"
+_ELSEWHERE = frozenset(["datastores", "drafter", "config", *(field.name for field in fields(SpeculationConfig))])
+"""Options of `accelerate`."""
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
@@ -40,15 +41,13 @@ def check_arguments(model: Any, arguments: dict[str, Any], own: Collection[str])
         if isinstance(ids, torch.Tensor) and (ids.ndim != 2 or ids.is_floating_point()):
             got = f"a tensor of shape {tuple(ids.shape)} and {str(ids.dtype).removeprefix('torch.')}"
             raise PromptError(_ROWS, got, "Give one row as ids[None], and whole numbers.")
-    elsewhere = {"datastores", "drafter", "config", *(field.name for field in fields(SpeculationConfig))}
     for name in arguments.keys() - own:
-        if name in elsewhere and "custom_generate" not in arguments:  # which may be ours, and takes some of them
+        if name in _ELSEWHERE and "custom_generate" not in arguments:  # which may be ours, and takes some of them
             raise ConfigError(
                 f"{name} as an option of accelerate", "it in generate", f"Call accelerate(model, {name}=…)."
             )
-        close = difflib.get_close_matches(name, own, n=1, cutoff=0.85)
-        if close:
-            raise ConfigError("a known option of generate", repr(name), f"Did you mean {close[0]!r}?")
+        if hint := nearest(name, own, cutoff=0.85):
+            raise ConfigError("a known option of generate", repr(name), hint)
 
 
 def prediction_ids(prediction: Any, tokenizer: Any, model: Any) -> NDArray[np.int32] | None:

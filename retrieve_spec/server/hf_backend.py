@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
@@ -14,6 +13,7 @@ from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.shared_prompt import CopiesRows
 from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.engine.threads import using
 from retrieve_spec.generation.streams import generate_stream, open_sequence
 from retrieve_spec.server.backend import DraftHints, PassFigures, ReadingCost, Text
 from retrieve_spec.server.branches import Branch, BranchCollector
@@ -214,8 +214,8 @@ class HuggingFaceBackend:
         """What reading a prompt costs, by reading one twice as long as is measured."""
         count = max(1, min(_MEASURED, self.n_ctx // 4))
         ids = [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
-        cache, threads = self.new_cache(), self._engine.prompt_threads
-        with contextlib.nullcontext() if threads is None else threads.used():
+        cache = self.new_cache()
+        with using(self._engine.prompt_threads):
             self.prefill(cache, ids)
             begun = perf_counter()
             self.prefill(cache, ids)
