@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,6 @@ from retrieve_spec.sources import SOURCE_NAMES
 
 SCRIPT = SOURCE_NAMES.index("script")
 SCRIPTS = ("right", "wrong", "half", "branchy")
-
-
-def first(tree: DraftTree, n: int) -> DraftTree:
-    """The first `n` nodes of a tree."""
-    return DraftTree(*(getattr(tree, field.name)[:n] for field in fields(tree) if field.init))
 
 
 class ScriptedDrafter:
@@ -70,7 +64,9 @@ class ScriptedDrafter:
             paths = [wrong[:2], right[:1] + wrong[1:3], right[:keep] + other[keep:], other[:2]]
         tree = DraftTree.from_paths([path for path in paths if path])
         kept = min(len(tree), budget.max_nodes)
-        return replace(first(tree, kept), source=np.full(kept, SCRIPT, np.uint8))
+        left = tree.first(kept)
+        left.source = np.full(kept, SCRIPT, np.uint8)
+        return left
 
     def observe(self, verified: VerifiedPass) -> None:
         self.text.extend(verified.emitted.tolist())

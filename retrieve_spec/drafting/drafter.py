@@ -15,7 +15,7 @@ Layer = int | Literal["last"]
 N-th block."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Budget:
     """How much one pass may verify.
 
@@ -40,7 +40,7 @@ class Budget:
     noise: tuple[int, int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VerifiedPass:
     """What one pass of the target model showed; a drafter may read its arrays until the next draft, or the end.
 

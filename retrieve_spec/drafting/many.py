@@ -175,8 +175,13 @@ def _trees(rows: Many[Row], limits: Many[tuple[int, int]], cost: NDArray[np.floa
     trees = []
     for row, (nodes, depth) in zip(rows, limits, strict=True):
         row._sync()
-        trees.append(DraftTree(*row._kernel(cost, nodes, depth)[2:]) if nodes and depth else NOTHING)
-        row._hoped = row._first() if nodes and depth else NO_HOPE
+        if not (nodes and depth):
+            trees.append(NOTHING)
+            row._hoped = NO_HOPE
+            continue
+        _, _, first, first_p, block = row._kernel(cost, nodes, depth)
+        trees.append(DraftTree.of_block(block))
+        row._hoped = first, first_p
     return trees
 
 

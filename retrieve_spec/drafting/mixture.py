@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,23 +239,19 @@ class MixtureDrafter(OpenSources):
         self._sync()
         if self._queries is not None:
             self._ask(self._queries, cost, limit, depth)
-        room, expected, *fields = self._kernel(cost, limit, depth, last)
+        room, expected, first, first_p, block = self._kernel(cost, limit, depth, last)
         if last is not _NOTHING_SHOWN and self._took(last, room):
-            _, expected, *fields = self._kernel(cost, limit, depth)
-        tree = DraftTree(*fields)
+            _, expected, first, first_p, block = self._kernel(cost, limit, depth)
+        tree = DraftTree.of_block(block)
         self._proposed = len(tree), expected
-        self._hoped = self._first()
+        self._hoped = first, first_p
         return tree
-
-    def _first(self) -> tuple[int, float]:
-        """The token that the last draft would begin with, made or not, and how probable that is; 0 where none is."""
-        return int(self._scratch.nodes[0, 0]), float(self._scratch.node_p[0])
 
     def _kernel(
         self, cost: NDArray[np.float32], limit: int, depth: int, shown: _Shown = _NOTHING_SHOWN
-    ) -> tuple[Any, ...]:
+    ) -> tuple[int, float, int, float, NDArray[np.int32]]:
         """What `step.propose` returns."""
-        found: tuple[Any, ...] = step.propose(
+        found: tuple[int, float, int, float, NDArray[np.int32]] = step.propose(
             self._table.words,
             self._request.words,
             self.calibration.cells,
@@ -280,7 +276,7 @@ class MixtureDrafter(OpenSources):
         if queries.comparison is not None:
             found = cursor.copy()
             cursor[:] = 0
-            n = len(self._kernel(cost, limit, depth)[2])
+            n = self._kernel(cost, limit, depth)[-1].shape[1]
             queries.comparison.without = self._scratch.nodes[:n, :2].copy()
             cursor[:] = found
 

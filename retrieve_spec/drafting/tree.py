@@ -11,19 +11,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.order import DEPTHS, LOG_P, ORIGINS, PARENTS, SOURCES, TOKENS
 from retrieve_spec.kernels.treemask import link_siblings, see_ancestors
 
 ROOT = -1
 """Parent of the nodes that follow the last emitted token."""
 
 
-def _empty(dtype: type) -> NDArray:  # type: ignore[type-arg]
-    return np.empty(0, dtype)
+FIELDS = ("token_ids", "parent", "depth", "log_p", "source", "origin")
+"""Arrays of a tree, in the order in which one is made of them."""
+_NO_I32, _NO_F32 = np.empty(0, np.int32), np.empty(0, np.float32)
+_NO_U8, _NO_I64 = np.empty(0, np.uint8), np.empty(0, np.int64)
 
 
 def unpacked(words: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -34,7 +38,6 @@ def unpacked(words: NDArray[np.int32]) -> NDArray[np.bool_]:
     return np.unpackbits(words.view(np.uint8), axis=1, count=rows, bitorder="little").view(np.bool_)
 
 
-@dataclass(frozen=True, slots=True)
 class DraftTree:
     """One draft: ``n`` nodes below the last emitted token.
 
@@ -58,19 +61,63 @@ class DraftTree:
 
     Notes
     -----
-    `ancestors` and `next_sibling` follow from `parent`; they are computed when first asked for, and kept.
+    `ancestors` and `next_sibling` follow from `parent`; they are computed when first asked for, and kept. The arrays of
+    a tree that a kernel grew are views of its one result, made when first asked for: each costs microseconds where a
+    pass of the model has emptied the caches.
     """
 
-    token_ids: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
-    parent: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
-    depth: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
-    log_p: NDArray[np.float32] = field(default_factory=lambda: _empty(np.float32))
-    source: NDArray[np.uint8] = field(default_factory=lambda: _empty(np.uint8))
-    origin: NDArray[np.int64] = field(default_factory=lambda: _empty(np.int64))
-    _derived: dict[str, NDArray[np.int32]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    __slots__ = (*FIELDS, "_block", "_derived", "_size")
+    token_ids: NDArray[np.int32]
+    parent: NDArray[np.int32]
+    depth: NDArray[np.int32]
+    log_p: NDArray[np.float32]
+    source: NDArray[np.uint8]
+    origin: NDArray[np.int64]
+    _block: NDArray[np.int32]
+
+    def __init__(
+        self,
+        token_ids: NDArray[np.int32] = _NO_I32,
+        parent: NDArray[np.int32] = _NO_I32,
+        depth: NDArray[np.int32] = _NO_I32,
+        log_p: NDArray[np.float32] = _NO_F32,
+        source: NDArray[np.uint8] = _NO_U8,
+        origin: NDArray[np.int64] = _NO_I64,
+    ) -> None:
+        self.token_ids, self.parent, self.depth = token_ids, parent, depth
+        self.log_p, self.source, self.origin = log_p, source, origin
+        self._size = len(token_ids)
+        self._derived: dict[str, NDArray[np.int32]] | None = None
+
+    @classmethod
+    def of_block(cls, block: NDArray[np.int32]) -> DraftTree:
+        """The tree that a kernel wrote into a (`order.FIELDS`, n) int32 block."""
+        tree = cls.__new__(cls)
+        tree._block, tree._size, tree._derived = block, block.shape[1], None
+        return tree
+
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        """An array that was not asked for before."""
+        if name not in FIELDS:
+            raise AttributeError(f"'DraftTree' object has no attribute '{name}'", name=name, obj=self)
+        block = self._block
+        array: NDArray[Any]
+        if name == "origin":
+            array = block[ORIGINS : ORIGINS + 2].reshape(-1).view(np.int64)
+        elif name == "source":
+            array = block[SOURCES].view(np.uint8)[: self._size]
+        elif name == "log_p":
+            array = block[LOG_P].view(np.float32)
+        else:
+            array = block[{"token_ids": TOKENS, "parent": PARENTS, "depth": DEPTHS}[name]]
+        setattr(self, name, array)
+        return array
+
+    def __repr__(self) -> str:
+        return f"DraftTree({', '.join(f'{name}={getattr(self, name).tolist()}' for name in FIELDS)})"
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return self._size
 
     @property
     def is_chain(self) -> bool:
@@ -90,10 +137,15 @@ class DraftTree:
     @property
     def ancestors(self) -> NDArray[np.int32]:
         """Who may look at whom, as words: (n, ⌈n / 32⌉) int32, bit j of row i set at i and at every ancestor of i."""
-        words = self._derived.get("ancestors")
-        if words is None:
-            words = self._derived["ancestors"] = self.seen_behind(0)
-        return words
+        return self._kept("ancestors", lambda: self.seen_behind(0))
+
+    def _kept(self, name: str, derive: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
+        """What follows from the parents, derived when first asked for."""
+        if self._derived is None:
+            self._derived = {}
+        if name not in self._derived:
+            self._derived[name] = derive()
+        return self._derived[name]
 
     def seen_behind(self, roots: int) -> NDArray[np.int32]:
         """Who looks at whom in a pass over so many root tokens and then the nodes.
@@ -114,10 +166,11 @@ class DraftTree:
 
         The first child of node i is node i + 1, if that has i as its parent: so children are walked without a search.
         """
-        following = self._derived.get("next_sibling")
-        if following is None:
-            following = self._derived["next_sibling"] = np.empty(len(self), np.int32)
-            link_siblings(self.parent, following)
+        return self._kept("next_sibling", self._link_siblings)
+
+    def _link_siblings(self) -> NDArray[np.int32]:
+        following = np.empty(len(self), np.int32)
+        link_siblings(self.parent, following)
         return following
 
     def ancestor_mask(self) -> NDArray[np.bool_]:
@@ -132,15 +185,13 @@ class DraftTree:
             if self.parent[i] == at:
                 keep.append(i)
                 at = i
-        kept = np.array(keep, np.int64)
-        return DraftTree(
-            self.token_ids[kept],
-            np.arange(-1, len(kept) - 1, dtype=np.int32),
-            self.depth[kept],
-            self.log_p[kept],
-            self.source[kept],
-            self.origin[kept],
-        )
+        chain = self.nodes(np.array(keep, np.int64))
+        chain.parent = np.arange(-1, len(keep) - 1, dtype=np.int32)
+        return chain
+
+    def nodes(self, kept: NDArray[Any] | slice) -> DraftTree:
+        """Some nodes, by index, whose parents have the numbers that they have here."""
+        return DraftTree(*(getattr(self, name)[kept] for name in FIELDS))
 
     def validate(self) -> None:
         """Check the invariants of the class.
@@ -161,9 +212,7 @@ class DraftTree:
 
     def first(self, n: int) -> DraftTree:
         """The first ``n`` nodes, which are a tree too, as parents come first."""
-        return DraftTree(
-            self.token_ids[:n], self.parent[:n], self.depth[:n], self.log_p[:n], self.source[:n], self.origin[:n]
-        )
+        return self.nodes(slice(n))
 
     @classmethod
     def from_paths(cls, paths: list[list[int]]) -> DraftTree:

@@ -8,7 +8,7 @@ call are waited for together, so that a token of the one that will end last is w
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -319,9 +319,9 @@ def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:
     if kept[:count].all():
         return tree if count == len(tree) else tree.first(count)
     number = np.cumsum(kept, dtype=np.int32) - 1
-    parts = {field.name: getattr(tree, field.name)[kept] for field in fields(tree) if field.init}
-    parts["parent"] = np.where(parts["parent"] < 0, parts["parent"], number[parts["parent"]]).astype(np.int32)
-    return DraftTree(**parts)
+    left = tree.nodes(kept)
+    left.parent = np.where(left.parent < 0, left.parent, number[left.parent]).astype(np.int32)
+    return left
 
 
 def room(sequences: int, rows: int) -> int:

@@ -12,14 +12,19 @@ from retrieve_spec.kernels.source_table import (
     EXACT_LENGTH,
     EXACT_SEGMENT,
     KIND,
+    NUMBER,
     span_origins,
     suffixes_of,
 )
+from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
 ORIGIN_BITS = 40
 """An origin is ``segment << ORIGIN_BITS | token position``, segments counted over all open stores in order."""
 MIN_ORIGIN = 8
 """Tokens that must match before a drafted token is said to stand in a store."""
+ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, FIELDS = 0, 2, 3, 4, 5, 6, 7
+"""Rows of the block (`FIELDS`, n) int32 that a tree is handed over in: n int64 in the first two, n float32, n uint8 in
+the last, all others int32."""
 
 
 @njit(cache=True, nogil=True)
@@ -82,6 +87,35 @@ def depth_first(
         known = parents[i] == i - 1 and origins[i] >= 0 and origins[i - 1] >= 0
         if known and origins[i] >> ORIGIN_BITS == origins[i - 1] >> ORIGIN_BITS:
             origins[i - 1] = origins[i] - 1
+
+
+@inner
+def write_tree(
+    table: NDArray[np.int64],
+    nodes: NDArray[np.int64],
+    node_p: NDArray[np.float32],
+    node_origin: NDArray[np.int64],
+    block: NDArray[np.int32],
+) -> None:
+    """Write the first nodes in depth-first order into a block (`FIELDS`, n); the others as for `depth_first`."""
+    n, at = block.shape[1], np.int64(block.ctypes.data)
+    if n == 0:
+        return
+    numbers = np.empty(len(table), np.uint8)
+    for s in range(len(table)):
+        numbers[s] = table[s, NUMBER]
+    depth_first(
+        nodes,
+        node_p,
+        numbers,
+        node_origin,
+        block[TOKENS],
+        block[PARENTS],
+        block[DEPTHS],
+        view_f32(at + 4 * LOG_P * n, n),
+        view_u8(at + 4 * SOURCES * n, n),
+        view_i64(at + 4 * ORIGINS * n, n),
+    )
 
 
 @inner

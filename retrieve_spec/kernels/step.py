@@ -16,11 +16,10 @@ from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
-from retrieve_spec.kernels.order import depth_first, find_origins, node_tails
+from retrieve_spec.kernels.order import FIELDS, find_origins, node_tails, write_tree
 from retrieve_spec.kernels.source_table import (
     CURSOR,
     KIND,
-    NUMBER,
     PREDICTION_CURSORS,
     RECYCLING,
     RECYCLING_CAPACITY,
@@ -179,16 +178,7 @@ def propose(
     verified_parent: NDArray[np.int32],
     top_ids: NDArray[np.int32],
     top_logits: NDArray[np.float32],
-) -> tuple[
-    int,
-    float,
-    NDArray[np.int32],
-    NDArray[np.int32],
-    NDArray[np.int32],
-    NDArray[np.float32],
-    NDArray[np.uint8],
-    NDArray[np.int64],
-]:
+) -> tuple[int, float, int, float, NDArray[np.int32]]:
     """Take in what the last pass showed, then draft what follows the text.
 
     Parameters
@@ -202,10 +192,11 @@ def propose(
 
     Returns
     -------
-    room, expected, token_ids, parent, depth, log_p, source, origin
+    room, expected, first, first_p, tree
         What `observe` returns: where that is less than all, the caller appends the rest, and nothing was drafted yet.
-        The sum of the nodes' path probabilities, and the fields of a `DraftTree`, (n,) each; the request's `NODES` and
-        `NODE_P` hold the nodes in best-first order.
+        The sum of the nodes' path probabilities; the token that the draft begins with, or would if it paid, and how
+        probable that is (0, 0.0: none); the tree as `order.write_tree` writes it. The request's `NODES` and `NODE_P`
+        hold the nodes in best-first order. One array only: where caches are empty each takes microseconds to make.
     """
     room = np.int64(0)
     if len(emitted) > 0:
@@ -222,13 +213,12 @@ def propose(
             known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)
             cursors = view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR)
             find_origins(table, cursors, request[state.STORED], known, n, found)
-    numbers = np.empty(rows, np.uint8)
-    for s in range(rows):
-        numbers[s] = table[s, NUMBER]
-    token_ids, parent, depth = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
-    log_p, source, origin = np.empty(n, np.float32), np.empty(n, np.uint8), np.empty(n, np.int64)
-    depth_first(nodes, node_p, numbers, found, token_ids, parent, depth, log_p, source, origin)
-    return room, np.float64(pairwise_sum(node_p, n)), token_ids, parent, depth, log_p, source, origin
+    tree = np.empty((FIELDS, n), np.int32)
+    write_tree(table, nodes, node_p, found, tree)
+    first, first_p = np.int64(0), 0.0
+    if max_nodes > 0:
+        first, first_p = nodes[0, 0], np.float64(node_p[0])
+    return room, np.float64(pairwise_sum(node_p, n)), first, first_p, tree
 
 
 @inner

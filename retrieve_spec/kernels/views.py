@@ -147,6 +147,8 @@ view_rows = _viewer(np.int32, 2)
 """(rows, width) int32 at an address."""
 view_u32_rows = _viewer(np.uint32, 2)
 """(rows, width) uint32 at an address."""
+view_u8 = _viewer(np.uint8)
+"""(size,) uint8 at an address."""
 view_u16 = _viewer(np.uint16)
 """(size,) uint16 at an address."""
 view_u32 = _viewer(np.uint32)

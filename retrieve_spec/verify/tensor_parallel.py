@@ -20,12 +20,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import FIELDS, DraftTree
 from retrieve_spec.errors import RankError
 
 _BY_TEXT = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 """Criteria that end a text at the same token on every rank."""
-_FIELDS = ("token_ids", "parent", "depth", "log_p", "source", "origin")
 _FAILED = -1
 """What the first rank sends in place of a decision that raised."""
 
@@ -155,7 +154,7 @@ class _SharedDrafter:
             self._raise()
             return _packed(self._drafter.propose(budget))
 
-        return _unpacked(self._ranks.broadcast(decide, 1 + len(_FIELDS) * MAX_NODES))
+        return _unpacked(self._ranks.broadcast(decide, 1 + len(FIELDS) * MAX_NODES))
 
     def finish(self) -> None:
         self._tell(self._drafter.finish)
@@ -176,9 +175,9 @@ class _SharedDrafter:
 
 def _packed(tree: DraftTree) -> NDArray[np.int64]:
     """A tree as numbers, as many for every tree: its size, then each of its arrays with room for the largest."""
-    out = np.zeros(1 + len(_FIELDS) * MAX_NODES, np.int64)
+    out = np.zeros(1 + len(FIELDS) * MAX_NODES, np.int64)
     out[0] = len(tree)
-    for row, name in zip(out[1:].reshape(len(_FIELDS), MAX_NODES), _FIELDS, strict=True):
+    for row, name in zip(out[1:].reshape(len(FIELDS), MAX_NODES), FIELDS, strict=True):
         array = getattr(tree, name)
         row[: len(tree)] = array.view(np.int32) if name == "log_p" else array
     return out
@@ -186,7 +185,7 @@ def _packed(tree: DraftTree) -> NDArray[np.int64]:
 
 def _unpacked(numbers: NDArray[np.int64]) -> DraftTree:
     """The tree that was packed."""
-    rows = dict(zip(_FIELDS, numbers[1:].reshape(len(_FIELDS), MAX_NODES)[:, : numbers[0]], strict=True))
+    rows = dict(zip(FIELDS, numbers[1:].reshape(len(FIELDS), MAX_NODES)[:, : numbers[0]], strict=True))
     return DraftTree(
         rows["token_ids"].astype(np.int32),
         rows["parent"].astype(np.int32),

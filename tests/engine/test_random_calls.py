@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scripted_drafter import first
 from transformers import DynamicCache
 
 import retrieve_spec as rs
@@ -67,7 +66,7 @@ class RandomDrafter:
             paths.append(path + [draw.randrange(VOCAB) for _ in range(depth - len(path))])
         draw.shuffle(paths)
         tree = DraftTree.from_paths([path for path in paths if path])
-        return first(tree, budget.max_nodes)
+        return tree.first(budget.max_nodes)
 
     def observe(self, verified: VerifiedPass) -> None:
         self._length += len(verified.emitted)
