@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.drafting.tree import DraftTree, unpacked
+from retrieve_spec.drafting.tree import FIELDS, DraftTree, unpacked
+from retrieve_spec.kernels import order
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=8)
 
@@ -98,6 +97,24 @@ def test_the_empty_tree():
 def test_a_broken_tree_is_told(field, value, message):
     tree = DraftTree.from_paths([[1, 2], [1, 3]])
     tree.validate()
-    broken = replace(tree, **{field: np.array(value, getattr(tree, field).dtype)})
+    setattr(tree, field, np.array(value, getattr(tree, field).dtype))
     with pytest.raises(AssertionError, match=message):
-        broken.validate()
+        tree.validate()
+
+
+def test_a_block_is_the_tree_that_was_written_into_it():
+    block = np.zeros((order.FIELDS, 3), np.int32)
+    block[order.TOKENS], block[order.PARENTS], block[order.DEPTHS] = [7, 8, 9], [-1, 0, -1], [1, 2, 1]
+    block[order.LOG_P] = np.array([-0.5, -1.0, -2.0], np.float32).view(np.int32)
+    block[order.SOURCES].view(np.uint8)[:3] = [4, 5, 6]
+    block[order.ORIGINS : order.ORIGINS + 2].reshape(-1).view(np.int64)[:] = [1 << 40, -1, 3]
+    tree = DraftTree.of_block(block)
+    assert len(tree) == 3 and tree.expected_accepted == pytest.approx(np.exp([-0.5, -1.0, -2.0]).sum())
+    made = DraftTree(*(getattr(tree, name) for name in FIELDS))
+    assert [getattr(made, name).tolist() for name in FIELDS] == [
+        [7, 8, 9], [-1, 0, -1], [1, 2, 1], [-0.5, -1.0, -2.0], [4, 5, 6], [1 << 40, -1, 3]
+    ]  # fmt: skip
+    assert tree.token_ids is tree.token_ids and repr(tree) == repr(made)
+    with pytest.raises(AttributeError, match="no attribute 'tokens'"):
+        _ = tree.tokens
+    assert len(DraftTree.of_block(block[:, :0].copy()).origin) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,7 +147,8 @@ def test_provenance_joins_what_was_read_in_one_piece() -> None:
     class Reader(ScriptedDrafter):
         def propose(self, budget: Any) -> Any:
             tree = super().propose(budget)
-            return replace(tree, origin=np.array([700, 701, 900, -1, 40][: len(tree)], np.int64))
+            tree.origin = np.array([700, 701, 900, -1, 40][: len(tree)], np.int64)
+            return tree
 
     drafter = Reader(ANSWER, "right", length=5, vocab=50)
     made = sequence(MockVerifier(counting()), drafter, [3, 4], max_length=9, provenance=True)
