@@ -22,13 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import benchmark_tables
-import census_tables
 import click
-import cost_tables
-import engine_tables
-import losing_tables
 import pictures
+from blocks import BLOCKS
 from checkout import ROOT
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -124,10 +120,7 @@ def first_sentence(path: Path) -> str:
     return textwrap.shorten(text, SENTENCE, placeholder=" …") if text else ""
 
 
-PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment}
-PARTS |= (
-    benchmark_tables.TABLES | cost_tables.TABLES | census_tables.TABLES | losing_tables.TABLES | engine_tables.TABLES
-)
+PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment} | BLOCKS
 
 
 def render(text: str) -> str:

@@ -50,8 +50,8 @@ def _overview(summary: dict[str, Any]) -> dict[str, Any]:
         rows.append(
             [
                 name,
-                _ratio(speedup),
-                *([_ratio(f["over_off"])] if with_off else []),
+                ratio(speedup),
+                *([ratio(f["over_off"])] if with_off else []),
                 f"{f['not_looping']['speedup']['value']:.2f}",
                 f"{f['speedup_pooled']:.2f}",
                 f"{f['tokens_per_second']['value']:.0f}",
@@ -70,7 +70,8 @@ def _overview(summary: dict[str, Any]) -> dict[str, Any]:
     return {"title": "Methods", "text": text, "head": head, "rows": rows}
 
 
-def _ratio(value: dict[str, float]) -> str:
+def ratio(value: dict[str, float]) -> str:
+    """A ratio and its interval."""
     return f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
 
 

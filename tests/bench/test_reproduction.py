@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,15 +23,7 @@ ROOT = Path(__file__).parents[2]
 def scripts():
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        names = (
-            "reproduction",
-            "benchmark_tables",
-            "measuring",
-            "published",
-            "cost_tables",
-            "pictures",
-            "losing_tables",
-        )
+        names = ("reproduction", "measuring", "blocks", "pictures")
         yield tuple(importlib.import_module(name) for name in names)
     finally:
         sys.path.remove(str(ROOT / "scripts"))
@@ -154,20 +147,23 @@ SCRIPTS = {
 PARTIAL = ("thinning", "expectation", "speedup", "replayed-models", "losing-slower", "losing-elsewhere")
 """Blocks beside another one, or linked to one, that has their command."""
 
+ELSEWHERE = {"census", "census-counts", "vllm", "vllm-replay"}
+"""Measured by tests, or where engines of others are installed."""
+
 
 def read_by_tables(scripts, monkeypatch):
     """Names of the data files that tables ask for."""
-    _, tables, _, published, costs, pictures, losing = scripts
+    *_, blocks, pictures = scripts
     names = set()
-    whole = published.measured
+    whole = blocks.measured
 
-    def noted(name):
+    def noted(name, part=""):
         names.add(name)
-        return whole(name)
+        return whole(name, part)
 
-    for module in (published, tables, pictures, losing):
+    for module in (blocks, pictures):
         monkeypatch.setattr(module, "measured", noted)
-    for make in {**tables.TABLES, **costs.TABLES, **losing.TABLES, **pictures.PICTURES}.values():
+    for make in [*blocks.BLOCKS.values(), pictures.pictures]:
         make()
     return names
 
@@ -175,11 +171,11 @@ def read_by_tables(scripts, monkeypatch):
 @pytest.fixture
 def asked(scripts, tmp_path, monkeypatch):
     """Commands that parts would run, checked against the program's options; nothing is measured."""
-    reproduction, _, measuring, published, *_ = scripts
+    reproduction, measuring, blocks, _ = scripts
     monkeypatch.setattr(measuring, "OUT", tmp_path / "out")
     monkeypatch.setattr(measuring, "DATA", tmp_path / "data")
     monkeypatch.setattr(measuring, "TRIAL", tmp_path / "trial")
-    monkeypatch.setattr(published, "DATA", tmp_path / "data")
+    monkeypatch.setattr(blocks, "DATA", tmp_path / "data")
     monkeypatch.setattr(reproduction.os, "chdir", lambda path: None)
     monkeypatch.setattr(measuring, "suffix_decoding", contextlib.nullcontext)  # it would be fetched and built
     commands = []
@@ -240,92 +236,117 @@ def test_the_list_names_every_part_with_its_time(scripts, monkeypatch, capsys):
 
 
 def test_parts_ask_for_what_there_is_and_become_tables(scripts, asked, monkeypatch, tmp_path):
-    trace = {"prompt": "a", "output": "b"}
-    for name in (
-        scripts[0].OTHER_ANSWERS,
-        *scripts[0].KNOWLEDGE_FILES,
-        *scripts[0].SAMPLED_FILES,
-        *scripts[0].EDITED_FILES,
-    ):
-        (tmp_path / name).write_text(json.dumps(trace))
+    _, measuring, blocks, pictures = scripts
+    for name in measuring.FILES.values():
+        (tmp_path / name).write_text(json.dumps({"prompt": "a", "output": "b"}))
     given = ["--traces", str(tmp_path), "--tokenizer", str(tmp_path / "t.json"), "--native", "specbench*=v.json"]
     run(scripts, monkeypatch, "all", *given)
     programs = {command[0] for command in asked}
     assert {"tools/compare/compare.py", "scripts/bench_pass.py", "scripts/generate_docs.py"} <= programs
-    tables = scripts[1]
-    for part in tables.RUNS:
-        text = tables.runs_of(part)
-        assert "Not measured" not in text
-        assert text.index("**Where it loses.**") < text.index("**Methods.**")
-        assert "a command" in text
-        assert "| p | prose (loops) | auto |" in text
-        assert "| p | prose | prompt-lookup |" not in text, "a competitor's losses are not ours"
-    assert "busy (load 2.5 at the start" in tables.runs_of("reference")
-    assert "changes that are not committed" in tables.runs_of("reference")
-    assert "| 16 | context | 2.000 | +0.0% |" in tables.replayed_sources()
-    assert "_multisample10 | 8 | 3 | 1,000 | 2.000 | 2.500 | +25.0% |" in tables.siblings()
-    assert "| 2 | 2.000 | 3.000 | +50.0% |" in tables.epochs() and ">epoch 2</text>" in scripts[5].epochs()
-    left_out = tables.TABLES["sources"]()
-    assert "| `auto` without recycling | 2.00 | +0.0% |" in left_out
-    assert "| `auto` without ngram and exact |" in left_out
-    assert "5.0% (median)" in tables.expectation() and "differ by 5.0% (median)" in tables.TABLES["knowledge"]()
-    costs = scripts[4]
-    assert "| 256 tokens, the model's own forward | 2.0 ms | 1.25 |" in costs.passes()
-    assert "| T = 1 | 2 | 1 | 3.0 s | 2.00 | 4.00 | 2.00 | 4.00 |" in costs.rollouts()
-    assert "| T = 1 | 4 | 2.0 s | 1.0 s | 2.0 s | 1.0 s |" in costs.rollouts()
-    assert "(docs/terminal.svg)" in tables.speedup()
-    assert "| exact index | 6.10 bytes per token |" in costs.datastores()
-    larger = "| 0.12 B | auto | 1.50 (1.50-1.50) | 1.50 | 1.75 | 0 of 1 | 30.0 | 2.00 | 4.0 | 1/1 |"
-    assert larger in costs.larger()
-    assert "| a | prediction | 50.0 | 1.50 (1.50-1.50) | 1.50 | 7.00 |" in costs.edits()
-    assert "1.50 (1.50-1.50) times as fast with 0.12 B parameters (prompt lookup 0.90)" in tables.speedup()
-    pictures, losing = scripts[5:]
+    text = {name: make() for name, make in blocks.BLOCKS.items() if name not in ELSEWHERE}
+    for part in blocks.RUNS:
+        assert "Not measured" not in text[part]
+        assert text[part].index("**Where it loses.**") < text[part].index("**Methods.**")
+        assert "a command" in text[part]
+        assert "| p | prose (loops) | auto |" in text[part]
+        assert "| p | prose | prompt-lookup |" not in text[part], "a competitor's losses are not ours"
+    assert "busy (load 2.5 at the start" in text["reference"]
+    assert "changes that are not committed" in text["reference"]
+    assert "busy (other processes took 0.90 cores" in text["compare"]
+    for name, lines in SHOWN.items():
+        for line in lines.splitlines():
+            assert line in text[name], name
+    assert "2.50 times as many" not in text["typing"]  # all loop
     assert ">1.50</text>" in pictures.larger() and ">2.00</text>" not in pictures.larger()
-    assert "| greedy | `auto` | 1 of 1 | 1 of 1 | 0.90 |" in losing.slower()
-    assert "drafting off is faster with these rows: 2 (1.50, off 1.60)" in losing.elsewhere()
-    assert "| 2 | 1.00 / 2.00 µs | 0.50 µs |" in costs.datastore_segments()
-    assert "| beside one | 1.00 times | 2.00 times |" in costs.datastore_changes()
-    assert "| `sync` after a change of one of 300 files | 0.25 s |" in costs.datastore_changes()
-    assert "| suffix array | 6.20 | 2.00 M tokens/s |" in costs.datastore_peers()
-    assert "SuffixDecoding: skipped (ImportError: none)" in costs.datastore_peers()
-    assert "| hnsw | 0.900 | 1.00 / 2.00 ms | 53 | 1 s |" in costs.dense()
-    assert "| none | 0% |  | 0.50 |" in costs.thinning()
-    assert "| `dresd` | 2.00 |  | 3.0 |" in tables.TABLES["dense-drafting"]()
-    assert "| `auto` without dense | 2.00 | +0.0% |" in tables.TABLES["dense-drafting"]()
-    assert "| answer, p50 / p95 | 1.00 / 2.00 ms |" in costs.typing()
-    assert "2.50 times as many" not in costs.typing()  # all loop
-    assert "| uvicorn: 3 files, 1.00 M characters | 1.00 / 2.00 |" in costs.typing_overhead()
-    assert "| ours: auto | 4.0 | 2.00 |" in tables.compare()
-    assert "busy (other processes took 0.90 cores" in tables.compare()
-    for name, table in {**tables.TABLES, **costs.TABLES, **losing.TABLES}.items():
-        assert "Not measured" not in table(), name
+    assert ">epoch 2</text>" in pictures.epochs()
+    for name, found in text.items():
+        assert "Not measured" not in found, name
         commands = ("`python scripts/", "`retrieve-spec bench", "`a command`", "`compare`")
-        assert name in PARTIAL or any(command in table() for command in commands), name
-    assert {path.stem for path in (tmp_path / "data").glob("*.json")} == read_by_tables(scripts, monkeypatch)
+        assert name in PARTIAL or any(command in found for command in commands), name
+    assert {path.stem for path in (tmp_path / "data").glob("*.json")} == read_by_tables(
+        scripts, monkeypatch
+    ) - ELSEWHERE
     assert "cost_curves" not in json.loads((tmp_path / "data" / "reference-t0.json").read_text())["header"]
     replays = [command for command in asked if command[1:3] == ["bench", "replay"]]
-    native = [command for command in replays if scripts[0].SPEC_BENCH in command[3]]
+    native = [command for command in replays if measuring.FILES["spec_bench"] in command[3]]
     assert native and all(any(word.endswith("v.json") for word in command) for command in native)
     assert not any(str(Path.cwd()) in path.read_text() for path in (tmp_path / "data").glob("*.json"))
+    made = [sorted(as_published(command, tmp_path).split()) for command in asked]
+    for command in published_commands():
+        assert sorted(command.split()) in made, command
+
+
+def published_commands():
+    """Commands of the figures that parts measure."""
+    found = set()
+    for path in (ROOT / "docs" / "data").glob("*.json"):
+        if path.stem not in ELSEWHERE:
+            made = json.loads(path.read_text())
+            found.add(made.get("header", made)["command"])
+    return found
+
+
+def as_published(command, folder):
+    """A command as data files have it: files by their names."""
+    words = [word.replace(str(folder / "out"), "bench-out/reproduce") for word in command]
+    if command[0] == "tools/compare/compare.py":
+        traces = [word for word in words if word.endswith(".jsonl")]
+        words = [word for word in words if word not in traces]
+        words = ["specbench*=llama2_vicuna.tokenizer.json" if "=" in word else word for word in words]
+        return f"python {words[0]} TRACES/*.jsonl " + shlex.join(named(words[1:]))
+    return shlex.join(named(["python"] * words[0].endswith(".py") + words))
+
+
+def named(words):
+    names = [Path(word).name if Path(word).is_absolute() else word for word in words]
+    tokenizers = {"t.json": "qwen2.5.tokenizer.json", "v.json": "llama2_vicuna.tokenizer.json"}
+    return [tokenizers.get(name, name) for name in names]
+
+
+SHOWN = {
+    "sources-replay": "| 16 | context | 2.000 | +0.0% |",
+    "siblings": "_multisample10 | 8 | 3 | 1,000 | 2.000 | 2.500 | +25.0% |",
+    "epochs": "| 2 | 2.000 | 3.000 | +50.0% |",
+    "sources": "| `auto` without recycling | 2.00 | +0.0% |\n| `auto` without ngram and exact |",
+    "expectation": "5.0% (median)",
+    "knowledge": "differ by 5.0% (median)",
+    "passes": "| 256 tokens, the model's own forward | 2.0 ms | 1.25 |",
+    "rollouts": "| T = 1 | 2 | 1 | 3.0 s | 2.00 | 4.00 | 2.00 | 4.00 |\n| T = 1 | 4 | 2.0 s | 1.0 s | 2.0 s | 1.0 s |",
+    "speedup": "(docs/terminal.svg)\n1.50 (1.50-1.50) times as fast with 0.12 B parameters (prompt lookup 0.90)",
+    "datastores": "| exact index | 6.10 bytes per token |",
+    "larger": "| 0.12 B | auto | 1.50 (1.50-1.50) | 1.50 | 1.75 | 0 of 1 | 30.0 | 2.00 | 4.0 | 1/1 |",
+    "edits": "| a | prediction | 50.0 | 1.50 (1.50-1.50) | 1.50 | 7.00 |",
+    "losing-slower": "| greedy | `auto` | 1 of 1 | 1 of 1 | 0.90 |",
+    "losing-elsewhere": "drafting off is faster with these rows: 2 (1.50, off 1.60)",
+    "datastores-segments": "| 2 | 1.00 / 2.00 µs | 0.50 µs |",
+    "datastores-changes": "| beside one | 1.00 times | 2.00 times |\n| `sync` after a change of one of 300 files |",
+    "datastores-peers": "| suffix array | 6.20 | 2.00 M tokens/s |\nSuffixDecoding: skipped (ImportError: none)",
+    "dense": "| hnsw | 0.900 | 1.00 / 2.00 ms | 53 | 1 s |",
+    "thinning": "| none | 0% |  | 0.50 |",
+    "dense-drafting": "| `dresd` | 2.00 |  | 3.0 |\n| `auto` without dense | 2.00 | +0.0% |",
+    "typing": "| answer, p50 / p95 | 1.00 / 2.00 ms |",
+    "typing-overhead": "| uvicorn: 3 files, 1.00 M characters | 1.00 / 2.00 |",
+    "compare": "| ours: auto | 4.0 | 2.00 |",
+}
+"""Lines of blocks that are made from the figures above."""
 
 
 def texts(picture):
     return [text.text for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_a_recording_is_a_picture_of_itself_alone(scripts):
-    drawing = importlib.import_module("record_terminal").draw
-    made = SCRIPTS["scripts/record_terminal.py"]
-    picture = drawing(made)
-    assert picture == drawing(made)
+def test_a_recording_is_a_picture_of_itself_alone(scripts, monkeypatch):
+    monkeypatch.setattr(scripts[3], "measured", lambda name: SCRIPTS[f"scripts/record_{name}.py"])
+    picture = scripts[3].terminal()
+    assert picture == scripts[3].terminal()
     assert "<a & b>" in texts(picture)
     assert "prefers-reduced-motion" in picture
 
 
 def test_a_chart_shows_every_value_within_its_width(scripts):
-    pictures = scripts[5]
-    groups = [pictures.Bars("<a & b>", "", [2.0, {"value": 3.0, "low": 1.0, "high": 4.0}])]
-    chart = pictures.chart("title", "note", [("one", "blue"), ("two", "grey")], groups, 1)
+    pictures = scripts[3]
+    groups = [("<a & b>", "", [2.0, {"value": 3.0, "low": 1.0, "high": 4.0}])]
+    chart = pictures.chart("title", "note", [("one", "blue"), ("two", "grey")], groups)
     assert {"<a & b>", "2.00", "3.00", "one", "two", "title", "note"} == set(texts(chart))
     bars = list(ElementTree.fromstring(chart).iter("{http://www.w3.org/2000/svg}rect"))
     one, two = (float(bar.get("width")) for bar in bars if bar.get("height") == str(pictures.BAR - 2))
@@ -334,8 +355,8 @@ def test_a_chart_shows_every_value_within_its_width(scripts):
 
 
 def test_pictures_ask_nobody_and_follow_light_and_dark(scripts):
-    assert len(scripts[5].pictures()) == len(scripts[5].PICTURES)
-    for picture in scripts[5].pictures().values():
+    assert len(scripts[3].pictures()) == len(scripts[3].PICTURES)
+    for picture in scripts[3].pictures().values():
         assert re.findall(r"(?:href|src|url)\W", picture) == []
         assert "prefers-color-scheme:dark" in picture
 
@@ -343,7 +364,7 @@ def test_pictures_ask_nobody_and_follow_light_and_dark(scripts):
 @pytest.mark.parametrize("name", ["peers", "speedup", "larger", "batches", "terminal"])
 def test_a_picture_that_differs_from_its_data_is_named(scripts, monkeypatch, name):
     generator = importlib.import_module("generate_docs")
-    monkeypatch.setitem(scripts[5].PICTURES, name, lambda: "<svg/>")
+    monkeypatch.setitem(scripts[3].PICTURES, name, lambda: "<svg/>")
     assert [path.name for path in generator.stale()] == [f"{name}.svg"]
 
 
@@ -366,8 +387,8 @@ def test_a_trial_leaves_published_figures_alone(scripts, asked, monkeypatch, tmp
 def test_an_interrupted_part_goes_on_unless_the_code_changed(
     scripts, asked, monkeypatch, tmp_path, commit, finished, expected
 ):
-    monkeypatch.setattr(scripts[2], "commit", lambda: "same")
-    monkeypatch.setattr(scripts[2], "same_code", lambda then, now: then == now)
+    monkeypatch.setattr(scripts[1], "commit", lambda: "same")
+    monkeypatch.setattr(scripts[1], "same_code", lambda then, now: then == now)
     run(scripts, monkeypatch, "workloads")
     command = "retrieve-spec " + " ".join(asked[0][1:])
     folder = tmp_path / "out" / "workloads"
@@ -382,20 +403,20 @@ def test_an_interrupted_part_goes_on_unless_the_code_changed(
 
 
 def test_replays_that_are_done_are_kept(scripts, asked, monkeypatch, tmp_path):
-    for name in (scripts[0].SPEC_BENCH, scripts[0].OTHER_ANSWERS):
-        (tmp_path / name).write_text("")
+    for name in ("spec_bench", "arena"):
+        (tmp_path / scripts[1].FILES[name]).write_text("")
     given = ["sources-replay", "--traces", str(tmp_path), "--tokenizer", str(tmp_path / "t.json")]
-    whole = scripts[2].tool
+    whole = scripts[1].tool
 
     def cut_off(program, *words):
         if len(asked) == 3:
             raise KeyboardInterrupt
         return whole(program, *words)
 
-    monkeypatch.setattr(scripts[2], "tool", cut_off)
+    monkeypatch.setattr(scripts[1], "tool", cut_off)
     with pytest.raises(SystemExit, match="130"):
         run(scripts, monkeypatch, *given)
-    monkeypatch.setattr(scripts[2], "tool", whole)
+    monkeypatch.setattr(scripts[1], "tool", whole)
     asked.clear()
     run(scripts, monkeypatch, *given)
     assert sum(command[1:3] == ["bench", "replay"] for command in asked) == 16 - 2  # and a store was built
@@ -403,7 +424,7 @@ def test_replays_that_are_done_are_kept(scripts, asked, monkeypatch, tmp_path):
 
 
 def test_code_is_the_same_when_only_documents_differ(scripts):
-    measuring = scripts[2]
+    measuring = scripts[1]
     here = measuring.commit().rstrip("+")
     if not here:
         pytest.skip("this is no checkout")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FIRST = {"checkout", "harness", "measuring", "published", "bench_batches"}
+FIRST = {"checkout", "harness", "measuring", "bench_batches"}
 """Modules of scripts/ that set the path, or import one that does, before anything of the package."""
 
 

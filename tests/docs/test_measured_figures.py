@@ -35,7 +35,7 @@ RULES = {
 def scripts():
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        yield {name: importlib.import_module(name) for name in ("generate_docs", "published", "reproduction")}
+        yield {name: importlib.import_module(name) for name in ("generate_docs", "blocks")}
     finally:
         sys.path.remove(str(ROOT / "scripts"))
 
@@ -76,9 +76,9 @@ def test_every_table_has_its_place_in_one_page(scripts):
 
 
 def test_a_page_that_differs_from_its_data_is_named(scripts, monkeypatch, tmp_path):
-    published, generator = scripts["published"], scripts["generate_docs"]
-    shutil.copytree(published.DATA, tmp_path / "data")
-    monkeypatch.setattr(published, "DATA", tmp_path / "data")
+    blocks, generator = scripts["blocks"], scripts["generate_docs"]
+    shutil.copytree(blocks.DATA, tmp_path / "data")
+    monkeypatch.setattr(blocks, "DATA", tmp_path / "data")
     changed = tmp_path / "data" / "typing.json"
     made = json.loads(changed.read_text(encoding="utf-8"))
     made["drafting"]["latency_ms"]["p50"] += 10

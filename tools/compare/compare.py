@@ -22,11 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "scripts"))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # this checkout's package, whichever one is installed
 
+from blocks import ENVIRONMENT
 from peers import GIVEN, KEPT, PEERS, PHRASES, ArcticSuffix, ours
 from sources import ARCTIC, LLAMA, VLLM, Skipped
-from table import table
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from workload import Workload, build_store, read_workload
@@ -126,6 +127,11 @@ def shown_command(words: list[str]) -> str:
     rest = [shown(word) for word in words if word not in traces]
     files = [Path(traces[0]).name] if len(traces) == 1 else ["TRACES/*.jsonl"]
     return shlex.join(["python", "tools/compare/compare.py"]) + f" {' '.join(files)} {shlex.join(rest)}"
+
+
+def table(made: dict[str, Any]) -> str:
+    """The figures as Markdown, as docs/ has them."""
+    return ENVIRONMENT.get_template("compare.md").render(measured=lambda *_: made) + "\n"
 
 
 def begun(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
