@@ -135,63 +135,56 @@ class Server:
         self.child.wait(timeout=20)
 
 
-def type_on(server: Server, session: list[Key], fields: dict[str, Any]) -> dict[str, int]:
-    """Type a session with its real gaps; how many requests were answered, replaced by newer ones, or failed."""
-    seen = {"answered": 0, "replaced": 0, "failed": 0}
-    lock = threading.Lock()
-
-    def send(body: dict[str, Any]) -> None:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-            connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
-            answer = json.loads(connection.getresponse().read())
-            result = "replaced" if answer.get("superseded") else "answered" if "content" in answer else "failed"
-        except OSError:
-            result = "failed"
-        with lock:
-            seen[result] += 1
-
-    threads = []
-    for key in session:
-        threads.append(threading.Thread(target=send, args=({**key.body, **fields, "stream": False},)))
-        threads[-1].start()
-        time.sleep(key.gap_s)
-    for thread in threads:
-        thread.join()
-    return seen
-
-
 def ask(server: Server, body: dict[str, Any], outcome: Outcome, client: str = "bench") -> str:
-    """Send one request, note when which characters arrived; return them, or "" where a newer one replaced it."""
+    """Send one request, note when which characters arrived; return them, or "" where there is no whole answer."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    begun = time.perf_counter()
+    begun, arrivals, text, event = time.perf_counter(), [], "", {}  # type: float, list[tuple[float, int]], str, Any
     headers = {"Content-Type": "application/json", "X-Client-Id": client}
-    connection.request("POST", "/infill", json.dumps(body), headers)
-    response = connection.getresponse()
-    arrivals: list[tuple[float, int]] = []
-    total, text = 0, ""
-    for line in response:
-        if not line.startswith(b"data: "):
-            continue
-        now = 1000 * (time.perf_counter() - begun)
-        event = json.loads(line[6:])
-        total += len(event["content"])
-        text += event["content"]
-        arrivals.append((now, total))
-        if event["stop"]:
-            break
+    try:
+        connection.request("POST", "/infill", json.dumps(body), headers)
+        for line in connection.getresponse():
+            if line.startswith(b"data: "):
+                now, event = 1000 * (time.perf_counter() - begun), json.loads(line[6:])
+                text += event["content"]
+                arrivals.append((now, len(text)))
+                if event["stop"]:
+                    break
+    except OSError:
+        event = {}
     connection.close()
-    timings = event["timings"]
+    outcome.ends["replaced" if event.get("superseded") else "answered" if event.get("stop") else "failed"] += 1
     for mark in MARKS_MS:
         outcome.visible[mark].append(max((n for at, n in arrivals if at <= mark), default=0))
-    outcome.ends["replaced" if event.get("superseded") else "answered"] += 1
-    if event.get("superseded"):
+    if not event.get("stop") or event.get("superseded"):
         return ""
+    timings = event["timings"]
     outcome.latency_ms.append(arrivals[-1][0])
     outcome.loops.append(looping(text))
     spent = timings["prompt_ms"] + timings["predicted_ms"] + timings["waited_ms"]
     outcome.overhead_ms.append(max(0.0, arrivals[-1][0] - spent))
     return text
+
+
+def type_live(
+    server: Server, session: list[Key], fields: dict[str, Any], outcome: Outcome, client: str, every: bool = False
+) -> None:
+    """Type a session with its real gaps, nobody waiting for answers: `every` key asks, or those not explained."""
+    shown, pending = ("\0", ""), list[threading.Thread]()
+
+    def press(body: dict[str, Any]) -> None:
+        nonlocal shown
+        if text := ask(server, {**body, **fields}, outcome, client):
+            shown = (body["input_prefix"] + body["prompt"], text)
+
+    for key in session:
+        if not every and explained(key.body, shown):
+            outcome.ends["explained"] += 1
+        else:
+            pending.append(threading.Thread(target=press, args=(key.body,)))
+            pending[-1].start()
+        time.sleep(key.gap_s)
+    for thread in pending:
+        thread.join()
 
 
 def type_together(server: Server, sessions: list[list[Key]], talks: list[str], fields: dict[str, Any]) -> list[Outcome]:
@@ -200,23 +193,8 @@ def type_together(server: Server, sessions: list[list[Key]], talks: list[str], f
     over = threading.Event()
 
     def type_one(number: int) -> None:
-        shown, pending = ("\0", ""), list[threading.Thread]()
         time.sleep(0.03 * number)
-
-        def press(body: dict[str, Any]) -> None:
-            nonlocal shown
-            if text := ask(server, {**body, **fields}, outcomes[number], f"typist {number}"):
-                shown = (body["input_prefix"] + body["prompt"], text)
-
-        for key in sessions[number]:
-            if explained(key.body, shown):
-                outcomes[number].ends["explained"] += 1
-            else:
-                pending.append(threading.Thread(target=press, args=(key.body,)))
-                pending[-1].start()
-            time.sleep(key.gap_s)
-        for thread in pending:
-            thread.join()
+        type_live(server, sessions[number], fields, outcomes[number], f"typist {number}")
 
     def talk(number: int) -> None:
         message = {"role": "user", "content": f"# {number}\n{talks[number]}"}
@@ -375,7 +353,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def typed_in_turn(folder: Path, workspace: Path, sessions: list[list[Key]]) -> dict[str, Any]:
     """Every session on every variant, the variants in turn; then some with their real gaps."""
     results = {name: Outcome() for name in VARIANTS}
-    typed_on = {name: Counter[str]() for name in VARIANTS}
+    typed = {name: Outcome() for name in VARIANTS}
     servers = {name: Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)]) for name in VARIANTS}
     try:
         time.sleep(5)  # the stores are attached
@@ -395,7 +373,7 @@ def typed_in_turn(folder: Path, workspace: Path, sessions: list[list[Key]]) -> d
                     shown = (key.body["input_prefix"] + key.body["prompt"], max(texts, key=len))
         for session in sessions[:REAL_GAPS]:
             for name, server in servers.items():
-                typed_on[name].update(type_on(server, session, VARIANTS[name]))
+                type_live(server, session, VARIANTS[name], typed[name], name, every=True)
     finally:
         for server in servers.values():
             server.stop()
@@ -406,7 +384,7 @@ def typed_in_turn(folder: Path, workspace: Path, sessions: list[list[Key]]) -> d
         "visible_ratio": visible_ratio(results, [False] * len(loops)),
         "visible_ratio_without_loops": visible_ratio(results, loops),
         "looping_requests": sum(loops),
-        "typed_with_real_gaps": {name: dict(counts) for name, counts in typed_on.items()},
+        "typed_with_real_gaps": {name: dict(outcome.ends) for name, outcome in typed.items()},
         "keys": {"pressed": keys, "answered_by_the_last_suggestion": skipped},
     }
 

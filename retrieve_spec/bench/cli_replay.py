@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ from retrieve_spec.config import MAX_NODES
 @click.option("--limit", type=WholeRange(min=1), metavar="N", help="First N rows of the file.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
-def replay(**options: Any) -> None:
+def replay(trace: Path, tokenizer: str, quiet: bool, as_json: bool, by_task: bool, **options: Any) -> None:
     """Replay the recorded answers of TRACE through a drafter, without the model that wrote them.
 
     TRACE is JSON Lines with "prompt" and "output" (and "more": [[context, answer], …] for later turns). At each step
@@ -69,56 +70,44 @@ def replay(**options: Any) -> None:
     """
     from tqdm import tqdm
 
-    if options["siblings"] or options["epochs"]:
-        _replay_samples(options)
-        return
-
     from retrieve_spec.bench.replay import replay_trace
 
-    with tqdm(desc="rows", unit=" rows", disable=options["quiet"] or None) as bar:
+    counts, epochs = options.pop("siblings"), options.pop("epochs")
+    if counts or epochs:
+        click.echo(json.dumps(_samples(trace, tokenizer, counts, epochs, quiet, options)))
+        return
+    with tqdm(desc="rows", unit=" rows", disable=quiet or None) as bar:
 
         def progress(tokens: int, passes: int) -> None:
             bar.update()
             bar.set_postfix_str(f"{tokens / max(passes, 1):.2f} tokens per pass")
 
-        result = replay_trace(
-            options["trace"],
-            options["tokenizer"],
-            draft=options["draft"],
-            nodes=options["nodes"],
-            node_cost=options["node_cost"],
-            stores=options["stores"],
-            session=options["session"],
-            without=options["without"],
-            phrases=options["phrases"],
-            second_day=options["second_day"],
-            limit=options["limit"],
-            progress=progress,
-        )
-    by_task = result.pop("by_task")
-    if options["by_task"]:
-        result["by_task"] = by_task
-    if options["as_json"]:
-        click.echo(json.dumps(result))
-        return
-    click.echo(
+        result = replay_trace(trace, tokenizer, **options, progress=progress)
+    if not by_task:
+        del result["by_task"]
+    click.echo(json.dumps(result) if as_json else "\n".join(_lines(result)))
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    """What a replay says."""
+    yield (
         f"{result['tokens_per_pass']:.3f} tokens per pass (expected {result['expected_tokens_per_pass']:.3f}) over "
         f"{result['tokens']:,} tokens, {result['nodes_per_pass']:.1f} nodes per pass"
     )
     if "speedup" in result:
-        click.echo(f"{result['speedup']:.2f} times as fast as one token per pass, by what nodes cost")
-    click.echo(
-        f"propose {result['propose_us']['p50']:.0f} µs p50, {result['propose_us']['p99']:.0f} µs p99; "
-        f"observe {result['observe_us']['p50']:.0f} µs p50, {result['observe_us']['p99']:.0f} µs p99"
-    )
+        yield f"{result['speedup']:.2f} times as fast as one token per pass, by what nodes cost"
+    times = {what: result[f"{what}_us"] for what in ("propose", "observe")}
+    yield "; ".join(f"{what} {took['p50']:.0f} µs p50, {took['p99']:.0f} µs p99" for what, took in times.items())
     accepted = ", ".join(f"{name} {count:,}" for name, count in result["accepted_by_source"].items())
-    click.echo(f"accepted by source: {accepted or 'none'}")
+    yield f"accepted by source: {accepted or 'none'}"
     for task, figures in result.get("by_task", {}).items():
-        click.echo(f"  {task or '(no task)'}: {figures['tokens_per_pass']:.3f} over {figures['tokens']:,} tokens")
+        yield f"  {task or '(no task)'}: {figures['tokens_per_pass']:.3f} over {figures['tokens']:,} tokens"
 
 
-def _replay_samples(options: dict[str, Any]) -> None:
-    """Print what sharing between samples is worth, by their number, or a memory of earlier epochs, by epoch."""
+def _samples(
+    trace: Path, tokenizer: str, counts: tuple[int, ...], epochs: int | None, quiet: bool, options: dict[str, Any]
+) -> dict[str, Any]:
+    """What sharing between samples is worth, by their number, or a memory of earlier epochs, by epoch."""
     from tqdm import tqdm
 
     from retrieve_spec.bench.replay_samples import replay_epochs, replay_siblings
@@ -128,14 +117,11 @@ def _replay_samples(options: dict[str, Any]) -> None:
         raise click.UsageError(
             "--siblings and --epochs replay `auto` alone: leave out stores, sessions, sources and presets."
         )
-    counts, epochs = options["siblings"], options["epochs"]
     if epochs and len(counts) > 1:
         raise click.UsageError("--epochs takes one number of siblings.")
-    with tqdm(total=2 * (epochs or len(counts)), desc="replays", disable=options["quiet"] or None) as bar:
+    with tqdm(total=2 * (epochs or len(counts)), desc="replays", disable=quiet or None) as bar:
         words = {"nodes": options["nodes"], "limit": options["limit"], "progress": bar.update}
         if epochs:
             samples = counts[0] if counts else 1
-            found = {"epochs": replay_epochs(options["trace"], options["tokenizer"], epochs, samples=samples, **words)}
-        else:
-            found = {"siblings": replay_siblings(options["trace"], options["tokenizer"], counts, **words)}
-    click.echo(json.dumps(found))
+            return {"epochs": replay_epochs(trace, tokenizer, epochs, samples=samples, **words)}
+        return {"siblings": replay_siblings(trace, tokenizer, counts, **words)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -92,7 +92,7 @@ def run(**options: Any) -> None:
 
     check_extra()
     as_json = options.pop("as_json")
-    folder = run_bench(command=shlex.join([CLI_NAME, *sys.argv[1:]]), **options)
+    folder = run_bench(shlex.join([CLI_NAME, *sys.argv[1:]]), options)
     summary = write_report(folder)
     click.echo(json.dumps(summary) if as_json else (folder / "report.md").read_text(encoding="utf-8"))
     click.echo(f"report: {folder / 'report.html'}", err=True)
@@ -109,29 +109,8 @@ def report(folder: Path, as_json: bool) -> None:
     click.echo(json.dumps(summary) if as_json else (folder / "report.md").read_text(encoding="utf-8"))
 
 
-def run_bench(
-    model: str,
-    prompts: str,
-    methods: Sequence[str],
-    *,
-    stores: Sequence[str] = (),
-    state: Any = "cold",
-    max_new_tokens: int = 160,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    runs: int = 1,
-    limit: int | None = None,
-    tasks: str | None = None,
-    template: str = "auto",
-    dtype: str = "auto",
-    device: str = "auto",
-    out: Path = Path("bench-out"),
-    resume: bool = False,
-    quiet: bool = True,
-    command: str = "",
-) -> Path:
-    """Measure; return the folder with the results.
+def run_bench(command: str, options: dict[str, Any]) -> Path:
+    """Measure what the options of `bench run` say; return the folder with the results.
 
     Raises
     ------
@@ -149,43 +128,40 @@ def run_bench(
     from retrieve_spec.reference_model import load_model
 
     logging.disable_progress_bar()
-    chosen = [parse_method(name) for name in methods]
-    questions = read_prompts(prompts, limit, tasks.split(",") if tasks else None)
-    plan = Plan(questions, chosen, runs, state, max_new_tokens, template, sampled=temperature > 0)
+    it = SimpleNamespace(**options)
+    chosen = [parse_method(name) for name in it.methods]
+    questions = read_prompts(it.prompts, it.limit, it.tasks.split(",") if it.tasks else None)
+    plan = Plan(questions, chosen, it.runs, it.state, it.max_new_tokens, it.template, sampled=it.temperature > 0)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    lm, tokenizer = load_model(model, dtype=dtype, device=device)
-    datastores = [open_datastore(path, tokenizer=tokenizer) for path in stores]
-    which = f", {tasks} only" if tasks else ""
+    if plan.sampled:
+        sampling = {"do_sample": True, "temperature": it.temperature, "top_p": it.top_p, "top_k": 0}
+    lm, tokenizer = load_model(it.model, dtype=it.dtype, device=it.device)
+    datastores = [open_datastore(path, tokenizer=tokenizer) for path in it.stores]
+    which = f", {it.tasks} only" if it.tasks else ""
+    given = ("model", "state", "runs", "max_new_tokens", "temperature", "top_p", "seed", "template")
     header = {
         "command": command,
         "machine": machine_facts(),
-        "model": model,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": str(lm.device),
-        "prompts": f"{prompts}{which} ({len(questions)} prompts, digest {prompts_digest(questions)})",
-        "methods": list(methods),
-        "stores": {str(path): folder_bytes(path) for path in stores},
-        "state": state,
-        "runs": runs,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-        "template": template,
+        "prompts": f"{it.prompts}{which} ({len(questions)} prompts, digest {prompts_digest(questions)})",
+        "methods": list(it.methods),
+        "stores": {str(path): folder_bytes(path) for path in it.stores},
+        **{name: options[name] for name in given},
     }
-    bench = Bench(lm, tokenizer, chosen, datastores=datastores, session=state != "cold", seed=seed, options=sampling)
-    folder = ResultsFolder(out, header, resume=resume)  # made only when all options are right
+    bench = Bench(
+        lm, tokenizer, chosen, datastores=datastores, session=it.state != "cold", seed=it.seed, options=sampling
+    )
+    folder = ResultsFolder(it.out, header, resume=it.resume)  # made only when all options are right
     warm_up(bench, plan)
     others = OtherWork()
     try:
-        with Progress(len(questions) * runs, len(folder.done()), quiet) as progress:
+        with Progress(len(questions) * it.runs, len(folder.done()), it.quiet) as progress:
             measure(bench, plan, folder, progress)
         folder.note("finished", True)
     except KeyboardInterrupt:
         click.echo(
-            f"{len(folder.done())} answered prompts are kept; --resume goes on, `bench report {out}` shows them.",
+            f"{len(folder.done())} answered prompts are kept; --resume goes on, `bench report {it.out}` shows them.",
             err=True,
         )
         raise

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import retrieve_spec as rs
 from retrieve_spec.bench.ablation import FreshDrafter
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.presets import PRESETS
+from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.errors import ConfigError, nearest
 
 PLAIN, PROMPT_LOOKUP, OFF = "plain", "prompt-lookup", "off"
@@ -53,7 +54,7 @@ class Method:
     without: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Generation:
     """One timed generation of one turn.
 
@@ -61,34 +62,19 @@ class Generation:
     ----------
     token_ids
         What was generated, an end token included.
-    seconds
-        Wall time of the call, prompt included.
-    first_token_s
-        Wall time until the first token was handed out.
+    seconds, first_token_s
+        Wall time of the call, prompt included, and until the first token was handed out.
     passes
         Forward passes of the model, the prompt's included.
-    nodes
-        Draft tokens verified; None where the method does not say.
-    split_ms
-        Milliseconds in prefill, draft, verify, commit and learn; empty where the method does not say.
-    accepted_by_source
-        Accepted draft tokens by source.
-    per_pass
-        (nodes, accepted, expected, verify ms) of every pass after the prompt's.
-    mode, reason
-        As the library's report has them; the mode of others is their kind.
+    report
+        What this library says of its own generation; None for transformers' methods.
     """
 
     token_ids: list[int]
     seconds: float
     first_token_s: float
     passes: int
-    nodes: int | None = None
-    split_ms: dict[str, float] = field(default_factory=dict)
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
-    per_pass: list[tuple[int, int, float, float]] = field(default_factory=list)
-    mode: str = ""
-    reason: str = ""
+    report: GenerationReport | None = None
 
 
 def parse_method(name: str) -> Method:
@@ -201,20 +187,8 @@ class Bench:
         start = _now()
         output = self.model.generate(**arguments, prediction=prediction)
         seconds = _now() - start
-        report = state.last
-        split = {part: getattr(report, f"{part}_ms") for part in ("prefill", "draft", "verify", "commit", "learn")}
-        return Generation(
-            token_ids=output[0, arguments["input_ids"].shape[1] :].tolist(),
-            seconds=seconds,
-            first_token_s=streamer.at - start,
-            passes=report.passes,
-            nodes=report.nodes,
-            split_ms=split,
-            accepted_by_source=dict(report.accepted_by_source),
-            per_pass=[tuple(entry) for entry in report.per_pass],
-            mode=report.mode,
-            reason=report.reason,
-        )
+        ids = output[0, arguments["input_ids"].shape[1] :].tolist()
+        return Generation(ids, seconds, streamer.at - start, state.last.passes, state.last)
 
     def _theirs(self, method: Method, arguments: dict[str, Any], streamer: FirstToken) -> Generation:
         passes = 0
@@ -231,7 +205,7 @@ class Bench:
         finally:
             hook.remove()
         ids = output[0, arguments["input_ids"].shape[1] :].tolist()
-        return Generation(ids, seconds, streamer.at - start, passes, mode=method.kind)
+        return Generation(ids, seconds, streamer.at - start, passes)
 
 
 def _now() -> float:

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.bench.results import Record
-
-PARTS = ("prefill", "draft", "verify", "commit", "learn")
+from retrieve_spec.bench.results import PARTS, Record
 
 
 def write_prompt_table(path: Path, records: Sequence[Record]) -> None:

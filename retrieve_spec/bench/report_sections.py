@@ -7,6 +7,7 @@ from typing import Any
 from retrieve_spec.bench.machine import summary as machine_summary
 from retrieve_spec.bench.methods import OFF, parse_method
 from retrieve_spec.bench.prompts import SPEC_BENCH
+from retrieve_spec.bench.results import PARTS
 from retrieve_spec.bench.stats import NOISE
 
 LOSING_SHOWN = 15
@@ -118,7 +119,7 @@ def _tasks(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _costs(summary: dict[str, Any]) -> dict[str, Any]:
-    parts = ("prefill", "draft", "verify", "commit", "learn", "other")
+    parts = (*PARTS, "other")
     rows = []
     for name, f in summary["methods"].items():
         split = f["split_ms_per_token"]

@@ -17,21 +17,12 @@ from typing import Any
 from retrieve_spec.errors import ConfigError, TraceError
 
 RUN_FILE, RESULTS_FILE = "run.json", "results.jsonl"
+PARTS = ("prefill", "draft", "verify", "commit", "learn")
+"""What the time of a generation goes to."""
 FORMAT = 1
 _MUST_AGREE = (
-    "format",
-    "model",
-    "prompts",
-    "methods",
-    "stores",
-    "state",
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "seed",
-    "template",
-    "dtype",
-    "device",
+    *("format", "model", "prompts", "methods", "stores", "state", "max_new_tokens", "temperature", "top_p", "seed"),
+    *("template", "dtype", "device"),
 )
 
 

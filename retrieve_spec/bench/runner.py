@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from retrieve_spec.bench.machine import peak_memory_bytes, reset_peak_memory
 from retrieve_spec.bench.methods import OFF, PLAIN, Bench, Generation, Method
 from retrieve_spec.bench.prompts import encode
-from retrieve_spec.bench.results import Record, ResultsFolder
+from retrieve_spec.bench.results import PARTS, Record, ResultsFolder
 from retrieve_spec.bench.workloads import Prompt, loops
 
 State = Literal["cold", "session", "shared"]
@@ -162,14 +163,14 @@ def _add(record: Record, generation: Generation, prompt_tokens: int) -> None:
     record.token_ids.append(generation.token_ids)
     record.passes += generation.passes
     record.turn_passes.append(generation.passes)
-    if generation.nodes is not None:
-        record.nodes = (record.nodes or 0) + generation.nodes
     record.seconds += generation.seconds
     record.turn_seconds.append(generation.seconds)
     record.first_token_s += generation.first_token_s
-    for part, ms in generation.split_ms.items():
-        record.split_ms[part] = record.split_ms.get(part, 0.0) + ms
-    for source, count in generation.accepted_by_source.items():
-        record.accepted_by_source[source] = record.accepted_by_source.get(source, 0) + count
-    record.per_pass += generation.per_pass
-    record.mode, record.reason = generation.mode, generation.reason
+    if (report := generation.report) is None:
+        record.mode = record.method.partition(":")[0]
+        return
+    record.nodes = (record.nodes or 0) + report.nodes
+    record.split_ms = {part: record.split_ms.get(part, 0.0) + getattr(report, f"{part}_ms") for part in PARTS}
+    record.accepted_by_source = dict(Counter(record.accepted_by_source) + Counter(report.accepted_by_source))
+    record.per_pass += report.per_pass
+    record.mode, record.reason = report.mode, report.reason

@@ -87,6 +87,6 @@ def test_cold_is_cold_also_beside_a_writable_store(loaded, store):
     bench.generate(method, ids, max_new_tokens=24)
     bench.forget(method)
     again = bench.generate(method, ids, max_new_tokens=24)
-    assert [entry[:3] for entry in again.per_pass] == [entry[:3] for entry in first.per_pass]
+    assert [entry[:3] for entry in again.report.per_pass] == [entry[:3] for entry in first.report.per_pass]
     assert again.token_ids == first.token_ids
     assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == before
