@@ -19,14 +19,13 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import harness
 import torch
 from gpu_setting import SHAPES, build
 from hybrid_shapes import HYBRIDS, build_hybrid
-from trace_driven import TraceDriven, clock_of, told
+from trace_driven import Answer, Clock, Told, by_transformers, by_us, clock_of
 
 import retrieve_spec as rs
 from retrieve_spec.bench.prompts import subtask
@@ -38,31 +37,6 @@ METHODS = ("plain", "prompt-lookup", "off", "auto")
 HYBRID_METHODS = ("plain", "off", "chains", "auto")
 SHORTEST = 32
 """Tokens of the shortest answer that is measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A recorded answer, cut to the length that is measured."""
-
-    task: str
-    prompt: torch.Tensor  # (1, n)
-    trace: torch.Tensor  # (n + new,) prompt and answer
-
-    @property
-    def new(self) -> int:
-        """Tokens of the answer."""
-        return len(self.trace) - self.prompt.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What giving one answer took."""
-
-    seconds: float
-    first: float  # seconds until the prompt was read
-    passes: int
-    nodes: int
-    same: bool
 
 
 def chosen(options: argparse.Namespace) -> list[Answer]:
@@ -81,44 +55,6 @@ def chosen(options: argparse.Namespace) -> list[Answer]:
     depth = max(map(len, by_task.values()), default=0)
     turns = [answers[i] for i in range(depth) for answers in by_task.values() if i < len(answers)]
     return turns[: options.answers]
-
-
-Clock = Callable[[], float]
-
-
-def by_transformers(model: Any, answer: Answer, clock: Clock, **extra: Any) -> Told:
-    """Let transformers' own `generate` give an answer."""
-    calls: list[float] = []
-    say = told(answer.trace)
-
-    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        calls.append(clock())
-        return say(ids, scores)
-
-    began = clock()
-    out = type(model).generate(
-        model, answer.prompt, max_new_tokens=answer.new, do_sample=False, logits_processor=[process], **extra
-    )
-    ended = clock()
-    return Told(ended - began, calls[0] - began, 0, 0, torch.equal(out[0], answer.trace))
-
-
-def by_us(model: Any, answer: Answer, clock: Clock, make: Callable[[], Any], draft: str, chains: bool = False) -> Told:
-    """Let the accelerated model give an answer."""
-    model.speculation.forget()
-    driven: list[TraceDriven] = []
-
-    def drive() -> TraceDriven:
-        driven.append(TraceDriven(make(), answer.trace, clock, chains))
-        return driven[-1]
-
-    model.speculation._make_verifier = drive
-    began = clock()
-    out = model.generate(answer.prompt, max_new_tokens=answer.new, do_sample=False, draft=draft)
-    ended = clock()
-    last = model.speculation.last
-    same = torch.equal(out[0], answer.trace)
-    return Told(ended - began, driven[-1].read_at - began, last.passes, last.nodes, same)
 
 
 def give(size: str, answers: list[Answer], context: int, clock: Clock = time.perf_counter) -> dict[str, Any]:
@@ -163,8 +99,9 @@ def figures(results: dict[str, list[Told]], name: str, answers: list[Answer]) ->
         "slower_than_plain": sum(m.seconds > p.seconds for p, m in zip(plain, mine, strict=True)),
         "same": sum(t.same for t in mine),
     }
-    if passes := sum(t.passes for t in mine):
-        found |= {"tokens_per_pass": new / passes, "nodes_per_pass": sum(t.nodes for t in mine) / passes}
+    if reports := [t.report for t in mine if t.report is not None]:
+        passes = sum(report.passes for report in reports)
+        found |= {"tokens_per_pass": new / passes, "nodes_per_pass": sum(report.nodes for report in reports) / passes}
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from gpu_setting import Attempt, Setting, build, draft, plain_pass, prompt_of, started, tree_pass
-from trace_driven import TraceDriven, told
+from trace_driven import Answer, Told, by_transformers, by_us
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
@@ -85,65 +85,43 @@ def compiled(setting: Setting, attempt: Attempt, size: str) -> None:
     attempt("decode static compiled cache", lambda: baseline(setting, target, answers, cache_implementation="static"))
 
 
-def traces_of(setting: Setting, answers: list[tuple[list[int], list[int]]]) -> Iterator[tuple[Any, Any, int]]:
-    """(trace on the device, prompt, number of new tokens) of every answer."""
-    for prompt, output in answers:
-        trace = torch.tensor(prompt + output, device=setting.device)
-        yield trace, trace[None, : len(prompt)], len(output)
-
-
-def baseline(setting: Setting, target: Any, answers: Any, **extra: Any) -> dict[str, Any]:
+def baseline(setting: Setting, target: Any, answers: list[Answer], **extra: Any) -> dict[str, Any]:
     """Tokens per second of the model's own `generate`."""
-    tokens, seconds, same = 0, 0.0, True
-    for trace, prompt, count in traces_of(setting, answers):
-        options = {"do_sample": False, "pad_token_id": 0, "logits_processor": [told(trace)], **extra}
-        if not tokens:
-            target.generate(prompt, max_new_tokens=min(16, count), **options)  # sets up, and compiles if it does
-        setting.wait()
-        began = time.perf_counter()
-        out = target.generate(prompt, max_new_tokens=count, min_new_tokens=count, **options)
-        setting.wait()
-        seconds += time.perf_counter() - began
-        tokens += count
-        same &= bool(torch.equal(out[0, : len(trace)], trace))
-    return {"tokens_per_s": round(tokens / seconds, 2), "ms_per_token": round(seconds / tokens * 1e3, 3), "same": same}
+    given = by_transformers(target, answers[0].cut(16), setting.clock, **extra)  # sets up, and compiles if it does
+    return rates(answers, [by_transformers(target, answer, setting.clock, **extra) for answer in answers], given.same)
 
 
-def ours(setting: Setting, target: Any, make: Callable[[], Verifier], answers: Any) -> dict[str, Any]:
+def ours(setting: Setting, target: Any, make: Callable[[], Verifier], answers: list[Answer]) -> dict[str, Any]:
     """Tokens per second of an accelerated model, and where the time goes."""
     rs.accelerate(target, recorded_pass="always")
     target.speculation._make_verifier, target.speculation.cost = make, CostModel()
     measure_passes(target, target.speculation)  # of this kind of pass
-    spent = dict.fromkeys(("draft_ms", "verify_ms", "commit_ms", "learn_ms"), 0.0)
-    tokens = passes = nodes = 0
-    seconds, same = 0.0, True
     try:
-        for turn in ("warm", "timed"):
-            tokens = passes = nodes = 0
-            seconds = 0.0
-            spent = dict.fromkeys(spent, 0.0)
-            for trace, prompt, count in traces_of(setting, answers if turn == "timed" else answers[:1]):
-                target.speculation._make_verifier = lambda trace=trace: TraceDriven(make(), trace)
-                setting.wait()
-                began = time.perf_counter()
-                out = target.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0)
-                setting.wait()
-                seconds += time.perf_counter() - began
-                last = target.speculation.last
-                tokens, passes, nodes = tokens + count, passes + last.passes, nodes + last.nodes
-                spent = {name: value + getattr(last, name) for name, value in spent.items()}
-                same &= bool(torch.equal(out[0, : len(trace)], trace))
-            target.speculation.forget()
+        warm, *given = (by_us(target, answer, setting.clock, make, "auto") for answer in (answers[0], *answers))
     finally:
         rs.restore(target)
-    per_pass = {name: round(value / passes, 4) for name, value in spent.items()}
-    outside = round(sum(per_pass.values()) - per_pass["verify_ms"], 4)
-    rate = {"tokens_per_s": round(tokens / seconds, 2), "tokens_per_pass": round(tokens / passes, 3)}
-    return {**rate, "nodes_per_pass": round(nodes / passes, 1), "outside_ms": outside, "same": same, **per_pass}
+    reports = [told.report for told in given if told.report is not None]
+    passes = sum(report.passes for report in reports)
+    parts = ("draft_ms", "verify_ms", "commit_ms", "learn_ms")
+    spent = {part: round(sum(getattr(report, part) for report in reports) / passes, 4) for part in parts}
+    return {
+        **rates(answers, given, warm.same),
+        "tokens_per_pass": round(sum(answer.new for answer in answers) / passes, 3),
+        "nodes_per_pass": round(sum(report.nodes for report in reports) / passes, 1),
+        "outside_ms": round(sum(spent.values()) - spent["verify_ms"], 4),
+        **spent,
+    }
 
 
-def recorded_answers(setting: Setting, vocab: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, output) token ids; without a trace, pieces of the library's source, one behind a long prompt."""
+def rates(answers: list[Answer], given: list[Told], same: bool) -> dict[str, Any]:
+    """Speed over all answers, and whether all said what was recorded."""
+    tokens, seconds = sum(answer.new for answer in answers), sum(told.seconds for told in given)
+    same = same and all(told.same for told in given)
+    return {"tokens_per_s": round(tokens / seconds, 2), "ms_per_token": round(seconds / tokens * 1e3, 3), "same": same}
+
+
+def recorded_answers(setting: Setting, vocab: int) -> Iterator[Answer]:
+    """Answers of a trace, or pieces of the library's source, one behind a long prompt."""
     from tokenizers import Tokenizer
 
     package = Path(rs.__file__).parent
@@ -153,10 +131,14 @@ def recorded_answers(setting: Setting, vocab: int) -> Iterator[tuple[list[int], 
         ids = text if isinstance(text, list) else tokenizer.encode(text).ids
         return [int(token) % vocab for token in ids]
 
+    def answer(prompt: list[int], output: list[int]) -> Answer:
+        trace = torch.tensor(prompt + output, device=setting.device)
+        return Answer("", trace[None, : len(prompt)], trace)
+
     if setting.trace is not None:
         for line in Path(setting.trace).read_text(encoding="utf-8").splitlines()[: 1 if setting.dry else 4]:
             record = json.loads(line)
-            yield read(record["prompt"])[-max(setting.context) :], read(record["output"])[: setting.new_tokens]
+            yield answer(read(record["prompt"])[-max(setting.context) :], read(record["output"])[: setting.new_tokens])
         return
     names = ("verify/hf.py", "engine/sequence.py", "engine/speculation.py")
     pieces = [read((package / name).read_text(encoding="utf-8")) for name in names]
@@ -164,6 +146,6 @@ def recorded_answers(setting: Setting, vocab: int) -> Iterator[tuple[list[int], 
     new, longest = setting.new_tokens, max(setting.context)
     for ids, start in ((whole, min(longest - 256, len(whole) - new)), *((piece, 512) for piece in pieces)):
         start = max(min(start, len(ids) - new, 40 if setting.dry else start), 1)
-        yield ids[:start], ids[start : start + new]
+        yield answer(ids[:start], ids[start : start + new])
         if setting.dry:
             return

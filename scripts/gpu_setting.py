@@ -53,16 +53,19 @@ class Setting:
         if self.on_gpu:
             torch.cuda.synchronize()
 
+    def clock(self) -> float:
+        """Seconds, when the device has finished."""
+        self.wait()
+        return time.perf_counter()
+
     def median_ms(self, run: Callable[[], Any], warm_up: int = 3) -> float:
         """Median milliseconds of a call."""
         times = []
         for repeat in range(self.repeats + warm_up):
-            self.wait()
-            began = time.perf_counter()
+            began = self.clock()
             run()
-            self.wait()
             if repeat >= warm_up:
-                times.append((time.perf_counter() - began) * 1e3)
+                times.append((self.clock() - began) * 1e3)
         return round(statistics.median(times), 4)
 
     def pool(self, recorded: RecordedPass) -> PassPool:

