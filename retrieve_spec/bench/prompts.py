@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from retrieve_spec.bench.workloads import Prompt, builtin
-from retrieve_spec.errors import ConfigError, TraceError
+from retrieve_spec.errors import ConfigError, TraceError, nearest
 
 BUILTIN = "builtin"
 BUILTIN_PER_TASK = 6
@@ -68,9 +68,8 @@ def _of_tasks(prompts: list[Prompt], tasks: Sequence[str] | None, what: str) -> 
     known = {prompt.task for prompt in prompts}
     missing = [task for task in tasks or () if task not in known]
     if missing:
-        raise TraceError(
-            f"tasks of {what}, which are {', '.join(sorted(known))}", ", ".join(missing), "Name some of these."
-        )
+        hint = nearest(missing[0], known) or "Name some of these."
+        raise TraceError(f"tasks of {what}: {', '.join(sorted(known))}", ", ".join(map(repr, missing)), hint)
     return [prompt for prompt in prompts if tasks is None or prompt.task in tasks]
 
 
@@ -78,9 +77,9 @@ def _prompt(line: str, number: int, path: Path) -> Prompt:
     row = _object(line, number, path)
     turns = row.get("turns", [row["prompt"]] if "prompt" in row else None)
     if not _are_turns(turns):
-        raise _wrong(number, path, "'prompt' (a string) or 'turns' (a list of strings)")
+        raise _wrong(number, path, "'prompt' (a string) or 'turns' (a list of strings)", line)
     if not isinstance(row.get("prediction"), str | None):
-        raise _wrong(number, path, "'prediction' (a string)")
+        raise _wrong(number, path, "'prediction' (a string)", line)
     return Prompt(
         name=str(row.get("id", number)),
         task=str(row.get("task", OTHER)),
@@ -93,7 +92,7 @@ def _prompt(line: str, number: int, path: Path) -> Prompt:
 def _question(line: str, number: int, path: Path) -> Prompt:
     row = _object(line, number, path)
     if not {"question_id", "category", "turns"} <= set(row) or not _are_turns(row["turns"]):
-        raise _wrong(number, path, "'question_id', 'category' and 'turns' (a list of strings)")
+        raise _wrong(number, path, "'question_id', 'category' and 'turns' (a list of strings)", line)
     return Prompt(str(row["question_id"]), str(row["category"]), tuple(row["turns"]), raw=False)
 
 
@@ -107,12 +106,13 @@ def _object(line: str, number: int, path: Path) -> dict[str, Any]:
     except ValueError:
         row = None
     if not isinstance(row, dict):
-        raise _wrong(number, path, "one JSON object per line")
+        raise _wrong(number, path, "one JSON object per line", line)
     return row
 
 
-def _wrong(number: int, path: Path, expected: str) -> TraceError:
-    return TraceError(expected, f"something else in line {number} of {path}", "See docs/benchmarks.md for the formats.")
+def _wrong(number: int, path: Path, expected: str, line: str) -> TraceError:
+    got = f"line {number} of {path}: {line[:60].rstrip()!r}"
+    return TraceError(expected, got, "Write the file in that form (docs/benchmarks.md).")
 
 
 def subtask(category: str) -> str:

@@ -104,6 +104,17 @@ def test_python_of_the_pages_runs(page, monkeypatch):
     assert page != "README.md" or "speculation" not in vars(space["model"])
 
 
+@pytest.mark.threads
+@pytest.mark.parametrize("page", ["docs/datastores.md", "docs/engines.md", "docs/rollouts.md"])
+def test_the_first_python_of_other_pages_runs(page, monkeypatch, tmp_path):
+    """What needs another package, or an object store, stands further below."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("src", "docs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shelf.py").write_text(f"class Shelf:\n    def {name}(self):\n        return []\n")
+    exec(compile(blocks(page, "python")[0], page, "exec"), {})
+
+
 def test_generate_and_build_commands_of_the_readme_run(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "src").mkdir()
