@@ -78,8 +78,10 @@ def test_spec_bench_questions(tmp_path):
 
 def test_only_some_tasks():
     assert {prompt.task for prompt in read_prompts("builtin", 2, ["edit", "prose"])} == {"edit", "prose"}
-    with pytest.raises(TraceError, match="poetry"):
+    with pytest.raises(TraceError, match="got 'poetry'"):
         read_prompts("builtin", 2, ["poetry"])
+    with pytest.raises(TraceError, match="Did you mean 'prose'"):
+        read_prompts("builtin", 2, ["proze"])
 
 
 @pytest.mark.parametrize(
@@ -87,8 +89,9 @@ def test_only_some_tasks():
 )
 def test_other_files_are_refused_with_the_line(tmp_path, text):
     (tmp_path / "p.jsonl").write_text(text)
-    with pytest.raises(TraceError, match=r"p\.jsonl"):
+    with pytest.raises(TraceError, match=r"p\.jsonl") as refused:
         read_prompts(str(tmp_path / "p.jsonl"))
+    assert text in str(refused.value)
     with pytest.raises(TraceError):
         read_prompts(str(tmp_path / "absent.jsonl"))
 
