@@ -20,6 +20,7 @@ from retrieve_spec.engine.company import Company
 from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
+from retrieve_spec.engine.known_calls import KnownCalls
 from retrieve_spec.engine.report import GenerationReport, together
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError
@@ -48,6 +49,8 @@ class Speculation:
         Takes the model's sequences from pass to pass; says which of them share passes.
     drafters
         What drafts for them.
+    known_calls
+        What the original `generate` prepares, without asking it anew for calls like earlier ones.
     last
         Report of the generation that ended last, None before the first.
     model_key
@@ -94,6 +97,7 @@ class Speculation:
         self.drafters = Drafters(config, datastores, drafter, model_key, tokenizer, vocabulary)
         self.engine = Engine(Costs())
         self.company = Company(self.engine)
+        self.known_calls = KnownCalls()
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

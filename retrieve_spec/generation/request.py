@@ -7,7 +7,6 @@ criteria, then hands them to our callable (`custom_generate`), which only takes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
+from retrieve_spec.engine.known_calls import Captured
 from retrieve_spec.engine.rows import Prepared, extras_of, padding_in_front, why_not_together
 from retrieve_spec.errors import PromptError, UnknownTokenError
 from retrieve_spec.model_layers import embedded_tokens
@@ -57,30 +57,6 @@ _FIXED = ("static", "sliding_window", "hybrid_chunked")
 """Caches of a fixed size, by the names that calls give them."""
 
 
-@dataclass(slots=True)
-class Captured:
-    """What `generate` hands a decoding method."""
-
-    input_ids: torch.Tensor
-    logits_processor: Any
-    stopping_criteria: Any
-    generation_config: Any
-    model_kwargs: dict[str, Any]
-    added: int = 0  # places of the prompt that its text does not have
-
-
-def capture(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    **model_kwargs: Any,
-) -> Captured:
-    """Stand in for a decoding method: take down what `generate` prepared."""
-    return Captured(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-
-
 def prepare(
     model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], alone: str = _TOO_MANY
 ) -> Prepared | str:
@@ -116,7 +92,7 @@ def prepare(
         arguments["stopping_criteria"] = StoppingCriteriaList(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
-    captured = generate(**{**arguments, "custom_generate": capture})
+    captured = model.speculation.known_calls.captured(model, generate, arguments)
     return from_captured(model, captured, interface, arguments, alone)
 
 
