@@ -12,9 +12,7 @@ from typing import Any
 import click
 
 EXTRAS = {
-    "serve": (
-        *("starlette", "uvicorn", "httptools", "pydantic", "sse_starlette", "prometheus_client", "pygls", "watchfiles"),
-    ),
+    "serve": (*("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "pygls", "watchfiles"),),
     "share": ("fsspec",),
     "bench": ("matplotlib", "jinja2"),
     "parquet": ("pyarrow",),

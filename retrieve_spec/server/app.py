@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from time import perf_counter
-from typing import Any
 
-from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,6 +16,7 @@ from starlette.routing import Route
 
 from retrieve_spec.server.attached import Attached
 from retrieve_spec.server.completions import CompletionHandlers
+from retrieve_spec.server.events import EventStream
 from retrieve_spec.server.guard import Guard, Refusal
 from retrieve_spec.server.information import InformationHandlers
 from retrieve_spec.server.metrics import Metrics
@@ -110,15 +109,14 @@ def create_app(
     )
 
 
-async def _timed(events: Any, counted: Callable[[], None]) -> AsyncIterator[Any]:
+async def _timed(events: AsyncGenerator[bytes, None], counted: Callable[[], None]) -> AsyncGenerator[bytes, None]:
     """The events of a stream; the request is counted when the last one is gone, or the client."""
     try:
-        async for event in events:
-            yield event
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
     finally:
         counted()
-        if isinstance(events, AsyncGenerator):
-            await events.aclose()
 
 
 def _counted(
@@ -132,11 +130,9 @@ def _counted(
             response = refusal.response()
         except asyncio.CancelledError:  # only an ending server cancels a request that is not done in time
             response = Refusal(503, "the server is stopping", "overloaded").response()
-        if isinstance(response, EventSourceResponse):  # its time is over with its last byte
+        if isinstance(response, EventStream):  # its time is over with its last byte
             status = response.status_code
-            response.body_iterator = _timed(
-                response.body_iterator, lambda: metrics.request(path, status, perf_counter() - begun)
-            )
+            response.events = _timed(response.events, lambda: metrics.request(path, status, perf_counter() - begun))
             return response
         total = perf_counter() - begun
         metrics.request(path, response.status_code, total)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
-from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
+
+from retrieve_spec.server.events import EventStream
 
 _PING_S = 30
 
@@ -42,14 +43,15 @@ class Attached:
     async def attach(self, request: Request) -> Response:
         """`GET /v1/attach`: a stream without events, open for as long as the editor is there."""
 
-        async def nothing() -> AsyncIterator[bytes]:
+        async def nothing() -> AsyncGenerator[bytes, None]:
             self.count += 1
             self._stop()
             try:
-                await asyncio.Event().wait()
-                yield b""
+                while True:
+                    await asyncio.sleep(_PING_S)
+                    yield b": still here\n\n"
             finally:
                 self.count -= 1
                 self.wait()
 
-        return EventSourceResponse(nothing(), sep="\n", ping=_PING_S)
+        return EventStream(nothing())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from retrieve_spec.server.fim import Chunk, FimParts
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.schemas import Common
 from retrieve_spec.server.service import Caller, Service
-from retrieve_spec.server.stream import Stream
+from retrieve_spec.server.stream import opened
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
@@ -93,8 +92,9 @@ class LocalCompleter:
         caller = Caller("", f"lsp\0{cursor.uri}", explicit=True)
         parts = FimParts(cursor.left, cursor.right, cursor.extra)
         try:
-            prepared = await asyncio.to_thread(service.fill, parts, request, caller, cursor.tokens, cursor.others)
-            stream = Stream(service, prepared)
+            (stream,) = await opened(
+                service, lambda: [service.fill(parts, request, caller, cursor.tokens, cursor.others)]
+            )
         except Refusal as refusal:
             log.warning("%s", refusal.message)
             return []
@@ -104,7 +104,7 @@ class LocalCompleter:
             stream.close()
         if done.outcome != "done":
             return []
-        prepared.remember(done)
+        stream.prepared.remember(done)
         return [text for text in (done.text, *done.alternatives) if text.strip()]
 
     def open(self, uri: str, text: str) -> None:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from retrieve_spec.server import schemas, wire
 from retrieve_spec.server.edits import Edit
+from retrieve_spec.server.events import EventStream
 from retrieve_spec.server.fim import FimParts
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.reading import Reader, caller, scope_of
 from retrieve_spec.server.service import Caller, Prepared, Service
-from retrieve_spec.server.stream import Stream, merged
+from retrieve_spec.server.stream import Stream, merged, opened
 
-_NO_PINGS = 1 << 20
 _CHAT_TOKENS = 512
 _OPENAI_TOKENS = 16
 _FIM_TOKENS = 128
@@ -50,8 +49,8 @@ class CompletionHandlers:
         """`POST /infill`."""
         arrived = monotonic()
         body = await self._reader.read(request, schemas.InfillRequest)
-        prepared = await asyncio.to_thread(self.service.infill, body, caller(request, body, arrived))
-        return await self._llama(request, body, prepared)
+        who = caller(request, body, arrived)
+        return await self._llama(request, body, lambda: self.service.infill(body, who))
 
     async def completion(self, request: Request) -> Response:
         """`POST /completion`."""
@@ -59,16 +58,14 @@ class CompletionHandlers:
         body = await self._reader.read(request, schemas.CompletionRequest)
         wanted = body.n_predict if body.n_predict is not None else -1
         who = caller(request, body, arrived)
-        return await self._llama(request, body, await asyncio.to_thread(self._one, body.prompt, body, who, wanted))
+        return await self._llama(request, body, lambda: self._one(body.prompt, body, who, wanted))
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`: OpenAI's dialect, and Tabby's when there are `segments`."""
         arrived = monotonic()
-        fields = await self._reader.json(request)
-        if isinstance(fields, dict) and "segments" in fields:
-            tabby = await asyncio.to_thread(self._reader.check, schemas.TabbyRequest, fields)
-            return await self._tabby(request, tabby, arrived)
-        body = await asyncio.to_thread(self._reader.check, schemas.OpenAICompletionRequest, fields)
+        body = await self._reader.read(request, schemas.OpenAICompletionRequest, segments=schemas.TabbyRequest)
+        if isinstance(body, schemas.TabbyRequest):
+            return await self._tabby(request, body, arrived)
         if body.prompt is None:
             raise Refusal(400, '"prompt" is required')
         who = caller(request, body, arrived)
@@ -77,8 +74,7 @@ class CompletionHandlers:
         prompts: Any = body.prompt if several and body.prompt else [body.prompt]
         if len(prompts) > 1:
             who = replace(who, client=None)  # one request may not replace its own other half
-        prepared = [await asyncio.to_thread(self._one, prompt, body, who, wanted) for prompt in prompts]
-        return await self._openai(request, body, prepared)
+        return await self._openai(request, body, lambda: [self._one(prompt, body, who, wanted) for prompt in prompts])
 
     async def fim(self, request: Request) -> Response:
         """`POST /v1/fim/completions`: Mistral's dialect, `prompt` and `suffix` in, a chat's answer out."""
@@ -88,8 +84,9 @@ class CompletionHandlers:
             raise Refusal(400, '"prompt" must be a string')
         wanted = _first(body.max_tokens, body.n_predict, _FIM_TOKENS)
         parts, who = FimParts(body.prompt, body.suffix or ""), caller(request, body, arrived)
-        prepared = await asyncio.to_thread(self.service.fill, parts, body, who, wanted)
-        return await self._openai(request, body, [prepared], kind="chat.completion")
+        return await self._openai(
+            request, body, lambda: [self.service.fill(parts, body, who, wanted)], kind="chat.completion"
+        )
 
     def _one(self, prompt: Any, body: schemas.Common, who: Caller, wanted: int) -> Prepared:
         suffix = getattr(body, "suffix", None)
@@ -105,10 +102,10 @@ class CompletionHandlers:
         who = caller(request, body, arrived)
         who = who if who.explicit else replace(who, client=None)
 
-        def prepare() -> Prepared:
-            return self.service.raw(self.service.prompts.chat(body.messages), body, who, wanted)
+        def prepare() -> list[Prepared]:
+            return [self.service.raw(self.service.prompts.chat(body.messages), body, who, wanted)]
 
-        return await self._openai(request, body, [await asyncio.to_thread(prepare)], kind="chat.completion")
+        return await self._openai(request, body, prepare, kind="chat.completion")
 
     async def edits(self, request: Request) -> Response:
         """`POST /v1/edits`: a text and what to change, answered by the whole new text."""
@@ -116,19 +113,22 @@ class CompletionHandlers:
         body = await self._reader.read(request, schemas.EditRequest)
         edit, wanted = await asyncio.to_thread(Edit.of, body), _first(body.max_tokens, body.n_predict, -1)
         who = caller(request, body, arrived)
-        prepared = await asyncio.to_thread(edit.prepare, self.service, body, who, wanted)
-        return await self._openai(request, body, [prepared], kind="edit", newline=edit.newline)
+
+        def prepare() -> list[Prepared]:
+            return [edit.prepare(self.service, body, who, wanted)]
+
+        return await self._openai(request, body, prepare, kind="edit", newline=edit.newline)
 
     async def _tabby(self, request: Request, body: schemas.TabbyRequest, arrived: float) -> Response:
         who = caller(request, body, arrived)
-        prepared = await asyncio.to_thread(self.service.tabby, body, who)
-        (done,) = await self._collect(request, [prepared])
+        (stream,) = await opened(self.service, lambda: [self.service.tabby(body, who)])
+        (done,) = await self._collect(request, [stream])
         text = done.text if done.outcome == "done" else ""
         choices = [{"index": 0, "text": text}] if text else []
         answer = wire.OpenAIAnswer(self.service.name).chunk("")
         out = {"id": answer["id"], "choices": choices, "mode": body.mode or "standard"}
-        if text and not prepared.is_forgotten:
-            self.service.account(who.scope).suggest(str(answer["id"]), prepared, text)
+        if text and not stream.prepared.is_forgotten:
+            self.service.account(who.scope).suggest(str(answer["id"]), stream.prepared, text)
         return JSONResponse(out)
 
     async def events(self, request: Request) -> Response:
@@ -144,20 +144,22 @@ class CompletionHandlers:
         self,
         request: Request,
         body: schemas.InfillRequest | schemas.CompletionRequest,
-        prepared: Prepared,
+        prepare: Callable[[], Prepared],
     ) -> Response:
-        service, ids = self.service, prepared.task.prompt_ids
+        service = self.service
+        (stream,) = await opened(service, lambda: [prepare()])
+        prepared = stream.prepared
         answer = wire.LlamaAnswer(
             body,
             model=service.name,
             n_ctx=service.backend.n_ctx,
-            prompt=lambda: service.codec.decode(ids),
+            prompt=lambda: service.codec.decode(prepared.task.prompt_ids),
             truncated=prepared.truncated,
             seed=prepared.task.sampling.seed,
         )
         if body.stream:
-            return self._stream([prepared], body, answer)
-        (done,) = await self._collect(request, [prepared], answer.delta)
+            return EventStream(self._events([stream], body, answer))
+        (done,) = await self._collect(request, [stream], answer.delta)
         prepared.remember(done)
         whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
         if not done.alternatives:
@@ -169,48 +171,35 @@ class CompletionHandlers:
         self,
         request: Request,
         body: schemas.OpenAIOptions,
-        prepared: Sequence[Prepared],
+        prepare: Callable[[], Sequence[Prepared]],
         *,
         kind: wire.Kind = "text_completion",
         newline: str = "\n",
     ) -> Response:
         samples = body.n or 1
+        streams = await opened(self.service, lambda: [one for item in prepare() for one in item.samples(samples)])
         answer = wire.OpenAIAnswer(
             self.service.name,
             kind=kind,
             newline=newline,
-            predicted=prepared[0].predicted_tokens,
+            predicted=streams[0].prepared.predicted_tokens,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             samples=samples,
         )
-        prepared = [sample for item in prepared for sample in item.samples(samples)]
         if body.stream:
-            return self._stream(prepared, body, answer)
-        finished = await self._collect(request, prepared)
-        for item, done in zip(prepared, finished, strict=True):
-            item.remember(done)
+            return EventStream(self._events(streams, body, answer))
+        finished = await self._collect(request, streams)
+        for stream, done in zip(streams, finished, strict=True):
+            stream.prepared.remember(done)
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-        extra = self.provenance.of(body, finished[0], prepared[0].left)
+        extra = self.provenance.of(body, finished[0], streams[0].prepared.left)
         return JSONResponse(wire.project(answer.whole(finished, extra), body.response_fields))
-
-    def _stream(
-        self, prepared: Sequence[Prepared], body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
-    ) -> Response:
-        """Server-sent events, one for each pass; nothing in between, since some clients take pings for an end."""
-        streams: list[Stream] = []
-        try:
-            for item in prepared:
-                streams.append(Stream(self.service, item))
-        except Refusal:
-            for stream in streams:
-                stream.close()
-            raise
-        return EventSourceResponse(self._events(streams, body, answer), sep="\n", ping=_NO_PINGS)
 
     async def _events(
         self, streams: Sequence[Stream], body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, one for each pass; nothing in between, since some clients take pings for an end."""
         finished: dict[int, Completion] = {}
         try:
             for index in range(len(streams)):
@@ -237,14 +226,11 @@ class CompletionHandlers:
                 stream.close()
 
     async def _collect(
-        self, request: Request, prepared: Sequence[Prepared], seen: Callable[[Delta], object] | None = None
+        self, request: Request, streams: Sequence[Stream], seen: Callable[[Delta], object] | None = None
     ) -> list[Completion]:
         """Completions of some tasks; all are given up when the client goes away. ``seen`` hears of every pass."""
-        streams: list[Stream] = []
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
-            for item in prepared:
-                streams.append(Stream(self.service, item))
             work: asyncio.Future[Any] = asyncio.gather(*(stream.result(seen) for stream in streams))
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():

@@ -54,6 +54,15 @@ class BoundedConnection(HttpToolsProtocol):
         if not self.transport.is_closing():
             super().data_received(data)
 
+    def shutdown(self) -> None:
+        """The server ends, and with it a stream under way; an answer that comes as a whole is still sent."""
+        super().shutdown()
+        cycle = self.cycle
+        if cycle is not None and cycle.chunked_encoding and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self.transport.close()
+
     def _wait(self) -> None:
         self._timer = self.loop.call_later(HEAD_S, self._refuse, b"408 Request Timeout")
 

@@ -21,10 +21,11 @@ class Stream:
         The server's parts.
     prepared
         The task.
+    loop
+        The event loop it is read in; the stream may be opened in any thread.
     """
 
-    def __init__(self, service: Service, prepared: Prepared) -> None:
-        loop = asyncio.get_running_loop()
+    def __init__(self, service: Service, prepared: Prepared, loop: asyncio.AbstractEventLoop) -> None:
         self._events: asyncio.Queue[Delta | Completion] = asyncio.Queue()
 
         def sink(event: Delta | Completion) -> None:
@@ -46,16 +47,52 @@ class Stream:
 
     async def result(self, seen: Callable[[Delta], object] | None = None) -> Completion:
         """The completion, when it is there; ``seen`` is called with every delta before it."""
-        async for event in self:
-            if isinstance(event, Completion):
-                return event
+        while isinstance(event := await self._events.get(), Delta):
             if seen is not None:
                 seen(event)
-        raise AssertionError("a stream ends with a completion")
+        return event
 
     def close(self) -> None:
         """Give the task up (no effect when it is done)."""
         self._ticket.cancel()
+
+
+async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) -> list[Stream]:
+    """Streams of tasks that a thread prepares and hands to the engine, which need not wait for the event loop.
+
+    Raises
+    ------
+    Refusal
+        503: the engine takes no more of them; and whatever `prepare` raises.
+    """
+    loop = asyncio.get_running_loop()
+
+    def work() -> list[Stream]:
+        streams: list[Stream] = []
+        try:
+            for item in prepare():
+                streams.append(Stream(service, item, loop))
+        except BaseException:
+            _close(streams)
+            raise
+        return streams
+
+    opening = loop.run_in_executor(None, work)
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:  # the thread goes on
+        opening.add_done_callback(_give_up)
+        raise
+
+
+def _give_up(opening: asyncio.Future[list[Stream]]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        _close(opening.result())
+
+
+def _close(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        stream.close()
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Delta | Completion]]:

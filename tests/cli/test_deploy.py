@@ -101,7 +101,7 @@ def test_the_first_release_of_the_changelog_is_this_one_and_dated():
 
 def test_a_missing_package_of_an_extra_is_noticed():
     """What commands look for before they say which extra to install is what the extra brings, by its import name."""
-    named = {"sse-starlette": "sse_starlette", "prometheus-client": "prometheus_client"}
+    named = {"prometheus-client": "prometheus_client"}
     for extra, modules in cli_common.EXTRAS.items():
         wanted = {
             re.match(r"[a-z0-9-]+", word)[0] for word in PROJECT["optional-dependencies"][extra] if ";" not in word

@@ -1,0 +1,160 @@
+"""Event streams: every event in turn, and an end where the client, or the server, goes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from retrieve_spec.server.events import EventStream
+from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.stream import opened
+
+
+class Client:
+    """The other end of an ASGI connection."""
+
+    def __init__(self, method: str = "GET") -> None:
+        self.scope = {"type": "http", "method": method}
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        await asyncio.sleep(0)
+        self.sent.append(message)
+
+
+class Source:
+    """Events that come when they are asked for, and then no more."""
+
+    def __init__(self, events: list[bytes], ends: bool = True) -> None:
+        self.log: list[str] = []
+        self._events, self._ends = events, ends
+        self.waits = asyncio.Event()
+
+    async def __call__(self) -> AsyncGenerator[bytes, None]:
+        self.log.append("begun")
+        try:
+            for event in self._events:
+                yield event
+            if not self._ends:
+                self.waits.set()
+                await asyncio.Event().wait()
+        finally:
+            self.log.append("closed")
+
+
+def test_events_come_in_turn_and_then_the_end() -> None:
+    async def run() -> None:
+        client, source = Client(), Source([b"one", b"two"])
+        await EventStream(source())(client.scope, client.receive, client.send)
+        start, *bodies = client.sent
+        headers = dict(start["headers"])
+        assert headers[b"content-type"].startswith(b"text/event-stream")
+        assert b"content-length" not in headers
+        assert [(body["body"], body["more_body"]) for body in bodies] == [(b"one", True), (b"two", True), (b"", False)]
+        assert source.log == ["begun", "closed"]
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_ends_the_stream_and_nothing_else() -> None:
+    async def run() -> str:
+        client, source = Client(), Source([b"one"], ends=False)
+        response = asyncio.create_task(EventStream(source())(client.scope, client.receive, client.send))
+        await source.waits.wait()
+        client.gone.set()
+        await response
+        assert source.log == ["begun", "closed"]
+        assert client.sent[-1]["more_body"]
+        assert not response.cancelling()
+        await asyncio.sleep(0)  # what handled the request goes on
+        return "over"
+
+    assert asyncio.run(run()) == "over"
+
+
+def test_a_request_that_is_cancelled_stays_cancelled_though_its_client_leaves_too() -> None:
+    async def run(leaves: bool) -> None:
+        client, source = Client(), Source([], ends=False)
+        response = asyncio.create_task(EventStream(source())(client.scope, client.receive, client.send))
+        await source.waits.wait()
+        if leaves:
+            client.gone.set()
+        response.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await response
+        assert source.log == ["begun", "closed"]
+
+    asyncio.run(run(False))
+    asyncio.run(run(True))
+
+
+def test_who_asks_for_the_head_gets_no_events() -> None:
+    async def run() -> None:
+        client, source = Client("HEAD"), Source([b"one"], ends=False)
+        await EventStream(source())(client.scope, client.receive, client.send)
+        assert [message["type"] for message in client.sent] == ["http.response.start", "http.response.body"]
+        assert source.log == []
+
+    asyncio.run(run())
+
+
+class Taking:
+    """An engine that takes a number of tasks, and notes which are given up."""
+
+    def __init__(self, most: int) -> None:
+        self.given_up: list[Any] = []
+        self.taken: list[Any] = []
+        self._most = most
+
+    def submit(self, task: Any, sink: Any) -> Any:
+        if len(self.taken) == self._most:
+            from retrieve_spec.server.engine import QueueFullError
+
+            raise QueueFullError("room", "none", "Wait.")
+        self.taken.append(task)
+        return SimpleNamespace(cancel=lambda: self.given_up.append(task))
+
+
+def tasks(*names: str) -> list[Any]:
+    return [SimpleNamespace(task=name) for name in names]
+
+
+def test_tasks_of_one_request_are_all_taken_or_none() -> None:
+    engine = Taking(2)
+    service: Any = SimpleNamespace(engine=engine)
+    with pytest.raises(Refusal):
+        asyncio.run(opened(service, lambda: tasks("a", "b", "c")))
+    assert engine.given_up == ["a", "b"]
+
+
+def test_a_request_that_is_cancelled_while_a_thread_prepares_it_is_given_up() -> None:
+    async def run() -> list[Any]:
+        engine, may_go_on = Taking(9), threading.Event()
+        service: Any = SimpleNamespace(engine=engine)
+
+        def prepare() -> list[Any]:
+            may_go_on.wait(60)
+            return tasks("a", "b")
+
+        opening = asyncio.create_task(opened(service, prepare))
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        may_go_on.set()
+        while len(engine.given_up) < 2:
+            await asyncio.sleep(0.001)
+        return engine.given_up
+
+    assert asyncio.run(run()) == ["a", "b"]
