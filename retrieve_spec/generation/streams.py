@@ -22,7 +22,6 @@ from retrieve_spec.generation.calls import delegate, prepare_call, speculation_o
 from retrieve_spec.generation.logprobs import check_decoder, noted
 from retrieve_spec.generation.request import setting
 from retrieve_spec.model_layers import base_model
-from retrieve_spec.verify.interface import cache_name_of
 
 _Run = tuple[NDArray[np.int32], NDArray[np.float32] | None]
 """Visible tokens (t,) of one pass, and their log-probabilities (2, t) where they are asked for."""
@@ -93,7 +92,7 @@ def generate_stream(
     tokenizer = tokenizer if tokenizer is not None else speculation.tokenizer
     arguments = {**as_inputs(inputs, tokenizer, model), **kwargs, "tokenizer": tokenizer}
     if past_key_values is not None:
-        arguments[cache_name_of(model)] = past_key_values
+        arguments[speculation.interface.cache_name] = past_key_values
     ids = arguments["input_ids"]
     if ids.shape[0] != 1:
         raise ConfigError("one row to stream", f"{ids.shape[0]} rows", "Call generate for batches.")

@@ -100,7 +100,7 @@ class ModelState:
             return bool(
                 type(model) is self._type
                 and self._own(model) == self._root
-                and all(map(operator.eq, self._lives, self._copies))
+                and self._lives == self._copies
                 and list(map(type, self._objects)) == self._types
                 and list(map(kind, self._tensors)) == self._kinds
                 and all(live() == part for _, live, part in self._parts)
@@ -269,7 +269,10 @@ class ModelState:
     def _add_module(self, name: str, module: nn.Module, todo: deque[tuple[str, Any]]) -> None:
         """Note a module's buffers, which may be replaced by equal ones, apart from its other attributes."""
         self._seen.update(id(getattr(module, name, None)) for name in ("_buffers", *_UNREAD))
-        self._buffers.append((f"a buffer of {name}", module._buffers, dict(module._buffers)))
+        if module._buffers:
+            self._buffers.append((f"a buffer of {name}", module._buffers, dict(module._buffers)))
+        else:
+            self._add(f"a buffer of {name}", module._buffers, {})
         for kind_of_hook, hooks in (("a hook", module._forward_hooks), ("a pre-hook", module._forward_pre_hooks)):
             self._seen.add(id(hooks))
             self._hooks.append((f"{kind_of_hook} of {name}", hooks, others := others_hooks(hooks)))

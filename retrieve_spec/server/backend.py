@@ -52,12 +52,6 @@ class PassFigures:
         """Accepted draft tokens of all sources."""
         return sum(self.accepted_by_source.values())
 
-    def __add__(self, other: PassFigures) -> PassFigures:
-        sources = dict(self.accepted_by_source)
-        for source, count in other.accepted_by_source.items():
-            sources[source] = sources.get(source, 0) + count
-        return PassFigures(self.passes + other.passes, self.drafted + other.drafted, sources)
-
 
 @dataclass(frozen=True, slots=True)
 class ReadingCost:
@@ -89,8 +83,12 @@ class Text(Protocol):
     def copy_cache(self) -> Any:
         """A copy of its cache as it is between two passes, or None."""
 
-    def close(self) -> PassFigures:
-        """End the text, however far it is, and hand its cache back with what was read and said; what it cost."""
+    @property
+    def figures(self) -> PassFigures:
+        """What it has cost so far."""
+
+    def close(self) -> None:
+        """End the text, however far it is, and hand its cache back with what was read and said."""
 
     def branches(self) -> list[Branch]:
         """What verification showed beside the path that was taken, the likeliest first."""

@@ -68,6 +68,7 @@ class Decode:
         self._scanner = StopScanner(codec, job.task.rules, clock)
         self._clock = clock
         self._worked, self._noted_at = 0.0, clock()
+        self._is_said = False
         self._steps = self._all_steps()
 
     @property
@@ -76,16 +77,18 @@ class Decode:
         return self.task.warm or (self.text is not None and self.text.unread > FEW_ROOTS)
 
     def proceed(self) -> bool:
-        """Begin, or go on after a pass; whether the task is done."""
+        """Begin, or go on after a pass; whether the task is done, and who waits may be told before it is closed."""
         self._worked += self._since()
         try:
             self.text = next(self._steps)
         except StopIteration:
             self.close()
-            if self.job.cancel.is_set():
-                self.done.outcome = "superseded" if self.job.superseded else "cancelled"
-            return True
-        return False
+        else:
+            if not self._is_said:
+                return False
+        if self.job.cancel.is_set():
+            self.done.outcome = "superseded" if self.job.superseded else "cancelled"
+        return True
 
     def wait(self) -> None:
         """Note that others had the pass."""
@@ -138,13 +141,23 @@ class Decode:
             branches=task.alternatives > 0,
         )
         self.done.setup_s = self._since()
-        emitted = yield from self._decode(slot, text)
-        self._conclude()
-        if task.alternatives and not (self.job.cancel.is_set() or self.done.deadline_hit):
+        said: list[int] = []
+        try:
+            yield from self._decode(slot, text, said)
+            self._conclude()
+            others = bool(task.alternatives) and not (self.job.cancel.is_set() or self.done.deadline_hit)
+            if not others:
+                self._is_said = True
+                yield None
+        finally:
+            slot.copied = None
+            text.close()
+            self.pool.settle(slot, [*task.prompt_ids, *said])
+        if others:
             beside = Alternatives(
                 self.backend, self.codec, self.pool, task, lambda: self.job.cancel.is_set() or self._expired()
             )
-            emitted = emitted[: len(self._scanner.token_ids)]
+            emitted = said[: len(self._scanner.token_ids)]
             self.done.alternatives = yield from beside.of(text.branches(), slot, self.done, emitted)
 
     def _said_before(self, slot: Slot) -> tuple[int, ...]:
@@ -169,27 +182,22 @@ class Decode:
         self.task.hints()  # the drafter's memory reads the new chunks now, not with the next keystroke
         self.done.prompt_s = self._worked
 
-    def _decode(self, slot: Slot, text: Text) -> Generator[Text, None, list[int]]:
-        """Read the prompt and decode until the text ends; all tokens that were decoded."""
-        prompt, said, done = self.task.prompt_ids, list[int](), self.done
-        try:
-            while not text.over:
-                yield text
-                fresh = text.take()
-                if fresh and not said:
-                    done.prompt_s, done.first_s = self._worked, done.waited_s + done.setup_s + self._worked
-                    slot.token_ids, slot.copied = np.asarray(prompt, np.int64), text.copy_cache
-                said += fresh
-                slot.size = (len(prompt) + len(said)) * self.backend.token_bytes
-                if not self._accept(fresh):
-                    break
-        finally:
-            slot.copied = None
-            done.figures += text.close()
-            self.pool.settle(slot, [*prompt, *said])
-            done.prompt_s = done.prompt_s if said else self._worked
-            done.predict_s = self._worked - done.prompt_s
-        return said
+    def _decode(self, slot: Slot, text: Text, said: list[int]) -> Generator[Text, None, None]:
+        """Read the prompt and decode until the text ends; all tokens that are decoded are `said`."""
+        prompt, done = self.task.prompt_ids, self.done
+        while not text.over:
+            yield text
+            fresh = text.take()
+            if fresh and not said:
+                done.prompt_s, done.first_s = self._worked, done.waited_s + done.setup_s + self._worked
+                slot.token_ids, slot.copied = np.asarray(prompt, np.int64), text.copy_cache
+            said += fresh
+            slot.size = (len(prompt) + len(said)) * self.backend.token_bytes
+            if not self._accept(fresh):
+                break
+        done.figures = text.figures
+        done.prompt_s = done.prompt_s if said else self._worked
+        done.predict_s = self._worked - done.prompt_s
 
     def _most(self) -> int:
         """Tokens that may be said; of what was begun each says a byte or more."""

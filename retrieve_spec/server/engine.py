@@ -374,6 +374,7 @@ class Engine:
         try:
             if job.begun.proceed():
                 self._finish(job, job.begun.done)
+                job.begun.close()  # nobody waits for the cache
                 return True
         except Exception as error:
             log.exception("a completion failed")

@@ -20,7 +20,6 @@ from retrieve_spec.server.branches import Branch, BranchCollector
 from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.samplers import Sampling
-from retrieve_spec.verify.interface import cache_name_of
 
 _MEASURED = 256
 
@@ -83,12 +82,16 @@ class SharedText:
         verifier = self.sequence.verifier
         return verifier.copy_rows() if isinstance(verifier, CopiesRows) and not self.over else None
 
-    def close(self) -> PassFigures:
-        """End the text and hand its cache back; what it cost."""
-        self._speculation.engine.leave(self.sequence)
-        self._speculation.ended(self.sequence)
+    @property
+    def figures(self) -> PassFigures:
+        """What it has cost so far."""
         report = self.sequence.log.summary()
         return PassFigures(report.passes, report.nodes, dict(report.accepted_by_source))
+
+    def close(self) -> None:
+        """End the text and hand its cache back."""
+        self._speculation.engine.leave(self.sequence)
+        self._speculation.ended(self.sequence)
 
     def branches(self) -> list[Branch]:
         """What verification showed beside the path that was taken, the likeliest first."""
@@ -124,11 +127,15 @@ class LoneText:
     def copy_cache(self) -> Any:
         """None."""
 
-    def close(self) -> PassFigures:
-        """End the text."""
-        self._stream.close()
+    @property
+    def figures(self) -> PassFigures:
+        """What it has cost so far."""
         report = self._stream.report
         return PassFigures() if report is None else PassFigures(report.passes, report.nodes)
+
+    def close(self) -> None:
+        """End the text."""
+        self._stream.close()
 
     def branches(self) -> list[Branch]:
         """Nothing: nothing was drafted."""
@@ -225,7 +232,7 @@ class HuggingFaceBackend:
         """Read further tokens into a cache, in one pass."""
         ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
         with torch.no_grad():  # a state that was written in inference mode could not go on outside of it
-            self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_name_of(self.model): cache})
+            self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
@@ -240,7 +247,7 @@ class HuggingFaceBackend:
             guides.append(self._grammars.processor(sampling.grammar, len(prompt_ids)))
         options: dict[str, Any] = {
             "tokenizer": self.tokenizer,
-            cache_name_of(self.model): cache,
+            self._cache_name: cache,
             "max_new_tokens": max_tokens,
             "scope": hints.scope,
             **sampling.generate_kwargs(self._infill, guides),
@@ -261,6 +268,10 @@ class HuggingFaceBackend:
         sequence.limits.prefill_chunk = piece or sequence.limits.prefill_chunk
         self._engine.join(sequence)
         return SharedText(sequence, self.model.speculation, collector)
+
+    @property
+    def _cache_name(self) -> str:
+        return str(self.model.speculation.interface.cache_name)
 
     @property
     def _engine(self) -> Engine:

@@ -25,6 +25,7 @@ class ScriptedBackend:
         self.token_bytes = 8
         self.heals = False
         self.together: list[int] = []
+        self.closed = 0
 
     def new_cache(self) -> list[int]:
         return []
@@ -128,7 +129,7 @@ class ScriptedText:
         return list(self.cache)
 
     def close(self):
-        return self.figures
+        self.backend.closed += 1
 
     def branches(self):
         return self.backend.beside

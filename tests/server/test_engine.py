@@ -531,6 +531,60 @@ def test_who_cannot_be_told_is_told_so_and_keeps_nobody_else_waiting(engine, bac
     assert not engine._pool.held_bytes
 
 
+def test_who_waits_is_told_before_the_cache_is_given_back_and_it_is_once(backend, codec):
+    """Whatever a text ends by; other suggestions go on from its cache, so that they come with the answer."""
+    engine = Engine(backend, codec, slots=2, prefill_chunk=16)
+    seen = []
+
+    def asked(prompt, **fields):
+        task = Task(tuple(prompt), fields.pop("rules", RULES), **fields)
+        return engine.submit(task, lambda event: isinstance(event, Delta) or seen.append((event, backend.closed)))
+
+    def finish():
+        backend.closed = 0
+        while engine.go_on():
+            pass
+        assert not engine._pool.held_bytes
+        done, closed = seen.pop()
+        assert not seen
+        return done.outcome, done.stop_type, closed, backend.closed
+
+    asked([500, 501])
+    assert finish() == ("done", "limit", 0, 1)
+    asked([500, 501], rules=StopRules(max_tokens=8, end_ids=frozenset({504})))
+    assert finish() == ("done", "eos", 0, 1)
+    backend.beside = [Branch(0, (700,), 0.5)]
+    asked([500, 501], alternatives=1)
+    assert finish()[2:] == (2, 2)
+    backend.beside = []
+    ticket = asked([500, 501])
+    engine.go_on()
+    ticket.cancel()
+    backend.closed = 0
+    while engine.go_on():
+        pass
+    assert (seen, backend.closed, engine._pool.held_bytes) == ([], 1, 0)
+    backend.fail = True
+    asked([600])
+    assert finish() == ("failed", "none", 1, 1)
+
+
+def test_a_cache_that_cannot_be_given_back_is_forgotten_and_its_answer_stays(backend, codec, monkeypatch):
+    engine = Engine(backend, codec, slots=2)
+    sink = Collector()
+    with monkeypatch.context() as patched:
+        patched.setattr(ScriptedText, "close", lambda self: 1 // 0)
+        engine.submit(Task((500, 501), RULES), sink)
+        while engine.go_on():
+            pass
+    assert sink.result().outcome == "done"
+    assert (engine._pool.held_bytes, engine.caches("")) == (0, 0)
+    engine.submit(Task((500, 501), RULES), again := Collector())
+    while engine.go_on():
+        pass
+    assert (again.result().outcome, again.result().cached_tokens) == ("done", 0)
+
+
 def test_counting_that_fails_ends_nothing(backend, codec):
     def fails(task, done):
         raise ValueError("cannot count")
