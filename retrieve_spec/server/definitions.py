@@ -35,6 +35,8 @@ _SUFFIXES = (".ts", ".tsx", ".js", ".jsx", ".mjs", ".cjs", ".mts", ".cts")
 _TOP = 20_000
 """Characters of a file in which imports are looked for."""
 _MOST_NAMES, _MOST_LINES, _MOST_FILES = 64, 16, 256
+_MOST_FOUND, _TEXTS = 4096, 16
+"""Names whose places are remembered, and beginnings of files whose imports are."""
 _DEPTH = 3
 """Files that a name is followed through: packages pass on what their modules define."""
 
@@ -52,7 +54,7 @@ def imports(text: str) -> list[Import]:
     """Names that a text imports one by one, in the order of their lines."""
     found: list[tuple[int, Import]] = []
     for match in _PYTHON.finditer(text):
-        listed = re.sub(r"#[^\n]*", "", match[2] or match[3].partition("#")[0])
+        listed = re.sub(r"#[^\n]*", "", match[2] if match[3] is None else match[3].partition("#")[0])
         for name in re.findall(r"(?:^|,)\s*(\w+)", listed):
             found.append((match.start(), Import(match[1], name, True)))
     for pattern, at in ((_SCRIPT, 1), (_REQUIRED, 1)):
@@ -61,6 +63,36 @@ def imports(text: str) -> list[Import]:
                 found.append((match.start(), Import(match[2], name, False)))
     found.sort(key=lambda entry: entry[0])
     return list(dict.fromkeys(entry for _, entry in found))[:_MOST_NAMES]
+
+
+class Imports:
+    """`imports` of texts whose last lines are being typed: what stands above one is read once.
+
+    A match that reaches the last line has in it the end of what it began above, or all of its words.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[list[Import], bool]] = OrderedDict()
+
+    def of(self, text: str) -> list[Import]:
+        """Names that a text imports one by one, in the order of their lines."""
+        cut = text.rfind("\n") + 1
+        above, line = text[:cut], text[cut:]
+        if "import" in line or "from" in line or "require" in line:
+            return imports(text)
+        known = self._known.pop(above, None)
+        if known is None:
+            is_open = above.rfind("(") > above.rfind(")") or above.rfind("{") > above.rfind("}")
+            known = imports(above), is_open
+        self._known[above] = known
+        while len(self._known) > _TEXTS:
+            self._known.popitem(last=False)
+        found, is_open = known
+        return imports(text) if is_open and (")" in line or "}" in line) else found
+
+    def forget(self) -> None:
+        """Drop what is remembered of texts."""
+        self._known.clear()
 
 
 class Definitions:
@@ -79,6 +111,8 @@ class Definitions:
         self._lock = Lock()
         self._version = -1
         self._by_name: dict[str, list[Path]] = {}
+        self._found: dict[Import, tuple[Path, str] | None] = {}
+        self._imports = Imports()
         self._read: OrderedDict[Path, tuple[str, dict[str, str]]] = OrderedDict()
 
     def shown_with(self, parts: FimParts) -> FimParts:
@@ -90,9 +124,9 @@ class Definitions:
         """Definitions of what a text imports, file by file, in the order of the imports."""
         found: dict[Path, list[str]] = {}
         left = self._max_chars
-        for wanted in imports(text) if self._max_chars else ():
-            with self._lock:
-                place = self._find(wanted, None, _DEPTH, set())
+        with self._lock:
+            places = [self._place(wanted) for wanted in self._imports.of(text)] if self._max_chars else []
+        for place in places:
             if place is None:
                 continue
             path, definition = place
@@ -105,6 +139,21 @@ class Definitions:
     def _name(self, path: Path) -> str:
         root = next((root for root in self._workspace.roots if path.is_relative_to(root)), path.parent)
         return path.relative_to(root).as_posix()
+
+    def forget(self) -> None:
+        """Drop what is remembered of texts and of what they import."""
+        with self._lock:
+            self._imports.forget()
+            self._found.clear()
+
+    def _place(self, wanted: Import) -> tuple[Path, str] | None:
+        """Where a name is defined, and how, looked for once in files that stay as they are."""
+        self._follow()
+        if wanted not in self._found:
+            if len(self._found) >= _MOST_FOUND:
+                self._found.clear()
+            self._found[wanted] = self._find(wanted, None, _DEPTH, set())
+        return self._found[wanted]
 
     def _find(
         self, wanted: Import, importer: Path | None, depth: int, tried: set[tuple[Path, str]]
@@ -148,13 +197,17 @@ class Definitions:
 
     def _named(self, name: str) -> Sequence[Path]:
         """Files of a name."""
+        self._follow()
+        return self._by_name.get(name, ())
+
+    def _follow(self) -> None:
+        """Look at the files anew when some have changed."""
         version = self._workspace.version
         if version != self._version:
             by_name: dict[str, list[Path]] = {}
             for path in list(self._workspace.texts):
                 by_name.setdefault(path.name, []).append(path)
-            self._version, self._by_name = version, by_name
-        return self._by_name.get(name, ())
+            self._version, self._by_name, self._found = version, by_name, {}
 
     def _definition(self, path: Path, text: str, name: str) -> str:
         known = self._read.get(path)

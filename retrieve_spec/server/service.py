@@ -211,6 +211,8 @@ class Service:
         kept = self.kept(scope)
         self.account(scope).forget()
         self.beginnings.forget()  # of all users: whose words they were is not kept
+        if self.definitions is not None:
+            self.definitions.forget()
         if self.workspace is not None and not self._shared:
             self.workspace.forget()
         try:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from time import process_time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from live import Live
 
+import retrieve_spec.server.definitions as module
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.definitions import Definitions, Import, imports
+from retrieve_spec.server.definitions import Definitions, Import, Imports, imports
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 
@@ -149,6 +152,50 @@ def test_files_that_change_and_go(workspace):
     path.unlink()
     workspace.update([path])
     assert definitions.of(text) == []
+
+
+WORDS = "from|import|import |from x import (|a|b,|.c|'./d'|const|export {|type |} from|require|require('e')|  ".split(
+    "|"
+)
+PIECES = st.lists(st.sampled_from([*"(){}=#'\n\r\t ", *WORDS]), max_size=24)
+
+
+@given(st.lists(PIECES, min_size=1, max_size=4))
+@settings(max_examples=600)
+def test_imports_above_a_line_that_is_typed_are_those_of_the_whole(texts):
+    """At every key, and in several files in turn."""
+    known = Imports()
+    whole = ["".join(pieces) for pieces in texts]
+    for end in range(1 + max(map(len, whole))):
+        for text in whole:
+            assert known.of(text[:end]) == imports(text[:end])
+
+
+def test_parentheses_without_a_name_import_nothing():
+    assert imports("from shop import ()\nfrom shop import (  # later\n)\n") == []
+
+
+def test_what_is_not_typed_is_not_looked_for_again(workspace, monkeypatch):
+    """Nothing is while the line goes on; after a file has changed, and after all was to be forgotten, all is."""
+    definitions, calls = Definitions(workspace, 1600), []
+    find = definitions._find
+    monkeypatch.setattr(definitions, "_find", lambda *given: calls.append(given[0]) or find(*given))
+    monkeypatch.setattr(module, "imports", lambda text: calls.append(text) or imports(text))
+    text = "from shop import area\nfrom shop.geometry import Shape\n\n"
+    found = definitions.of(text)
+    calls.clear()
+    for line in ("x", "x = ", "x = area(3, 4)", "x = {area: 3}"):
+        assert definitions.of(text + line) == found
+    assert calls == []
+    path = next(path for path in workspace.texts if path.parts[-2:] == ("shop", "geometry.py"))
+    path.write_text(GEOMETRY.replace("width", "breadth"))
+    workspace.update([path])
+    assert "breadth" in definitions.of(text + "x")[0].text
+    calls.clear()
+    definitions.forget()
+    assert definitions._imports._known == {} == definitions._found
+    definitions.of(text + "x")
+    assert len(calls) >= 3
 
 
 def test_the_model_is_shown_them_before_what_the_editor_sent(reference, workspace):
