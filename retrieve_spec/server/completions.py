@@ -146,20 +146,26 @@ class CompletionHandlers:
         body: schemas.InfillRequest | schemas.CompletionRequest,
         prepare: Callable[[], Prepared],
     ) -> Response:
-        service = self.service
-        (stream,) = await opened(service, lambda: [prepare()])
-        prepared = stream.prepared
-        answer = wire.LlamaAnswer(
-            body,
-            model=service.name,
-            n_ctx=service.backend.n_ctx,
-            prompt=lambda: service.codec.decode(prepared.task.prompt_ids),
-            truncated=prepared.truncated,
-            seed=prepared.task.sampling.seed,
-        )
+        service, answers = self.service, list[wire.LlamaAnswer]()
+
+        def begin(streams: Sequence[Stream]) -> None:
+            prepared = streams[0].prepared
+            answers.append(
+                wire.LlamaAnswer(
+                    body,
+                    model=service.name,
+                    n_ctx=service.backend.n_ctx,
+                    prompt=lambda: service.codec.decode(prepared.task.prompt_ids),
+                    truncated=prepared.truncated,
+                    seed=prepared.task.sampling.seed,
+                )
+            )
+
+        (stream,) = await opened(service, lambda: [prepare()], begin)
+        prepared, (answer,) = stream.prepared, answers
         if body.stream:
             return EventStream(self._events([stream], body, answer))
-        (done,) = await self._collect(request, [stream], answer.delta)
+        (done,) = await self._collect(request, [stream])
         prepared.remember(done)
         whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
         if not done.alternatives:
@@ -225,13 +231,11 @@ class CompletionHandlers:
             for stream in streams:
                 stream.close()
 
-    async def _collect(
-        self, request: Request, streams: Sequence[Stream], seen: Callable[[Delta], object] | None = None
-    ) -> list[Completion]:
-        """Completions of some tasks; all are given up when the client goes away. ``seen`` hears of every pass."""
+    async def _collect(self, request: Request, streams: Sequence[Stream]) -> list[Completion]:
+        """Completions of some tasks; all are given up when the client goes away."""
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
-            work: asyncio.Future[Any] = asyncio.gather(*(stream.result(seen) for stream in streams))
+            work: asyncio.Future[Any] = asyncio.gather(*(stream.result() for stream in streams))
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()

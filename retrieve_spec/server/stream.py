@@ -45,11 +45,10 @@ class Stream:
             if isinstance(event, Completion):
                 return
 
-    async def result(self, seen: Callable[[Delta], object] | None = None) -> Completion:
-        """The completion, when it is there; ``seen`` is called with every delta before it."""
+    async def result(self) -> Completion:
+        """The completion, when it is there."""
         while isinstance(event := await self._events.get(), Delta):
-            if seen is not None:
-                seen(event)
+            pass
         return event
 
     def close(self) -> None:
@@ -57,8 +56,12 @@ class Stream:
         self._ticket.cancel()
 
 
-async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) -> list[Stream]:
+async def opened(
+    service: Service, prepare: Callable[[], Sequence[Prepared]], then: Callable[[Sequence[Stream]], object] = len
+) -> list[Stream]:
     """Streams of tasks that a thread prepares and hands to the engine, which need not wait for the event loop.
+
+    What is to be done while the model is at work on them, the thread does ``then``.
 
     Raises
     ------
@@ -72,6 +75,7 @@ async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) ->
         try:
             for item in prepare():
                 streams.append(Stream(service, item, loop))
+            then(streams)
         except BaseException:
             _close(streams)
             raise

@@ -73,7 +73,7 @@ class LlamaAnswer:
     model, n_ctx
         Name and positions of the model.
     prompt
-        Gives the text of the prompt.
+        Gives the text of the prompt, where the client wants it.
     truncated
         Whether the prompt was cut.
     seed
@@ -95,15 +95,8 @@ class LlamaAnswer:
         self._seed = seed
         self._request, self._model, self._n_ctx, self._truncated = request, model, n_ctx, truncated
         named = request.response_fields
-        self._prompt: str | None = None if named is None or "prompt" in named else ""
-        self._decode_prompt = prompt
+        self._prompt = prompt() if named is None or "prompt" in named else ""
         self._slot = request.id_slot if request.id_slot is not None else -1
-
-    def prompt(self) -> str:
-        """Text of the prompt, "" where the client does not want it; decoded once."""
-        if self._prompt is None:
-            self._prompt = self._decode_prompt()
-        return self._prompt
 
     def whole(self, done: Completion, extra: dict[str, Any], *, streamed: bool = False) -> dict[str, Any]:
         """The answer, or the last event of its stream."""
@@ -117,7 +110,7 @@ class LlamaAnswer:
             "tokens_predicted": done.predicted,
             "tokens_evaluated": done.prompt_tokens,
             "generation_settings": generation_settings(self._request, self._n_ctx, self._seed),
-            "prompt": self.prompt(),
+            "prompt": self._prompt,
             "has_new_line": "\n" in done.text,
             "truncated": self._truncated,
             "stop_type": done.stop_type,
@@ -136,7 +129,6 @@ class LlamaAnswer:
 
     def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
         """Events for what one pass made certain."""
-        self.prompt()  # the model is busy with the next pass, and the last event need not wait for it
         tokens = list(delta.token_ids) if self._request.return_tokens else []
         return [{"index": index, "content": delta.text, "tokens": tokens, "stop": False, "id_slot": self._slot}]
 
