@@ -92,19 +92,17 @@ class LocalCompleter:
         caller = Caller("", f"lsp\0{cursor.uri}", explicit=True)
         parts = FimParts(cursor.left, cursor.right, cursor.extra)
         try:
-            (stream,) = await opened(
-                service, lambda: [service.fill(parts, request, caller, cursor.tokens, cursor.others)]
-            )
+            stream = await opened(service, lambda: [service.fill(parts, request, caller, cursor.tokens, cursor.others)])
         except Refusal as refusal:
             log.warning("%s", refusal.message)
             return []
         try:
-            done = await stream.result()
+            (done,) = await stream.results()
         finally:
             stream.close()
         if done.outcome != "done":
             return []
-        stream.prepared.remember(done)
+        stream.prepared[0].remember(done)
         return [text for text in (done.text, *done.alternatives) if text.strip()]
 
     def open(self, uri: str, text: str) -> None:

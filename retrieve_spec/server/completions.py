@@ -21,7 +21,7 @@ from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.reading import Reader, caller, scope_of
 from retrieve_spec.server.service import Caller, Prepared, Service
-from retrieve_spec.server.stream import Stream, merged, opened
+from retrieve_spec.server.stream import Stream, opened
 
 _CHAT_TOKENS = 512
 _OPENAI_TOKENS = 16
@@ -121,14 +121,14 @@ class CompletionHandlers:
 
     async def _tabby(self, request: Request, body: schemas.TabbyRequest, arrived: float) -> Response:
         who = caller(request, body, arrived)
-        (stream,) = await opened(self.service, lambda: [self.service.tabby(body, who)])
-        (done,) = await self._collect(request, [stream])
+        stream = await opened(self.service, lambda: [self.service.tabby(body, who)])
+        (done,), (prepared,) = await self._collect(request, stream), stream.prepared
         text = done.text if done.outcome == "done" else ""
         choices = [{"index": 0, "text": text}] if text else []
         answer = wire.OpenAIAnswer(self.service.name).chunk("")
         out = {"id": answer["id"], "choices": choices, "mode": body.mode or "standard"}
-        if text and not stream.prepared.is_forgotten:
-            self.service.account(who.scope).suggest(str(answer["id"]), stream.prepared, text)
+        if text and not prepared.is_forgotten:
+            self.service.account(who.scope).suggest(str(answer["id"]), prepared, text)
         return JSONResponse(out)
 
     async def events(self, request: Request) -> Response:
@@ -148,8 +148,7 @@ class CompletionHandlers:
     ) -> Response:
         service, answers = self.service, list[wire.LlamaAnswer]()
 
-        def begin(streams: Sequence[Stream]) -> None:
-            prepared = streams[0].prepared
+        def begin(prepared: Prepared) -> None:
             answers.append(
                 wire.LlamaAnswer(
                     body,
@@ -161,11 +160,11 @@ class CompletionHandlers:
                 )
             )
 
-        (stream,) = await opened(service, lambda: [prepare()], begin)
-        prepared, (answer,) = stream.prepared, answers
+        stream = await opened(service, lambda: [prepare()], begin)
+        (prepared,), (answer,) = stream.prepared, answers
         if body.stream:
-            return EventStream(self._events([stream], body, answer))
-        (done,) = await self._collect(request, [stream])
+            return EventStream(self._events(stream, body, answer))
+        (done,) = await self._collect(request, stream)
         prepared.remember(done)
         whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
         if not done.alternatives:
@@ -183,36 +182,36 @@ class CompletionHandlers:
         newline: str = "\n",
     ) -> Response:
         samples = body.n or 1
-        streams = await opened(self.service, lambda: [one for item in prepare() for one in item.samples(samples)])
+        stream = await opened(self.service, lambda: [one for item in prepare() for one in item.samples(samples)])
         answer = wire.OpenAIAnswer(
             self.service.name,
             kind=kind,
             newline=newline,
-            predicted=streams[0].prepared.predicted_tokens,
+            predicted=stream.prepared[0].predicted_tokens,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             samples=samples,
         )
         if body.stream:
-            return EventStream(self._events(streams, body, answer))
-        finished = await self._collect(request, streams)
-        for stream, done in zip(streams, finished, strict=True):
-            stream.prepared.remember(done)
+            return EventStream(self._events(stream, body, answer))
+        finished = await self._collect(request, stream)
+        for item, done in zip(stream.prepared, finished, strict=True):
+            item.remember(done)
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-        extra = self.provenance.of(body, finished[0], streams[0].prepared.left)
+        extra = self.provenance.of(body, finished[0], stream.prepared[0].left)
         return JSONResponse(wire.project(answer.whole(finished, extra), body.response_fields))
 
     async def _events(
-        self, streams: Sequence[Stream], body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
+        self, stream: Stream, body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events, one for each pass; nothing in between, since some clients take pings for an end."""
         finished: dict[int, Completion] = {}
         try:
-            for index in range(len(streams)):
+            for index in range(len(stream.prepared)):
                 for first in answer.begin(index):
                     yield wire.event(first)
-            async for index, event in merged(streams):
-                item = streams[index].prepared
+            async for index, event in stream:
+                item = stream.prepared[index]
                 if isinstance(event, Delta):
                     shown = answer.delta(event, index)
                 elif event.outcome == "failed":
@@ -228,14 +227,13 @@ class CompletionHandlers:
             if answer.closing:
                 yield answer.closing
         finally:
-            for stream in streams:
-                stream.close()
+            stream.close()
 
-    async def _collect(self, request: Request, streams: Sequence[Stream]) -> list[Completion]:
+    async def _collect(self, request: Request, stream: Stream) -> list[Completion]:
         """Completions of some tasks; all are given up when the client goes away."""
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
-            work: asyncio.Future[Any] = asyncio.gather(*(stream.result() for stream in streams))
+            work: asyncio.Future[Any] = asyncio.ensure_future(stream.results())
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()
@@ -245,8 +243,7 @@ class CompletionHandlers:
             finished = list(work.result())
         finally:
             gone.cancel()
-            for stream in streams:
-                stream.close()
+            stream.close()
         failed = next((done for done in finished if done.outcome == "failed"), None)
         if failed is not None:
             raise Refusal(500, failed.error, "server_error")
