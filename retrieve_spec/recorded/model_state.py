@@ -27,11 +27,13 @@ from retrieve_spec.recorded.state_parts import (
     is_one_number,
     kept_of_texts,
     kind,
+    others_attributes,
     others_hooks,
     place,
     read_function,
     read_slots,
     same_buffers,
+    same_entries,
     same_entry,
     slots_of,
     storage_ref,
@@ -100,7 +102,7 @@ class ModelState:
             return bool(
                 type(model) is self._type
                 and self._own(model) == self._root
-                and self._lives == self._copies
+                and (self._lives == self._copies or all(map(same_entries, self._lives, self._copies)))
                 and list(map(type, self._objects)) == self._types
                 and list(map(kind, self._tensors)) == self._kinds
                 and all(live() == part for _, live, part in self._parts)
@@ -126,7 +128,7 @@ class ModelState:
         found = [] if type(model) is self._type else ["the model's class"]
         found += different_keys(self._type.__name__, self._own(model), self._root)
         for name, live, copy in zip(self._names, self._lives, self._copies, strict=True):
-            if not equal(live, copy):
+            if not same_entries(live, copy):
                 found += different_keys(name, live, copy)
         found += [f"the class of {then.__name__}" for each, then in self._retyped()]
         found += [name for name, live, part in self._parts if not equal(live(), part)]
@@ -143,7 +145,9 @@ class ModelState:
         if self.holds(model):
             return []
         found = self.changes(model)
-        same = [i for i, (live, copy) in enumerate(zip(self._lives, self._copies, strict=True)) if equal(live, copy)]
+        same = [
+            i for i, (live, copy) in enumerate(zip(self._lives, self._copies, strict=True)) if same_entries(live, copy)
+        ]
         self._names, self._lives, self._copies = (
             [entries[i] for i in same] for entries in (self._names, self._lives, self._copies)
         )
@@ -170,7 +174,7 @@ class ModelState:
         if not changed or not names <= kept_of_texts(model):
             return []
         pairs = list(zip(self._names, self._lives, self._copies, strict=True))
-        same = [equal(live, copy) for _, live, copy in pairs]
+        same = [same_entries(live, copy) for _, live, copy in pairs]
         for (name, live, copy), is_same in zip(pairs, same, strict=True):
             if not is_same:
                 self._parts.append((name, functools.partial(without, live, names), without(copy, names)))
@@ -258,8 +262,8 @@ class ModelState:
             self._add_code(type(value))
             self._add_module(name, value, todo)
         if isinstance(attributes, dict):
-            self._add(name, attributes, dict(attributes))
-            todo.extend((f"{name}.{key}", each) for key, each in attributes.items())
+            self._add(name, attributes, others := others_attributes(attributes))
+            todo.extend((f"{name}.{key}", each) for key, each in others.items())
             self._ones += [(attributes, key, each) for key, each in attributes.items() if is_one_number(each)]
         if slots:
             read = functools.partial(read_slots, value, slots)

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence
+from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence, Way
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.positions import Place, noting_places, outermost
+from retrieve_spec.verify.row_mixer import replaceable
 from retrieve_spec.verify.steps import prepare_call, sample_tokens, vocabulary
 from retrieve_spec.verify.verifier import Verifier, VerifierInputs
 
@@ -58,7 +59,8 @@ def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface
     if isinstance(mixers, str):
         yield mixers
         return
-    for way in ("scan", "steps"):
+    known: list[Way] = ["rows"] if all(replaceable(mixer.module) for mixer in mixers) else []
+    for way in (*known, "scan", "steps"):
         recurrence = Recurrence(tuple(mixers), way)
         yield from (replace(variant, recurrence=recurrence) for variant in variants)
 

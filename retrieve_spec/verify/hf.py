@@ -30,7 +30,7 @@ from retrieve_spec.verify.kept_rows import KeptRows
 from retrieve_spec.verify.pass_inputs import NO_TREE, PassInputs
 from retrieve_spec.verify.plain import StepVerifier
 from retrieve_spec.verify.positions import DerivedPositions
-from retrieve_spec.verify.recurrent import RecurrentState
+from retrieve_spec.verify.recurrent import state_of
 from retrieve_spec.verify.steps import SingleSteps
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
@@ -74,7 +74,7 @@ class HFVerifier:
         self._device = input_device(model)
         self._model_mode: tuple[Mode, str] = (mode, reason)
         self.kinds = kinds
-        self._state = RecurrentState(interface.recurrence) if interface.recurrence is not None else None
+        self._state = state_of(interface.recurrence)
         self._derived = DerivedPositions(interface.places) if interface.places else None
         self._take_cache(None)
         self._was_recording: list[bool] = []
@@ -189,7 +189,7 @@ class HFVerifier:
             if nodes or self._state.is_behind:
                 trees = [tree if tree is not None else NO_TREE]
                 return self._state.verifying(self._rows, [self._rows], [roots], trees, self._device)
-            self._state.rest()
+            return self._state.undrafted(self._rows, self._device)
         elif nodes and self._derived is not None:
             assert tree is not None
             return self._derived.verifying(self._past, roots, tree, self._device)

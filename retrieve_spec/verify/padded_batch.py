@@ -22,7 +22,7 @@ from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device
 from retrieve_spec.verify.padded_cache import PaddedCache
-from retrieve_spec.verify.recurrent import RecurrentState
+from retrieve_spec.verify.recurrent import state_of
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 _NOBODY = np.empty(0, np.bool_)
@@ -32,7 +32,7 @@ def why_not_padded(interface: ModelInterface) -> str:
     """Say why texts of a model cannot share passes of its own forward, as far as the interface tells; else empty."""
     if interface.mode != "tree" or not (interface.attends or interface.recurrent):
         return "it verifies no trees"
-    if interface.recurrent and (interface.recurrence is None or interface.recurrence.way != "scan"):
+    if interface.recurrent and (interface.recurrence is None or interface.recurrence.way == "steps"):
         return "its recurrent state advances by single tokens"
     if interface.attends and interface.mask_form not in ("bool", "float"):
         return "its attention takes no mask by row"
@@ -154,7 +154,7 @@ class PaddedBatch:
         self.model, self.interface = model, interface
         self.rows = PaddedCache()
         self._device = input_device(model)
-        self._state = RecurrentState(interface.recurrence) if interface.recurrence is not None else None
+        self._state = state_of(interface.recurrence)
 
     def forward(
         self,

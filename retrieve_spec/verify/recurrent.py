@@ -22,6 +22,7 @@ from retrieve_spec.verify.denormals import flushed
 from retrieve_spec.verify.draft_paths import Paths, ScratchLayer
 from retrieve_spec.verify.interface import Recurrence
 from retrieve_spec.verify.mixer_site import KnownRows, MixerSite
+from retrieve_spec.verify.row_state import RowState
 
 _CARRIED = 32
 """Rows at most by which the states of a text are behind it."""
@@ -96,12 +97,13 @@ class RecurrentState:
             self._handles[-1].remove()
             self._handles.pop()
 
-    def rest(self) -> None:
+    def undrafted(self, _cache: Any, _device: torch.device) -> contextlib.AbstractContextManager[None]:
         """Let a pass go by in which nothing is verified; after a few of them the hooks come off."""
         self.forget()
         self._rested += 1
         if self._rested == _RESTS:
             self._unhook()
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -203,3 +205,10 @@ class RecurrentState:
         self._paths, self._kept = None, {}
         for site in self._sites:
             site.end()
+
+
+def state_of(recurrence: Recurrence | None) -> RecurrentState | RowState | None:
+    """The recurrent layers of a model under drafts, None where it has none."""
+    if recurrence is None:
+        return None
+    return RowState(recurrence) if recurrence.way == "rows" else RecurrentState(recurrence)

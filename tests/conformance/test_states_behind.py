@@ -16,6 +16,7 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.hf_backend import HuggingFaceBackend
 from retrieve_spec.server.samplers import Sampling
+from retrieve_spec.verify import candidates
 from retrieve_spec.verify.denormals import are_flushed, flushed
 from retrieve_spec.verify.mixer_site import MixerSite
 
@@ -35,15 +36,25 @@ class Resting(ScriptedDrafter):
         return DraftTree() if self.rests and len(self.seen) % 2 else super().propose(budget)
 
 
+@pytest.fixture
+def own_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixers run their own scans, as those of which ours know nothing."""
+    monkeypatch.setattr(candidates, "replaceable", lambda _module: {})
+
+
+@pytest.mark.parametrize("way", ["rows", "scan"])
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_states_lack_are_carried(name: str) -> None:
+def test_rows_that_states_lack_are_carried(name: str, way: str, request: pytest.FixtureRequest) -> None:
     """Drafts that are right in part, with passes without a draft between them; more rows than may be carried."""
+    if way == "scan":
+        request.getfixturevalue("own_scans")
     family = next(family for family in FAMILIES if family.name == name)
     model = build(family, family.attention[0])
     options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True}
     expected = model.generate(PROMPT, max_new_tokens=NEW, **options)
     drafter = Resting(expected.sequences[0], "half", vocab=VOCAB)
     rs.accelerate(model, drafter=drafter, nodes=16, recorded_pass="off")
+    assert model.speculation.interface.recurrence.way == way
     for script, rests in (("half", False), ("half", True), ("branchy", False), ("branchy", True), ("wrong", True)):
         drafter.turn_to(expected.sequences[0], script)
         drafter.rests = rests
@@ -56,6 +67,7 @@ def test_rows_that_states_lack_are_carried(name: str) -> None:
                         torch.testing.assert_close(getattr(layer, states)[i], state, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.usefixtures("own_scans")
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_mixers_have_hooks_while_drafts_are_verified_and_a_few_passes_longer(name: str) -> None:
     """A text for which nothing is drafted is decoded at the price of plain decoding."""
@@ -80,6 +92,7 @@ def test_mixers_have_hooks_while_drafts_are_verified_and_a_few_passes_longer(nam
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.usefixtures("own_scans")
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_every_pass_calls_a_mixer_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a draft was right in part, and behind such a one."""
@@ -100,6 +113,7 @@ def test_every_pass_calls_a_mixer_once(name: str, monkeypatch: pytest.MonkeyPatc
     assert not replayed
 
 
+@pytest.mark.usefixtures("own_scans")
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_multiplied_as_a_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those behind rows that are carried: torch multiplies what was cut out of a longer batch far slower."""
