@@ -1,14 +1,14 @@
 """Packed layers: linear layers of a model that multiply by copies of their weights while one of our passes runs it.
 
 Models whose forward is not recorded (recurrent state, positions of their own, experts in loops) are as slow as MKL is
-with a few rows. Their layers are handed rows that know a faster product (torch's `__torch_function__` protocol), for
-one pass at a time: modules and weights stay as they are, and everybody else's calls do, too.
+with a few rows. While a pass runs, such a layer has an attribute `forward` that multiplies by the copy in the threads
+that run passes, and is the layer's own in others: modules and weights stay as they are, and everybody else's calls, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -19,12 +19,14 @@ from torch.nn.modules import module as torch_wide
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from retrieve_spec.recorded.state_parts import others_hooks
+from retrieve_spec.recorded.state_parts import others_attributes
 from retrieve_spec.recorded.weight_layout import Layout, Layouts, WeightCopies
 
 _LINEAR = functional.linear, nn.Linear.forward
 _LONE_BYTES = 1 << 19
-"""Smallest weight by whose copy a lone row is multiplied: handing rows over takes some microseconds, too."""
+"""Smallest weight by whose copy a lone row is multiplied: that takes some microseconds more than the product, too."""
+_Taken = tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]
+"""A layer's attributes, and what stands among them as its `forward` while a pass runs."""
 
 
 def _somebody_watches() -> bool:
@@ -35,24 +37,6 @@ def _somebody_watches() -> bool:
         return True
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(type(mode) is not DeviceContext for mode in modes)
-
-
-class _Rows:
-    """Input of one linear layer, which `torch.nn.functional.linear` asks for the product."""
-
-    __slots__ = ("layout", "rows")
-
-    def __init__(self, rows: torch.Tensor, layout: Layout) -> None:
-        self.rows, self.layout = rows, layout
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given, *others = args
-        if function is functional.linear and others[0] is given.layout.weight and not kwargs:
-            return given.layout.product(given.rows, *others[1:])
-        return function(given.rows, *others, **(kwargs or {}))
 
 
 class PackedLayers:
@@ -67,53 +51,60 @@ class PackedLayers:
     """
 
     def __init__(self, model: nn.Module, layouts: Layouts) -> None:
-        self._layers: list[tuple[nn.Linear, Layout]] = []
+        self._layouts: list[Layout] = []
+        self._all: list[_Taken] = []
+        self._lone: list[_Taken] = []  # those by whose copies lone rows are multiplied
+        self._threads: set[int] = set()  # that run passes
         for module in model.modules():
-            if type(module) is nn.Linear and "forward" not in vars(module):
-                layout = layouts.of(module.weight)
-                if layout is not None:
-                    self._layers.append((module, layout))
-        self._lone = [
-            (module, layout) for module, layout in self._layers if layout.serves(1) and layout.nbytes >= _LONE_BYTES
-        ]
-        self._copies = WeightCopies(list(enumerate(layout for _, layout in self._layers)))
+            others = others_attributes(vars(module))  # as another pass may be running
+            if type(module) is not nn.Linear or "forward" in others:
+                continue
+            layout = layouts.of(module.weight)
+            if layout is not None:
+                self._layouts.append(layout)
+                self._all.append((vars(module), _handing(module, layout, self._threads)))
+                if layout.serves(1) and layout.nbytes >= _LONE_BYTES:
+                    self._lone.append(self._all[-1])
+        self._copies = WeightCopies(list(enumerate(self._layouts)))
         self._passes = 0
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self._layouts)
 
     def follow(self) -> int:
         """Copy weights again that differ from their copies; how many did."""
         passes, self._passes = self._passes, 0
         with torch.no_grad():
-            return self._copies.follow([layout.tensor for _, layout in self._layers], passes)
+            return self._copies.follow([layout.tensor for layout in self._layouts], passes)
 
     @contextlib.contextmanager
     def __call__(self, rows: int) -> Iterator[None]:
         """Let a pass over so many rows that this thread runs inside of the block multiply by the copies."""
-        layers = self._layers if rows > 1 else self._lone
+        layers = self._all if rows > 1 else self._lone
         if not layers or _somebody_watches():
             yield
             return
         self._passes += 1
-        thread = get_ident()
-        handles = []
+        self._threads.add(get_ident())
         try:
-            for module, layout in layers:
-                if not others_hooks(module._forward_pre_hooks) and not others_hooks(module._forward_hooks):
-                    handles.append(module.register_forward_pre_hook(_handing(layout, thread)))
+            for attributes, ours in layers:
+                attributes.setdefault("forward", ours)
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._threads.discard(get_ident())
+            for attributes, ours in layers:
+                if attributes.get("forward") is ours:
+                    del attributes["forward"]
 
 
-def _handing(layout: Layout, thread: int) -> Any:
-    """A hook that hands a layer rows which know the product by a copy of its weight."""
+def _handing(module: nn.Linear, layout: Layout, threads: set[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is a layer's forward while passes run."""
+    parameters = module._parameters
 
-    def hand(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if get_ident() != thread or len(args) != 1 or args[0].dtype != torch.float32:
-            return None
-        return (_Rows(args[0], layout),)
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        weight = parameters["weight"]
+        if weight is not layout.weight or input.dtype != torch.float32 or get_ident() not in threads:
+            return nn.Linear.forward(module, input)
+        return layout.product(input, parameters["bias"])
 
-    return hand
+    return forward

@@ -17,6 +17,7 @@ SMALL = 4096
 """Entries of a tensor that is compared by value."""
 _DECODING = ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """Methods that decoding calls."""
+_OWN = ("retrieve_spec.verify.", "retrieve_spec.recorded.packed_layers")
 _Method = tuple[frozenset[str], frozenset[str]]
 
 
@@ -123,8 +124,8 @@ def others_hooks(hooks: dict[int, Any]) -> dict[int, Any]:
 
 
 def is_own_hook(hook: Any) -> bool:
-    """Whether a hook, or a module's `forward`, is a verifier's."""
-    return bool(getattr(hook, "__module__", "").startswith("retrieve_spec.verify."))
+    """Whether a hook, or a module's `forward`, is one of a verifier's pass."""
+    return bool(getattr(hook, "__module__", "").startswith(_OWN))
 
 
 def others_attributes(attributes: dict[str, Any]) -> dict[str, Any]:

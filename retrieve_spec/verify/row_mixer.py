@@ -114,13 +114,16 @@ class RowMixer(RowFunctions):
     def take(self, behind: StateBehind | None) -> None:
         """Take the mixer's place until `leave`; `behind`: rows that the state of a lone text does not hold yet."""
         self._behind = behind
-        self.module.forward = self.forward
+        before = vars(self.module).get("forward")
+        if before is not None and not is_ours(before):
+            raise RuntimeError(f"somebody has set the forward of a {type(self.module).__name__} since it was probed")
+        vars(self.module)["forward"] = self.forward
 
     def leave(self) -> None:
         """Give the mixer its place back."""
         self._behind = None
         if is_ours(vars(self.module).get("forward")):
-            del self.module.forward
+            del vars(self.module)["forward"]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The mixer's forward, ours where this thread runs a pass."""

@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 import retrieve_spec as rs
 from retrieve_spec.recorded import packed_layers, weight_layout
-from retrieve_spec.recorded.packed_layers import PackedLayers, _Rows
-from retrieve_spec.recorded.weight_layout import Layouts
+from retrieve_spec.recorded.model_state import ModelState
+from retrieve_spec.recorded.packed_layers import PackedLayers
+from retrieve_spec.recorded.weight_layout import Layout, Layouts
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
 BYTES = 1 << 26
@@ -39,13 +40,13 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.count = 0
-        original = _Rows.__torch_function__.__func__
+        original = Layout.product
 
-        def counted(cls, *args, **kwargs):
+        def counted(layout, *args):
             self.count += 1
-            return original(cls, *args, **kwargs)
+            return original(layout, *args)
 
-        monkeypatch.setattr(_Rows, "__torch_function__", classmethod(counted))
+        monkeypatch.setattr(Layout, "product", counted)
 
 
 def test_passes_inside_give_the_same_logits_and_leave_nothing_behind(monkeypatch):
@@ -61,7 +62,7 @@ def test_passes_inside_give_the_same_logits_and_leave_nothing_behind(monkeypatch
     assert seen.count == len(packed)
     assert torch.equal(plain, after)
     torch.testing.assert_close(inside, plain, rtol=1e-4, atol=1e-5)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_lone_row_is_multiplied_by_copies_of_large_weights_that_serve_one(monkeypatch):
@@ -75,7 +76,7 @@ def test_a_lone_row_is_multiplied_by_copies_of_large_weights_that_serve_one(monk
             inside = model(PROMPT[:, :1]).logits
     assert seen.count == 1, "the output embeddings alone are large enough and serve one row"
     torch.testing.assert_close(inside, plain, rtol=1e-4, atol=1e-5)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_an_exception_leaves_nothing_behind():
@@ -83,7 +84,7 @@ def test_an_exception_leaves_nothing_behind():
     packed = PackedLayers(model, Layouts(BYTES))
     with pytest.raises(ValueError, match="cut short"), packed(12):
         raise ValueError("cut short")
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_other_threads_multiply_as_ever(monkeypatch):
@@ -95,7 +96,7 @@ def test_other_threads_multiply_as_ever(monkeypatch):
         assert seen.count == 0
 
 
-def test_hooks_of_others_see_tensors_in_layers_that_multiply_as_ever():
+def test_hooks_of_others_see_tensors():
     model = small_mamba2()
     packed = PackedLayers(model, Layouts(BYTES))
     seen = []
@@ -103,6 +104,23 @@ def test_hooks_of_others_see_tensors_in_layers_that_multiply_as_ever():
     with torch.no_grad(), packed(12):
         model(PROMPT)
     assert seen == [torch.Tensor]
+
+
+def test_a_forward_that_somebody_set_meanwhile_stays_and_runs():
+    model = small_mamba2()
+    packed, state = PackedLayers(model, Layouts(BYTES)), ModelState(model)
+    ran = []
+
+    def forward(x):
+        ran.append(len(x))
+        return nn.Linear.forward(model.lm_head, x)
+
+    with torch.no_grad(), packed(12):
+        assert state.holds(model) and not state.changes(model)
+    model.lm_head.forward = forward
+    with torch.no_grad(), packed(12):
+        model(PROMPT)
+    assert ran and vars(model.lm_head)["forward"] is forward
 
 
 def test_weights_that_are_edited_are_copied_again():
