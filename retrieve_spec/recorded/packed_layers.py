@@ -2,7 +2,7 @@
 
 Models whose forward is not recorded (recurrent state, positions of their own, experts in loops) are as slow as MKL is
 with a few rows. While a pass runs, such a layer has an attribute `forward` that multiplies by the copy in the threads
-that run passes, and is the layer's own in others: modules and weights stay as they are, and everybody else's calls, too.
+that run passes and is the layer's own in others: modules and weights stay as they are, and everybody else's calls do.
 """
 
 from __future__ import annotations

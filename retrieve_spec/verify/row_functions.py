@@ -22,6 +22,7 @@ from retrieve_spec.verify.row_scans import (
     RowTree,
     SsdRows,
     convolve,
+    convolved,
     scan_delta,
     scan_long,
     scan_ssd,
@@ -131,8 +132,7 @@ class RowFunctions:
             return self.convolve(hidden_states, weight, bias, activation)
         seen = torch.cat([conv_state[..., 1:], hidden_states.to(conv_state.dtype)], -1)
         conv_state.copy_(seen)
-        out = (seen[..., -weight.shape[-1] :].to(weight.dtype) * weight).sum(-1)
-        out = out if bias is None else out + bias
+        out = convolved(seen[..., -weight.shape[-1] :], weight, bias, -1)
         return _activated(out, activation).to(hidden_states.dtype).unsqueeze(-1)
 
     def scan_ssd(

@@ -141,11 +141,16 @@ def convolve(
     """
     channels, length = weight.shape
     joined = torch.cat([state.transpose(1, 2), x.transpose(1, 2).to(state.dtype)], 1)
-    seen = joined.flatten(0, 1).index_select(0, tree.windows(state.shape[-1], length)).to(weight.dtype)
-    out = (seen.view(tree.texts, tree.width, length, channels) * weight.t()).sum(2)
-    if bias is not None:
-        out = out + bias
+    seen = joined.flatten(0, 1).index_select(0, tree.windows(state.shape[-1], length))
+    out = convolved(seen.view(tree.texts, tree.width, length, channels), weight.t(), bias, 2)
     return out.transpose(1, 2), ConvRows(joined, state.shape[-1])
+
+
+def convolved(seen: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: int) -> torch.Tensor:
+    """What a convolution makes of what it sees, rounded once as by torch's own."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    out = (seen.to(wide) * weight.to(wide)).sum(axis)
+    return (out if bias is None else out + bias).to(weight.dtype)
 
 
 @dataclass(frozen=True, slots=True)
