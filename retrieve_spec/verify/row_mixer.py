@@ -2,7 +2,7 @@
 
 The mixer's own forward runs, on a copy of its function that calls ours for the two (`types.FunctionType`, with other
 globals); the model's code and modules stay as they are, but for an attribute `forward` of the mixer while a pass runs,
-which hands every other thread's call to the mixer itself. Which functions are meant is told by their arguments, which
+which hands every other thread's call to the mixer itself. Which functions are meant, their arguments show, which
 are those of the packages that stand in for them where these are installed (`causal_conv1d`, `mamba_ssm`, `fla`).
 """
 
