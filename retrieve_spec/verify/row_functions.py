@@ -19,7 +19,6 @@ from retrieve_spec.verify.draft_paths import ScratchLayer
 from retrieve_spec.verify.row_scans import (
     ConvRows,
     DeltaRows,
-    RowTree,
     SsdRows,
     convolve,
     convolved,
@@ -28,6 +27,7 @@ from retrieve_spec.verify.row_scans import (
     scan_ssd,
     unit,
 )
+from retrieve_spec.verify.row_tree import RowTree
 
 
 class RowLayer(ScratchLayer):

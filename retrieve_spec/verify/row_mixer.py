@@ -20,7 +20,8 @@ from transformers.cache_utils import Cache
 from retrieve_spec.verify.draft_paths import ScratchLayer
 from retrieve_spec.verify.mixers import Mixer
 from retrieve_spec.verify.row_functions import RowFunctions, RowLayer, Running
-from retrieve_spec.verify.row_scans import DeltaRows, RowTree, SsdRows
+from retrieve_spec.verify.row_scans import DeltaRows, SsdRows
+from retrieve_spec.verify.row_tree import RowTree
 
 _ARGUMENTS: dict[str, set[str]] = {
     "convolve_step": {"hidden_states", "conv_state", "weight", "bias", "activation"},

@@ -21,7 +21,7 @@ from retrieve_spec.verify.draft_paths import ScratchLayer
 from retrieve_spec.verify.interface import Recurrence
 from retrieve_spec.verify.row_functions import Running
 from retrieve_spec.verify.row_mixer import RowMixer, StateBehind
-from retrieve_spec.verify.row_scans import RowTree
+from retrieve_spec.verify.row_tree import RowTree
 
 
 class RowState:

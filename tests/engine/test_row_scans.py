@@ -17,8 +17,9 @@ from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.verify.interface import Recurrence
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.row_mixer import RowMixer, StateBehind, replaceable
-from retrieve_spec.verify.row_scans import RowTree, SsdRows, convolve, scan_delta, scan_ssd, unit
+from retrieve_spec.verify.row_scans import SsdRows, convolve, scan_delta, scan_ssd, unit
 from retrieve_spec.verify.row_state import RowState
+from retrieve_spec.verify.row_tree import RowTree
 
 TREES = ([[1, 2, 3], [1, 4], [5, 6]], [[7]], [], [[1, 2, 3, 4, 5, 6]], [[1], [2], [3]])
 CPU = torch.device("cpu")
