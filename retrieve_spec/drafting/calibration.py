@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import stat
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError, in_a_line
+from retrieve_spec.kernels.promise import DRAFT_MEMORY, DRAFT_PRIOR, HOPE_MEMORY, LEAST, MOST
 from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.unigram import CLASSES, PLACES, RATES
 from retrieve_spec.kernels.weights import CELLS, NUM_SOURCES
@@ -26,13 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SAVE_EVERY = 16
-_DRAFT_PRIOR, _DRAFT_MEMORY = 10.0, 300.0
-"""Accepted tokens that the promise of a new drafter counts for, and after how many the oldest fade."""
-_HOPE_MEMORY = 12.0
-"""Tokens that drafts would have begun with after which what drafts taught has faded to a third: few passes are looked
-at while drafts do not pay."""
-_PROMISES = (0.3, 1.3)
-"""What a promise is worth at least and at most."""
 _FACTORS = (CLASSES + PLACES) * CLASSES * 2
 _SIZE = CELLS * 4 + 2 * NUM_SOURCES * (SCALE_BINS + 1) * 2 + RATES * 2 + _FACTORS + 2 * 2
 _NO_CLASSES = np.empty(0, np.uint8)
@@ -62,8 +57,8 @@ class Calibration:
         (CLASSES + PLACES, 2 · CLASSES) float32: how often those of a class came, and were expected, behind one and
         two other classes.
     drafts
-        Draft tokens accepted and expected, greedy and with known noise; old ones fade. Plain numbers: two are changed
-        per pass, and arrays would take longer.
+        Draft tokens accepted and expected, greedy and with known noise; old ones fade. NumPy would take longer to
+        change two of them per pass.
     phrases
         What the answers of several requests had in common, kept in a file of its own beside `path`.
     """
@@ -74,7 +69,7 @@ class Calibration:
         self.rates: NDArray[np.float32] = np.zeros((RATES, 2), np.float32)
         self.factors: NDArray[np.float32] = np.zeros((CLASSES + PLACES, 2 * CLASSES), np.float32)
         self.classes = classes
-        self.drafts = [[0.0, 0.0], [0.0, 0.0]]
+        self.drafts = [array("d", (0.0, 0.0)), array("d", (0.0, 0.0))]
         self.path = None if path is None else Path(path)
         self.phrases = PhraseMemory()
         self._requests = self._phrases_saved = 0
@@ -94,13 +89,13 @@ class Calibration:
         may never go. The difference is learned here, from drafts as a whole.
         """
         accepted, expected = self.drafts[noise]
-        return min(max((accepted + _DRAFT_PRIOR) / (expected + _DRAFT_PRIOR), _PROMISES[0]), _PROMISES[1])
+        return min(max((accepted + DRAFT_PRIOR) / (expected + DRAFT_PRIOR), LEAST), MOST)
 
     def drafted(self, expected: float, accepted: int, noise: bool) -> None:
         """Learn what became of a draft: tokens it promised (more than 0, `promise` included) and tokens accepted."""
         known = self.drafts[noise]
         total = known[1] + expected / self.promise(noise)
-        fade = min(_DRAFT_MEMORY / total, 1.0)
+        fade = min(DRAFT_MEMORY / total, 1.0)
         known[0] = (known[0] + accepted) * fade
         known[1] = total * fade
 
@@ -109,8 +104,9 @@ class Calibration:
 
         Drafts that do not pay because they are not trusted are not made: trust would never be won back.
         """
-        fade = 1 - p / self.promise(noise) / _HOPE_MEMORY
-        self.drafts[noise][:] = [count * fade for count in self.drafts[noise]]
+        known, fade = self.drafts[noise], 1 - p / self.promise(noise) / HOPE_MEMORY
+        known[0] *= fade
+        known[1] *= fade
         self.drafted(p, int(right), noise)
 
     def keep(self, at_once: bool = False) -> None:
@@ -142,7 +138,8 @@ class Calibration:
         if not self.cells.any():
             for name in ("cells", "scale"):
                 getattr(self, name)[...] = getattr(other, name)
-            self.drafts = [list(counts) for counts in other.drafts]
+            for known, counts in zip(self.drafts, other.drafts, strict=True):
+                known[:] = counts
 
     def save(self, path: str | Path) -> None:
         """Write all tables as one flat ``.npy``, put in place at once."""
@@ -170,7 +167,7 @@ class Calibration:
         *kept, drafts = np.split(flat, np.cumsum([table.size for table in tables]))
         for table, values in zip(tables, kept, strict=True):
             table[:] = values.reshape(table.shape)
-        self.drafts = drafts.reshape(2, 2).tolist()
+        self.drafts = [array("d", counts) for counts in drafts.reshape(2, 2).tolist()]
 
     def _load_phrases(self, path: Path) -> None:
         """Read the phrases; a file that holds anything else is deleted, they are learned again."""

@@ -165,6 +165,8 @@ view_f32 = _viewer(np.float32)
 """(size,) float32 at an address."""
 view_f64 = _viewer(np.float64)
 """(size,) float64 at an address."""
+view_f32_rows = _viewer(np.float32, 2)
+"""(rows, width) float32 at an address."""
 view_f32_cube = _viewer(np.float32, 3)
 """(a, b, c) float32 at an address."""
 view_f64_cube = _viewer(np.float64, 3)
