@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 NOTHING = DraftTree()
-_NO_COST = np.empty(0, np.float32)
+NO_COST = np.empty(0, np.float32)
+ANYTHING = 1 << 31
+"""More tokens than any model has."""
 _NO_TOKENS = np.empty(0, np.int32)
 _LINE, _NOWHERE = np.arange(-1, MAX_NODES + 1, dtype=np.int32), np.full(MAX_NODES, -1, np.int64)
 """Parents of a chain, which are its depths but for two, and origins of nodes that have none."""
+_FIRST_SAID = 1024
 
 
 class Row(MixtureDrafter):
-    """The drafter of one of many requests; those of one calibration and one session are asked together.
+    """The drafter of one of many requests; those of one session are asked together.
 
     It drafts what a `MixtureDrafter` without recycling does. Given tokens are followed when rows are next asked.
     """
@@ -41,14 +44,45 @@ class Row(MixtureDrafter):
         calibration: Calibration,
     ) -> None:
         super().__init__(config, recycling=False, session=session, datastores=datastores, calibration=calibration)
-        self._address = 0, 0, 0
-        self._address_of: tuple[object, int] = None, 0
+        self.record: NDArray[np.int64] = np.zeros(kernels.RECORD, np.int64)
+        words = self.record.view(np.int32)
+        self._end = words[2 * kernels.END : 2 * kernels.IDS]
+        self._ids = words[2 * kernels.IDS : 2 * kernels.LOG_P]
+        self._log_p = self.record[kernels.LOG_P : kernels.SOURCE].view(np.float32)
+        self._source = self.record[kernels.SOURCE :].view(np.uint8)
+        self._said: NDArray[np.int32] = np.empty(_FIRST_SAID, np.int32)
+        self.record[kernels.CELL_COUNTS] = _address(calibration.cells)
+        self.record[kernels.SCALE] = _address(calibration.scale)
+        self.record[kernels.DRAFTS], _ = calibration.drafts[False].buffer_info()
 
     @property
     def hoped(self) -> tuple[int, float]:
         """The token that a draft would begin with, made or not, and how probable that is (0 where there is none): as of
         the last time that it was asked with a cost."""
         return self._hoped
+
+    def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
+        """Begin a request: see `MixtureDrafter.start`."""
+        super().start(prompt_ids, prediction_ids)
+        self._sync()  # a long prompt's automaton has moved
+        record = self.record
+        record[kernels.TABLE], record[kernels.SOURCES] = _address(self._table.words), len(self._table)
+        record[kernels.REQUEST] = _address(self._request.words)
+        record[kernels.LENGTH] = len(prompt_ids)
+        record[kernels.NUM_SAID : kernels.END] = 0
+        self._hold(_FIRST_SAID)
+        self._end[:] = np.pad(prompt_ids[-kernels.COMPARED :], (kernels.COMPARED, 0))[-kernels.COMPARED :]
+
+    def _hold(self, room: int) -> None:
+        """Have room for so many generated tokens."""
+        if room > len(self._said):
+            self._said = np.concatenate([self.said, np.empty(room - self.record[kernels.NUM_SAID], np.int32)])
+        self.record[kernels.SAID], self.record[kernels.SAID_ROOM] = _address(self._said), len(self._said)
+
+    @property
+    def said(self) -> NDArray[np.int32]:
+        """(n,) int32, what was generated and followed."""
+        return self._said[: self.record[kernels.NUM_SAID]]
 
     def hear(self, emitted: NDArray[np.int32], tree: DraftTree = NOTHING, accepted: int = 0) -> None:
         """Be given the next tokens (n,) int32, of which the first came as the verified `tree` said.
@@ -60,28 +94,37 @@ class Row(MixtureDrafter):
         if len(tree):
             self.calibration.drafted(tree.expected_accepted, accepted, False)
 
+    @property
+    def length(self) -> int:
+        """Tokens of the text, those included that are not followed yet."""
+        return int(self.record[kernels.LENGTH]) + sum(map(len, self._fresh))
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it was given something that it has not followed."""
+        return bool(self._fresh)
+
     def taken(self) -> NDArray[np.int32]:
         """What it was given and has not followed yet, (n,) int32."""
-        if len(self._fresh) == 1:
-            return self._fresh[0]
-        return np.concatenate(self._fresh) if self._fresh else _NO_TOKENS
+        if len(self._fresh) > 1:
+            self._fresh = [np.concatenate(self._fresh)]
+        return self._fresh[0] if self._fresh else _NO_TOKENS
 
-    def followed(self, text: NDArray[np.int32], room: int) -> None:
-        """Be told that what it was given is followed, for so much of which there was room in the text's automaton."""
-        self._fresh = []
-        self._history.append(text)
-        if room < len(text):
-            self.context.extend(text[room:])
-
-    def address(self) -> tuple[int, int, int]:
-        """Address of its table, how many sources that has, address of the request: for a kernel that is called now."""
-        known = self._table, self.context.moved
-        if self._shared is not None or known[1] != self._address_of[1] or known[0] is not self._address_of[0]:
+    def extended(self) -> None:
+        """Take into the text's automaton what it had no room for when that was followed."""
+        room, told = int(self.record[kernels.ROOM]), int(self.record[kernels.GIVEN])
+        if room < told:
+            self.context.extend(self.said[len(self.said) - told + room :])
             self._sync()
-            table, request = self._table.words, self._request.words
-            self._address = table.ctypes.data, len(table), request.ctypes.data
-            self._address_of = known
-        return self._address
+        self.record[kernels.ROOM] = self.record[kernels.GIVEN] = 0
+
+    def chain(self) -> DraftTree:
+        """The branch that it drafted, and no longer waits to see verified."""
+        n = int(self.record[kernels.DRAFTED])
+        self._hoped = (int(self._ids[0]), math.exp(self._log_p[0])) if self.record[kernels.HOPED] else NO_HOPE
+        self.record[kernels.DRAFTED] = self.record[kernels.HOPED] = 0
+        ids, log_p, source = self._ids[:n].copy(), self._log_p[:n].copy(), self._source[:n].copy()
+        return DraftTree(ids, _LINE[:n], _LINE[2 : n + 2], log_p, source, _NOWHERE[:n]) if n else NOTHING
 
     def leave(self, keep: bool = True) -> None:
         """End the request, and forget its text; unless it is to `keep`, nobody learns what was generated.
@@ -91,25 +134,131 @@ class Row(MixtureDrafter):
         keep
             Let the session and the phrases learn from it.
         """
+        self._history = [self.said.copy()]
         self._catch_up()
         if not keep:
             self._history = []
         self.finish()
-        self.start(np.empty(0, np.int32))
+        self.start(_NO_TOKENS)
+
+
+class TakenBack(Exception):
+    """A row's text does not go on from what its request was given.
+
+    Attributes
+    ----------
+    row
+        Its number.
+    """
+
+    def __init__(self, row: int) -> None:
+        super().__init__(row)
+        self.row = row
+
+
+class Seats:
+    """Rows of an engine's steps: all that a compiled call needs of them, made once for as long as they stay.
+
+    Parameters
+    ----------
+    rows
+        Whom to ask; all have one session.
+    texts
+        Address of the first token (int32) of each one's text.
+    places
+        Which of the engine's lengths is that of each.
+    longest
+        Tokens that each one's text may have at most.
+    """
+
+    def __init__(self, rows: Many[Row], texts: Many[int], places: Many[int], longest: Many[int]) -> None:
+        self.rows = rows
+        addresses = [_address(row.record) for row in rows]
+        self._calls = np.array([addresses, texts, places, longest], np.int64).reshape(kernels.CALL, -1).T.copy()
+        self.out: NDArray[np.int32] = np.empty(len(rows) + MAX_NODES, np.int32)
+        self._session = rows[0]._shared if rows else None
+        self._min_p = rows[0].config.min_path_probability if rows else 1.0
+
+    def step(self, plan: NDArray[np.int64], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> int:
+        """Follow what the texts say, learn from it, and draft; returns how many nodes (`kernels.many.step_chains`).
+
+        Raises
+        ------
+        TakenBack
+            A text does not go on from what was followed; nothing was done.
+        """
+        if self._session is not None:
+            with self._session:  # kept as it is while kernels read it
+                return self._beside(plan, lengths, cost)
+        drafted: int = kernels.step_chains(plan, self._calls, lengths, self._min_p, cost, self.out)
+        return drafted if drafted >= 0 else self._again(drafted, plan, lengths, cost)
+
+    def _beside(self, plan: NDArray[np.int64], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> int:
+        for row in self.rows:
+            row._sync()
+        drafted: int = kernels.step_chains(plan, self._calls, lengths, self._min_p, cost, self.out)
+        return drafted if drafted >= 0 else self._again(drafted, plan, lengths, cost)
+
+    def _again(
+        self, failed: int, plan: NDArray[np.int64], lengths: NDArray[np.int32], cost: NDArray[np.float32]
+    ) -> int:
+        """Make room where a call has found none, until one has found all."""
+        while failed < 0:
+            who = int(plan[kernels.WHO])
+            if failed == kernels.ELSEWHERE:
+                raise TakenBack(who)
+            if failed == kernels.UNHELD:
+                more = int(lengths[self._calls[who, kernels.PLACE]] - self.rows[who].record[kernels.LENGTH])
+                self.rows[who]._hold(2 * len(self.rows[who].said) + more)
+            else:
+                for row in self.rows:
+                    row.extended()
+            failed = kernels.step_chains(plan, self._calls, lengths, self._min_p, cost, self.out)
+        return failed
+
+    def pass_by(self, plan: NDArray[np.int64]) -> None:
+        """Count a step without a look: what it verified is judged at the next one."""
+        for row in self.rows:
+            row.record[kernels.STEP] += row.record[kernels.STEP] == plan[kernels.NOW] - 1
+        plan[kernels.NOW] += 1
+        plan[kernels.STEPS] += 1
+        plan[kernels.ROWS] += len(self.rows)
+
+    def drafts(self, drafted: int) -> list[list[int]]:
+        """The tokens drafted for each row, as many in all."""
+        count = len(self.rows)
+        found: list[int] = self.out[: count + drafted].tolist()
+        if count == 1:
+            return [found[1:]]
+        drafts, begin = [], count
+        for n in found[:count]:
+            drafts.append(found[begin : begin + n])
+            begin += n
+        return drafts
+
+
+def plan_of(deepest: int, vocabulary: int | None) -> NDArray[np.int64]:
+    """(PLAN,) int64 for steps whose texts an engine keeps: the longest draft, and how many tokens the model has."""
+    plan = np.zeros(kernels.PLAN, np.int64)
+    plan[kernels.DEEPEST], plan[kernels.VOCABULARY] = deepest, ANYTHING if vocabulary is None else vocabulary
+    return plan
 
 
 def follow_all(rows: Many[Row]) -> None:
-    """Let rows of one calibration and one session take in what they were given since the last time."""
+    """Let rows of one session take in what they were given since the last time."""
     behind = [row for row in rows if row._fresh]
     if behind:
-        with _at_rest(behind[0]):
-            _chains(behind, [0] * len(behind), _NO_COST)
+        _told(behind, plan_of(-1, None), [0] * len(behind), NO_COST)
 
 
 def propose_all(
-    rows: Many[Row], nodes: Many[int], depths: Many[int], cost: NDArray[np.float32] | None = None, chains: bool = True
+    rows: Many[Row],
+    nodes: Many[int],
+    depths: Many[int],
+    cost: NDArray[np.float32] | None = None,
+    vocabulary: int | None = None,
 ) -> list[DraftTree]:
-    """Draft what follows each text; all rows have one calibration and one session.
+    """Draft a branch for each text; all rows have one session.
 
     Parameters
     ----------
@@ -118,73 +267,50 @@ def propose_all(
     nodes, depths
         Nodes and depth at most, of each.
     cost
-        (MAX_NODES + 1,) float32 seconds of a pass over 0 … n nodes of one row, or None to fill the budgets.
-    chains
-        Draft one branch each.
+        (MAX_NODES + 1,) float32 seconds of a pass over all rows and 0 … n nodes, or None to draft all there may be.
+    vocabulary
+        Tokens of the model, if others may not be drafted.
     """
     if not rows:
         return []
     deepest = min(MAX_NODES, rows[0].config.max_depth)
-    if chains:
-        lengths = [max(min(n, d, deepest), 0) for n, d in zip(nodes, depths, strict=True)]
-        with _at_rest(rows[0]):
-            return _chains(rows, lengths, _NO_COST if cost is None else cost[: max(lengths) + 1])
-    limits = [(max(min(n, MAX_NODES), 0), max(min(d, deepest), 0)) for n, d in zip(nodes, depths, strict=True)]
-    follow_all(rows)
-    with _at_rest(rows[0]):
-        return _trees(rows, limits, _NO_COST if cost is None else cost[: max(n for n, _ in limits) + 1])
+    most = [max(min(n, d, deepest), 0) for n, d in zip(nodes, depths, strict=True)]
+    _told(rows, plan_of(deepest, vocabulary), most, NO_COST if cost is None else cost)
+    return [row.chain() for row in rows]
 
 
-def _chains(rows: Many[Row], most: Many[int], cost: NDArray[np.float32]) -> list[DraftTree]:
-    """Follow what rows were given, and draft a branch of so many nodes at most for each."""
+def _told(rows: Many[Row], plan: NDArray[np.int64], most: Many[int], cost: NDArray[np.float32]) -> None:
+    """Follow what rows were given, not what an engine keeps, and draft so many nodes of each at most."""
+    plan[kernels.NOW] = -1
+    known = [int(row.record[kernels.LENGTH]) for row in rows]
     texts = [row.taken() for row in rows]
-    asked = np.array(
-        [(*row.address(), len(text), n, 0) for row, text, n in zip(rows, texts, most, strict=True)], np.int64
-    )
-    shape = len(rows), max(most)
-    ids, log_p, source = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape, np.uint8)
-    calibration, least = rows[0].calibration, rows[0].config.min_path_probability
-    whole = kernels.step_chains(
-        asked,
-        calibration.cells,
-        calibration.scale,
-        least,
-        texts[0] if len(texts) == 1 else np.concatenate(texts),
-        cost,
-        calibration.promise(False),
-        ids,
-        log_p,
-        source,
-    )
-    counts = asked[:, kernels.NODES].tolist()
-    for row, text, room in zip(rows, texts, asked[:, kernels.ROOM].tolist(), strict=True):
-        if len(text):
-            row.followed(text, room)
-    if not whole:  # now there is room
-        return _chains(rows, most, cost)
-    if len(cost):
-        for i, (row, n) in enumerate(zip(rows, most, strict=True)):
-            row._hoped = (int(ids[i, 0]), math.exp(log_p[i, 0])) if n else NO_HOPE
-    return [
-        DraftTree(ids[i, :n], _LINE[:n], _LINE[2 : n + 2], log_p[i, :n], source[i, :n], _NOWHERE[:n]) if n else NOTHING
-        for i, n in enumerate(counts)
-    ]
+    lengths = np.array([at + len(text) for at, text in zip(known, texts, strict=True)], np.int32)
+    begins = [_address(text) - 4 * at for at, text in zip(known, texts, strict=True)]
+    longest = (lengths + np.array(most) + 1).tolist()
+    Seats(rows, begins, range(len(rows)), longest).step(plan, lengths, cost)
+    for row in rows:
+        row._fresh = []
 
 
-def _trees(rows: Many[Row], limits: Many[tuple[int, int]], cost: NDArray[np.float32]) -> list[DraftTree]:
+def trees_of(
+    rows: Many[Row], nodes: Many[int], depths: Many[int], cost: NDArray[np.float32] | None = None
+) -> list[DraftTree]:
+    """Draft a tree for each text; parameters are those of `propose_all`."""
+    follow_all(rows)
     trees = []
-    for row, (nodes, depth) in zip(rows, limits, strict=True):
-        row._sync()
-        if not (nodes and depth):
+    for row, most, deepest in zip(rows, nodes, depths, strict=True):
+        limit, depth = max(min(most, MAX_NODES), 0), max(min(deepest, MAX_NODES, row.config.max_depth), 0)
+        if not (limit and depth):
             trees.append(NOTHING)
             row._hoped = NO_HOPE
             continue
-        _, _, first, first_p, block = row._kernel(cost, nodes, depth)
+        with contextlib.nullcontext() if row._shared is None else row._shared:
+            row._sync()
+            _, _, first, first_p, block = row._kernel(NO_COST if cost is None else cost[: limit + 1], limit, depth)
         trees.append(DraftTree.of_block(block))
         row._hoped = first, first_p
     return trees
 
 
-def _at_rest(row: Row) -> contextlib.AbstractContextManager[object]:
-    """A row's session, if there is one, kept as it is while kernels read it."""
-    return contextlib.nullcontext() if row._shared is None else row._shared
+def _address(array: NDArray[np.generic]) -> int:
+    return int(array.__array_interface__["data"][0])

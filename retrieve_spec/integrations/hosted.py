@@ -6,6 +6,7 @@ import atexit
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +22,8 @@ COMPARED = 8
 _SAVE_EVERY = 30.0
 """Seconds between two times that what was learned is written, where requests have ended."""
 _MOST_FAILURES = 3
+_LONG = 4096
+"""Tokens from which on a text is taken in while the engine goes on: a millisecond for every three thousand."""
 
 
 class Hosted:
@@ -41,6 +44,7 @@ class Hosted:
         self.drafter = drafter
         self.failures = 0
         self._saved = perf_counter()
+        self._beside: ThreadPoolExecutor | None = None
 
     @property
     def is_off(self) -> bool:
@@ -93,6 +97,16 @@ class Hosted:
             self.end(name, keep=False)
             return False
         return True
+
+    def begin_beside(self, name: str, text: NDArray[Any], *rest: Any) -> Future[bool]:
+        """`begin`, on another thread where the text is long, so that no step of the engine waits for it."""
+        if len(text) < _LONG:
+            done: Future[bool] = Future()
+            done.set_result(self.begin(name, text, *rest))
+            return done
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(1, "retrieve-spec-begin")
+        return self._beside.submit(self.begin, name, text.copy(), *rest)
 
     def end(self, name: str, keep: bool) -> None:
         """End a request, if it was begun; with `keep`, session and phrases learn its answer."""

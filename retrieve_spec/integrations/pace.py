@@ -2,71 +2,93 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.engine.budget import Costs, Rest
+from retrieve_spec.engine.cost import CostModel
 
 _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 """Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
-_FIRST_LEARNED, _LEARNED_EVERY = 64, 4
-"""Steps with drafts over about as many rows that are all learned from; then one of four, as learning takes time."""
+_FIRST_LEARNED, _LEARNED_EVERY = 64, 8
+"""Steps with drafts over about as many rows that are all learned from; then one of eight, as learning takes time."""
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Steps over about as many rows: what they cost, as a curve too, up to a length of context, if nothing was learned
+    since; how many had drafts, how many none, and how many since then."""
+
+    cost: CostModel
+    curve: NDArray[np.float32] | None = None
+    longest: int = 0
+    drafted: int = 0
+    plain: int = 0
+    since: int = 0
 
 
 class Pace:
     """Measured cost of an engine's steps, by rows (to the next power of two), drafted nodes and context.
 
-    An engine may take another way as soon as one row has a draft (vLLM samples by rejection then), so steps without any
-    are measured too: they are taken now and then where none were seen.
+    Steps in which tokens are sampled are apart: vLLM goes through the whole vocabulary for each of them. An engine may
+    take another way as soon as one row has a draft, so steps without any are measured too: they are taken now and then
+    where none were seen. Steps over as many rows as the last one find all at hand.
     """
 
     def __init__(self) -> None:
-        self._costs = Costs()
-        self._steps: dict[int, int] = {}
-        self._plain: dict[int, int] = {}
-        self._since: dict[int, int] = {}
-        self._step: tuple[int, int, int] | None = None
+        self._costs = Costs(), Costs()
+        self._rows: dict[tuple[int, bool], _Rows] = {}
+        self._now: tuple[int, bool, _Rows] = 0, False, _Rows(CostModel())
+        self._step: tuple[_Rows, int, int] | None = None
         self._rest = Rest()
 
     def measured(self, seconds: float) -> None:
         """Learn what the step over the last drafts took; a second report of the same step counts no more."""
         if self._step is None:
             return
-        rows, nodes, context = self._step
-        self._step = None
-        steps = self._steps[rows] = self._steps.get(rows, 0) + (nodes > 0)
-        if nodes == 0 or steps <= _FIRST_LEARNED or steps % _LEARNED_EVERY == 0:
-            self._costs.of(rows).observe(nodes, context, seconds)
-        self._plain[rows] = self._plain.get(rows, 0) + (nodes == 0)
-        self._since[rows] = 0 if nodes == 0 else self._since.get(rows, 0) + 1
+        (known, nodes, context), self._step = self._step, None
+        if nodes == 0:
+            known.plain += 1
+            known.since = 0
+        else:
+            known.drafted += 1
+            known.since += 1
+            if known.drafted > _FIRST_LEARNED and known.drafted % _LEARNED_EVERY:
+                return
+        known.cost.observe(nodes, context, seconds)
+        known.curve = None
 
-    def curve(self, rows: int, context: int) -> NDArray[np.float32] | None:
+    def curve(self, rows: int, context: int, sampled: bool = False) -> NDArray[np.float32] | None:
         """(MAX_NODES + 1,) seconds of a step over so many rows and 0 … n nodes, None while nothing is measured."""
-        costs = self._costs.of(_bucket(rows))
-        return costs.seconds(context, MAX_NODES) if costs.measured else None
+        known = self._of(rows, sampled)
+        if known.curve is None or context > known.longest or context <= known.longest // 2:
+            known.longest = 1 << max(context - 1, 1).bit_length()  # as far as contexts are taken together
+            known.curve = known.cost.seconds(context, MAX_NODES) if known.cost.measured else None
+        return known.curve
 
-    def rests(self) -> bool:
-        """Whether the next step is better taken without a look, as drafting did not pay lately."""
-        return self._rest.takes()
-
-    def goes_without(self, rows: int) -> bool:
-        """Whether the next step is better taken without a look, also to measure that."""
-        if self.rests():
+    def goes_without(self, rows: int, sampled: bool = False) -> bool:
+        """Whether the next step is better taken without a look: drafting did not pay lately, or to measure that."""
+        if self._rest.takes():
             return True
-        bucket = _bucket(rows)
-        every = _FIRST_EVERY if self._plain.get(bucket, 0) < _FIRST_PLAIN else _PLAIN_EVERY
-        return self._since.get(bucket, 0) >= every
+        known = self._of(rows, sampled)
+        return known.since >= (_FIRST_EVERY if known.plain < _FIRST_PLAIN else _PLAIN_EVERY)
 
-    def looked(self, nodes: int, measured: bool) -> None:
-        """Be told how many nodes a look has found worth drafting; measured or not, costs being known."""
-        if measured:
+    def stepped(self, rows: int, nodes: int, context: int, sampled: bool = False, looked: bool = False) -> None:
+        """Be told of the drafts that the next step verifies; `looked`: there are so few as no more would pay."""
+        if looked:
             self._rest.looked(nodes > 0)
+        self._step = self._of(rows, sampled), nodes, context
 
-    def stepped(self, rows: int, nodes: int, context: int) -> None:
-        """Be told of the drafts that the next step verifies."""
-        self._step = _bucket(rows), nodes, context
-
-
-def _bucket(rows: int) -> int:
-    return 1 << (rows - 1).bit_length()
+    def _of(self, rows: int, sampled: bool) -> _Rows:
+        last, as_last, known = self._now
+        if rows == last and sampled == as_last:
+            return known
+        bucket = 1 << (rows - 1).bit_length()
+        if (bucket, sampled) not in self._rows:
+            self._rows[bucket, sampled] = _Rows(self._costs[sampled].of(bucket))
+        known = self._rows[bucket, sampled]
+        self._now = rows, sampled, known
+        return known

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.drafting.many import NOTHING, Row
+from retrieve_spec.drafting.many import NOTHING, Row, Seats
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError, PromptError, RequestError
 from retrieve_spec.integrations.state import (
@@ -39,16 +39,20 @@ _LARGE = 1 << 16
 
 @dataclass(slots=True)
 class Request:
-    """A request under way: its drafter, how many tokens it has been given, what was last drafted for it.
+    """A request under way: its drafter, and what `ServingDrafter.draft` has last drafted for it.
 
     Where nothing was, `hoped` is the token that a draft would have begun with, and how probable that was.
     """
 
     row: Row
     kind: str
-    length: int
     tree: DraftTree = NOTHING
     hoped: tuple[int, float] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has been given, the prompt included."""
+        return self.row.length
 
 
 class Requests:
@@ -72,7 +76,10 @@ class Requests:
         if self._folder is not None and self.session is not None:
             load_session(self._folder, self.session)
         self._requests: dict[str, Request] = {}
+        self._starting: dict[str, object] = {}
         self._idle: dict[str, list[Row]] = {GREEDY: [], SAMPLED: []}
+        self._seats: Seats | None = None
+        self._seated: object = None
         self._ended = 0
         self._counts = dict.fromkeys(("requests", "steps", "rows", "drafted", "accepted", "emitted"), 0)
         self._lock = threading.RLock()
@@ -92,7 +99,7 @@ class Requests:
         sampled: bool = False,
         asker: str | None = None,
     ) -> None:
-        """Begin a request.
+        """Begin a request; other threads may go on with theirs while a long prompt is taken in.
 
         Parameters
         ----------
@@ -119,17 +126,24 @@ class Requests:
         if not len(prompt):
             raise PromptError("a prompt of one token at least", "an empty one", "Start with what the model reads.")
         with self._lock:
-            if request in self._requests:
+            if request in self._requests or request in self._starting:
                 raise RequestError("a request that is not under way", repr(request), "Finish it, or use another name.")
+            mine = self._starting[request] = object()
             kind = SAMPLED if sampled else GREEDY
-            row = self._idle[kind].pop() if self._idle[kind] else self._new_row(kind)
-            row.start(prompt, prediction)
+            row = self._idle[kind].pop() if self._idle[kind] else None
+        try:
+            row = row or Row(self.config, self.session, self.datastores, self._calibrations[kind])
+            row.start(prompt, prediction)  # takes a while where the prompt is long: others go on
             row.asker = asker
-            self._requests[request] = Request(row, kind, len(prompt))
-            self._counts["requests"] += 1
-
-    def _new_row(self, kind: str) -> Row:
-        return Row(self.config, self.session, self.datastores, self._calibrations[kind])
+            with self._lock:
+                if self._starting.get(request) is mine:  # all requests may have been given up meanwhile
+                    self._requests[request] = Request(row, kind)
+                    self._seats = None
+                    self._counts["requests"] += 1
+        finally:
+            with self._lock:
+                if self._starting.get(request) is mine:
+                    del self._starting[request]
 
     def length(self, request: str) -> int:
         """Tokens that a request has been given, the prompt included.
@@ -180,7 +194,6 @@ class Requests:
                 token, p = state.hoped
                 state.row.calibration.hoped(p, int(emitted[0]) == token, False)
                 state.hoped = None
-            state.length += len(emitted)
             self._counts["accepted"] += accepted
             self._counts["emitted"] += len(emitted)
             return accepted
@@ -204,6 +217,7 @@ class Requests:
         with self._lock:
             state = self._of(request)
             del self._requests[request]
+            self._seats = None
             state.row.leave(keep)
             if len(self._idle[state.kind]) < _KEPT and len(state.row.context.edges) <= _LARGE:
                 self._idle[state.kind].append(state.row)
@@ -215,6 +229,8 @@ class Requests:
         """End all requests at once; nothing is learned from them, and their drafters are not used again."""
         with self._lock:
             self._requests.clear()
+            self._starting.clear()
+            self._seats = None
 
     def save(self) -> None:
         """Write what was learned to the state folder, if there is one; every so many requests that is done anyway."""
@@ -231,6 +247,12 @@ class Requests:
         if state is None:
             raise RequestError("a request that is under way", repr(request), "Start it first.")
         return state
+
+    def _each(self, requests: Many[str]) -> list[Request]:
+        """Requests under way; `RequestError` where one is not, or named twice."""
+        if len(set(requests)) < len(requests):
+            raise RequestError("each request once", f"{list(requests)}", "Ask for one draft of each.")
+        return [self._of(request) for request in requests]
 
 
 def each_of(value: int | Many[int], rows: int, name: str) -> list[int]:

@@ -10,16 +10,18 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.many import NOTHING, follow_all, propose_all
+from retrieve_spec.drafting.many import NO_COST, NOTHING, Seats, follow_all, plan_of, propose_all, trees_of
 from retrieve_spec.drafting.mixture import NO_HOPE
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import pruned, share_out
-from retrieve_spec.errors import ConfigError, RequestError
+from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations.pace import Pace
 from retrieve_spec.integrations.requests import Request, Requests, each_of
-from retrieve_spec.integrations.state import GREEDY, SAMPLED
+from retrieve_spec.integrations.state import SAMPLED
+from retrieve_spec.kernels.many import CONTEXT, DEEPEST, STEPS
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
@@ -83,6 +85,9 @@ class ServingDrafter(Requests):
         self.vocabulary = vocabulary
         self._pace = Pace()
         self._seconds = 0.0
+        self._plan = plan_of(MAX_NODES, vocabulary)
+        self._texts: object = None
+        self._samples = False
 
     def prepare(self, shapes: Many[Shape] = ("chain", "tree")) -> None:
         """Compile the kernels, or load them from Numba's cache, before the first token depends on it.
@@ -143,71 +148,118 @@ class ServingDrafter(Requests):
         nodes = each_of(max_nodes, len(requests), "max_nodes")
         depths = each_of(MAX_NODES if max_depth is None else max_depth, len(requests), "max_depth")
         with self._lock:
-            rows = [self._of(request) for request in requests]
-            if len(set(requests)) < len(rows):
-                raise RequestError("each request once", f"{list(requests)}", "Ask for one draft of each.")
+            rows = self._each(requests)
             trees = self._draft(rows, nodes, depths, shape == "chain") if rows else []
             for state, tree in zip(rows, trees, strict=True):
                 state.tree = tree
             drafted = sum(map(len, trees))
-            if rows:
-                self._pace.stepped(len(rows), drafted, max(state.length for state in rows))
             for name, more in (("steps", 1), ("rows", len(rows)), ("drafted", drafted)):
                 self._counts[name] += more
             self._seconds += perf_counter() - began
             return trees
 
-    def rest(self, rows: int, context: int) -> bool:
-        """Take the next step without drafts and without a look at the requests, if drafting did not pay lately.
+    def step(
+        self,
+        requests: Many[str],
+        texts: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        places: Many[int],
+        longest: Many[int],
+        max_nodes: int,
+    ) -> list[list[int]]:
+        """Draft a chain for each request whose text the engine keeps: `feed` and `draft` in one compiled call.
 
-        Their tokens may be fed later, all at once: where drafting does not pay it is to cost next to nothing. Only for
-        requests whose last step had no drafts.
+        A draft is taken to have been verified by the step that the next call tells of, if the request takes part.
 
         Parameters
         ----------
-        rows, context
-            How many requests take part, and the length of the longest.
+        requests
+            Names, each once. Where the same sequence comes again it says the same, places and texts too, and less is
+            to be done.
+        texts
+            (rows, positions) int32, contiguous: the tokens of each of the engine's rows.
+        lengths
+            (≥ rows,) int32, how many tokens each row has.
+        places
+            The row of each request.
+        longest
+            Tokens that the text of each may have at most.
+        max_nodes
+            Nodes at most, of each.
 
         Returns
         -------
-        bool
-            False where `draft` is to be asked.
+        list of list of int
+            One for each request; empty ones where nothing is worth drafting.
+
+        Raises
+        ------
+        RequestError
+            A request is not under way, or named twice.
+        TakenBack
+            A text does not go on from what its request was given; nothing was done.
         """
+        began = perf_counter()
         with self._lock:
-            if not self._pace.rests():
-                return False
-            self._pace.stepped(rows, 0, context)
-            self._counts["steps"] += 1
-            self._counts["rows"] += rows
-            return True
+            seats = self._seats
+            if seats is None or self._seated is not requests or self._texts is not texts:
+                seats = self._sit(requests, texts, places, longest, max_nodes)
+            plan, pace, rows = self._plan, self._pace, len(requests)
+            context, sampled = int(plan[CONTEXT]), self._samples
+            if rows and pace.goes_without(rows, sampled):
+                seats.pass_by(plan)
+                pace.stepped(rows, 0, context, sampled)
+                drafts: list[list[int]] = [[] for _ in requests]
+            else:
+                seconds = pace.curve(rows, context, sampled) if rows else None
+                drafted = seats.step(plan, lengths, NO_COST if seconds is None else seconds)
+                drafts = seats.drafts(drafted)
+                if rows:
+                    pace.stepped(rows, drafted, context, sampled, seconds is not None)
+            self._seconds += perf_counter() - began
+            return drafts
+
+    def _sit(
+        self,
+        requests: Many[str],
+        texts: NDArray[np.int32],
+        places: Many[int],
+        longest: Many[int],
+        max_nodes: int,
+    ) -> Seats:
+        """Rows for a step over requests that are not those of the last one."""
+        rows = self._each(requests)
+        for state in rows:
+            if state.row.unheard:
+                follow_all([state.row])
+        begin, stride = texts.__array_interface__["data"][0], texts.strides[0]
+        self._seats = Seats([state.row for state in rows], [begin + stride * i for i in places], places, longest)
+        self._seated, self._texts, self._samples = requests, texts, _samples(rows)
+        self._plan[DEEPEST] = min(max_nodes, self.config.max_depth, MAX_NODES)
+        return self._seats
 
     def _draft(self, rows: Many[Request], nodes: Many[int], depths: Many[int], chains: bool) -> list[DraftTree]:
-        if self._pace.goes_without(len(rows)):
+        context, sampled = max(state.length for state in rows), _samples(rows)
+        if self._pace.goes_without(len(rows), sampled):
+            self._pace.stepped(len(rows), 0, context, sampled)
             return [NOTHING] * len(rows)
-        seconds = self._pace.curve(len(rows), max(state.length for state in rows))
-        trees = [NOTHING] * len(rows)
-        for kind in (GREEDY, SAMPLED):
-            asked = [i for i, state in enumerate(rows) if state.kind == kind]
-            if not asked:
-                continue
-            found = propose_all(
-                [rows[i].row for i in asked],
-                [nodes[i] for i in asked],
-                [depths[i] for i in asked],
-                seconds if len(rows) == 1 else None,
-                chains,
-            )
-            for i, tree in zip(asked, found, strict=True):
-                trees[i] = self._known(tree)
-        if len(rows) > 1:
-            whole, trees = trees, share_out(trees, seconds, MAX_NODES, np.ones(len(rows)))
-            hopes = [(int(tree.token_ids[0]), math.exp(tree.log_p[0])) if len(tree) else NO_HOPE for tree in whole]
+        seconds = self._pace.curve(len(rows), context, sampled)
+        drafters = [state.row for state in rows]
+        if chains:
+            trees = propose_all(drafters, nodes, depths, seconds, self.vocabulary)
+            hopes = [row.hoped for row in drafters]
         else:
-            hopes = [rows[0].row.hoped if seconds is not None else NO_HOPE]
+            found = trees_of(drafters, nodes, depths, seconds if len(rows) == 1 else None)
+            found = [self._known(tree) for tree in found]
+            trees = share_out(found, seconds, MAX_NODES, np.ones(len(rows)))
+            if len(rows) > 1:
+                hopes = [(int(tree.token_ids[0]), math.exp(tree.log_p[0])) if len(tree) else NO_HOPE for tree in found]
+            else:
+                hopes = [drafters[0].hoped if seconds is not None else NO_HOPE]
         for state, (token, p), kept in zip(rows, hopes, trees, strict=True):  # drafts not made say something, too
             said = p > 0 and not len(kept) and (self.vocabulary is None or token < self.vocabulary)
             state.hoped = (token, p) if said else None
-        self._pace.looked(sum(map(len, trees)), seconds is not None)
+        self._pace.stepped(len(rows), sum(map(len, trees)), context, sampled, seconds is not None)
         return trees
 
     def _known(self, tree: DraftTree) -> DraftTree:
@@ -241,9 +293,7 @@ class ServingDrafter(Requests):
         """
         with self._lock:
             asked = self._requests if requests is None else dict.fromkeys(requests)
-            names = [name for name in asked if name in self]
-            for kind in (GREEDY, SAMPLED):
-                follow_all([self._requests[name].row for name in names if self._requests[name].kind == kind])
+            follow_all([self._requests[name].row for name in asked if name in self])
 
     def statistics(self) -> dict[str, float]:
         """Counts since the beginning.
@@ -255,4 +305,12 @@ class ServingDrafter(Requests):
             `draft_seconds` spent in `draft`, requests `under_way`.
         """
         with self._lock:
-            return {**self._counts, "draft_seconds": self._seconds, "under_way": len(self._requests)}
+            counts = dict(self._counts)
+            for column, name in enumerate(("steps", "rows", "drafted", "accepted", "emitted"), STEPS):
+                counts[name] += int(self._plan[column])
+            return {**counts, "draft_seconds": self._seconds, "under_way": len(self._requests)}
+
+
+def _samples(requests: Many[Request]) -> bool:
+    """Whether tokens of any of these are sampled."""
+    return any(state.kind == SAMPLED for state in requests)

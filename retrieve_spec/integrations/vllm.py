@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -29,8 +30,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.drafting.many import TakenBack
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.integrations.hosted import COMPARED, Hosted
+from retrieve_spec.integrations.hosted import Hosted
 from retrieve_spec.integrations.options import DRAFT, KEEP, Options, check_version, wished
 from retrieve_spec.integrations.serving import ServingDrafter
 
@@ -42,14 +44,18 @@ _NO_DRAFT: list[int] = []
 
 
 @dataclass(slots=True)
-class _Seen:
-    """A request as it was when it last had a row: its tokens' end and number, the step, whether it wants drafts."""
+class _Known:
+    """A request under way: whether its drafter has begun (None: it wants none), whether others may learn from it, how
+    many tokens it may have."""
 
-    end: bytes
-    length: int
-    step: int
-    drafts: bool
+    begun: Future[bool] | None
     keep: bool
+    longest: int
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it can be drafted for by now."""
+        return self.begun is not None and self.begun.done() and self.begun.result()
 
 
 class Proposer:
@@ -79,10 +85,12 @@ class Proposer:
         self._tokenizer = _LazyTokenizer(vllm_config.model_config)
         parallel = vllm_config.parallel_config
         self._silent = parallel.rank % parallel.tensor_parallel_size != 0  # the first rank's drafts are those verified
-        self._seen: dict[str, _Seen] = {}
-        self._step = 0
-        self._answered: tuple[list[str], float] = ([], 0.0)
-        self._drafted = False
+        self._known: dict[str, _Known] = {}
+        self._names: list[str] = []  # of the last step's rows, if none of them read a prompt
+        self._asked: list[str] = []
+        self._places: list[int] = []
+        self._longest_of: list[int] = []
+        self._answered = 0.0
         self.drafter = self._make_drafter(vllm_config)
         self._hosted = Hosted(self.drafter)
         if not self._silent:
@@ -131,7 +139,8 @@ class Proposer:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         except Exception:  # a request is answered without drafts rather than not at all
             self._hosted.failed()
-            self._seen.clear()
+            self._known.clear()
+            self._names = []
             return nothing
 
     def _propose(
@@ -141,73 +150,74 @@ class Proposer:
         runner = self._runner()
         if runner is None:
             return [_NO_DRAFT] * len(sampled)
-        self._step += 1
-        names = list(runner.input_batch.req_ids[: len(sampled)])
-        before, answered = self._answered
-        drafted, self._drafted = self._drafted, False
-        # The same rows, and none of them read a prompt: a step as any other.
-        if names and names == before and all(sampled):
-            self.drafter.measured(max(came - answered, 1e-9))
-            if not drafted and self.drafter.rest(len(names), int(lengths[: len(names)].max())):
-                self._answered = names, perf_counter()
-                return [_NO_DRAFT] * len(sampled)
-        self._end_those_gone(runner.requests)
-        asked, nodes = [], []
-        for i, name in enumerate(names):
-            state = runner.requests[name]
-            seen = self._take(name, state, texts[i, : int(lengths[i])])
-            if sampled[i] and seen.drafts:
-                asked.append(i)
-                nodes.append(self._room(state, seen.length))
-        trees = self.drafter.draft([names[i] for i in asked], nodes)
-        drafts = [_NO_DRAFT] * len(sampled)
-        for i, tree in zip(asked, trees, strict=True):
-            drafts[i] = tree.token_ids.tolist()
-        self._drafted = any(drafts)
-        since = came if self._drafted else perf_counter()  # a step with drafts costs what these took, too
-        self._answered = (names if len(asked) == len(names) else []), since
-        return drafts
+        names, requests, drafter = runner.input_batch.req_ids, runner.requests, self.drafter
+        if names == self._names and all(sampled) and len(requests) == len(self._known):
+            drafter.measured(max(came - self._answered, 1e-9))  # the same rows, and none has read a prompt
+        else:
+            self._end_those_gone(requests)
+            self._meet(names, requests, sampled, texts, lengths)
+        while True:
+            try:
+                drafts = drafter.step(self._asked, texts, lengths, self._places, self._longest_of, self._most)
+                break
+            except TakenBack as other:  # tokens were taken back, or the name is another's
+                self._forget(self._asked[other.row], keep=False)
+                self._meet(names, requests, sampled, texts, lengths)
+        # A step with drafts costs what these took, too.
+        self._answered = came if any(drafts) else perf_counter()
+        if len(drafts) == len(sampled):
+            return drafts
+        every = [_NO_DRAFT] * len(sampled)
+        for i, draft in zip(self._places, drafts, strict=True):
+            every[i] = draft
+        return every
 
-    def _take(self, name: str, state: Any, text: NDArray[np.int32]) -> _Seen:
-        """Give a request the tokens of its row that it has not been given, and begin it if it is new."""
-        seen = self._seen.get(name)
-        if seen is not None and not _continues(seen, text):  # tokens were taken back, or the name is another's
-            self._forget(name, keep=False)
-            seen = None
-        if seen is None:
-            seen = self._seen[name] = self._begin(name, state, text)
-        elif seen.drafts:
-            self.drafter.feed(
-                name, text[seen.length :], verified=None if seen.step == self._step - 1 else 0
-            )  # a row that was left out of steps had its draft dropped
-        seen.end, seen.length, seen.step = text[-COMPARED:].tobytes(), len(text), self._step
-        return seen
+    def _meet(
+        self,
+        names: list[str],
+        requests: Mapping[str, Any],
+        sampled: list[list[int]],
+        texts: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+    ) -> None:
+        """Take note of rows that are not those of the last step, and begin the requests that are new.
 
-    def _begin(self, name: str, state: Any, text: NDArray[np.int32]) -> _Seen:
+        A request whose long prompt is still being taken in is not asked yet.
+        """
+        self._asked, self._places, self._longest_of = [], [], []
+        for i, (name, said) in enumerate(zip(names, sampled, strict=False)):
+            known = self._known.get(name)
+            if known is None:
+                known = self._known[name] = self._begin(name, requests[name], texts[i, : int(lengths[i])])
+            if said and known.drafts:
+                self._asked.append(name)
+                self._places.append(i)
+                self._longest_of.append(known.longest)
+        self._names = names[: len(sampled)] if len(self._asked) == len(sampled) else []
+
+    def _begin(self, name: str, state: Any, text: NDArray[np.int32]) -> _Known:
         parameters = state.sampling_params
         wishes = (parameters.extra_args or {}) if parameters is not None else {}
         read = min(int(state.num_prompt_tokens), len(text))
-        drafts = parameters is not None and state.prompt_embeds is None and wished(wishes, DRAFT) and bool(read)
-        if drafts:
+        longest, begun = self._longest, None
+        if parameters is not None and state.prompt_embeds is None and wished(wishes, DRAFT) and read:
             sampled = parameters.temperature >= 1e-5
-            drafts = self._hosted.begin(name, text, read, wishes, self._tokenizer.get, sampled)
-        return _Seen(b"", 0, self._step, drafts, wished(wishes, KEEP))
-
-    def _room(self, state: Any, length: int) -> int:
-        """Tokens worth drafting: the one behind them is the model's own."""
-        limit = state.sampling_params.max_tokens
-        left = self._longest - length if limit is None else state.num_prompt_tokens + limit - length
-        return max(min(left, self._longest - length, self._most + 1) - 1, 0)
+            begun = self._hosted.begin_beside(name, text[:read], read, wishes, self._tokenizer.get, sampled)
+            if parameters.max_tokens is not None:
+                longest = min(state.num_prompt_tokens + parameters.max_tokens, longest)
+        return _Known(begun, wished(wishes, KEEP), longest)
 
     def _end_those_gone(self, under_way: Mapping[str, Any]) -> None:
-        gone = [name for name in self._seen if name not in under_way]
+        gone = [name for name in self._known if name not in under_way]
         for name in gone:
-            self._forget(name, self._seen[name].keep)
+            self._forget(name, self._known[name].keep)
         if gone:
             self._hosted.save_now_and_then()
 
     def _forget(self, name: str, keep: bool) -> None:
-        self._seen.pop(name, None)
+        known = self._known.pop(name, None)
+        if known is not None and known.begun is not None:
+            known.begun.exception()  # waits for it
         self._hosted.end(name, keep)
 
 
@@ -256,8 +266,3 @@ def _runner_that_calls(vllm_config: Any) -> weakref.ref[Any]:
             return weakref.ref(caller)
         frame = frame.f_back  # type: ignore[assignment]
     raise ConfigError("to be made by vLLM's model runner", "another caller", "Name the class in speculative_config.")
-
-
-def _continues(seen: _Seen, text: NDArray[np.int32]) -> bool:
-    """Whether a row's tokens go on from what its request was last given."""
-    return len(text) >= seen.length and text[max(seen.length - COMPARED, 0) : seen.length].tobytes() == seen.end

@@ -27,6 +27,7 @@ def grow_chain(
     cost: NDArray[np.float32],
     min_p: float,
     promise: float,
+    least: float,
     cursors: NDArray[np.int64],
     tails: NDArray[np.int32],
     memory: NDArray[np.int64],
@@ -42,6 +43,8 @@ def grow_chain(
         As for `expand.expand`.
     cost
         (m,) float32 seconds of a pass over n nodes, m > the longest chain, or (0,) to go on to the end.
+    least
+        Probability of a path below which no node pays.
     cursors, tails
         As for `expand.expand`, with room for the longest chain.
     token_ids, log_p, sources
@@ -83,7 +86,7 @@ def grow_chain(
         token_ids[n] = token
         log_p[n] = np.log(best_p)
         sources[n] = table[credit[best], NUMBER]
-        if len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate):
+        if path_p < least or (len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate)):
             break
         n += 1
         gain += path_p

@@ -198,7 +198,7 @@ def test_a_prompt_that_is_no_text():
 
 def test_a_failure_leaves_the_answer_and_ends_drafting(caplog, monkeypatch):
     runner = Runner()
-    monkeypatch.setattr(runner.drafter.drafter, "draft", lambda *_: 1 / 0)
+    monkeypatch.setattr(runner.drafter.drafter, "step", lambda *_: 1 / 0)
     runner.add("a", list(range(9)) * 3)
     with caplog.at_level(logging.CRITICAL):
         while not runner.ended("a"):
