@@ -3,7 +3,7 @@
 Each method is an engine over the same model in a process of its own. They answer in turn, one at a time, so that a
 machine that grows slower does so for all of them; medians of the rounds are given. When an answer ends, the next
 request begins; steps are counted in which as many are under way as are to be, and no prompt is read: on the clock, in
-processor time, and what `propose` takes of them. Prompts are pieces of this repository's files (of `--prompts-from`),
+processor time, and what `propose` takes of that. Prompts are pieces of this repository's files (of `--prompts-from`),
 each asked once, `--prompts` in a round; `--method NAME[:TOKENS]` names methods, `store` needs `--datastore`. Run it
 where vLLM is installed (docs/vllm.md); suffix decoding is left out where it cannot be had.
 """
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from multiprocessing.connection import Connection
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import harness
@@ -76,18 +76,18 @@ def repair() -> None:
 
 
 def clocked(worker: Any) -> list[float]:
-    """Count what a worker's proposer takes, whichever it is: seconds, in the list that comes back."""
+    """Count what a worker's proposer takes, whichever it is: seconds of its thread, in the list that comes back."""
     spent = [0.0]
     drafter = getattr(worker.model_runner, "drafter", None)
     if drafter is not None:
         propose = drafter.propose
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = perf_counter()
+            began = thread_time()
             try:
                 return propose(*args, **kwargs)
             finally:
-                spent[0] += perf_counter() - began
+                spent[0] += thread_time() - began
 
         drafter.propose = timed
     return spent

@@ -196,6 +196,8 @@ class ServingDrafter(Requests):
         ------
         RequestError
             A request is not under way, or named twice.
+        ConfigError
+            The arrays are of another kind.
         TakenBack
             A text does not go on from what its request was given; nothing was done.
         """
@@ -203,7 +205,7 @@ class ServingDrafter(Requests):
         with self._lock:
             seats = self._seats
             if seats is None or self._seated is not requests or self._texts is not texts:
-                seats = self._sit(requests, texts, places, longest, max_nodes)
+                seats = self._sit(requests, texts, lengths, places, longest, max_nodes)
             plan, pace, rows = self._plan, self._pace, len(requests)
             context, sampled = int(plan[CONTEXT]), self._samples
             if rows and pace.goes_without(rows, sampled):
@@ -223,11 +225,23 @@ class ServingDrafter(Requests):
         self,
         requests: Many[str],
         texts: NDArray[np.int32],
+        lengths: NDArray[np.int32],
         places: Many[int],
         longest: Many[int],
         max_nodes: int,
     ) -> Seats:
-        """Rows for a step over requests that are not those of the last one."""
+        """Rows for a step over requests that are not those of the last one.
+
+        What compiled code will read is looked at here: it looks at nothing itself.
+        """
+        if texts.dtype != np.int32 or texts.strides[1:] != (4,) or lengths.dtype != np.int32:
+            got = f"{texts.dtype} of shape {texts.shape} and {lengths.dtype}"
+            raise ConfigError("texts (rows, positions) and lengths in int32, rows without gaps", got, "Copy them so.")
+        if places and not 0 <= min(places) <= max(places) < min(len(texts), len(lengths)):
+            raise ConfigError(f"places below {min(len(texts), len(lengths))}", f"{list(places)}", "See `step`.")
+        if not len(requests) == len(places) == len(longest):
+            got = f"{len(places)} and {len(longest)}"
+            raise ConfigError(f"places and lengths for {len(requests)} requests", got, "See `step`.")
         rows = self._each(requests)
         for state in rows:
             if state.row.unheard:

@@ -15,8 +15,7 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import ConfigError, PromptError, RequestError
-from retrieve_spec.integrations import ServingDrafter
-from retrieve_spec.kernels import many
+from retrieve_spec.integrations import ServingDrafter, serving
 from retrieve_spec.sources.session import SessionMemory
 
 CONFIG = SpeculationConfig(min_path_probability=0.03)
@@ -34,7 +33,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 
-from retrieve_spec.integrations import ServingDrafter
+from retrieve_spec.integrations import ServingDrafter, serving
 
 drafter = ServingDrafter()
 drafter.start("a", [1, 2, 3, 4, 5, 6, 7] * 3)
@@ -345,8 +344,8 @@ def test_a_rest_needs_no_look(monkeypatch):
     names = looping(drafter, 2)
     drafted_after(drafter, names, lambda n: 1.0 + 20.0 * (n > 0), 60)
     looks = []
-    chains = many.step_chains
-    monkeypatch.setattr(many, "step_chains", lambda *given: looks.append(1) or chains(*given))
+    look = serving.propose_all
+    monkeypatch.setattr(serving, "propose_all", lambda *given: looks.append(1) or look(*given))
     drafted = drafted_after(drafter, names, lambda n: 1.0 + 20.0 * (n > 0), 40)
     assert not any(drafted) and 4 <= len(looks) <= 20
 
@@ -393,11 +392,11 @@ def test_what_was_not_verified_teaches_nothing():
     drafter.start("a", [1, 2, 3, 4] * 4)
     drafter.draft(["a"], 8)
     assert drafter.feed("a", [1, 2, 9], verified=1) == 1
-    known = drafter._calibrations["greedy"].drafts[0]
+    known = list(drafter._calibrations["greedy"].drafts[0])
     assert 0 < known[1] < 2
     drafter.draft(["a"], 8)
     assert drafter.feed("a", [7], verified=0) == 0
-    assert drafter._calibrations["greedy"].drafts[0] == known
+    assert list(drafter._calibrations["greedy"].drafts[0]) == known
     assert drafter.feed("a", []) == 0 and drafter.length("a") == 20
 
 
