@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from retrieve_spec.errors import ConfigError, StoreNotFoundError
-from retrieve_spec.integrations import options, vllm
+from retrieve_spec.integrations import hosted, options, vllm
 
 LONGEST, ROWS = 200, 8
 
@@ -138,6 +138,34 @@ def test_texts_are_those_without_drafts(seed, piece):
     runner.add("last", [1])
     runner.step(["last"])
     assert runner.drafter.statistics()["under_way"] == 1, "those that ended are forgotten"
+
+
+def test_prompts_that_are_taken_in_beside_the_engine(monkeypatch):
+    monkeypatch.setattr(hosted, "_LONG", 5)
+    rng = np.random.default_rng(3)
+    runner = Runner({"session": True})
+    wanted = {f"r{i}": {"prompt": [10 * (i % 9) + j % 9 for j in range((1, 9, 30)[i % 3])]} for i in range(12)}
+    texts = served(runner, wanted, rng, piece=7)
+    assert texts == {name: plain(w["prompt"]) for name, w in wanted.items()}
+    runner.add("given up", list(range(9)) * 3)
+    runner.step(["given up"])
+    runner.finish("given up")
+    runner.add("last", [1])
+    runner.step(["last"])
+    counts = runner.drafter.statistics()
+    assert counts["failures"] == 0 and counts["requests"] == 14 and counts["under_way"] == 1
+
+
+def test_a_prompt_taken_in_beside_the_engine_that_fails(monkeypatch, caplog):
+    monkeypatch.setattr(hosted, "_LONG", 5)
+    runner = Runner()
+    monkeypatch.setattr(runner.drafter.drafter, "start", lambda *_, **__: 1 / 0)
+    runner.add("a", list(range(9)) * 3)
+    with caplog.at_level(logging.CRITICAL):
+        while not runner.ended("a"):
+            runner.step(["a"])
+    assert runner.finish("a") == plain(list(range(9)) * 3)
+    assert 1 <= runner.drafter.statistics()["failures"] <= 3
 
 
 def test_a_name_that_comes_back_with_another_text():
