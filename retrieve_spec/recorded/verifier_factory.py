@@ -82,7 +82,7 @@ class VerifierFactory:
         self, model: Any, config: SpeculationConfig, layer: Layer, find_mode: Callable[[Any], Finding], finding: Finding
     ) -> None:
         self._model, self._config, self._layer, self._find_mode = model, config, layer, find_mode
-        self._layouts = Layouts(PASS.layout_bytes)
+        self._layouts = Layouts(PASS.layout_bytes, sum(weight.nbytes for weight in model.parameters()))
         self._credit = float(STATES)
         self._finding = finding
         self._known: list[_Known] = []

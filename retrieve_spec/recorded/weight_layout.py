@@ -26,6 +26,8 @@ _ROWS = (1, 2, 4, 16, 64)
 """Numbers of rows that are tried; from the largest of them on, one answer holds."""
 _PACKED_FOR = 16
 _REPEATS = 5
+_MOST_BETWEEN = 1 << 26
+"""Bytes that are read between two products at most: more than caches hold."""
 _WINS = 0.95
 PASSES_PER_CHECK = 32
 """Passes in which every copied weight is compared with its checksum once."""
@@ -146,10 +148,12 @@ class Layouts:
     ----------
     most_bytes
         Size of all copies together; weights beyond it stay as they are.
+    others_bytes
+        Size of the weights that a pass reads between two products with one of them.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most = most_bytes
+    def __init__(self, most_bytes: int, others_bytes: int = 0) -> None:
+        self._most, self._others = most_bytes, others_bytes
         self._of_weight: WeakValueDictionary[int, Layout] = WeakValueDictionary()
         self._from_rows: dict[torch.Size, int] = {}
 
@@ -179,7 +183,7 @@ class Layouts:
         packed = None if self._from_rows.get(weight.shape) == 0 else pack(plain)
         if packed is not None:
             if weight.shape not in self._from_rows:
-                self._from_rows[weight.shape] = rows_that_pay(plain, packed)
+                self._from_rows[weight.shape] = rows_that_pay(plain, packed, self._others)
             if self._from_rows[weight.shape]:
                 return Layout(weight, packed, self._from_rows[weight.shape])
         return Layout(weight, _by_columns(plain))
@@ -206,15 +210,18 @@ def pack(weight: torch.Tensor) -> torch.Tensor | None:
     return packed if close else None
 
 
-def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor) -> int:
+def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor, others_bytes: int = 0) -> int:
     """Fewest rows from which the packed weight is used, 0 for never.
+
+    So many bytes of other weights are read between two products, as in a pass: a weight that lies in a cache is
+    multiplied by few rows as fast in any layout, one that comes from memory twice as fast where it is packed.
 
     Fewer rows than it is used for are multiplied by the weight as it lies: as few as make all numbers together fastest,
     so that a single time that other processes spoiled decides nothing. Over all numbers of rows the two have to be
     faster than a column-major copy, by the geometric mean.
     """
-    columns = _by_columns(weight)
-    times = []
+    columns, times = _by_columns(weight), []
+    others = torch.zeros(min(others_bytes, _MOST_BETWEEN) // 4)
     for rows in _ROWS:
         x = torch.ones(1, rows, weight.shape[1])
 
@@ -227,7 +234,7 @@ def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor) -> int:
         def as_it_lies(x: torch.Tensor = x) -> torch.Tensor:
             return functional.linear(x, weight)
 
-        times.append(_seconds(by_packed, by_columns, as_it_lies))
+        times.append(_seconds(by_packed, by_columns, as_it_lies, others=others))
     ours, copied, lying = np.log(times).T
     lost = np.cumsum((ours - lying - np.log(_WINS))[::-1])[::-1]  # by the first number of rows that it serves
     first = int(lost.argmin())
@@ -235,12 +242,13 @@ def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor) -> int:
     return _ROWS[first] if np.exp(against_columns.mean()) <= _WINS else 0
 
 
-def _seconds(*runs: Callable[[], torch.Tensor]) -> list[float]:
-    """Least of a few times of each, taken in turn: other processes only ever add to one."""
+def _seconds(*runs: Callable[[], torch.Tensor], others: torch.Tensor) -> list[float]:
+    """Least of a few times of each, taken in turn: other processes only ever add to one. `others` are read before."""
     for run in runs:
         run()
     times = [math.inf] * len(runs)
     for _ in range(_REPEATS):
+        others.sum()
         for i, run in enumerate(runs):
             began = perf_counter()
             run()

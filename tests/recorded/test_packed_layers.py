@@ -66,7 +66,9 @@ def test_passes_inside_give_the_same_logits_and_leave_nothing_behind(monkeypatch
 
 
 def test_a_lone_row_is_multiplied_by_copies_of_large_weights_that_serve_one(monkeypatch):
-    monkeypatch.setattr(weight_layout, "rows_that_pay", lambda weight, _packed: 1 if weight.shape[0] == 96 else 2)
+    monkeypatch.setattr(
+        weight_layout, "rows_that_pay", lambda weight, _packed, _others: 1 if weight.shape[0] == 96 else 2
+    )
     monkeypatch.setattr(packed_layers, "_LONE_BYTES", 96 * 64 * 4)
     model, seen = small_mamba2(), Seen(monkeypatch)
     packed = PackedLayers(model, Layouts(BYTES))

@@ -155,7 +155,9 @@ def test_prompts_are_read_by_packed_weights_where_most_weights_are_packed(model,
     """Small layers are many and cost little, and the last one is given few rows of a prompt."""
     large = {(48, 32), (32, 48), (32, 32)}
     monkeypatch.setattr(
-        weight_layout, "rows_that_pay", lambda weight, _packed: 2 * ((tuple(weight.shape) in large) == packs_large)
+        weight_layout,
+        "rows_that_pay",
+        lambda weight, *_: 2 * ((tuple(weight.shape) in large) == packs_large),
     )
     rs.accelerate(model, recorded_pass="always")
     assert model.speculation.verifiers()[0].recorded.reads_prompts == packs_large

@@ -37,7 +37,7 @@ def test_few_rows_read_the_weight_itself():
 
 
 def test_one_copy_per_weight_within_the_limit(monkeypatch):
-    monkeypatch.setattr(weight_layout, "rows_that_pay", lambda weight, packed: 4)
+    monkeypatch.setattr(weight_layout, "rows_that_pay", lambda weight, packed, _others: 4)
     weights = [torch.randn(16, 8) for _ in range(3)]
     layouts = Layouts(2 * weights[0].nbytes)
     first = layouts.of(weights[0])
@@ -52,7 +52,7 @@ def test_one_copy_per_weight_within_the_limit(monkeypatch):
 def test_column_major_copies_where_packing_does_not_serve(monkeypatch, reason):
     weight = torch.randn(16, 8)
     if reason == "slower":
-        monkeypatch.setattr(weight_layout, "rows_that_pay", lambda weight, packed: 0)
+        monkeypatch.setattr(weight_layout, "rows_that_pay", lambda weight, packed, _others: 0)
     elif reason == "refused":
         monkeypatch.setattr(weight_layout, "packed_linear", _refuse)
     else:
@@ -96,7 +96,7 @@ def _refuse(*arguments):
 
 def _by_name(**seconds):
     """Stands in for the race of three products."""
-    return lambda *runs: [seconds[run.__name__] for run in runs]
+    return lambda *runs, others: [seconds[run.__name__] for run in runs]
 
 
 @needs_packing
@@ -119,10 +119,10 @@ def test_few_rows_are_held_against_what_else_would_serve_them(monkeypatch, lying
     One number of rows whose time other processes spoiled takes the packed weight from none of the others.
     """
 
-    def race(*runs):
+    def race(*runs, others):
         rows = runs[0].__defaults__[0].shape[1]
         seconds = {"by_packed": 1.0, "by_columns": 0.5 if rows <= 2 else 2.0, "as_it_lies": lying.get(rows, 2.0)}
-        return _by_name(**seconds)(*runs)
+        return _by_name(**seconds)(*runs, others=others)
 
     weight = torch.randn(16, 8)
     monkeypatch.setattr(weight_layout, "_seconds", race)
@@ -134,11 +134,28 @@ def test_few_rows_are_held_against_what_else_would_serve_them(monkeypatch, lying
 def test_few_rows_of_a_small_weight_say_nothing_against_its_packed_form(monkeypatch, columns, expected):
     """They are multiplied as ever, and many rows faster than by a column-major copy."""
 
-    def race(*runs):
+    def race(*runs, others):
         rows = runs[0].__defaults__[0].shape[1]
         seconds = {"by_packed": 3.0 if rows < 16 else 0.6, "by_columns": columns, "as_it_lies": 1.0}
-        return _by_name(**seconds)(*runs)
+        return _by_name(**seconds)(*runs, others=others)
 
     weight = torch.randn(16, 8)
     monkeypatch.setattr(weight_layout, "_seconds", race)
     assert weight_layout.rows_that_pay(weight, pack(weight)) == expected
+
+
+@needs_packing
+def test_products_are_timed_behind_the_other_weights_of_a_pass(monkeypatch):
+    """What lies in a cache in the race, and comes from memory in a pass, would win in the wrong layout."""
+    given, order = [], []
+    monkeypatch.setattr(weight_layout, "rows_that_pay", lambda weight, packed, others: given.append(others) or 1)
+    Layouts(1 << 20, 12345).of(torch.randn(16, 8))
+    assert given == [12345]
+
+    class Others:
+        def sum(self):
+            order.append("others")
+
+    times = weight_layout._seconds(lambda: order.append("a"), lambda: order.append("b"), others=Others())
+    assert order[:2] == ["a", "b"], "once for nothing"
+    assert order[2:] == ["others", "a", "b"] * 5 and len(times) == 2
