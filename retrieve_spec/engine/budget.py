@@ -7,6 +7,7 @@ call are waited for together, so that a token of the one that will end last is w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ _DOUBT = 4.0
 """Passes of one token each that a sequence is taken to have behind it, so that a few passes say little of its pace."""
 _LOOKS = 8
 """Looks at the same few sequences of many before others are looked at."""
+_LOSS, _MOST_RESTS = 0.02, 64
+"""Share of the passes' time that looks which find nothing may take, and passes without a look at most."""
 _IMPATIENCE = 4.0
 """How much more a row counts that needs more passes to its end: this power of their number."""
 
@@ -278,7 +281,7 @@ class Rest:
     Parameters
     ----------
     longest
-        Passes at most until drafts are looked for again.
+        Passes until drafts are looked for again, at most, where looks are cheap. Where they are not, rests double.
     few
         How many are asked where more share passes.
     """
@@ -294,11 +297,15 @@ class Rest:
         self._left -= rests
         return rests
 
-    def looked(self, pays: bool) -> None:
-        """Be told whether the drafts that were looked for pay."""
+    def looked(self, pays: bool, share: float = 0.0) -> None:
+        """Be told whether the drafts that were looked for pay, and what `share` of a plain pass the look took."""
         self._pays = pays
         self._misses = 0 if pays else self._misses + 1
-        self._left = min(self._misses // 2, self._longest)
+        if share < _LOSS:
+            self._left = min(self._misses // 2, self._longest)
+        else:
+            longest = max(self._longest, min(math.ceil(share / _LOSS), _MOST_RESTS))
+            self._left = min((1 << min(self._misses, _MOST_RESTS)) // 4, longest)
 
     def samples(self, sequences: int) -> bool:
         """Whether some of so many sequences are asked in place of all."""

@@ -141,7 +141,8 @@ class Engine:
         worths = worth([sequence.progress for sequence in drafted], seconds)
         trees = (share_evenly if padded else share_out)(trees, seconds, most, worths)
         if len(drafted) > 1 and seconds is not None:
-            self._rest.looked(gain(trees, seconds, worths, padded) > perf_counter() - began)
+            took = perf_counter() - began
+            self._rest.looked(gain(trees, seconds, worths, padded) > took, took / float(seconds[0]))
         return drafted, trees
 
     def _note(

@@ -331,6 +331,14 @@ def test_rests_grow_while_drafts_do_not_pay_and_end_when_they_do() -> None:
     assert not rest.takes()
 
 
+@pytest.mark.parametrize(("share", "longest"), [(0.01, 8), (0.3, 15), (1.0, 50), (9.0, 64)])
+def test_rests_are_longer_where_looks_take_longer(share: float, longest: int) -> None:
+    rest = Rest()
+    for _ in range(20):
+        rest.looked(False, share)
+    assert sum(rest.takes() for _ in range(100)) == longest
+
+
 def test_a_few_of_many_are_asked_until_drafts_pay() -> None:
     rest = Rest(few=4)
     batch = list(range(22))
