@@ -1,6 +1,6 @@
 """Benchmark of batches, and of requests that arrive at random, beside the original `generate`.
 
-    python scripts/bench_batches.py [--rows 1 2 4 8 16 32 64] [--temperature 0 1] [--new-tokens 120] [--runs 2]
+    python scripts/bench_batches.py [--rows 1 2 4 8 16 32 64] [--temperature 0 1] [--new-tokens 120] [--runs 4]
     python scripts/bench_batches.py --arrivals 32 --within 60
 
 Batches: prompts of four kinds of text in turn, padded on the left, as one call. The original `generate`, drafting off
@@ -199,7 +199,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure and print."""
     many = [1, 2, 4, 8, 16, 32, 64]
-    harness.run(measure, __doc__, rows=many, temperature=[0.0, 1.0], new_tokens=120, runs=2, arrivals=0, within=60.0)
+    harness.run(measure, __doc__, rows=many, temperature=[0.0, 1.0], new_tokens=120, runs=4, arrivals=0, within=60.0)
 
 
 if __name__ == "__main__":
