@@ -4,10 +4,10 @@
     python scripts/bench_batches.py --arrivals 32 --within 60
 
 Batches: prompts of four kinds of text in turn, padded on the left, as one call. The original `generate`, drafting off
-and drafts follow one another in every run, over prompts that no run had before, one run untimed; the ratios are the
-medians of the runs', by the clock, with those of processor time beside them. Arrivals: every request is one call of
-`generate` from a thread of its own, made when the request arrives; against the original `generate` one after another,
-and over batches of all who wait.
+and drafts follow one another in every run, over prompts that no run had before (rows are fewer where these run out),
+one run untimed; the ratios are the medians of the runs', by the clock, with those of processor time beside them.
+Arrivals: every request is one call of `generate` from a thread of its own, made when the request arrives; against the
+original `generate` one after another, and over batches of all who wait.
 """
 
 from __future__ import annotations
