@@ -187,34 +187,29 @@ class Seats:
         TakenBack
             A text does not go on from what was followed; nothing was done.
         """
-        if self._session is not None:
-            with self._session:  # kept as it is while kernels read it
-                return self._beside(plan, lengths, cost)
-        drafted: int = kernels.step_chains(plan, self._calls, lengths, self._min_p, cost, self.out)
-        return drafted if drafted >= 0 else self._again(drafted, plan, lengths, cost)
+        if self._session is None:
+            return self._call(plan, lengths, cost)
+        with self._session:  # kept as it is while kernels read it
+            for row in self.rows:
+                row._sync()
+            return self._call(plan, lengths, cost)
 
-    def _beside(self, plan: NDArray[np.int64], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> int:
-        for row in self.rows:
-            row._sync()
-        drafted: int = kernels.step_chains(plan, self._calls, lengths, self._min_p, cost, self.out)
-        return drafted if drafted >= 0 else self._again(drafted, plan, lengths, cost)
+    def _call(self, plan: NDArray[np.int64], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> int:
+        """Call the kernel until it has found room for all that came."""
+        while (drafted := kernels.step_chains(plan, self._calls, lengths, self._min_p, cost, self.out)) < 0:
+            self._make_room(drafted, int(plan[kernels.WHO]), lengths)
+        return int(drafted)
 
-    def _again(
-        self, failed: int, plan: NDArray[np.int64], lengths: NDArray[np.int32], cost: NDArray[np.float32]
-    ) -> int:
-        """Make room where a call has found none, until one has found all."""
-        while failed < 0:
-            who = int(plan[kernels.WHO])
-            if failed == kernels.ELSEWHERE:
-                raise TakenBack(who)
-            if failed == kernels.UNHELD:
-                more = int(lengths[self._calls[who, kernels.PLACE]] - self.rows[who].record[kernels.LENGTH])
-                self.rows[who]._hold(2 * len(self.rows[who].said) + more)
-            else:
-                for row in self.rows:
-                    row.extended()
-            failed = kernels.step_chains(plan, self._calls, lengths, self._min_p, cost, self.out)
-        return failed
+    def _make_room(self, failed: int, who: int, lengths: NDArray[np.int32]) -> None:
+        """Make room where a call has found none; `TakenBack` where that is not what was in the way."""
+        if failed == kernels.ELSEWHERE:
+            raise TakenBack(who)
+        if failed == kernels.UNHELD:
+            more = int(lengths[self._calls[who, kernels.PLACE]] - self.rows[who].record[kernels.LENGTH])
+            self.rows[who]._hold(2 * len(self.rows[who].said) + more)
+        else:
+            for row in self.rows:
+                row.extended()
 
     def pass_by(self, plan: NDArray[np.int64]) -> None:
         """Count a step without a look: what it verified is judged at the next one."""

@@ -91,7 +91,7 @@ class DraftTree:
 
     @classmethod
     def of_block(cls, block: NDArray[np.int32]) -> DraftTree:
-        """The tree that a kernel wrote into a (`order.FIELDS`, n) int32 block."""
+        """The tree that a kernel wrote into a (`order.BLOCK_ROWS`, n) int32 block."""
         tree = cls.__new__(cls)
         tree._block, tree._size, tree._derived = block, block.shape[1], None
         return tree

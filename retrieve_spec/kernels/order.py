@@ -22,9 +22,9 @@ ORIGIN_BITS = 40
 """An origin is ``segment << ORIGIN_BITS | token position``, segments counted over all open stores in order."""
 MIN_ORIGIN = 8
 """Tokens that must match before a drafted token is said to stand in a store."""
-ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, FIELDS = 0, 2, 3, 4, 5, 6, 7
-"""Rows of the block (`FIELDS`, n) int32 that a tree is handed over in: n int64 in the first two, n float32, n uint8 in
-the last, all others int32."""
+ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, BLOCK_ROWS = 0, 2, 3, 4, 5, 6, 7
+"""Rows of the block (`BLOCK_ROWS`, n) int32 that a tree is handed over in: n int64 in the first two, n float32, n uint8
+in the last, all others int32."""
 
 
 @njit(cache=True, nogil=True)
@@ -97,7 +97,7 @@ def write_tree(
     node_origin: NDArray[np.int64],
     block: NDArray[np.int32],
 ) -> None:
-    """Write the first nodes in depth-first order into a block (`FIELDS`, n); the others as for `depth_first`."""
+    """Write the first nodes in depth-first order into a block (`BLOCK_ROWS`, n); the others as for `depth_first`."""
     n, at = block.shape[1], np.int64(block.ctypes.data)
     if n == 0:
         return

@@ -16,7 +16,7 @@ from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
-from retrieve_spec.kernels.order import FIELDS, find_origins, node_tails, write_tree
+from retrieve_spec.kernels.order import BLOCK_ROWS, find_origins, node_tails, write_tree
 from retrieve_spec.kernels.source_table import (
     CURSOR,
     KIND,
@@ -213,7 +213,7 @@ def propose(
             known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)
             cursors = view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR)
             find_origins(table, cursors, request[state.STORED], known, n, found)
-    tree = np.empty((FIELDS, n), np.int32)
+    tree = np.empty((BLOCK_ROWS, n), np.int32)
     write_tree(table, nodes, node_p, found, tree)
     first, first_p = np.int64(0), 0.0
     if max_nodes > 0:

@@ -103,7 +103,7 @@ def test_a_broken_tree_is_told(field, value, message):
 
 
 def test_a_block_is_the_tree_that_was_written_into_it():
-    block = np.zeros((order.FIELDS, 3), np.int32)
+    block = np.zeros((order.BLOCK_ROWS, 3), np.int32)
     block[order.TOKENS], block[order.PARENTS], block[order.DEPTHS] = [7, 8, 9], [-1, 0, -1], [1, 2, 1]
     block[order.LOG_P] = np.array([-0.5, -1.0, -2.0], np.float32).view(np.int32)
     block[order.SOURCES].view(np.uint8)[:3] = [4, 5, 6]
