@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import stat
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError, in_a_line
-from retrieve_spec.kernels.promise import DRAFT_MEMORY, DRAFT_PRIOR, HOPE_MEMORY, LEAST, MOST
+from retrieve_spec.kernels import promise
 from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.unigram import CLASSES, PLACES, RATES
 from retrieve_spec.kernels.weights import CELLS, NUM_SOURCES
@@ -57,8 +56,7 @@ class Calibration:
         (CLASSES + PLACES, 2 · CLASSES) float32: how often those of a class came, and were expected, behind one and
         two other classes.
     drafts
-        Draft tokens accepted and expected, greedy and with known noise; old ones fade. NumPy would take longer to
-        change two of them per pass.
+        (2, 2) float64: draft tokens accepted and expected, greedy and with known noise; old ones fade.
     phrases
         What the answers of several requests had in common, kept in a file of its own beside `path`.
     """
@@ -69,7 +67,7 @@ class Calibration:
         self.rates: NDArray[np.float32] = np.zeros((RATES, 2), np.float32)
         self.factors: NDArray[np.float32] = np.zeros((CLASSES + PLACES, 2 * CLASSES), np.float32)
         self.classes = classes
-        self.drafts = [array("d", (0.0, 0.0)), array("d", (0.0, 0.0))]
+        self.drafts: NDArray[np.float64] = np.zeros((2, 2))
         self.path = None if path is None else Path(path)
         self.phrases = PhraseMemory()
         self._requests = self._phrases_saved = 0
@@ -88,26 +86,18 @@ class Calibration:
         The probability of a token is calibrated where the text went, that of a path is a product over places where it
         may never go. The difference is learned here, from drafts as a whole.
         """
-        accepted, expected = self.drafts[noise]
-        return min(max((accepted + DRAFT_PRIOR) / (expected + DRAFT_PRIOR), LEAST), MOST)
+        return float(promise.promise(self.drafts[int(noise)]))
 
     def drafted(self, expected: float, accepted: int, noise: bool) -> None:
         """Learn what became of a draft: tokens it promised (more than 0, `promise` included) and tokens accepted."""
-        known = self.drafts[noise]
-        total = known[1] + expected / self.promise(noise)
-        fade = min(DRAFT_MEMORY / total, 1.0)
-        known[0] = (known[0] + accepted) * fade
-        known[1] = total * fade
+        promise.drafted(self.drafts[int(noise)], expected, accepted)
 
     def hoped(self, p: float, right: bool, noise: bool) -> None:
         """Learn whether the token was `right` that a draft would have begun with; `promise` is in its probability `p`.
 
         Drafts that do not pay because they are not trusted are not made: trust would never be won back.
         """
-        known, fade = self.drafts[noise], 1 - p / self.promise(noise) / HOPE_MEMORY
-        known[0] *= fade
-        known[1] *= fade
-        self.drafted(p, int(right), noise)
+        promise.hoped(self.drafts[int(noise)], p, int(right))
 
     def keep(self, at_once: bool = False) -> None:
         """Count a request, and write the tables to `path` (if there is one) after the first and every 16th.
@@ -136,14 +126,12 @@ class Calibration:
     def begin_with(self, other: Calibration) -> None:
         """Start from another one's tables, unless this one has learned something."""
         if not self.cells.any():
-            for name in ("cells", "scale"):
+            for name in ("cells", "scale", "drafts"):
                 getattr(self, name)[...] = getattr(other, name)
-            for known, counts in zip(self.drafts, other.drafts, strict=True):
-                known[:] = counts
 
     def save(self, path: str | Path) -> None:
         """Write all tables as one flat ``.npy``, put in place at once."""
-        learned = (self.cells, self.scale, self.rates, self.factors, np.array(self.drafts))
+        learned = (self.cells, self.scale, self.rates, self.factors, self.drafts)
         tables = [table.ravel() for table in learned]
         put_array(Path(path), np.concatenate(tables, dtype=np.float32))
 
@@ -163,11 +151,9 @@ class Calibration:
             raise _damaged(path, f"{flat.dtype} of shape {flat.shape}")
         if not np.isfinite(flat).all() or (flat < 0).any():
             raise _damaged(path, "entries that are no counts")
-        tables = (self.cells, self.scale, self.rates, self.factors)
-        *kept, drafts = np.split(flat, np.cumsum([table.size for table in tables]))
-        for table, values in zip(tables, kept, strict=True):
+        tables = (self.cells, self.scale, self.rates, self.factors, self.drafts)
+        for table, values in zip(tables, np.split(flat, np.cumsum([table.size for table in tables[:-1]])), strict=True):
             table[:] = values.reshape(table.shape)
-        self.drafts = [array("d", counts) for counts in drafts.reshape(2, 2).tolist()]
 
     def _load_phrases(self, path: Path) -> None:
         """Read the phrases; a file that holds anything else is deleted, they are learned again."""

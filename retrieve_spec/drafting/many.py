@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
-from retrieve_spec.drafting.mixture import NO_HOPE, MixtureDrafter
+from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import many as kernels
 from retrieve_spec.sources.session import SessionMemory
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NOTHING = DraftTree()
 NO_COST = np.empty(0, np.float32)
+NO_HOPE = 0, 0.0
+"""What a draft would begin with where there is none: no token, and how probable that is."""
 ANYTHING = 1 << 31
 """More tokens than any model has."""
 _NO_TOKENS = np.empty(0, np.int32)
@@ -51,9 +53,7 @@ class Row(MixtureDrafter):
         self._log_p = self.record[kernels.LOG_P : kernels.SOURCE].view(np.float32)
         self._source = self.record[kernels.SOURCE :].view(np.uint8)
         self._said: NDArray[np.int32] = np.empty(_FIRST_SAID, np.int32)
-        self.record[kernels.CELL_COUNTS] = _address(calibration.cells)
-        self.record[kernels.SCALE] = _address(calibration.scale)
-        self.record[kernels.DRAFTS], _ = calibration.drafts[False].buffer_info()
+        self._hoped = NO_HOPE
 
     @property
     def hoped(self) -> tuple[int, float]:
@@ -66,7 +66,6 @@ class Row(MixtureDrafter):
         super().start(prompt_ids, prediction_ids)
         self._sync()  # a long prompt's automaton has moved
         record = self.record
-        record[kernels.TABLE], record[kernels.SOURCES] = _address(self._table.words), len(self._table)
         record[kernels.REQUEST] = _address(self._request.words)
         record[kernels.LENGTH] = len(prompt_ids)
         record[kernels.NUM_SAID : kernels.END] = 0
@@ -301,9 +300,9 @@ def trees_of(
             continue
         with contextlib.nullcontext() if row._shared is None else row._shared:
             row._sync()
-            _, _, first, first_p, block = row._kernel(NO_COST if cost is None else cost[: limit + 1], limit, depth)
+            _, _, block = row._kernel(NO_COST if cost is None else cost[: limit + 1], limit, depth)
         trees.append(DraftTree.of_block(block))
-        row._hoped = first, first_p
+        row._hoped = row._take_hope()
     return trees
 
 

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 _NO_COST = np.empty(0, np.float32)
+_NO_TOKENS = np.empty(0, np.int32)
 _NO_IDS = np.empty((0, 1), np.int32)
 _NO_LOGITS = np.empty((0, 1), np.float32)
 _NOTHING = DraftTree()
+_NO_BLOCK = _NOTHING.block
 _BOUNDARY = np.array([BOUNDARY], np.int32)
-NO_HOPE = 0, 0.0
-"""What a draft would begin with where there is none: no token, and how probable that is."""
 _LONGEST_REST = 8
 """Passes that are not drafted for at most, where looks for drafts cost more than they save."""
 _LOOKS = 16.0
@@ -43,17 +43,18 @@ _MOST_FRESH = 64
 
 
 class _Shown(NamedTuple):
-    """What is to be learned at once: tokens (e,), the nodes (n,) of the tree that led to them, and the target's top
-    tokens (n + 1, k), or none of these."""
+    """What is to be learned at once: tokens (e,); nodes of the draft that led to them, and how many tokens it promised
+    (below 0: what was proposed did); these nodes and the target's top tokens (n + 1, k), or nothing."""
 
     emitted: NDArray[np.int32]
-    token_ids: NDArray[np.int32] = _NOTHING.token_ids
-    parent: NDArray[np.int32] = _NOTHING.parent
+    size: int = 0
+    expected: float = -1.0
+    verified: NDArray[np.int32] = _NO_BLOCK
     top_ids: NDArray[np.int32] = _NO_IDS
     top_logits: NDArray[np.float32] = _NO_LOGITS
 
 
-_NOTHING_SHOWN = _Shown(_NOTHING.token_ids)
+_NOTHING_SHOWN = _Shown(_NO_TOKENS)
 
 
 class MixtureDrafter(OpenSources):
@@ -94,16 +95,15 @@ class MixtureDrafter(OpenSources):
         calibration: Calibration | None = None,
     ) -> None:
         self.config = config or SpeculationConfig()
-        self.calibration = calibration or Calibration()
-        phrases = self.calibration.phrases if self.config.phrases == AUTO else None
+        calibration = calibration or Calibration()
+        phrases = calibration.phrases if self.config.phrases == AUTO else None
         dense = self.config.dense == AUTO
-        super().__init__(session, datastores, recycling, dense, phrases, self.calibration.unigrams())
+        super().__init__(session, datastores, recycling, dense, phrases, calibration)
         self.top_k = self.recycling.k if self.recycling else 0
         self._says_where = self.config.provenance and bool(self.stores.exact or self.dense)
         self._queries = None if self.dense is None else DenseQueries(self.dense)
         self._pace: float | None = None
         self._proposed = 0, 0.0
-        self._hoped = NO_HOPE  # the token that a draft would begin with, and how probable that is
         self._sampled = False
         self._key = 0, 0, 0
         self._history: list[NDArray[np.int32]] = []
@@ -144,7 +144,7 @@ class MixtureDrafter(OpenSources):
         self._fresh = []
         self._shown = []
         self._rest = self._misses = 0
-        self._hoped, self._asked = NO_HOPE, False  # the last pass over another text may not have ended
+        self._asked = False  # the last pass over another text may not have ended
         self._forgotten = False
         self._noise[0] = 0
         self._sampled = False
@@ -157,7 +157,7 @@ class MixtureDrafter(OpenSources):
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
         self._catch_up()
-        self._hoped = NO_HOPE
+        self._take_hope()
         if self._queries is not None:
             self._queries.leave()
             self._cursors[self._dense_row] = 0
@@ -239,32 +239,26 @@ class MixtureDrafter(OpenSources):
         self._sync()
         if self._queries is not None:
             self._ask(self._queries, cost, limit, depth)
-        room, expected, first, first_p, block = self._kernel(cost, limit, depth, last)
+        room, expected, block = self._kernel(cost, limit, depth, last)
         if last is not _NOTHING_SHOWN and self._took(last, room):
-            _, expected, first, first_p, block = self._kernel(cost, limit, depth)
+            _, expected, block = self._kernel(cost, limit, depth)
         tree = DraftTree.of_block(block)
         self._proposed = len(tree), expected
-        self._hoped = first, first_p
         return tree
 
     def _kernel(
         self, cost: NDArray[np.float32], limit: int, depth: int, shown: _Shown = _NOTHING_SHOWN
-    ) -> tuple[int, float, int, float, NDArray[np.int32]]:
+    ) -> tuple[int, float, NDArray[np.int32]]:
         """What `step.propose` returns."""
-        found: tuple[int, float, int, float, NDArray[np.int32]] = step.propose(
-            self._table.words,
-            self._request.words,
-            self.calibration.cells,
-            self.calibration.scale,
-            cost,
-            limit,
-            depth,
-            self.config.min_path_probability,
-            self.calibration.promise(self._sampled),
-            self._says_where,
-            *shown,
+        found: tuple[int, float, NDArray[np.int32]] = step.propose(
+            self._request.words, cost, limit, depth, self.config.min_path_probability, self._says_where, *shown
         )
         return found
+
+    def _take_hope(self) -> tuple[int, float]:
+        """The token that a draft would have begun with, and how probable that was; it is not judged any more."""
+        p, self._hope[1] = float(self._hope[1]), 0.0
+        return int(self._request.words[request.FIRST]), p
 
     def _ask(self, queries: DenseQueries, cost: NDArray[np.float32], limit: int, depth: int) -> None:
         """Look up neighbours of the last hidden state if none are followed any more and it pays."""
@@ -307,22 +301,22 @@ class MixtureDrafter(OpenSources):
         if self._queries is not None:
             self._queries.see(verified.emitted, verified.hidden)
         tree = verified.tree
-        if len(tree):
-            whole = len(tree) == self._proposed[0]  # a verifier of chains takes one branch
-            expected = self._proposed[1] if whole else tree.expected_accepted
-            self.calibration.drafted(expected, len(emitted) - 1, self._sampled)
-        elif self._hoped[1]:
-            self.calibration.hoped(self._hoped[1], int(emitted[0]) == self._hoped[0], self._sampled)
-        self._hoped = NO_HOPE
+        size = len(tree)
+        # A verifier of chains takes one branch: what the others promised is nothing it could have kept.
+        expected = -1.0 if size in (0, self._proposed[0]) else tree.expected_accepted
         asked, self._asked = self._asked, False
         if self._rest > 0 or self._fresh or not asked:
+            if size:
+                expected = self._proposed[1] if expected < 0 else expected
+                self.calibration.drafted(expected, len(emitted) - 1, self._sampled)
+                self._take_hope()
             self._fresh.append(emitted)
             if (self._rest == 0 and asked) or len(self._fresh) > _MOST_FRESH:
                 self._shown = self._take_shown()
         elif self.recycling is None or verified.top_ids is None or verified.top_logits is None:
-            self._shown.append(_Shown(emitted))
+            self._shown.append(_Shown(emitted, size, expected))
         else:
-            self._shown.append(_Shown(emitted, tree.token_ids, tree.parent, verified.top_ids, verified.top_logits))
+            self._shown.append(_Shown(emitted, size, expected, tree.block, verified.top_ids, verified.top_logits))
         if len(self._shown) > _MOST_SHOWN:
             self._catch_up()
 
@@ -369,7 +363,7 @@ class MixtureDrafter(OpenSources):
         if self._queries is not None:
             self._queries.leave()
         history, self._history = self._history, []
-        self._remember(np.concatenate(history) if history else _NOTHING.token_ids)
+        self._remember(np.concatenate(history) if history else _NO_TOKENS)
 
     def remember(self, generated: NDArray[np.int32]) -> None:
         """Let phrases and session learn from a text (n,) that was generated, as at the end of a request."""

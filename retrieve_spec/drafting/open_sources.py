@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
+from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.kernels import blend, follow, levels, request, weights
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
@@ -23,7 +24,6 @@ from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.rows import Row, SourceTable
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.stores import StoreRows
-from retrieve_spec.sources.unigrams import Unigrams
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
@@ -79,8 +79,8 @@ class OpenSources:
         Use the target's own top tokens; use the stores' dense indexes.
     phrases
         What earlier requests had in common, or None.
-    unigrams
-        Tokens without a context (`Calibration.unigrams`).
+    calibration
+        What was learned over all requests.
     """
 
     def __init__(
@@ -90,10 +90,11 @@ class OpenSources:
         recycling: bool,
         dense: bool,
         phrases: PhraseMemory | None,
-        unigrams: Unigrams,
+        calibration: Calibration,
     ) -> None:
+        self.calibration = calibration
         self.context = SuffixAutomaton(4096, shortest=1)
-        self.unigrams = unigrams
+        self.unigrams = calibration.unigrams()
         self.alignments: Alignments | None = Alignments()
         self.phrases = phrases
         self.session = session
@@ -109,6 +110,7 @@ class OpenSources:
         self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
         self._tail: NDArray[np.int32] = np.zeros((1, TAIL), np.int32)
         self._recent: NDArray[np.int32] = np.zeros(follow.MATCH, np.int32)
+        self._hope: NDArray[np.float64] = np.zeros(2)
         self._learned: dict[int, int] = dict.fromkeys((request.STEPS, request.LEARNED, request.RESTS), 0)
         self._open()
 
@@ -154,6 +156,7 @@ class OpenSources:
         if self._scratch.rows != len(table):
             self._scratch = Scratch(len(table))
         self._tail[:] = 0
+        self._hope[:] = 0
         weights.begin_request(self._trust)
         self._request = self._describe()
 
@@ -177,8 +180,14 @@ class OpenSources:
                 request.SCRATCH: s.memory,
                 request.NODES: s.nodes,
                 request.NODE_P: s.node_p,
+                request.TABLE: self._table.words,
+                request.CELL_COUNTS: self.calibration.cells,
+                request.SCALE: self.calibration.scale,
+                request.PROMISES: self.calibration.drafts,
+                request.HOPE: self._hope,
             },
             {
+                request.SOURCES: len(self._table),
                 request.CONTEXT: self._context_row,
                 request.EARLIER: self._session_row,
                 request.NUM_EARLIER: len(self._earlier),

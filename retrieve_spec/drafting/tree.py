@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.order import DEPTHS, LOG_P, ORIGINS, PARENTS, SOURCES, TOKENS
+from retrieve_spec.kernels.order import BLOCK_ROWS, DEPTHS, LOG_P, ORIGINS, PARENTS, SOURCES, TOKENS
 from retrieve_spec.kernels.treemask import link_siblings, see_ancestors
 
 ROOT = -1
@@ -28,6 +28,17 @@ FIELDS = ("token_ids", "parent", "depth", "log_p", "source", "origin")
 """Arrays of a tree, in the order in which one is made of them."""
 _NO_I32, _NO_F32 = np.empty(0, np.int32), np.empty(0, np.float32)
 _NO_U8, _NO_I64 = np.empty(0, np.uint8), np.empty(0, np.int64)
+
+
+def _packed(tree: DraftTree) -> NDArray[np.int32]:
+    """The arrays of a tree as one block."""
+    n = len(tree)
+    block = np.zeros((BLOCK_ROWS, n), np.int32)
+    block[ORIGINS : ORIGINS + 2].reshape(-1).view(np.int64)[:] = tree.origin
+    block[SOURCES].view(np.uint8)[:n] = tree.source
+    block[TOKENS], block[PARENTS], block[DEPTHS] = tree.token_ids, tree.parent, tree.depth
+    block[LOG_P].view(np.float32)[:] = tree.log_p
+    return block
 
 
 def unpacked(words: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -58,6 +69,8 @@ class DraftTree:
         (n,) uint8, index of the source credited with the node (`retrieve_spec.sources.SOURCE_NAMES`).
     origin
         (n,) int64, where the source read the node's token (store: segment << 40 | token position), -1 unknown.
+    block
+        (`retrieve_spec.kernels.order.BLOCK_ROWS`, n) int32, all of these in one array, as kernels take it.
 
     Notes
     -----
@@ -66,14 +79,14 @@ class DraftTree:
     pass of the model has emptied the caches.
     """
 
-    __slots__ = (*FIELDS, "_block", "_derived", "_size")
+    __slots__ = (*FIELDS, "_derived", "_size", "block")
     token_ids: NDArray[np.int32]
     parent: NDArray[np.int32]
     depth: NDArray[np.int32]
     log_p: NDArray[np.float32]
     source: NDArray[np.uint8]
     origin: NDArray[np.int64]
-    _block: NDArray[np.int32]
+    block: NDArray[np.int32]
 
     def __init__(
         self,
@@ -93,14 +106,17 @@ class DraftTree:
     def of_block(cls, block: NDArray[np.int32]) -> DraftTree:
         """The tree that a kernel wrote into a (`order.BLOCK_ROWS`, n) int32 block."""
         tree = cls.__new__(cls)
-        tree._block, tree._size, tree._derived = block, block.shape[1], None
+        tree.block, tree._size, tree._derived = block, block.shape[1], None
         return tree
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """An array that was not asked for before."""
+        if name == "block":
+            self.block = _packed(self)
+            return self.block
         if name not in FIELDS:
             raise AttributeError(f"'DraftTree' object has no attribute '{name}'", name=name, obj=self)
-        block = self._block
+        block = self.block
         array: NDArray[Any]
         if name == "origin":
             array = block[ORIGINS : ORIGINS + 2].reshape(-1).view(np.int64)

@@ -18,30 +18,23 @@ from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels import step
 from retrieve_spec.kernels.chain import grow_chain
 from retrieve_spec.kernels.compiled_code import inner
-from retrieve_spec.kernels.scale import SCALE_BINS
-from retrieve_spec.kernels.source_table import CURSOR, ROW, TAIL
+from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.kernels.views import (
     view_f32,
-    view_f32_cube,
-    view_f32_rows,
-    view_f64,
     view_i32,
     view_i64,
     view_i64_rows,
     view_rows,
     view_u8,
 )
-from retrieve_spec.kernels.weights import CELLS, NUM_SOURCES
 
-TABLE, SOURCES, REQUEST, CELL_COUNTS, SCALE, DRAFTS = 0, 1, 2, 3, 4, 5
-"""Columns of a record: address of the request's table, how many sources it has, address of the request; of the cells,
-the scale and the counts (`kernels/promise.py`) of its calibration."""
-LENGTH, SAID, SAID_ROOM = 6, 7, 8
-"""Tokens of the text that are followed; address of what was generated (int32), and how many tokens it has room for."""
-NUM_SAID, GIVEN, ROOM, DRAFTED, HOPED, STEP = 9, 10, 11, 12, 13, 14
+REQUEST, LENGTH, SAID, SAID_ROOM = 0, 1, 2, 3
+"""Columns of a record: address of the request; tokens of the text that are followed; address of what was generated
+(int32), and how many tokens it has room for."""
+NUM_SAID, GIVEN, ROOM, DRAFTED, HOPED, STEP = 4, 5, 6, 7, 8, 9
 """Tokens generated; how many were followed last, and for how many of them the text's automaton had room; nodes of the
 draft, or 1 where none was made and its first token is only hoped for; the step that it was made for."""
-END, COMPARED = 15, 8
+END, COMPARED = 10, 8
 """The text's last `COMPARED` tokens, int32."""
 IDS = END + COMPARED // 2
 LOG_P, SOURCE = IDS + MAX_NODES // 2, IDS + MAX_NODES
@@ -82,7 +75,8 @@ def _stands(record: NDArray[np.int64], address: int, text: int, length: int, com
 @inner
 def _judge(record: NDArray[np.int64], address: int, plan: NDArray[np.int64], emitted: NDArray[np.int32]) -> None:
     """Learn what became of a record's draft; one that was made for an earlier step was not verified."""
-    counts, ids, log_p = view_f64(record[DRAFTS], 2), view_i32(address + 8 * IDS, MAX_NODES), _log_p_of(address)
+    counts = state.promises_of(view_i64(record[REQUEST], state.REQUEST), 0)
+    ids, log_p = view_i32(address + 8 * IDS, MAX_NODES), _log_p_of(address)
     drafted = record[DRAFTED] if record[STEP] == plan[NOW] - 1 else np.int64(0)
     accepted = np.int64(0)
     while accepted < min(drafted, len(emitted)) and ids[accepted] == emitted[accepted]:
@@ -101,19 +95,10 @@ def _judge(record: NDArray[np.int64], address: int, plan: NDArray[np.int64], emi
 @inner
 def _follow(record: NDArray[np.int64], address: int, min_p: float, emitted: NDArray[np.int32]) -> bool:
     """Follow with all sources, and learn from, what a text says, and keep it; whether its automaton had room."""
-    no_ids, no_top, no_logits = np.empty(0, np.int32), np.empty((0, 1), np.int32), np.empty((0, 1), np.float32)
+    no_block, no_top, no_logits = np.empty((0, 0), np.int32), np.empty((0, 1), np.int32), np.empty((0, 1), np.float32)
     given = record[GIVEN] = len(emitted)
     record[ROOM] = step.observe(
-        view_i64_rows(record[TABLE], record[SOURCES], ROW),
-        view_i64(record[REQUEST], state.REQUEST),
-        view_f32_rows(record[CELL_COUNTS], CELLS, 4),
-        view_f32_cube(record[SCALE], 2 * NUM_SOURCES, SCALE_BINS + 1, 2),
-        min_p,
-        emitted,
-        no_ids,
-        no_ids,
-        no_top,
-        no_logits,
+        view_i64(record[REQUEST], state.REQUEST), min_p, emitted, no_block, no_top, no_logits
     )
     said, end = view_i32(record[SAID], record[SAID_ROOM]), view_i32(address + 8 * END, COMPARED)
     for i in range(given):
@@ -135,20 +120,21 @@ def _grow(
     record: NDArray[np.int64], address: int, most: int, min_p: float, least: float, cost: NDArray[np.float32]
 ) -> int:
     """Draft a branch of so many nodes at most into a record; returns how many."""
-    size = record[SOURCES]
-    table, request = view_i64_rows(record[TABLE], size, ROW), view_i64(record[REQUEST], state.REQUEST)
+    request = view_i64(record[REQUEST], state.REQUEST)
+    table = state.table_of(request)
+    size = len(table)
     state.catch_up(table, request)
     return grow_chain(
         table,
         state.cursors_of(request, size),
         state.newest_of(request),
         request[state.LENGTH],
-        view_f32_rows(record[CELL_COUNTS], CELLS, 4),
-        view_f32_cube(record[SCALE], 2 * NUM_SOURCES, SCALE_BINS + 1, 2),
-        step.trust_of(request),
+        state.cells_of(request),
+        state.scale_of(request),
+        state.trust_of(request),
         cost,
         min_p,
-        promises.promise(view_f64(record[DRAFTS], 2)),
+        promises.promise(state.promises_of(request, 0)),
         least,
         view_i64_rows(request[state.NODE_CURSORS], (most + 1) * size, CURSOR),
         view_rows(request[state.NODE_TAILS], most + 1, TAIL),

@@ -1,7 +1,7 @@
 """Promise of drafts: how many tokens are accepted for each one that drafts made whole promised, as two counts.
 
-`Calibration.drafted` and `Calibration.hoped` learn them from a pass at a time; the kernels here do so where many
-requests are drafted for in one call (`kernels/many.py`).
+Learned where the next draft is made (`kernels/step.py`, `kernels/many.py`), and for those that are judged elsewhere by
+`retrieve_spec.drafting.calibration.Calibration`.
 """
 
 from __future__ import annotations

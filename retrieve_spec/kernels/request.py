@@ -22,13 +22,25 @@ from retrieve_spec.kernels.source_table import (
     NGRAM,
     PREDICTION_CURSORS,
     RESTING,
+    ROW,
     TAIL,
     edges_of,
     meta_of,
     slots_of,
     states_of,
 )
-from retrieve_spec.kernels.views import view_f64, view_i32, view_i64, view_i64_rows, view_rows
+from retrieve_spec.kernels.scale import SCALE_BINS
+from retrieve_spec.kernels.views import (
+    view_f32_cube,
+    view_f32_rows,
+    view_f64,
+    view_f64_cube,
+    view_i32,
+    view_i64,
+    view_i64_rows,
+    view_rows,
+)
+from retrieve_spec.kernels.weights import CELLS, LENGTH_CLASSES, NUM_SOURCES
 
 CURSORS, NEWEST, RECENT, NOISE, USE, TRUST = 0, 1, 2, 3, 4, 5
 NODE_CURSORS, NODE_TAILS, POOL_P, POOL_IDS, HEAP, SCRATCH, NODES, NODE_P = 6, 7, 8, 9, 10, 11, 12, 13
@@ -43,7 +55,11 @@ the first suffix array and how many, the neighbours (-1: none)."""
 PREDICTED, SLOW, POOL, WORDS, ALIGNED = 26, 27, 28, 29, 30
 """1 with an expected text (in front of all other sources), 1 with stores, room for candidates, words of `SCRATCH`, the
 place of the alignments in the table (-1: none)."""
-REQUEST = 31
+TABLE, SOURCES, CELL_COUNTS, SCALE, PROMISES, HOPE, FIRST = 31, 32, 33, 34, 35, 36, 37
+"""Addresses of the table and how many sources it has; of a calibration's cells, scale and counts (`kernels/promise.py`;
+greedy, then with known noise); of (2,) float64, what the last draft promised and how probable the token was that it
+began with, or would if it had paid (0: none); that token."""
+REQUEST = 38
 """Integers per request."""
 HYPOTHESES = 3
 """Places in an expected text that are followed at once: found again, one token replaced, tokens inserted."""
@@ -60,6 +76,36 @@ _FIRST_TOKENS, _LATER_EVERY = 2000, 4
 def begin_use(use: NDArray[np.float64]) -> None:
     """Take every source to be of use until it is known."""
     use[:] = _SLOW_WAKE_AT
+
+
+@inner
+def table_of(request: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(s, ROW) int64, all sources."""
+    return view_i64_rows(request[TABLE], request[SOURCES], ROW)
+
+
+@inner
+def cells_of(request: NDArray[np.int64]) -> NDArray[np.float32]:
+    """(CELLS, 4) float32, how often levels explained tokens (`retrieve_spec.drafting.calibration.Calibration`)."""
+    return view_f32_rows(request[CELL_COUNTS], CELLS, 4)
+
+
+@inner
+def scale_of(request: NDArray[np.int64]) -> NDArray[np.float32]:
+    """(2 · NUM_SOURCES, SCALE_BINS + 1, 2) float32, corrections as for `scale.scaled`."""
+    return view_f32_cube(request[SCALE], 2 * NUM_SOURCES, SCALE_BINS + 1, 2)
+
+
+@inner
+def trust_of(request: NDArray[np.int64]) -> NDArray[np.float64]:
+    """(NUM_SOURCES, 1 + LENGTH_CLASSES, 2) float64 trust of a request (`weights.begin_request`)."""
+    return view_f64_cube(request[TRUST], NUM_SOURCES, 1 + LENGTH_CLASSES, 2)
+
+
+@inner
+def promises_of(request: NDArray[np.int64], sampled: int) -> NDArray[np.float64]:
+    """(2,) float64 counts of drafts (`kernels/promise.py`), greedy (0) or with known noise (1)."""
+    return view_f64(request[PROMISES] + 16 * sampled, 2)
 
 
 @inner

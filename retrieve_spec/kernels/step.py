@@ -1,8 +1,8 @@
 """Step of drafting: a pass is learned and the next draft tree grown in one compiled call.
 
-`propose` first lets `observe` learn from the emitted tokens, move every cursor over them and keep the target's top
-tokens; then it grows the tree and puts it into order. What both read and write lies in the sources' arrays
-(`kernels/source_table.py`) and in the request's (`kernels/request.py`).
+`propose` first judges the last draft, lets `observe` learn from the emitted tokens, move every cursor over them and
+keep the target's top tokens; then it grows the tree and puts it into order. What they read and write lies in the
+sources' arrays (`kernels/source_table.py`) and in the request's (`kernels/request.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import prediction, recycling
+from retrieve_spec.kernels import prediction, promise, recycling
 from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
-from retrieve_spec.kernels.order import BLOCK_ROWS, find_origins, node_tails, write_tree
+from retrieve_spec.kernels.order import BLOCK_ROWS, PARENTS, TOKENS, find_origins, node_tails, write_tree
 from retrieve_spec.kernels.source_table import (
     CURSOR,
     KIND,
@@ -30,14 +30,7 @@ from retrieve_spec.kernels.source_table import (
     expected_text,
     recycling_sets,
 )
-from retrieve_spec.kernels.views import view_f32, view_f64_cube, view_i32, view_i64, view_i64_rows, view_rows
-from retrieve_spec.kernels.weights import LENGTH_CLASSES, NUM_SOURCES
-
-
-@inner
-def trust_of(request: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(NUM_SOURCES, 1 + LENGTH_CLASSES, 2) float64 trust of a request (`weights.begin_request`)."""
-    return view_f64_cube(request[state.TRUST], NUM_SOURCES, 1 + LENGTH_CLASSES, 2)
+from retrieve_spec.kernels.views import view_f32, view_f64, view_i32, view_i64, view_i64_rows, view_rows
 
 
 @inner
@@ -77,14 +70,10 @@ def pairwise_sum(values: NDArray[np.float32], n: int) -> np.float32:
 
 @inner
 def observe(
-    table: NDArray[np.int64],
     request: NDArray[np.int64],
-    cells: NDArray[np.float32],
-    scale: NDArray[np.float32],
     min_p: float,
     emitted: NDArray[np.int32],
-    token_ids: NDArray[np.int32],
-    parent: NDArray[np.int32],
+    verified: NDArray[np.int32],
     top_ids: NDArray[np.int32],
     top_logits: NDArray[np.float32],
 ) -> int:
@@ -92,12 +81,12 @@ def observe(
 
     Parameters
     ----------
-    cells, scale, min_p
+    min_p
         As for `learn.learn`.
     emitted
         (e,) int32 tokens.
-    token_ids, parent
-        (n,) int32 nodes of the tree that was verified.
+    verified
+        (BLOCK_ROWS, n) int32, the tree that was verified (`order.write_tree`), read where top tokens are given.
     top_ids, top_logits
         (n + 1, k) int32 and float32: the target's top tokens after the root and every node, or (0, k).
 
@@ -106,13 +95,14 @@ def observe(
     int
         How many tokens there was room for in the text's automaton; the caller appends the others.
     """
+    table = state.table_of(request)
     rows = len(table)
     newest, noise = state.newest_of(request), state.noise_of(request)
     contexts = len(top_ids)
     tails = np.empty((contexts, recycling.ORDERS), np.int32)
     lens = np.empty(contexts, np.int32)
     if contexts > 0:
-        node_tails(token_ids, parent, newest, request[state.LENGTH], tails, lens)
+        node_tails(verified[TOKENS], verified[PARENTS], newest, request[state.LENGTH], tails, lens)
     state.catch_up(table, request)
     roots = state.stored_cursors(table, request)
     noise[3] = request[state.LENGTH] + request[state.OFFSET]
@@ -122,9 +112,9 @@ def observe(
         state.cursors_of(request, rows),
         newest,
         request[state.LENGTH],
-        cells,
-        scale,
-        trust_of(request),
+        state.cells_of(request),
+        state.scale_of(request),
+        state.trust_of(request),
         state.use_of(request, rows),
         noise,
         min_p,
@@ -161,53 +151,69 @@ def _recycle(
             recycling.learn_rows(recycling_sets(table, s), entries, tails, lens, top_ids, top_logits, clock)
 
 
+@inner
+def _judge(request: NDArray[np.int64], emitted: NDArray[np.int32], size: int, expected: float) -> None:
+    """Learn what became of a draft of so many nodes, or of the hope for one, from what came instead."""
+    counts, hope = state.promises_of(request, state.noise_of(request)[0]), view_f64(request[state.HOPE], 2)
+    if size > 0:
+        promise.drafted(counts, expected if expected >= 0 else hope[0], len(emitted) - 1)
+    elif hope[1] > 0:
+        promise.hoped(counts, hope[1], np.int64(emitted[0] == request[state.FIRST]))
+    hope[1] = 0.0
+
+
 @njit(cache=True, nogil=True)
 def propose(
-    table: NDArray[np.int64],
     request: NDArray[np.int64],
-    cells: NDArray[np.float32],
-    scale: NDArray[np.float32],
     cost: NDArray[np.float32],
     max_nodes: int,
     max_depth: int,
     min_p: float,
-    promise: float,
     origins: bool,
     emitted: NDArray[np.int32],
-    verified_ids: NDArray[np.int32],
-    verified_parent: NDArray[np.int32],
+    size: int,
+    expected: float,
+    verified: NDArray[np.int32],
     top_ids: NDArray[np.int32],
     top_logits: NDArray[np.float32],
-) -> tuple[int, float, int, float, NDArray[np.int32]]:
+) -> tuple[int, float, NDArray[np.int32]]:
     """Take in what the last pass showed, then draft what follows the text.
 
     Parameters
     ----------
-    cells, scale, cost, max_nodes, max_depth, min_p, promise
+    cost, max_nodes, max_depth, min_p
         As for `expand.expand`; with 0 nodes nothing is drafted.
     origins
         Say where nodes stand in a store.
-    emitted, verified_ids, verified_parent, top_ids, top_logits
+    size, expected
+        Nodes that were verified, and tokens that these promised (below 0: what the last draft did).
+    emitted, verified, top_ids, top_logits
         As for `observe`; (0,) tokens where there is nothing to take in.
 
     Returns
     -------
-    room, expected, first, first_p, tree
+    room, expected, tree
         What `observe` returns: where that is less than all, the caller appends the rest, and nothing was drafted yet.
-        The sum of the nodes' path probabilities; the token that the draft begins with, or would if it paid, and how
-        probable that is (0, 0.0: none); the tree as `order.write_tree` writes it. The request's `NODES` and `NODE_P`
-        hold the nodes in best-first order. One array only: where caches are empty each takes microseconds to make.
+        The sum of the nodes' path probabilities; the tree as `order.write_tree` writes it. The request's `NODES` and
+        `NODE_P` hold the nodes in best-first order, `FIRST` and `HOPE` what the draft begins with, or would if it paid.
+        One array only: where caches are empty each takes microseconds to make.
     """
     room = np.int64(0)
     if len(emitted) > 0:
-        room = observe(table, request, cells, scale, min_p, emitted, verified_ids, verified_parent, top_ids, top_logits)
+        _judge(request, emitted, size, expected)
+        room = observe(request, min_p, emitted, verified, top_ids, top_logits)
+    table = state.table_of(request)
     rows = len(table)
     nodes = view_i64_rows(request[state.NODES], max_nodes, 4)
     node_p = view_f32(request[state.NODE_P], max_nodes)
     n = np.int64(0)
     found = np.empty(0, np.int64)
+    promised = np.float64(0)
     if max_nodes > 0 and room == len(emitted):
-        n = _grow(table, request, cells, scale, cost, max_depth, min_p, promise, nodes, node_p)
+        n = _grow(table, request, cost, max_depth, min_p, nodes, node_p)
+        promised = np.float64(pairwise_sum(node_p, n))
+        hope = view_f64(request[state.HOPE], 2)
+        request[state.FIRST], hope[0], hope[1] = nodes[0, 0], promised, np.float64(node_p[0])
         if origins:
             found = np.empty(n, np.int64)
             known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)
@@ -215,22 +221,16 @@ def propose(
             find_origins(table, cursors, request[state.STORED], known, n, found)
     tree = np.empty((BLOCK_ROWS, n), np.int32)
     write_tree(table, nodes, node_p, found, tree)
-    first, first_p = np.int64(0), 0.0
-    if max_nodes > 0:
-        first, first_p = nodes[0, 0], np.float64(node_p[0])
-    return room, np.float64(pairwise_sum(node_p, n)), first, first_p, tree
+    return room, promised, tree
 
 
 @inner
 def _grow(
     table: NDArray[np.int64],
     request: NDArray[np.int64],
-    cells: NDArray[np.float32],
-    scale: NDArray[np.float32],
     cost: NDArray[np.float32],
     max_depth: int,
     min_p: float,
-    promise: float,
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
 ) -> int:
@@ -244,15 +244,15 @@ def _grow(
         state.cursors_of(request, rows),
         state.newest_of(request),
         request[state.LENGTH],
-        cells,
-        scale,
-        trust_of(request),
+        state.cells_of(request),
+        state.scale_of(request),
+        state.trust_of(request),
         noise,
         cost,
         max_nodes,
         max_depth,
         min_p,
-        promise,
+        promise.promise(state.promises_of(request, noise[0])),
         view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR),
         view_rows(request[state.NODE_TAILS], max_nodes + 1, TAIL),
         view_f32(request[state.POOL_P], pool),

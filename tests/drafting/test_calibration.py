@@ -22,7 +22,7 @@ def learned(path=None):
     rng = np.random.default_rng(0)
     calibration.cells[:] = rng.gamma(1, 5, calibration.cells.shape)
     calibration.scale[:] = rng.gamma(1, 5, calibration.scale.shape)
-    calibration.drafts = rng.gamma(1, 5, (2, 2)).astype(np.float32).tolist()
+    calibration.drafts[:] = rng.gamma(1, 5, (2, 2)).astype(np.float32)
     return calibration
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -41,16 +39,28 @@ def test_shares_are_those_of_the_engine(seed, rows, measured):
     assert records[:, many.DRAFTED].tolist() == [len(tree) for tree in wanted]
 
 
+def naive_promise(counts):
+    """Tokens accepted for each one promised, of a prior and of what was counted."""
+    return min(max((counts[0] + promise.DRAFT_PRIOR) / (counts[1] + promise.DRAFT_PRIOR), promise.LEAST), promise.MOST)
+
+
+def naive_drafted(counts, expected, accepted):
+    """Count a draft, then let what is older than the memory fade."""
+    counts = counts[0] + accepted, counts[1] + expected / naive_promise(counts)
+    return tuple(count * min(promise.DRAFT_MEMORY / counts[1], 1) for count in counts)
+
+
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.05, 8.0), st.integers(0, 8)), max_size=40))
-def test_promises_are_those_of_a_calibration(passes):
-    calibration, counts = Calibration(), array("d", (0.0, 0.0))
-    view = np.frombuffer(counts)
+def test_promises_are_counted(passes):
+    calibration, counts = Calibration(), (0.0, 0.0)
     for is_draft, expected, accepted in passes:
         if is_draft:
+            counts = naive_drafted(counts, expected, accepted)
             calibration.drafted(expected, accepted, False)
-            promise.drafted(view, expected, accepted)
         else:
-            calibration.hoped(min(expected, 0.9), accepted > 2, False)
-            promise.hoped(view, min(expected, 0.9), int(accepted > 2))
-        assert promise.promise(view) == pytest.approx(calibration.promise(False))
-    assert list(counts) == pytest.approx(list(calibration.drafts[False]))
+            p, right = min(expected, 0.9), accepted > 2
+            faded = tuple(count * (1 - p / naive_promise(counts) / promise.HOPE_MEMORY) for count in counts)
+            counts = naive_drafted(faded, p, right)
+            calibration.hoped(p, right, False)
+        assert calibration.promise(False) == pytest.approx(naive_promise(counts))
+    assert calibration.drafts[0] == pytest.approx(counts) and not calibration.drafts[1].any()
