@@ -16,7 +16,15 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner
-from retrieve_spec.kernels.views import borrowed, prefetch, view_f32, view_i32
+from retrieve_spec.kernels.views import (
+    borrowed,
+    place_among_eight,
+    prefetch,
+    view_f32,
+    view_i32,
+    view_i64_rows,
+    view_u64_rows,
+)
 
 WAYS = 4
 ORDERS = 3
@@ -26,6 +34,11 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _TOGETHER = 64
 """Rows that are learned together: their sets and entries fit into the nearest cache."""
+MOST = 8
+"""Tokens of an entry at most: as many as are compared at once."""
+_MIXED = MOST // 2 + MOST // 2 + MOST // 2 + 1
+MEMORY = 1 + _MIXED + 3 * _TOGETHER * ORDERS
+"""Words that `learn_rows` counts in and scribbles on: one, those of an entry that is averaged, those of rows."""
 
 
 @njit(cache=True, nogil=True)
@@ -118,11 +131,11 @@ def _average(
 
     Where new ones are ``falling``, each less than the one before and more than 0, those of a new entry are in order.
     """
-    k = len(tokens)
+    k, width = len(tokens), len(new_p)
     if times == 0 and falling:
-        for i in range(len(new_p)):
+        for i in range(width):
             tokens[i], probs[i] = new_ids[row, i], new_p[i]
-        for i in range(len(new_p), k):
+        for i in range(width, k):
             tokens[i], probs[i] = -1, 0
         return
     rate = max(1.0 / (times + 1), 0.25)
@@ -132,17 +145,20 @@ def _average(
             scratch_ids[old] = tokens[old]
             scratch_p[old] = (1.0 - rate) * np.float64(probs[old])
             old += 1
+    for i in range(old, MOST):
+        scratch_ids[i] = -1
+    fresh = np.int64(0)  # bit j: the entry does not have new token j, whose share goes where nothing is read
+    at_ids = np.int64(scratch_ids.ctypes.data)
+    for j in range(width):
+        at = place_among_eight(at_ids, new_ids[row, j])
+        scratch_p[at] = np.float64(scratch_p[at]) + rate * np.float64(new_p[j])
+        fresh |= np.int64(at == MOST) << j
     n = np.int64(0)
-    for j in range(len(new_p)):
-        at = -1
-        for i in range(old):  # to the end: where it is found cannot be predicted, and a wrong guess costs more
-            at = i if scratch_ids[i] == new_ids[row, j] else at
-        if at >= 0:
-            scratch_p[at] = np.float64(scratch_p[at]) + rate * np.float64(new_p[j])
-        else:
-            n = _put(tokens, probs, n, k, new_ids[row, j], np.float32(rate * np.float64(new_p[j])))
-    for i in range(old):
+    for i in range(old):  # first: they are nearly in order
         n = _put(tokens, probs, n, k, scratch_ids[i], scratch_p[i])
+    for j in range(width):
+        if fresh >> j & 1:
+            n = _put(tokens, probs, n, k, new_ids[row, j], np.float32(rate * np.float64(new_p[j])))
     for i in range(n, k):
         tokens[i] = -1
         probs[i] = 0
@@ -168,7 +184,7 @@ def learn_rows(
     tail_lens: NDArray[np.int32],
     ids: NDArray[np.int32],
     logits: NDArray[np.float32],
-    clock: NDArray[np.int64],
+    memory: NDArray[np.int64],
 ) -> None:
     """Remember the target's top tokens after the contexts of all visited nodes.
 
@@ -180,19 +196,20 @@ def learn_rows(
         (m, ≥ 3) int32 newest tokens of each context, newest first, and (m,) how many are valid.
     ids, logits
         (m, ≥ 1) int32 top tokens, most probable first, and float32 raw logits; k are kept.
-    clock
-        (1,) int64, how often this was called; counted here.
+    memory
+        (MEMORY,) int64, how often this was called, and scratch.
     """
-    clock[0] += 1
-    sets, entries = borrowed(sets), borrowed(entries)
+    memory[0] += 1
+    sets, entries, tails, tail_lens = borrowed(sets), borrowed(entries), borrowed(tails), borrowed(tail_lens)
+    ids, logits = borrowed(ids), borrowed(logits)
     k = entries.shape[1] // 2
     width = min(k, ids.shape[1])
-    p = np.empty(width, np.float32)
-    scratch_ids = np.empty(k, np.int32)
-    scratch_p = np.empty(k, np.float32)
-    keys = np.empty((_TOGETHER, ORDERS), np.uint64)
-    known = np.empty((_TOGETHER, ORDERS), np.int64)
-    times = np.empty((_TOGETHER, ORDERS), np.int64)
+    at = np.int64(memory.ctypes.data) + 8
+    scratch_ids, p, scratch_p = view_i32(at, MOST), view_f32(at + 4 * MOST, width), view_f32(at + 8 * MOST, MOST + 1)
+    at += 8 * _MIXED
+    keys = view_u64_rows(at, _TOGETHER, ORDERS)
+    known = view_i64_rows(at + 8 * _TOGETHER * ORDERS, _TOGETHER, ORDERS)
+    times = view_i64_rows(at + 16 * _TOGETHER * ORDERS, _TOGETHER, ORDERS)
     at_sets, at_entries = np.int64(sets.ctypes.data), np.int64(entries.ctypes.data)
     for first in range(0, len(ids), _TOGETHER):
         rows = min(_TOGETHER, len(ids) - first)
@@ -207,7 +224,7 @@ def learn_rows(
                 e = claim(sets, keys[i, order])
                 known[i, order] = e
                 times[i, order] = seen(sets, e)
-                note = np.uint64(clock[0]) << _HALF | np.uint64(times[i, order] + 1)
+                note = np.uint64(memory[0]) << _HALF | np.uint64(times[i, order] + 1)
                 sets[e // WAYS * SET + WAYS + e % WAYS] = note
                 prefetch(at_entries + 8 * k * e)
         for i in range(rows):

@@ -23,7 +23,7 @@ from retrieve_spec.kernels.source_table import (
     PREDICTION_CURSORS,
     RECYCLING,
     RECYCLING_CAPACITY,
-    RECYCLING_CLOCK,
+    RECYCLING_MEMORY,
     RECYCLING_ENTRIES,
     RECYCLING_K,
     TAIL,
@@ -147,8 +147,8 @@ def _recycle(
     for s in range(len(table)):
         if table[s, KIND] == RECYCLING:
             entries = view_rows(table[s, RECYCLING_ENTRIES], table[s, RECYCLING_CAPACITY], 2 * table[s, RECYCLING_K])
-            clock = view_i64(table[s, RECYCLING_CLOCK], 1)
-            recycling.learn_rows(recycling_sets(table, s), entries, tails, lens, top_ids, top_logits, clock)
+            memory = view_i64(table[s, RECYCLING_MEMORY], recycling.MEMORY)
+            recycling.learn_rows(recycling_sets(table, s), entries, tails, lens, top_ids, top_logits, memory)
 
 
 @inner

@@ -20,7 +20,12 @@ class RecyclingTable:
     capacity
         Contexts remembered at most, a power of two; 80 bytes each at k = 8.
     k
-        Next tokens kept per context.
+        Next tokens kept per context, 8 at most.
+
+    Raises
+    ------
+    ValueError
+        More are to be kept.
 
     Notes
     -----
@@ -29,16 +34,18 @@ class RecyclingTable:
     """
 
     def __init__(self, capacity: int = 1 << 16, k: int = 8) -> None:
+        if k > kernels.MOST:
+            raise ValueError(f"k: expected at most {kernels.MOST} tokens per context, got {k}.")
         self.k = k
         self.sets: NDArray[np.uint64] = on_large_pages(2 * capacity, np.uint64)
         self.entries: NDArray[np.int32] = on_large_pages(2 * k * capacity, np.int32).reshape(capacity, 2 * k)
-        self.clock: NDArray[np.int64] = np.zeros(1, np.int64)
+        self._memory: NDArray[np.int64] = np.zeros(kernels.MEMORY, np.int64)
 
     def reset(self) -> None:
         """Forget everything."""
-        if self.clock[0]:  # else there is nothing
+        if self._memory[0]:  # else there is nothing
             self.sets[:] = 0
-            self.clock[:] = 0
+            self._memory[0] = 0
 
     def learn(self, tails: Ids, tail_lens: Ids, ids: Ids, logits: NDArray[np.float32]) -> None:
         """Remember the target's top tokens after m contexts.
@@ -50,7 +57,7 @@ class RecyclingTable:
         ids, logits
             (m, k) top tokens, most probable first, and their raw logits.
         """
-        kernels.learn_rows(self.sets, self.entries, tails, tail_lens, ids, logits, self.clock)
+        kernels.learn_rows(self.sets, self.entries, tails, tail_lens, ids, logits, self._memory)
 
     def lookup(self, context: list[int]) -> tuple[NDArray[np.int32], NDArray[np.float32], int]:
         """Tokens, probabilities and order of the longest known context (oldest token first in ``context``)."""
@@ -73,7 +80,7 @@ class RecyclingTable:
             {
                 source_table.RECYCLING_SETS: self.sets,
                 source_table.RECYCLING_ENTRIES: self.entries,
-                source_table.RECYCLING_CLOCK: self.clock,
+                source_table.RECYCLING_MEMORY: self._memory,
             },
             {source_table.RECYCLING_CAPACITY: len(self.entries), source_table.RECYCLING_K: self.k},
         )

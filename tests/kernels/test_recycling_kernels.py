@@ -74,6 +74,11 @@ def test_many_equal_rows_are_averaged_one_after_the_other():
         assert dict(zip(tokens.tolist(), p, strict=True)) == pytest.approx(naive.lookup(list(context))[0], abs=1e-5)
 
 
+def test_no_more_are_kept_than_are_compared_at_once():
+    with pytest.raises(ValueError, match="expected at most 8 tokens per context, got 9"):
+        RecyclingTable(64, 9)
+
+
 def test_no_phantom_tokens():
     """What is free in an entry is absent, not token 0."""
     table = RecyclingTable(64, 8)
