@@ -151,7 +151,7 @@ class Calibration:
             raise _damaged(path, f"{flat.dtype} of shape {flat.shape}")
         if not np.isfinite(flat).all() or (flat < 0).any():
             raise _damaged(path, "entries that are no counts")
-        tables = (self.cells, self.scale, self.rates, self.factors, self.drafts)
+        tables: list[NDArray[Any]] = [self.cells, self.scale, self.rates, self.factors, self.drafts]
         for table, values in zip(tables, np.split(flat, np.cumsum([table.size for table in tables[:-1]])), strict=True):
             table[:] = values.reshape(table.shape)
 

@@ -107,6 +107,7 @@ class MixtureDrafter(OpenSources):
         self._sampled = False
         self._key = 0, 0, 0
         self._history: list[NDArray[np.int32]] = []
+        self._length = 0  # tokens of the text, those that wait to be learned included
         self._text: object = None  # what a session calls it
         self._fresh: list[NDArray[np.int32]] = []  # given while nobody drafted, learned without trees
         self._shown: list[_Shown] = []  # before that
@@ -139,7 +140,7 @@ class MixtureDrafter(OpenSources):
         self.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
         if self.recycling is not None and self.session is None:
             self.recycling.reset()
-        self._history = []
+        self._history, self._length = [], 0
         self._text = object()
         self._fresh = []
         self._shown = []
@@ -173,6 +174,7 @@ class MixtureDrafter(OpenSources):
                 appended = self._follow(ids)
         if appended < len(ids):
             self.context.extend(ids[appended:])
+        self._length += len(ids)
 
     def _follow(self, ids: NDArray[np.int32]) -> int:
         """Follow text that was not generated; for how much of it the text's automaton had room."""
@@ -205,24 +207,28 @@ class MixtureDrafter(OpenSources):
         if budget.cost is not None and self._rest > 0:
             self._rest -= 1
             return _NOTHING
-        cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
-        self._hear(budget.noise)
+        cost = _NO_COST if budget.cost is None else budget.cost
+        if len(cost) > limit + 1:
+            cost = cost[: limit + 1]
+        if self._sampled or budget.noise is not None:
+            self._hear(budget.noise)
         depth = min(budget.max_depth, self.config.max_depth)
         if self._shared is None:
             tree = self._grow(cost, limit, depth)
         else:
             with self._shared:
                 tree = self._grow(cost, limit, depth)
-        if budget.cost is not None:
-            self._weigh(budget.cost, perf_counter() - began)
+        if len(cost):
+            self._weigh(cost, perf_counter() - began)
         return tree
 
     def _weigh(self, cost: NDArray[np.float32], spent: float) -> None:
         """Learn what looks for drafts save and take from one that took `spent` seconds; rest if they take more."""
         n, expected = self._proposed
-        self._pace = float(cost[n]) / (1.0 + expected)
-        saved = float(cost[0]) * (1.0 + expected) - float(cost[n])
-        saves, takes = self._looks or (float(cost[0]), spent)  # a new drafter is believed in
+        plain, drafted = float(cost[0]), float(cost[n])
+        self._pace = drafted / (1.0 + expected)
+        saved = plain * (1.0 + expected) - drafted
+        saves, takes = self._looks or (plain, spent)  # a new drafter is believed in
         saves, takes = saves + (saved - saves) / _LOOKS, takes + (min(spent, 4.0 * takes) - takes) / _LOOKS
         self._looks = saves, takes
         self._misses = 0 if saved > takes else self._misses + 1
@@ -280,14 +286,11 @@ class MixtureDrafter(OpenSources):
         What was shown before is learned with the key of its time.
         """
         if noise is None:
-            if self._sampled:
-                self._catch_up()
-                self._noise[0], self._sampled = 0, False
+            self._catch_up()
+            self._noise[0], self._sampled = 0, False
             return
         seed, row, position = noise
-        known = int(self._request.words[request.LENGTH])
-        waiting = sum(len(one.emitted) for one in self._shown) + sum(map(len, self._fresh))
-        key = seed, row, position - known - waiting
+        key = seed, row, position - self._length
         if self._sampled and key == self._key:
             return
         self._catch_up()
@@ -298,6 +301,7 @@ class MixtureDrafter(OpenSources):
     def observe(self, verified: VerifiedPass) -> None:
         """Take the emitted tokens into the text so far, and learn from the pass; both when the next draft is due."""
         emitted = np.ascontiguousarray(verified.emitted, np.int32)
+        self._length += len(emitted)
         if self._queries is not None:
             self._queries.see(verified.emitted, verified.hidden)
         tree = verified.tree

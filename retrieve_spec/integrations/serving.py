@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.many import NO_COST, NOTHING, Seats, follow_all, plan_of, propose_all, trees_of
-from retrieve_spec.drafting.many import NO_HOPE
+from retrieve_spec.drafting.many import NO_COST, NO_HOPE, NOTHING, Seats, follow_all, plan_of, propose_all, trees_of
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import pruned, share_out
 from retrieve_spec.errors import ConfigError

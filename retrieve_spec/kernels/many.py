@@ -97,9 +97,7 @@ def _follow(record: NDArray[np.int64], address: int, min_p: float, emitted: NDAr
     """Follow with all sources, and learn from, what a text says, and keep it; whether its automaton had room."""
     no_block, no_top, no_logits = np.empty((0, 0), np.int32), np.empty((0, 1), np.int32), np.empty((0, 1), np.float32)
     given = record[GIVEN] = len(emitted)
-    record[ROOM] = step.observe(
-        view_i64(record[REQUEST], state.REQUEST), min_p, emitted, no_block, no_top, no_logits
-    )
+    record[ROOM] = step.observe(view_i64(record[REQUEST], state.REQUEST), min_p, emitted, no_block, no_top, no_logits)
     said, end = view_i32(record[SAID], record[SAID_ROOM]), view_i32(address + 8 * END, COMPARED)
     for i in range(given):
         said[record[NUM_SAID] + i] = emitted[i]

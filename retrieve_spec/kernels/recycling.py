@@ -5,8 +5,8 @@ so what is read together lies together: a look-up touches one line of ``sets`` a
 
 ``sets`` (capacity · 2,) uint64, `SET` words per set: the keys of its entries (0: free), then one word for each with how
 often it was observed (low half) and when last (high half). ``entries`` (capacity, 2k) int32: the tokens (-1 behind the
-last), most probable first, then the bits of their float32 probabilities. Memory is bounded by construction: a full set
-forgets its least observed entry.
+last), most probable first, then the bits of their float32 probabilities; `MOST` words can be read behind the last
+entry. Memory is bounded by construction: a full set forgets its least observed entry.
 """
 
 from __future__ import annotations
@@ -145,12 +145,10 @@ def _average(
             scratch_ids[old] = tokens[old]
             scratch_p[old] = (1.0 - rate) * np.float64(probs[old])
             old += 1
-    for i in range(old, MOST):
-        scratch_ids[i] = -1
     fresh = np.int64(0)  # bit j: the entry does not have new token j, whose share goes where nothing is read
-    at_ids = np.int64(scratch_ids.ctypes.data)
     for j in range(width):
-        at = place_among_eight(at_ids, new_ids[row, j])
+        at = place_among_eight(np.int64(tokens.ctypes.data), new_ids[row, j])  # what lies behind an entry is not in it
+        at = at if at < old else MOST
         scratch_p[at] = np.float64(scratch_p[at]) + rate * np.float64(new_p[j])
         fresh |= np.int64(at == MOST) << j
     n = np.int64(0)

@@ -15,6 +15,7 @@ from retrieve_spec.kernels import alignment, automaton, unigram
 from retrieve_spec.kernels.automaton_growth import extend
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.follow import MATCH, follow_all
+from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.source_table import (
     CURSOR,
     EXACT,
@@ -29,7 +30,6 @@ from retrieve_spec.kernels.source_table import (
     slots_of,
     states_of,
 )
-from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.views import (
     view_f32_cube,
     view_f32_rows,

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import prediction, promise, recycling
+from retrieve_spec.kernels import alignment, prediction, promise, recycling, unigram
 from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.expand import expand
@@ -23,9 +23,9 @@ from retrieve_spec.kernels.source_table import (
     PREDICTION_CURSORS,
     RECYCLING,
     RECYCLING_CAPACITY,
-    RECYCLING_MEMORY,
     RECYCLING_ENTRIES,
     RECYCLING_K,
+    RECYCLING_MEMORY,
     TAIL,
     expected_text,
     recycling_sets,
@@ -106,6 +106,10 @@ def observe(
     state.catch_up(table, request)
     roots = state.stored_cursors(table, request)
     noise[3] = request[state.LENGTH] + request[state.OFFSET]
+    c = request[state.CONTEXT]
+    unigram.ask_for(table, c + 1, emitted)
+    if request[state.ALIGNED] >= 0:
+        alignment.ask_for(table, request[state.ALIGNED], emitted)
     state.wake(table, request)
     learn(
         table,

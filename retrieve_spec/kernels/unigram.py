@@ -36,7 +36,7 @@ from retrieve_spec.kernels.source_table import (
     UNIGRAM_TOKENS,
     UNIGRAM_VERSIONS,
 )
-from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_rows
+from retrieve_spec.kernels.views import prefetch, view_f32, view_i32, view_i64, view_rows
 
 RECENT, FREQUENT = 32, 32
 LISTED = RECENT + FREQUENT
@@ -168,6 +168,21 @@ def rank(
         shares[i] = np.float64(shares[i]) / total
     meta[NUM_LISTED] = n
     meta[VERSION] += 1
+
+
+@inner
+def ask_for(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32]) -> None:
+    """Ask memory for what `extend` will read."""
+    stats, known = table[s, UNIGRAM_STATS], table[s, UNIGRAM_NUM_STATS]
+    recent, frequent = view_i32(table[s, UNIGRAM_RECENT], RECENT), view_i32(table[s, UNIGRAM_FREQUENT], FREQUENT)
+    meta = _meta(table, s)
+    for token in token_ids:
+        if 0 <= token < known:
+            prefetch(stats + 4 * STATS * token)
+    for i in range(meta[NUM_RECENT]):
+        prefetch(stats + 4 * STATS * recent[i])
+    for i in range(meta[NUM_FREQUENT]):
+        prefetch(stats + 4 * STATS * frequent[i])
 
 
 @inner

@@ -38,7 +38,8 @@ class RecyclingTable:
             raise ValueError(f"k: expected at most {kernels.MOST} tokens per context, got {k}.")
         self.k = k
         self.sets: NDArray[np.uint64] = on_large_pages(2 * capacity, np.uint64)
-        self.entries: NDArray[np.int32] = on_large_pages(2 * k * capacity, np.int32).reshape(capacity, 2 * k)
+        entries = on_large_pages(2 * k * capacity + kernels.MOST, np.int32)  # the last one, too, is read as eight
+        self.entries: NDArray[np.int32] = entries[: 2 * k * capacity].reshape(capacity, 2 * k)
         self._memory: NDArray[np.int64] = np.zeros(kernels.MEMORY, np.int64)
 
     def reset(self) -> None:
