@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 """The name of the bundled model."""
+HUB_TIMEOUT_S = 10.0
+HUB_REMEDY = "Give 'reference', a folder, or a hub id; a hub id needs the network once, and some need `hf auth login`."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -54,9 +56,9 @@ def load_model(
 
     survive_forks()
     target = _device(device)
-    source, options = _locate(name)
     wanted = _dtype(dtype, name, target)
-    config, tokenizer = load_config_and_tokenizer(name)
+    source, options = _locate(name)
+    config, tokenizer = _config_and_tokenizer(name, source, options)
     with _explained(name):
         model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=wanted, **options)
     with torch.no_grad():
@@ -67,9 +69,14 @@ def load_model(
 
 def load_config_and_tokenizer(name: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Load what there is to know of a model before its weights; errors are those of `load_model`."""
+    return _config_and_tokenizer(name, *_locate(name))
+
+
+def _config_and_tokenizer(
+    name: str, source: str, options: dict[str, Any]
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     from transformers import AutoConfig, AutoTokenizer
 
-    source, options = _locate(name)
     with _explained(name):
         config = AutoConfig.from_pretrained(source, **options)  # first: a wrong name is found out by one request
         return config, AutoTokenizer.from_pretrained(source, config=config, **options)
@@ -100,7 +107,34 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
             )
         return str(path), {"local_files_only": True}
     check_hub_id(name, "a model folder")
-    return name, {}
+    copy = copy_if_silent(name, "config.json")
+    return (name, {}) if copy is None else (str(copy.parent), {"local_files_only": True})
+
+
+def copy_if_silent(name: str, file: str) -> Path | None:
+    """The cached copy of a hub id's file where the hub does not answer one short question; None where it does.
+
+    The hub's library asks six times in half a minute, and says so each time.
+
+    Raises
+    ------
+    ModelNotFoundError
+        The hub cannot be asked, and there is no copy.
+    """
+    from huggingface_hub import constants, get_session, try_to_load_from_cache
+
+    why = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+            return None
+        except Exception as error:  # of whichever HTTP client the hub's library has
+            why = f"{constants.ENDPOINT} does not answer ({_first_line(error)})"
+    copy = try_to_load_from_cache(name, file)
+    if not isinstance(copy, str):
+        got = f"{why}, and there is no copy on this machine"
+        raise ModelNotFoundError(f"to load {name!r} from the model hub", got, HUB_REMEDY)
+    return Path(copy)
 
 
 def check_hub_id(name: str, wanted: str) -> None:
@@ -148,8 +182,7 @@ def _dtype(dtype: str, name: str, device: torch.device) -> torch.dtype | str:
 
 
 def _not_found(name: str, error: Exception) -> ModelNotFoundError:
-    remedy = "Give 'reference', a folder, or a hub id; a hub id needs the network once, and some need `hf auth login`."
-    return ModelNotFoundError(f"to load model and tokenizer {name!r}", _first_line(error), remedy)
+    return ModelNotFoundError(f"to load model and tokenizer {name!r}", _first_line(error), HUB_REMEDY)
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from retrieve_spec.errors import BuildError
-from retrieve_spec.reference_model import REFERENCE, check_hub_id, reference_path
+from retrieve_spec.reference_model import REFERENCE, check_hub_id, copy_if_silent, reference_path
 
 PREFIX = "sha256:"
 
@@ -50,10 +50,12 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
     path = reference_path() if tokenizer == REFERENCE else Path(tokenizer).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
-    if isinstance(tokenizer, str) and not path.exists():
-        check_hub_id(tokenizer, "a tokenizer.json")
+    on_hub = isinstance(tokenizer, str) and not path.exists()
+    if on_hub:
+        check_hub_id(str(tokenizer), "a tokenizer.json")
+        path = copy_if_silent(str(tokenizer), "tokenizer.json") or path
     try:
-        if path.exists() or isinstance(tokenizer, Path):
+        if path.exists() or not on_hub:
             loaded = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         else:
             loaded = Tokenizer.from_pretrained(str(tokenizer))

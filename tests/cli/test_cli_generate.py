@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from retrieve_spec import cli
-from retrieve_spec.reference_model import load_model
+from retrieve_spec import cli, reference_model
+from retrieve_spec.reference_model import load_model, reference_path
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
 FIELDS = {
@@ -174,9 +177,42 @@ def test_a_hub_id_goes_through_from_pretrained(monkeypatch, capsys):
         raise OSError(f"{name} is not a local folder and is not a valid model identifier")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+    monkeypatch.setattr(reference_model, "copy_if_silent", lambda name, file: None)  # it answers
     assert cli.run(["generate", "--prompt", "x", "--model", "owner/name", "--device", "cpu"]) == 1
     assert asked == [("owner/name", {})]
     assert "could not load model and tokenizer 'owner/name'" in capsys.readouterr().err
+
+
+SILENT_HUB = """
+from retrieve_spec.datastore.fingerprint import load_tokenizer
+from retrieve_spec.errors import ModelNotFoundError
+from retrieve_spec.reference_model import load_model, reference_path
+model, tokenizer = load_model("me/kept")
+assert load_tokenizer("me/kept").get_vocab_size() == len(tokenizer)
+for load in (load_model, load_tokenizer):
+    try:
+        load("me/mistyped")
+    except ModelNotFoundError as error:
+        print(error)
+"""
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
+    """What is in the cache is loaded; what is not is one message, without rounds of retries."""
+    kept = tmp_path / "models--me--kept"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("c" * 40)
+    shutil.copytree(reference_path(), kept / "snapshots" / ("c" * 40))
+    with socket.socket() as closed:  # bound, but nobody listens
+        closed.bind(("127.0.0.1", 0))
+        place = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": place, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run([sys.executable, "-c", SILENT_HUB], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert all(f"could not load 'me/mistyped' from the model hub: {place} does not answer" in line for line in lines)
+    assert "Retrying" not in done.stderr + done.stdout
 
 
 def test_ctrl_c_while_streaming_ends_with_130_and_no_traceback():
