@@ -6,12 +6,14 @@ that are out of date.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from blocks import DATA, ENVIRONMENT, OPEN_MODELS, TEMPERATURES, NotMeasured, mean, measured
+
+from retrieve_spec.bench.chart import chart
 
 DRAFTERS = {
     "transformers prompt lookup": ("prompt lookup", "orange"),
@@ -24,16 +26,10 @@ METHODS = {
     "off": ("this library, drafting off", "grey"),
     "auto": ("this library", "blue"),
 }
-WIDTH, LABELS, END = 840, 210, 60
-"""Pixels: of a picture, of the names at its left, and what stays free at its right for the longest bar's value."""
-BAR, GAP, TOP = 13, 14, 78
 COLUMNS, ROWS = 54, 16
 """Of a pane of the recorded terminal; longer lines are cut, later lines are not shown."""
 LEFT = 18
 PANE = COLUMNS * 7.8 + 2 * LEFT
-
-Group = tuple[str, str, Sequence[float | dict[str, float]]]
-"""Bars below one another: their name, what stands below it, and for each series a number, or one with an interval."""
 
 
 def cut(line: str) -> str:
@@ -43,25 +39,6 @@ def cut(line: str) -> str:
 
 
 ENVIRONMENT.filters |= {"escaped": escape, "cut": cut}
-
-
-def chart(title: str, note: str, series: Sequence[tuple[str, str]], groups: Sequence[Group]) -> str:
-    """SVG of groups of bars, with a line at 1; `series` are names and colours."""
-    step = len(series) * BAR + GAP
-    legend, x, drawn, longest = [], 16.0, [], 0.0
-    for name, colour in series:
-        legend.append((x, name, colour))
-        x += 32 + 6.5 * len(name)
-    for number, (name, below, values) in enumerate(groups):
-        top, bars = TOP + number * step, []
-        for i, (value, (_, colour)) in enumerate(zip(values, series, strict=True)):
-            whole = value if isinstance(value, dict) else {"value": value, "low": None, "high": None}
-            bars.append((top + i * BAR, colour, *(whole[part] for part in ("value", "low", "high"))))
-            longest = max(longest, whole["high"] or whole["value"])
-        drawn.append((top, name, below, bars))
-    places = {"WIDTH": WIDTH, "LABELS": LABELS, "BAR": BAR, "TOP": TOP, "height": TOP + len(groups) * step + 8}
-    places |= {"legend": legend, "groups": drawn, "scale": (WIDTH - LABELS - END) / longest}
-    return ENVIRONMENT.get_template("chart.svg").render(title=title, note=note, **places) + "\n"
 
 
 def peers() -> str:

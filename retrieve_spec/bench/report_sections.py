@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from retrieve_spec.bench.machine import summary as machine_summary
 from retrieve_spec.bench.methods import OFF, parse_method
 from retrieve_spec.bench.prompts import SPEC_BENCH
 from retrieve_spec.bench.results import PARTS
-from retrieve_spec.bench.stats import NOISE
+from retrieve_spec.bench.stats import CLASSES, LENGTHS, NOISE
 
 LOSING_SHOWN = 15
+NODES = (0, 1, 2, 4, 8, 16, 32, 64)
 
 
 def title(summary: dict[str, Any]) -> str:
@@ -38,7 +40,7 @@ def sections(summary: dict[str, Any]) -> list[dict[str, Any]]:
         made.append(_divergences(summary))
     if any(figures["accepted_by_source"] for figures in summary["methods"].values()):
         made.append(_sources(summary))
-    return made
+    return made + [section for section in (_lengths(summary), _classes(summary), _curves(summary)) if section["rows"]]
 
 
 def _overview(summary: dict[str, Any]) -> dict[str, Any]:
@@ -186,3 +188,40 @@ def _sources(summary: dict[str, Any]) -> dict[str, Any]:
             rows.append([name, source, str(count), f"{count / max(figures['new_tokens'], 1):.1%}"])
     head = ["method", "source", "accepted", "of new tokens"]
     return {"title": "Accepted tokens by source", "text": "", "head": head, "rows": rows}
+
+
+def _lengths(summary: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        [name, *(f"{share:.0%}" for share in figures["accepted_lengths"])]
+        for name, figures in summary["methods"].items()
+        if "accepted_lengths" in figures
+    ]
+    ends = [str(b - 1) if b - 1 == a else f"{a}-{b - 1}" for a, b in pairwise(LENGTHS)]
+    head = ["method", *ends, f"{LENGTHS[-1]}+"]
+    return {"title": "Passes by accepted tokens", "text": "", "head": head, "rows": rows}
+
+
+def _classes(summary: dict[str, Any]) -> dict[str, Any]:
+    """Of `auto` and its kin only: published rules promise nothing that could be right."""
+    rows = [
+        [name, *(f"{expected:.2f} / {accepted:.2f}" for expected, accepted in figures["expected_and_accepted"])]
+        for name, figures in summary["methods"].items()
+        if "expected_and_accepted" in figures and name.startswith("auto")
+    ]
+    text = (
+        "Accepted tokens of a pass, expected / found, in classes of as many passes each by what was expected. "
+        "Drafts are chosen by expectation."
+    )
+    head = ["method", *(str(number + 1) for number in range(CLASSES))]
+    return {"title": "Is the expectation right?", "text": text, "head": head, "rows": rows}
+
+
+def _curves(summary: dict[str, Any]) -> dict[str, Any]:
+    curves = summary["header"].get("cost_curves", {})
+    rows = [
+        [name, *(f"{curve[nodes] * 1e3:.2f}" if nodes < len(curve) else "" for nodes in NODES)]
+        for name, curve in curves.items()
+        if curve and name in summary["methods"]
+    ]
+    text = "Milliseconds of a pass by number of draft nodes, all included, as measured; budgets are chosen by it."
+    return {"title": "What a pass costs", "text": text, "head": ["method", *map(str, NODES)], "rows": rows}

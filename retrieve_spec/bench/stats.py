@@ -17,6 +17,10 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 NOISE = 0.03
 """Share by which a single answer must be slower than our loop without drafts before it is listed."""
+LENGTHS = (0, 1, 2, 3, 5, 9, 17, 33)
+"""First accepted length of each class of passes."""
+CLASSES = 6
+"""Classes of passes by what was expected of them, of equal size."""
 
 
 def interval(values: Sequence[float], statistic: Callable[..., Any] = np.median) -> dict[str, float]:
@@ -68,6 +72,7 @@ def summarise(header: dict[str, Any], records: Sequence[Record]) -> dict[str, An
         "methods": {
             name: method_figures(records, name, base)
             | _identity(records, name, bool(header.get("temperature")))
+            | acceptance(passes_of(records, name))
             | ({"over_off": interval(list(ratios(records, name, OFF).values()))} if OFF in methods else {})
             for name in methods
         },
@@ -175,6 +180,19 @@ def passes_of(records: Sequence[Record], method: str) -> NDArray[np.float64]:
     """(n, 4) nodes, accepted, expected, verify ms of every pass of a method."""
     rows = [entry for record in records if record.method == method for entry in record.per_pass]
     return np.asarray(rows, np.float64).reshape(-1, 4)
+
+
+def acceptance(passes: NDArray[np.float64]) -> dict[str, Any]:
+    """Shares of a drafting method's passes by accepted length; by class, expected and accepted tokens."""
+    drafted = passes[passes[:, 0] > 0]
+    if len(drafted) < CLASSES:
+        return {}
+    counts = np.bincount(np.searchsorted(LENGTHS, passes[:, 1], "right") - 1, minlength=len(LENGTHS))
+    classes = np.array_split(drafted[np.argsort(drafted[:, 2], kind="stable")], CLASSES)
+    return {
+        "accepted_lengths": (counts / counts.sum()).tolist(),
+        "expected_and_accepted": [rows[:, [2, 1]].mean(0).tolist() for rows in classes],
+    }
 
 
 def _summed(records: Sequence[Record]) -> dict[str, int]:

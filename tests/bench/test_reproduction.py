@@ -15,6 +15,7 @@ import click
 import pytest
 
 from retrieve_spec import cli
+from retrieve_spec.bench import chart
 
 ROOT = Path(__file__).parents[2]
 
@@ -343,15 +344,14 @@ def test_a_recording_is_a_picture_of_itself_alone(scripts, monkeypatch):
     assert "prefers-reduced-motion" in picture
 
 
-def test_a_chart_shows_every_value_within_its_width(scripts):
-    pictures = scripts[3]
+def test_a_chart_shows_every_value_within_its_width():
     groups = [("<a & b>", "", [2.0, {"value": 3.0, "low": 1.0, "high": 4.0}])]
-    chart = pictures.chart("title", "note", [("one", "blue"), ("two", "grey")], groups)
-    assert {"<a & b>", "2.00", "3.00", "one", "two", "title", "note"} == set(texts(chart))
-    bars = list(ElementTree.fromstring(chart).iter("{http://www.w3.org/2000/svg}rect"))
-    one, two = (float(bar.get("width")) for bar in bars if bar.get("height") == str(pictures.BAR - 2))
+    picture = chart.chart("title", "note", [("one", "blue"), ("two", "grey")], groups)
+    assert {"<a & b>", "2.00", "3.00", "one", "two", "title", "note"} == set(texts(picture))
+    bars = list(ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect"))
+    one, two = (float(bar.get("width")) for bar in bars if bar.get("height") == str(chart.BAR - 2))
     assert one / two == pytest.approx(2 / 3, abs=1e-3)
-    assert pictures.LABELS + two * 4 / 3 <= pictures.WIDTH - pictures.END + 1
+    assert chart.LABELS + two * 4 / 3 <= chart.WIDTH - chart.END + 1
 
 
 def test_pictures_ask_nobody_and_follow_light_and_dark(scripts):

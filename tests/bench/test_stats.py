@@ -90,6 +90,15 @@ def test_time_per_token_is_whole(records):
     assert sum(stats.split(records[:1]).values()) == pytest.approx(10.0)
 
 
+def test_passes_are_classed_by_what_was_expected_and_by_what_they_accepted():
+    passes = np.array([(4, i % 4, 0.1 * i, 2.0) for i in range(24)])
+    found = stats.acceptance(passes)
+    assert found["accepted_lengths"][:5] == [0.25] * 4 + [0.0]
+    assert found["expected_and_accepted"][0] == pytest.approx([0.15, 1.5])
+    assert [expected for expected, _ in found["expected_and_accepted"]] == pytest.approx([0.15 + 0.4 * i for i in range(6)])
+    assert stats.acceptance(passes[:0]) == stats.acceptance(passes * 0) == {}
+
+
 def test_mt_bench_categories_are_one_task():
     made = [record(1, str(i), "plain", 10, 1.0, task=t) for i, t in enumerate(["writing", "math", "qa"])]
     by_task = stats.summarise({"methods": ["plain"], "runs": 1}, made)["methods"]["plain"]["by_task"]
