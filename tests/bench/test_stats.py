@@ -95,7 +95,8 @@ def test_passes_are_classed_by_what_was_expected_and_by_what_they_accepted():
     found = stats.acceptance(passes)
     assert found["accepted_lengths"][:5] == [0.25] * 4 + [0.0]
     assert found["expected_and_accepted"][0] == pytest.approx([0.15, 1.5])
-    assert [expected for expected, _ in found["expected_and_accepted"]] == pytest.approx([0.15 + 0.4 * i for i in range(6)])
+    classes = [expected for expected, _ in found["expected_and_accepted"]]
+    assert classes == pytest.approx([0.15 + 0.4 * i for i in range(6)])
     assert stats.acceptance(passes[:0]) == stats.acceptance(passes * 0) == {}
 
 
