@@ -31,6 +31,7 @@ import harness
 import numpy as np
 from numba import njit
 
+from retrieve_spec.bench.machine import resident_bytes
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.documents import Row
@@ -236,79 +237,12 @@ def opening(folder: Path, opener: Callable[[Path], object] = open_datastore) -> 
     return {"first_ms": seconds[0] * 1e3, "median_ms": float(np.median(seconds)) * 1e3}
 
 
-class PlainAutomaton:
-    """A suffix automaton in Python objects, as published drafters build it: one dict per state."""
-
-    def __init__(self) -> None:
-        self.next: list[dict[int, int]] = [{}]
-        self.link = [-1]
-        self.length = [0]
-        self.last = 0
-
-    def add(self, token: int) -> None:
-        """Append one token."""
-        state = self._new(self.length[self.last] + 1, {})
-        at = self.last
-        while at >= 0 and token not in self.next[at]:
-            self.next[at][token] = state
-            at = self.link[at]
-        if at >= 0:
-            target = self.next[at][token]
-            if self.length[target] != self.length[at] + 1:
-                clone = self._new(self.length[at] + 1, dict(self.next[target]))
-                self.link[clone] = self.link[target]
-                self.link[target] = clone
-                while at >= 0 and self.next[at].get(token) == target:
-                    self.next[at][token] = clone
-                    at = self.link[at]
-                target = clone
-            self.link[state] = target
-        else:
-            self.link[state] = 0
-        self.last = state
-
-    def _new(self, length: int, edges: dict[int, int]) -> int:
-        self.next.append(edges)
-        self.link.append(0)
-        self.length.append(length)
-        return len(self.next) - 1
-
-    def step(self, state: int, token: int) -> int:
-        """Follow a token, falling back along suffix links."""
-        while state and token not in self.next[state]:
-            state = self.link[state]
-        return self.next[state].get(token, 0)
-
-
-def plain_automaton(ids: np.ndarray, text: np.ndarray) -> dict[str, Any]:
-    """Bytes per token, build rate and time per step of the Python automaton."""
-    before = resident()
-    started = time.perf_counter()
-    automaton = PlainAutomaton()
-    for token in ids.tolist():
-        automaton.add(token)
-    seconds = time.perf_counter() - started
-    size = resident() - before
-    state, steps = 0, []
-    for token in text.tolist():
-        started = time.perf_counter()
-        state = automaton.step(state, token)
-        steps.append(time.perf_counter() - started)
-    return {
-        "tokens": len(ids),
-        "tokens_per_second": len(ids) / seconds,
-        "bytes_per_token": size / len(ids),
-        **percentiles(steps),
-    }
-
-
 def resident() -> int:
     """Resident memory of this process in bytes, without what was freed: it would hide what is made next."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # other C libraries keep less, or do not say
         ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return resident_bytes()
 
 
 def arctic(ids: np.ndarray, starts: np.ndarray, text: np.ndarray) -> dict[str, Any]:
@@ -388,14 +322,13 @@ def static_automaton(folder: Path, text: np.ndarray) -> dict[str, Any]:
 
 
 def peers(folder: Path, ids: np.ndarray, starts: np.ndarray, text: np.ndarray, limit: int) -> dict[str, Any]:
-    """This library, SuffixDecoding's C++ trees and a plain automaton over the same documents."""
+    """This library and SuffixDecoding's C++ trees over the same documents."""
     last = int(np.searchsorted(starts, limit))
     ids, starts = ids[: starts[last]], starts[: last + 1]
     return {
         "suffix_array": ours_at(folder, ids, starts, text),
         "static_automaton": static_automaton(folder, text),
         "suffix_decoding": arctic(ids, starts, text),
-        "plain_automaton": plain_automaton(ids, text),
     }
 
 

@@ -75,7 +75,6 @@ NAMES = {
         "suffix_array": "suffix array",
         "static_automaton": "static automaton",
         "suffix_decoding": "SuffixDecoding",
-        "plain_automaton": "Python automaton",
     },
     "SHOWN": ("Where it loses", "Where drafting does not pay", "Methods", "Tasks", "Divergences"),
     "TIMED": [

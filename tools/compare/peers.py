@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sources import VLLM_NGRAM, VLLM_SUFFIX, Skipped, arctic_folder, dejavuu_reason, llama_file, vllm_file
+from sources import VLLM_NGRAM, VLLM_SUFFIX, Skipped, arctic_folder, llama_file, vllm_file
 
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
@@ -281,7 +281,7 @@ def _load(path: Path, name: str) -> Any:
 
 
 def _not_adapted() -> Any:
-    raise Skipped(dejavuu_reason())
+    raise Skipped("the package index has no distribution of this name")
 
 
 PEERS: dict[str, Callable[[], Any]] = {

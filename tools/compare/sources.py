@@ -8,7 +8,6 @@ and nothing of theirs is kept in this repository.
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import subprocess
@@ -25,7 +24,6 @@ FORMS = {
     VLLM: ["--only-binary", ":all:"],
     LLAMA: ["--no-binary", ":all:"],
 }
-DEJAVUU = "dejavuu"
 VLLM_NGRAM = "vllm/v1/spec_decode/ngram_proposer.py"
 VLLM_SUFFIX = "vllm/v1/spec_decode/suffix_decoding.py"
 ARCTIC_PACKAGE = "arctic_inference/suffix_decoding"
@@ -69,17 +67,6 @@ def vllm_file(name: str) -> Path:
 def llama_file() -> Path:
     """llama-cpp-python's draft models."""
     return _member(LLAMA, LLAMA_FILE)
-
-
-@functools.cache
-def dejavuu_reason() -> str:
-    """Why `dejavuu` is not compared; the index is asked, so that this line goes out of date by itself."""
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", scratch, DEJAVUU]
-        found = subprocess.run(command, capture_output=True, text=True).returncode == 0
-    if found:
-        return "the package index has it now, but no adapter was written for it"
-    return "the package index has no distribution of this name"
 
 
 def _member(requirement: str, name: str) -> Path:
