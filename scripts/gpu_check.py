@@ -1,4 +1,4 @@
-"""GPU check: the verifying pass on one GPU, without downloads; prints a table, and one JSON object last.
+"""GPU check: the verifying pass on one GPU, without downloads; prints figures as they come, and one JSON object last.
 
     python scripts/gpu_check.py [--sizes 8b 1b] [--context 512 4096] [--trace FILE] [--out FILE] [--seconds 460]
 
@@ -37,59 +37,53 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]  # runs from a checkout without being installed
+import checkout  # noqa: F401
+
+from retrieve_spec.bench.machine import machine_facts
+
 MODULES = {"kernels": "gpu_kernels", "conformance": "gpu_conformance", "model": "gpu_models", "compiled": "gpu_models"}
 SHARES = {"kernels": 70, "conformance": 120, "model 8b": 150, "compiled 8b": 70, "model 1b": 70, "compiled 1b": 40}
 """Shares of the time, by section; one that ends early leaves the rest to those behind it."""
 ENOUGH = 15.0
 """Seconds below which a section is not begun."""
-MARK = "@@ "
+MARK = "@@figure@@ "
 BARS = {"one_token_over_floor": 1.25, "wide_over_one_token": 1.3, "outside_ms": 0.3}
 
 
 def run_section(name: str, limit: float, keep: Callable[[str, Any], None]) -> str:
     """Run a section in a process of its own, keep its figures as they come, and say what went wrong."""
     command = [sys.executable, __file__, *sys.argv[1:], "--section", name, "--seconds", str(0.9 * limit)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     child = subprocess.Popen(command, start_new_session=True, **pipes)
-    errors: list[str] = []
+    said = deque[str](maxlen=4)
 
-    def read(stream: Any) -> None:
-        for line in stream:
-            if line.startswith(MARK):
-                keep(*json.loads(line[len(MARK) :]))
-            else:
-                print(line, end="", flush=True)
+    def read() -> None:
+        for line in child.stdout:
+            said_before, mark, figure = line.partition(MARK)  # a progress bar leaves its line open
+            if mark:
+                keep(*json.loads(figure))
+            elif said_before.strip():
+                said.append(said_before.strip())
 
-    readers = [
-        threading.Thread(target=read, args=(child.stdout,), daemon=True),
-        threading.Thread(target=lambda: errors.extend(child.stderr or ()), daemon=True),
-    ]
-    for reader in readers:
-        reader.start()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     code: int | None = None
     try:
         code = child.wait(timeout=limit)
     except subprocess.TimeoutExpired:
         pass
     finally:
-        with contextlib.suppress(ProcessLookupError):  # compilers' workers go with it: they hold its pipes
+        with contextlib.suppress(ProcessLookupError):  # compilers' workers go with it: they hold its pipe
             os.killpg(child.pid, signal.SIGKILL)
-        for reader in readers:
-            reader.join(5)
-    if code is None:
-        return f"stopped after {limit:.0f} s: {last_lines(errors)}"
-    return "" if code == 0 else f"exit {code}: {last_lines(errors)}"
-
-
-def last_lines(errors: list[str]) -> str:
-    """The end of what a process wrote to its error stream."""
-    return " | ".join("".join(errors).strip().splitlines()[-4:])[-600:]
+        reader.join(5)
+    if code == 0:
+        return ""
+    return (f"stopped after {limit:.0f} s: " if code is None else f"exit {code}: ") + " | ".join(said)[-600:]
 
 
 def emit(name: str, value: Any) -> None:
@@ -128,55 +122,21 @@ def section(name: str, options: argparse.Namespace) -> None:
         run(setting, attempt, *([size] if size else []))
 
 
-def facts() -> dict[str, Any]:
-    """Where this runs; what cannot be found out is worth no figure."""
-    try:
-        from retrieve_spec.bench.machine import machine_facts
-
-        return machine_facts()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def order(options: argparse.Namespace) -> list[str]:
-    """Sections in order of importance."""
-    models = [f"{kind} {size}" for size in options.sizes for kind in ("model", "compiled")]
-    return options.only or ["kernels", "conformance", *models]
-
-
-def summary(result: dict[str, Any]) -> list[str]:
-    """Lines of the table, and `result["bars"]` filled in."""
-    lines: list[str] = []
+def all_bars(result: dict[str, Any]) -> dict[str, Any]:
+    """The stated bars by size of model, next to what was measured."""
     bandwidth = result.get("kernels", {}).get("read_bytes_per_s")
-    bars = result.setdefault("bars", {})
-    for size in ("8b", "1b", "tiny"):
-        figures = result.get(f"model {size}", {})
-        weight_bytes = figures.get("weight_bytes")
-        if not isinstance(bandwidth, (int, float)) or not isinstance(weight_bytes, (int, float)):
-            continue
-        floor = weight_bytes / bandwidth * 1e3
-        lines.append(f"{size}: {weight_bytes / 1e9:.2f} GB of weights, floor {floor:.3f} ms")
-        lines.append(f"{'L':>6} {'pass':>22} {'n':>4} {'ms':>9} {'floor/ms':>9}")
-        curves = {key: value for key, value in figures.items() if key.startswith("curve ") and "error" not in value}
-        for key, times in curves.items():
-            _, context, kind = key.split(" ", 2)
-            for nodes, ms in times.items():
-                lines.append(f"{context:>6} {kind:>22} {nodes:>4} {ms:>9.3f} {floor / ms:>9.2f}")
-        bars[size] = measured_bars(figures, curves, floor)
-        for kind, answers in figures.items():
-            if kind.startswith("decode ") and isinstance(answers, dict) and "tokens_per_s" in answers:
-                lines.append(f"  trace-driven, {kind[7:]}: {answers}")
-        compiled = result.get(f"compiled {size}", {})
-        lines += [
-            f"  trace-driven, {kind[7:]}: {value}" for kind, value in compiled.items() if kind.startswith("decode")
-        ]
-        lines.append(f"  bars: {bars[size]}")
-    return lines
+    bars = {}
+    for name, figures in result.items():
+        weight_bytes = figures.get("weight_bytes") if name.startswith("model ") else None
+        if isinstance(bandwidth, float) and isinstance(weight_bytes, int):
+            curves = {key: value for key, value in figures.items() if key.startswith("curve ") and "error" not in value}
+            bars[name.removeprefix("model ")] = measured_bars(figures, curves, weight_bytes / bandwidth * 1e3)
+    return bars
 
 
 def measured_bars(figures: dict[str, Any], curves: dict[str, Any], floor: float) -> dict[str, Any]:
-    """The stated bars next to what was measured, at the longest context, with the fastest kind of pass."""
-    bars: dict[str, Any] = {}
+    """Those of one size at the longest context, with the fastest kind of pass; `floor` is the time to read weights."""
+    bars: dict[str, Any] = {"floor_ms": round(floor, 3)}
     kinds = [key for key in curves if "static" in key]
     if kinds:
         longest = max(int(key.split()[1]) for key in kinds)
@@ -203,7 +163,7 @@ def measured_bars(figures: dict[str, Any], curves: dict[str, Any], floor: float)
 
 
 def main() -> None:
-    """Run the sections in order of importance and print what they found."""
+    """Run the sections in order of importance, and print what they found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--sizes", nargs="+", default=["8b", "1b"], choices=["8b", "1b", "tiny"])
@@ -224,14 +184,15 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # sections are stopped and figures printed then, too
     began = time.monotonic()
-    result: dict[str, Any] = {"device": options.device, "dry_run": options.dry_run, "machine": facts()}
+    result: dict[str, Any] = {"device": options.device, "dry_run": options.dry_run, "machine": machine_facts()}
     result |= {"problems": {}, "seconds": {}}
 
     def save() -> None:
         if options.out is not None:
             options.out.write_text(json.dumps(result), encoding="utf-8")
 
-    names = order(options)
+    models = [f"{kind} {size}" for size in options.sizes for kind in ("model", "compiled")]
+    names = options.only or ["kernels", "conformance", *models]
     try:
         for i, name in enumerate(names):
             left = options.seconds - (time.monotonic() - began)
@@ -257,9 +218,9 @@ def main() -> None:
         sys.exit(130)
     finally:
         try:
-            print("\n".join(summary(result)))
-        except Exception as error:  # the figures are worth more than their table
-            result["problems"]["summary"] = f"{type(error).__name__}: {error}"
+            result["bars"] = all_bars(result)
+        except Exception as error:  # the figures are worth more
+            result["problems"]["bars"] = f"{type(error).__name__}: {error}"
         save()
         print(json.dumps(result))
 
