@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter, Keys, LlamaFileType, TokenType
+from gguf import MODEL_ARCH, GGUFWriter, Keys, LlamaFileType, SpecialVocab, TokenType, get_tensor_name_map
 from numpy.typing import NDArray
 from safetensors import deserialize
 
@@ -22,25 +22,7 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How text is divided before it is encoded; llama.cpp knows it by the name qwen2."""
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""Parts of the model's parameter names in Transformers, and in GGUF."""
 SPECIAL = {
-    "bos": "<|endoftext|>",
-    "eos": "<|endoftext|>",
-    "pad": "<|fim_pad|>",
     "fim_pre": "<|fim_prefix|>",
     "fim_suf": "<|fim_suffix|>",
     "fim_mid": "<|fim_middle|>",
@@ -83,10 +65,12 @@ def export(source: Path, target: Path) -> None:
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     _add_tokenizer(writer, tokenizer, config["vocab_size"])
+    SpecialVocab(source, load_merges=True).add_to_gguf(writer, quiet=True)
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     rotated = {"attn_q": heads, "attn_k": config["num_key_value_heads"]}
     for path in sorted(source.glob("*.safetensors")):
         for name, stored in deserialize(path.read_bytes()):
-            short = _name(name)
+            short = names.get_name(name, try_suffixes=(".weight", ".bias"))
             weights = _float32(stored)
             part = short.split(".")[-2]
             writer.add_tensor(short, _interleaved(weights, rotated[part]) if part in rotated else weights)
@@ -104,7 +88,7 @@ def _words(tokenizer: dict[str, Any]) -> str | None:
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], size: int) -> None:
-    """Add pieces, merges and special tokens; ids that no piece has get a name that no text says."""
+    """Add pieces and the special tokens of filling in; ids that no piece has get a name that no text says."""
     pieces = [f"[PAD{i}]" for i in range(size)]
     types = [TokenType.UNUSED] * size
     for piece, i in tokenizer["model"]["vocab"].items():
@@ -112,26 +96,15 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], size: int) -> 
     for token in tokenizer["added_tokens"]:
         pieces[token["id"]] = token["content"]
         types[token["id"]] = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(pieces)
     writer.add_token_types(types)
-    writer.add_token_merges(merges)
     writer.add_add_bos_token(False)
     known = {piece: i for i, piece in enumerate(pieces)}
     for role, piece in SPECIAL.items():
         if piece in known:
             writer.add_uint32(getattr(Keys.Tokenizer, f"{role.upper()}_ID"), known[piece])
-
-
-def _name(name: str) -> str:
-    """GGUF's name of a parameter: ``model.layers.3.mlp.up_proj.weight`` is ``blk.3.ffn_up.weight``."""
-    stem, _, end = name.rpartition(".")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{end}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.{end}"
 
 
 def _float32(stored: dict[str, Any]) -> NDArray[np.float32]:
