@@ -7,21 +7,26 @@
 
 Three workloads, all at fixed node budgets (measured cost plays no part): recorded answers are replayed without the
 model, where every count is exact; the bundled model answers the same prompts, where drafts also come from its logits;
-and a few answers are replayed with the compiler off to count what the kernels do (`kernel_operations.py`), of which no
-kind may grow by more than 10 % per token. Answers are sampled (with a fixed seed), because greedy ones of so small a
-model loop. An answer that this machine rounds to another text is left out on both sides. The store holds the prompts
-of the last answers, which the others are drafted from.
+and a few answers are replayed with the compiler off to count what the kernels do, of which no kind may grow by more
+than 10 % per token: kernels are plain Python then, and the interpreter itself reports every call, so that counting
+costs nothing where it is not done. Answers are sampled (with a fixed seed), because greedy ones of so small a model
+loop. An answer that this machine rounds to another text is left out on both sides. The store holds the prompts of the
+last answers, which the others are drafted from.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import checkout  # noqa: F401
@@ -39,6 +44,19 @@ FOLDER = Path(__file__).resolve().parent.parent / "tests" / "bench" / "guard"
 ANSWERS, BASELINE = FOLDER / "answers.jsonl", FOLDER / "baseline.json"
 ALLOWED_LOSS, ALLOWED_WORK = 0.01, 0.1
 OPERATIONS = "kernel operations"
+KERNELS = {
+    "nodes expanded": ["blend.blend"],
+    "levels weighed": ["levels.evidence"],
+    "levels read": ["levels.read_level"],
+    "candidates pushed": ["expand._push"],
+    "cursors advanced": ["levels.advance_row"],
+    "automaton edges looked up": ["automaton.find_edge"],
+    "recycling contexts looked up": ["recycling.find"],
+    "n-gram contexts looked up": ["ngram.ngram_find"],
+    "suffix array reads": ["suffix_array.sa_token", "suffix_array._block_token"],
+}
+"""Kind of operation to the kernels (module.function) whose calls are counted as it."""
+COUNTED_ROWS, COUNTED_NODES = 3, 16
 STORED = 5  # last answers whose prompts are in the store
 REPLAY_NODES = (16, 60)
 LIVE_NODES = 16
@@ -75,15 +93,63 @@ def guard_store(folder: Path) -> Path:
     return folder / "store"
 
 
+class Counting:
+    """Counts calls of kernels while it is open."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[CodeType, str] = {}
+        self.counts: Counter[str] = Counter(dict.fromkeys(KERNELS, 0))
+        for kind, names in KERNELS.items():
+            for name in names:
+                self.kinds[code_of(name)] = kind
+
+    def __enter__(self) -> Counting:
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in self.kinds:
+            self.counts[self.kinds[frame.f_code]] += 1
+
+
+def code_of(name: str) -> CodeType:
+    """Code of a kernel, `module.function` of `retrieve_spec.kernels`.
+
+    Raises
+    ------
+    SystemExit
+        There is no such kernel any more.
+    """
+    module, _, function = name.rpartition(".")
+    found: Callable[..., Any] | None = getattr(
+        importlib.import_module(f"retrieve_spec.kernels.{module}"), function, None
+    )
+    if found is None:
+        sys.exit(f"kernel {name} is gone: say in KERNELS of scripts/regression_guard.py what took its place")
+    return getattr(found, "py_func", found).__code__
+
+
 def operations() -> dict[str, Any]:
     """What the kernels do, counted by an interpreter with the compiler off."""
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(__file__).with_name("kernel_operations.py")
-        command = [sys.executable, str(script), str(ANSWERS), str(guard_store(Path(folder)))]
+        command = [sys.executable, __file__, "--count", str(guard_store(Path(folder)))]
         done = subprocess.run(command, env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
     return {OPERATIONS: json.loads(done.stdout)}
+
+
+def counted(store: str) -> dict[str, int]:
+    """Operations of `auto` over the first rows, with a session and a store."""
+    tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
+    stores = [open_datastore(store, tokenizer=tokenizer)]
+    drafter: Any = build_drafter(SpeculationConfig(session=True), datastores=stores)
+    with Counting() as counting:
+        result = Replay(drafter, COUNTED_NODES).run(list(read_trace(ANSWERS, tokenizer, COUNTED_ROWS)))
+    return {"tokens": result["tokens"], "passes": result["passes"], **counting.counts}
 
 
 def live() -> dict[str, Any]:
@@ -151,7 +217,11 @@ def main() -> None:
     """Compare with the baseline, or replace it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--accept", action="store_true", help="write today's counts as the baseline")
+    parser.add_argument("--count", metavar="STORE", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.count:
+        print(json.dumps(counted(args.count)))
+        return
     now = replayed() | operations() | live()
     if args.accept:
         BASELINE.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")

@@ -61,10 +61,9 @@ def test_more_work_per_token_fails_and_as_much_does_not(guard, baseline):
 
 
 def test_counting_sees_calls_of_kernels_only_while_it_is_open(guard):
-    operations = load("kernel_operations")
-    code = operations.code_of("recycling.find")
+    code = guard.code_of("recycling.find")
     function = types.FunctionType(code, {"_home": None, "np": None})
-    with operations.Counting() as counting:
+    with guard.Counting() as counting:
         with pytest.raises(Exception):  # noqa: B017, PT011 (what it says without its globals does not matter)
             function(None, None)
         len([])
@@ -73,7 +72,7 @@ def test_counting_sees_calls_of_kernels_only_while_it_is_open(guard):
     assert counting.counts["recycling contexts looked up"] == 1
     assert sum(counting.counts.values()) == 1
     with pytest.raises(SystemExit, match="is gone"):
-        operations.code_of("recycling.no_such_kernel")
+        guard.code_of("recycling.no_such_kernel")
 
 
 @pytest.mark.slow
