@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
+from checkout import ROOT
 
 from retrieve_spec.bench.machine import OtherWork, machine_facts
 
@@ -55,7 +55,9 @@ def run(
     options = arguments(about, *positional, **named)
     facts, others = machine_facts(), OtherWork()
     found = measure(options)
-    command = shown(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    script = Path(sys.argv[0]).resolve()
+    place = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path("scripts") / script.name
+    command = shown(["python", str(place), *sys.argv[1:]])
     print(json.dumps({**found, "machine": {**facts, "others": others.cores()}, "command": command}))
 
 

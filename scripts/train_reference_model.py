@@ -9,7 +9,8 @@ on two CPU cores with bf16 instructions, in 100 minutes. On a GPU the same scrip
     python scripts/train_reference_model.py --out medium --device cuda --budget medium=120 --micro-tokens 65536
 
 Training stops by the clock, so two machines get different weights from the same corpus; the corpus, the tokenizer and
-the order of the stream depend on the installed packages alone.
+the order of the stream depend on the installed packages alone: those of `--roots`, folders of site-packages, or of this
+interpreter, at most `--per-package-mb` of each. `--budget SHAPE=MINUTES` names what is trained, several with commas.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -211,16 +213,8 @@ def fill_in_the_middle(
         x, y = sorted(rng.sample(range(len(window)), 2))
         y = min(y, x + 128)
         prefix, middle, suffix = window[:x], window[x:y], window[y:]
-        yield [
-            *start,
-            ids["<|fim_prefix|>"],
-            *prefix,
-            ids["<|fim_suffix|>"],
-            *suffix,
-            ids["<|fim_middle|>"],
-            *middle,
-            ids["<|endoftext|>"],
-        ]
+        holed = [ids["<|fim_prefix|>"], *prefix, ids["<|fim_suffix|>"], *suffix, ids["<|fim_middle|>"], *middle]
+        yield [*start, *holed, ids["<|endoftext|>"]]
 
 
 @dataclass
@@ -236,15 +230,17 @@ class Trainer:
     start: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        matrices = [p for n, p in self.model.named_parameters() if p.dim() == 2 and "embed" not in n]
-        others = [p for n, p in self.model.named_parameters() if not (p.dim() == 2 and "embed" not in n)]
+        split: tuple[list[Any], list[Any]] = [], []
+        for name, parameter in self.model.named_parameters():
+            split[parameter.dim() == 2 and "embed" not in name].append(parameter)
+        others, matrices = split
         fused = self.args.device == "cpu" or self.args.device.startswith("cuda")
         self.optimizers = [
             torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=fused),
         ]
         self.peaks = (3e-3, 4e-3)
-        self.body = torch.compile(self.model.model) if self.args.compile else self.model.model
+        self.body = self.model.model if self.args.no_compile else torch.compile(self.model.model)
         self.generator = torch.Generator().manual_seed(0)
 
     def batches(self, seq: int) -> Iterator[torch.Tensor]:
@@ -343,28 +339,12 @@ def save_model(trainer: Trainer, tokenizer: Tokenizer, folder: Path, tag: str) -
     return facts
 
 
-def parse(words: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("reference-model"))
-    parser.add_argument("--roots", nargs="*", default=[], help="site-packages folders; none: those of this interpreter")
-    parser.add_argument("--per-package-mb", type=float, default=12)
-    parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--budget", default="embedded=100", help="SHAPE=MINUTES, several with commas")
-    parser.add_argument("--max-steps", type=int, default=10**9)
-    parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--long-seq", type=int, default=2048)
-    parser.add_argument("--tokens-per-step", type=int, default=16384)
-    parser.add_argument("--micro-tokens", type=int, default=8192)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args(words)
-
-
-def main(words: list[str] | None = None) -> None:
+def main() -> None:
     """Make the corpus and the tokenizer, then train every shape asked for."""
-    args = parse(words)
+    sizes = {"vocab": 8192, "seq": 1024, "long_seq": 2048, "tokens_per_step": 16_384, "micro_tokens": 8192}
+    limits = {"per_package_mb": 12.0, "budget": "embedded=100", "max_steps": 10**9, "threads": 2}
+    places = {"out": Path("reference-model"), "roots": [""], "device": "cpu", "no_compile": False}
+    args = harness.arguments(__doc__, **places, **sizes, **limits)
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
@@ -375,7 +355,7 @@ def main(words: list[str] | None = None) -> None:
         with open(args.out / "log.txt", "a") as log:
             log.write(line + "\n")
 
-    documents, used = collect(args.roots, args.per_package_mb)
+    documents, used = collect(list(filter(None, args.roots)), args.per_package_mb)
     say(f"{len(documents)} files, {sum(len(d.text) for d in documents) / 1e6:.1f} MB, {len(used)} packages")
     rng = random.Random(0)
     tokenizer = train_tokenizer(documents, args.vocab, rng)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import random
 import sys
@@ -18,11 +18,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "train_reference_model.py"
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("train_reference_model", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        yield importlib.import_module(SCRIPT.stem)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_fill_in_the_middle_keeps_every_token_once(script):
     assert len(middle) <= 128
 
 
-def test_one_step_on_a_tiny_corpus_gives_a_model_that_completes(script, site, tmp_path):
+def test_one_step_on_a_tiny_corpus_gives_a_model_that_completes(script, site, tmp_path, monkeypatch):
     out = tmp_path / "out"
     options = {
         "vocab": 400,
@@ -90,7 +90,8 @@ def test_one_step_on_a_tiny_corpus_gives_a_model_that_completes(script, site, tm
     }
     sizes = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     words = ["--out", str(out), "--roots", str(site), "--per-package-mb", "0.01", "--budget", "tiny=5", "--no-compile"]
-    script.main([*words, "--max-steps", "1", *sizes])
+    monkeypatch.setattr(sys, "argv", ["train", *words, "--max-steps", "1", *sizes])
+    script.main()
     facts = json.loads((out / "tiny" / "training.json").read_text())
     assert facts["steps"] == 1
     assert facts["tokens"] == 128

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # this checkout's package, whichever one is installed
 
 from blocks import ENVIRONMENT
 from peers import GIVEN, KEPT, PEERS, PHRASES, ArcticSuffix, ours

@@ -8,14 +8,14 @@ A simulated runner gives both what vLLM's gives: every turn of a conversation is
 far and whose tokens are the recorded ones; tokens of a draft are accepted as long as they are these. Both may draft as
 many tokens. The second half of each file is counted, in three states: `cold` (nothing is known of other requests),
 `warm` (the first half was answered before, by the same process), `restarted` (by a process that has ended since). Steps
-take no time here, so nothing is left out because it would not pay. The last line printed is one JSON object.
+take no time here, so nothing is left out because it would not pay. `--tokens` are drafted at most, by both;
+`--limit` bounds the conversations of each file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -25,13 +25,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # this checkout's package, whichever one is installed
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import harness
 import numpy as np
 from peers import vllm_suffix
 from tokenizers import Tokenizer
 
-from retrieve_spec.bench.machine import machine_facts
 from retrieve_spec.bench.traces import Ids, TraceRow, read_trace
 from retrieve_spec.integrations import vllm
 
@@ -134,23 +134,21 @@ def replayed(rows: list[TraceRow], tokens: int, state: str) -> dict[str, float]:
     return figures
 
 
-def main() -> None:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Replay every file in every state."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--tokenizer", required=True, help="tokenizer.json for the traces")
-    parser.add_argument("--tokens", type=int, default=16, help="drafted at most, by both")
-    parser.add_argument("--limit", type=int, nargs="*", default=[], help="conversations of the files at most")
-    args = parser.parse_args()
-    facts, tokenizer = machine_facts(), Tokenizer.from_file(args.tokenizer)
+    tokenizer = Tokenizer.from_file(options.tokenizer)
     files = {}
-    for path, limit in zip_longest(args.traces, args.limit[: len(args.traces)]):
-        rows = list(read_trace(path, tokenizer, limit))
-        files[path.stem] = {state: replayed(rows, args.tokens, state) for state in STATES}
-        print(path.stem, json.dumps(files[path.stem]), file=sys.stderr)
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    command = shlex.join(["python", "tools/compare/vllm_replay.py", *words])
-    print(json.dumps({"machine": facts, "command": command, "tokens": args.tokens, "files": files}))
+    for trace, limit in zip_longest(options.traces, options.limit[: len(options.traces)]):
+        rows = list(read_trace(trace, tokenizer, limit or None))
+        name = Path(trace).stem
+        files[name] = {state: replayed(rows, options.tokens, state) for state in STATES}
+        print(name, json.dumps(files[name]), file=sys.stderr)
+    return {"tokens": options.tokens, "files": files}
+
+
+def main() -> None:
+    """Measure and print."""
+    harness.run(measure, __doc__, "traces+", tokenizer=str, tokens=16, limit=[0])
 
 
 if __name__ == "__main__":
