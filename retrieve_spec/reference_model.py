@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -97,6 +98,9 @@ def _explained(name: str) -> Iterator[None]:
 
 def _locate(name: str) -> tuple[str, dict[str, Any]]:
     """Where to load from, and with which options of `from_pretrained`."""
+    if not isinstance(name, str | os.PathLike):
+        raise ConfigError("the name of a model", repr(name)[:60], "Give 'reference', a folder or a hub id.")
+    name = os.fspath(name)
     if name == REFERENCE:
         return str(reference_path()), {"local_files_only": True}
     path = Path(name).expanduser()
@@ -146,7 +150,8 @@ def check_hub_id(name: str, wanted: str) -> None:
         Saying that it is not what was wanted.
     """
     path = Path(name).expanduser()
-    if path.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1 or path.exists():
+    no_id = name.startswith((".", "~", "/")) or name.endswith(("/", ".json")) or name.count("/") > 1
+    if no_id or path.is_absolute() or path.exists():
         got = "a file" if path.is_file() else "a folder without one" if path.exists() else "nothing there"
         raise ModelNotFoundError(
             f"{wanted} at {name!r}", got, "Give a folder, a hub id such as 'owner/name', or 'reference'."

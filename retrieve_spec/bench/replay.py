@@ -278,7 +278,7 @@ def replay_trace(
     encoder = load_tokenizer(tokenizer)
     opened = [open_datastore(store, tokenizer=encoder) for store in stores]
     if second_day and (without or phrases == WARM):
-        raise ConfigError("--second-day alone", "--without or --phrases warm", "Its sources are those of `auto`.")
+        raise ConfigError("--second-day alone", "--without or --phrases warm, too", "Leave those out.")
     fresh = FreshDrafter(SpeculationConfig(draft=draft, session=session), opened, without, encoder)
     if not isinstance(fresh.drafter, FeedingDrafter):
         raise ConfigError(

@@ -180,7 +180,7 @@ def read_header(path: Path) -> dict[str, Any]:
     try:
         header = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TraceError("a folder that `bench run` wrote", str(path), "Give its --out folder.") from error
+        raise TraceError("results of `bench run`", f"none in {path}", "Give its --out folder.") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         got = f"format {header.get('format') if isinstance(header, dict) else None} in {path}"
         raise TraceError(f"results of format {FORMAT}", got, "Use the version that wrote them.")

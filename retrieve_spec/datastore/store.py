@@ -22,7 +22,7 @@ from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, m
 from retrieve_spec.datastore.ngrams import ContextFilter, NgramTable, filter_contexts
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.tombstones import tombstones_of
-from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
+from retrieve_spec.errors import StoreCorruptError, StoreNotFoundError, TokenizerMismatchError
 
 _ATTEMPTS = 5
 _TABLE = {f"{name}.bin" for name in ("documents", *TABLE)}
@@ -176,6 +176,8 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     TokenizerMismatchError
         When the store was built with another tokenizer.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise StoreNotFoundError("the folder of a datastore, or its address", repr(path)[:60], "Give its path.")
     if isinstance(path, str) and "://" in path:
         from retrieve_spec.datastore.remote_read import open_remote  # imports what opening a folder need not wait for
 

@@ -9,10 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from retrieve_spec import cli, reference_model
+from retrieve_spec.errors import ConfigError, ModelNotFoundError
 from retrieve_spec.reference_model import load_model, reference_path
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
@@ -183,9 +185,16 @@ def test_a_hub_id_goes_through_from_pretrained(monkeypatch, capsys):
     assert "could not load model and tokenizer 'owner/name'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", [3, None, Path("/nowhere"), "nowhere.json"])
+def test_what_names_no_model_is_refused_without_asking_the_hub(name):
+    with pytest.raises((ConfigError, ModelNotFoundError), match=r"got (3|None|nothing there)"):
+        load_model(name)
+
+
 SILENT_HUB = """
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.errors import ModelNotFoundError
+from retrieve_spec.errors import ConfigError, ModelNotFoundError
 from retrieve_spec.reference_model import load_model, reference_path
 model, tokenizer = load_model("me/kept")
 assert load_tokenizer("me/kept").get_vocab_size() == len(tokenizer)
