@@ -27,7 +27,7 @@ from typing import Any
 
 import harness
 import torch
-from gpu_setting import build
+from random_models import build
 from starlette.testclient import TestClient
 from trace_driven import TraceDriven, clock_of
 from transformers import PreTrainedTokenizerFast
@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The edits of all files."""
     os.environ["RETRIEVE_SPEC_CACHE"] = tempfile.mkdtemp()
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=options.tokenizer, eos_token="</s>")
-    model = build(options.size, options.context, "cpu", torch.float32)
+    model = build(options.size, options.context)
     service = assemble(model, tokenizer, options.size, ServeConfig(deadline_s=1e6)).service
     with TestClient(create_app(service, Metrics(lambda: 0)), base_url="http://127.0.0.1") as client:
         files = {Path(trace).name: give(trace, model, service, client, options) for trace in options.traces}

@@ -23,8 +23,7 @@ from typing import Any
 
 import harness
 import torch
-from gpu_setting import SHAPES, build
-from hybrid_shapes import HYBRIDS, build_hybrid
+from random_models import HYBRIDS, SHAPES, build
 from trace_driven import Answer, Clock, Told, by_transformers, by_us, clock_of
 
 import retrieve_spec as rs
@@ -60,7 +59,7 @@ def chosen(options: argparse.Namespace) -> list[Answer]:
 def give(size: str, answers: list[Answer], context: int, clock: Clock = time.perf_counter) -> dict[str, Any]:
     """Figures of all methods with a model of one size or shape."""
     hybrid = size in HYBRIDS
-    model = build_hybrid(size, context) if hybrid else build(size, context, "cpu", torch.float32)
+    model = build(size, context)
     if (last := max(int(answer.trace.max()) for answer in answers)) >= model.config.vocab_size:
         raise SystemExit(f"{size} has {model.config.vocab_size:,} tokens, and answers have token {last:,}: "
                          "name another tokenizer, as the text of others is as good for timing")  # fmt: skip

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_setting import Attempt, Setting, build, draft
+from gpu_setting import Attempt, Setting, draft
+from random_models import build
 from torch.nn import functional
 
 from retrieve_spec.attention import tree_attention

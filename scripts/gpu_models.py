@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_setting import Attempt, Setting, build, draft, plain_pass, prompt_of, started, tree_pass
+from gpu_setting import Attempt, Setting, draft, plain_pass, prompt_of, started, tree_pass
+from random_models import build
 from trace_driven import Answer, Told, by_transformers, by_us
 
 import retrieve_spec as rs

@@ -1,4 +1,4 @@
-"""Setting of the GPU check's sections: where they run, models of random weights, trees, timing."""
+"""Setting of the GPU check's sections: where they run, trees, passes, timing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.cuda.pass_pool import PassPool
@@ -21,13 +21,6 @@ from retrieve_spec.verify.probe import check_verifier
 from retrieve_spec.verify.verifier import Verifier, VerifierInputs
 
 Attempt = Callable[[str, Callable[[], Any]], Any]
-SHAPES = {
-    "tiny": (64, 128, 2, 4, 2, 512),
-    "0.1b": (768, 2048, 12, 12, 4, 32_000),
-    "0.4b": (1024, 2816, 24, 16, 4, 32_000),
-    "1b": (2048, 8192, 16, 32, 8, 128_256),
-    "8b": (4096, 14_336, 32, 32, 8, 128_256),
-}
 ROOT, NOTHING = np.array([5], np.int32), np.empty(0, np.int32)
 
 
@@ -78,25 +71,6 @@ class Setting:
         if problem := check_verifier(made.model, made.interface, made()):
             raise RuntimeError(problem)
         return made
-
-
-def build(size: str, context: int, device: str, dtype: torch.dtype) -> Any:
-    """A random-weight Llama of a size, made on the device."""
-    hidden, inner, layers, heads, kv_heads, vocab = SHAPES[size]
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=context + 2048,
-        eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
-    model.generation_config.pad_token_id = 0
-    return model
 
 
 def draft(nodes: int) -> DraftTree:
