@@ -216,9 +216,8 @@ def peers(args: argparse.Namespace, name: str, sample: list[str]) -> None:
     """Other projects' drafting and ours on all recorded answers; a file that is done is kept."""
     traces, out = sorted(map(str, Places(args).trace("").glob("*.jsonl"))), work(args) / f"{name}.rows.json"
     words = [*traces, "--tokenizer", str(Path(args.tokenizer).resolve()), *sample, "--out", str(out)]
-    for entry in args.native:
-        pattern, _, file = entry.partition("=")
-        words += ["--native", f"{pattern}={Path(file).resolve()}"]
+    natives = [entry.partition("=") for entry in args.native]
+    words += ["--native"] * bool(natives) + [f"{pattern}={Path(file).resolve()}" for pattern, _, file in natives]
     words += ["--limit", str(args.limit), "--tokens", "300"] if args.limit else []
     if not args.fresh and out.exists() and same_code(json.loads(out.read_text())["machine"]["commit"], commit()):
         words.append("--resume")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -74,10 +75,15 @@ def test_a_missing_peer_is_skipped_with_its_reason(tools, monkeypatch):
     skipped = compare.measure(missing, [row], 8)
     assert skipped == {"skipped": "it is not there"}
     there = compare.measure(peers.TransformersLookup, [row], 8)
-    text = compare.table(made(compare, {"here": there, "gone": skipped}))
+    text = table(made(compare, {"here": there, "gone": skipped}))
     assert "- gone: it is not there" in text
     assert "| gone |" not in text
     assert text.count("| here |") == 2
+
+
+def table(figures):
+    template = importlib.import_module("blocks").ENVIRONMENT.get_template("compare.md")
+    return template.render(measured=lambda *_: figures) + "\n"
 
 
 def made(compare, by_name):
@@ -94,7 +100,7 @@ def test_files_on_which_auto_loses_are_listed_with_what_both_know(tools):
         | dict.fromkeys(("propose_us", "observe_us", "pass_us"), times)
         for name, rate in rates.items()
     }
-    text = compare.table(made(compare, by_name))
+    text = table(made(compare, by_name))
     assert "- 1 (file): better 2.50, auto 2.00" in text
     assert sum(line.startswith("- 1") for line in text.splitlines()) == 1
 
@@ -104,7 +110,7 @@ def test_drafters_that_get_more_out_of_as_few_nodes_are_listed(tools):
     figures = {"ours: auto": (3.0, 60), "ours: auto, 8 nodes": (2.0, 8), "thrifty": (2.5, 8), "fat": (2.5, 70)}
     times = {what: {"p50": 1.0, "p99": 2.0} for what in ("propose_us", "observe_us", "pass_us")}
     by_name = {n: {"tokens_per_pass": rate, "nodes_per_pass": nodes, **times} for n, (rate, nodes) in figures.items()}
-    text = compare.table(made(compare, by_name))
+    text = table(made(compare, by_name))
     assert "- thrifty: 1 (2.50, auto 2.00)" in text
     assert "- fat" not in text
 
@@ -150,24 +156,29 @@ def test_half_of_the_groups_is_replayed_and_the_rest_may_be_known(tools, tmp_pat
     assert store.manifest.tokens > 0
 
 
-def test_an_interrupted_comparison_goes_on(tools, tmp_path, capsys):
+def test_an_interrupted_comparison_goes_on(tools, tmp_path, capsys, monkeypatch):
     compare, *_ = tools
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, words)])
+        compare.main()
+
     tokenizer = str(reference_path() / "tokenizer.json")
     one = write_trace(tmp_path / "one.jsonl", [{"prompt": "a", "output": "b = 1"}, {"prompt": "c", "output": "d = 2"}])
     two = write_trace(tmp_path / "two.jsonl", [{"prompt": "a", "output": "b = 1"}, {"prompt": "c", "output": "d = 2"}])
     words = ["--tokenizer", tokenizer, "--only", "ours: sam", "--out", str(tmp_path / "out.json"), "--resume"]
-    compare.main([str(one), *words])
+    run(one, *words)
     kept = json.loads((tmp_path / "out.json").read_text())
     kept["files"]["one"]["rows"] = 77  # to tell what was kept from what was measured again
     (tmp_path / "out.json").write_text(json.dumps(kept))
-    compare.main([str(one), str(two), *words])
+    run(one, two, *words)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "--resume" not in result["command"]
     assert result["machine"]["date"] == kept["machine"]["date"]
     files = result["files"]
     assert files["one"]["rows"] == 77
     assert set(files) == {"one", "two"}
-    compare.main([str(one), *words, "--limit", "1"])
+    run(one, *words, "--limit", "1")
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["files"]["one"]["rows"] == 1
 
 

@@ -4,10 +4,11 @@
 
     python tools/compare/compare.py TRACES/*.jsonl --tokenizer TOKENIZER.json [--native 'specbench*=OTHER.json']
 
-Of every file, half of its groups are replayed (bounded by --limit and --tokens, the same rows for all drafters); the
-answers of the other half are what drafters with `other answers given` know: ours as a datastore, SuffixDecoding in its
-tree of all requests. A peer that cannot be had is skipped and the reason stands in the table. With --out, what is done
-is kept, and --resume goes on. The last line printed is one JSON object.
+Of every file, half of its groups are replayed (bounded by --limit rows and --tokens generated tokens, the same for all
+drafters, --nodes drafted per pass at most); the answers of the other half are what drafters with `other answers given`
+know: ours as a datastore, SuffixDecoding in its tree of all requests. A peer that cannot be had is skipped with its
+reason. --native names other tokenizers for some files, --only drafters by parts of their names. With --out, what is
+done is kept, and --resume goes on. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from blocks import ENVIRONMENT
+import harness
 from peers import GIVEN, KEPT, PEERS, PHRASES, ArcticSuffix, ours
 from sources import ARCTIC, LLAMA, VLLM, Skipped
 from tokenizers import Tokenizer
@@ -44,21 +45,6 @@ WARM_UP_TOKENS = 32
 _SAME = ("nodes", "limit", "tokens")
 
 Factory = Callable[[], Any]
-
-
-def parse(words: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--tokenizer", required=True, help="tokenizer.json for the traces")
-    parser.add_argument("--native", action="append", default=[], metavar="PATTERN=FILE", help="another for some files")
-    parser.add_argument("--nodes", type=int, default=60, help="draft nodes per pass at most")
-    parser.add_argument("--limit", type=int, default=60, help="rows of each file, drawn with a fixed seed")
-    parser.add_argument("--tokens", type=int, default=20_000, help="generated tokens of each file")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only drafters whose name has this")
-    parser.add_argument("--out", type=Path, help="write the JSON here and a table beside it")
-    parser.add_argument("--resume", action="store_true", help="keep the files that --out has with the same limits")
-    return parser.parse_args(words)
 
 
 def drafters(only: list[str], workload: Workload, store: Any) -> dict[str, Factory]:
@@ -128,35 +114,30 @@ def shown_command(words: list[str]) -> str:
     return shlex.join(["python", "tools/compare/compare.py"]) + f" {' '.join(files)} {shlex.join(rest)}"
 
 
-def table(made: dict[str, Any]) -> str:
-    """The figures as Markdown, as docs/ has them."""
-    return ENVIRONMENT.get_template("compare.md").render(measured=lambda *_: made) + "\n"
-
-
-def begun(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+def begun(args: argparse.Namespace) -> dict[str, Any]:
     """The comparison with the files that an interrupted one with the same limits has done."""
     made = {
         "machine": machine_facts(),
         "peers": [ARCTIC, VLLM, LLAMA],
-        "command": shown_command([word for word in words if word != "--resume"]),
+        "command": shown_command([word for word in sys.argv[1:] if word != "--resume"]),
         **{name: getattr(args, name) for name in _SAME},
         "files": {},
     }
-    if args.resume and args.out is not None and args.out.exists():
-        old = json.loads(args.out.read_text(encoding="utf-8"))
+    if args.resume and Path(args.out).is_file():
+        old = json.loads(Path(args.out).read_text(encoding="utf-8"))
         if all(old.get(name) == made[name] for name in _SAME):
             return {**made, "machine": old["machine"], "files": old["files"]}
     return made
 
 
-def main(words: list[str] | None = None) -> None:
+def main() -> None:
     """Replay every file through every drafter."""
-    args = parse(words)
-    native = [entry.split("=", 1) for entry in args.native]
-    made = begun(args, words if words is not None else sys.argv[1:])
-    todo = [path for path in args.traces if path.stem not in made["files"]]
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
+    limits = {"nodes": 60, "limit": 60, "tokens": 20_000}
+    places = {"native": [""], "only": [""], "out": "", "resume": False}
+    args = harness.arguments(__doc__, "traces+", tokenizer=str, **limits, **places)
+    native = [entry.split("=", 1) for entry in filter(None, args.native)]
+    made, out = begun(args), Path(args.out)
+    todo = [path for path in map(Path, args.traces) if path.stem not in made["files"]]
     number = len(drafters(args.only, Workload([], 0, [], []), None))
     others, machine = OtherWork(), made["machine"]
     with tqdm(total=len(todo) * number, unit="replay") as bar:
@@ -165,8 +146,8 @@ def main(words: list[str] | None = None) -> None:
             made["files"][path.stem] = measure_file(path, args, file, bar)
             machine["others"] = max(others.cores() or 0.0, machine.get("others", 0.0))
             if args.out:
-                args.out.write_text(json.dumps(made) + "\n", encoding="utf-8")
-                args.out.with_suffix(".md").write_text(table(made), encoding="utf-8")
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(made) + "\n", encoding="utf-8")
     print(json.dumps(made))
 
 
