@@ -13,14 +13,19 @@ from retrieve_spec.engine.cost import CostModel
 
 _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 """Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
-_FIRST_LEARNED, _LEARNED_EVERY = 64, 8
-"""Steps with drafts over about as many rows that are all learned from; then one of eight, as learning takes time."""
+_FIRST_LEARNED, _LEARNED_EVERY = 16, 16
+"""Steps with drafts over about as many rows that are all learned from; then one of 16, as learning takes time."""
+_HOPE_EVERY, _LEAST_HOPE, _MOST = 4, 2.0, 64
+"""Where fewer tokens are drafted than there are rows, one of so many looks takes them to cost less than they seem to, by a
+factor. The factor doubles while nothing pays even so, the looks in between while something does, to that many at most.
+A few slow steps, as there are beside other work, would else be believed for good: nobody took any others."""
 
 
 @dataclass(slots=True)
 class _Rows:
     """Steps over about as many rows: what they cost, as a curve too, up to a length of context, if nothing was learned
-    since; how many had drafts, how many none, and how many since then."""
+    since; how many had drafts, how many none, and how many since then; nodes that the last look found to pay; looks
+    since one that was hopeful, how many there are between two, and what these divide the cost of nodes by."""
 
     cost: CostModel
     curve: NDArray[np.float32] | None = None
@@ -28,6 +33,10 @@ class _Rows:
     drafted: int = 0
     plain: int = 0
     since: int = 0
+    nodes: int = 0
+    looks: int = 0
+    patience: int = _HOPE_EVERY
+    hope: float = _LEAST_HOPE
 
 
 class Pace:
@@ -44,6 +53,7 @@ class Pace:
         self._now: tuple[int, bool, _Rows] = 0, False, _Rows(CostModel())
         self._step: tuple[_Rows, int, int] | None = None
         self._rest = Rest()
+        self._hopes = False
 
     def measured(self, seconds: float) -> None:
         """Learn what the step over the last drafts took; a second report of the same step counts no more."""
@@ -67,7 +77,19 @@ class Pace:
         if known.curve is None or context > known.longest or context <= known.longest // 2:
             known.longest = 1 << max(context - 1, 1).bit_length()  # as far as contexts are taken together
             known.curve = known.cost.seconds(context, MAX_NODES) if known.cost.measured else None
-        return known.curve
+        self._hopes = False
+        if known.curve is None:
+            return None
+        if known.nodes >= rows:
+            known.looks, known.patience = 0, _HOPE_EVERY
+            return known.curve
+        known.looks += 1
+        return known.curve if known.looks < known.patience else self._hopeful(known, known.curve)
+
+    def _hopeful(self, known: _Rows, curve: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The curve if nodes cost less than they seem to."""
+        known.looks, self._hopes = 0, True
+        return curve[0] + (curve - curve[0]) / np.float32(known.hope)
 
     def goes_without(self, rows: int, sampled: bool = False) -> bool:
         """Whether the next step is better taken without a look: drafting did not pay lately, or to measure that."""
@@ -78,9 +100,14 @@ class Pace:
 
     def stepped(self, rows: int, nodes: int, context: int, sampled: bool = False, looked: bool = False) -> None:
         """Be told of the drafts that the next step verifies; `looked`: there are so few as no more would pay."""
-        if looked:
+        known = self._of(rows, sampled)
+        if looked and self._hopes:
+            known.hope = _LEAST_HOPE if nodes else min(2.0 * known.hope, _MOST)
+            known.patience = min(2 * known.patience, _MOST) if nodes else known.patience
+        elif looked:
             self._rest.looked(nodes > 0)
-        self._step = self._of(rows, sampled), nodes, context
+            known.nodes = nodes
+        self._step = known, nodes, context
 
     def _of(self, rows: int, sampled: bool) -> _Rows:
         last, as_last, known = self._now

@@ -367,6 +367,19 @@ def test_steps_without_drafts_are_measured_too():
     assert 4 <= nodes.count(0) <= 8
 
 
+def test_slow_steps_are_not_believed_for_good():
+    drafter, steps = ServingDrafter(), iter(range(300))
+    names = looping(drafter, 16)
+    found = drafted_after(drafter, names, lambda n: 20.0 if n and next(steps) < 12 else 1.0 + 0.01 * n, 300)
+    assert sum(found[-40:]) > 40 * 8 * 16
+
+
+def test_hope_grows_rare_where_nothing_pays():
+    drafter = ServingDrafter()
+    found = drafted_after(drafter, looping(drafter, 4), lambda n: 1.0 + 2.0 * n, 600)
+    assert sum(map(bool, found[200:])) < 20
+
+
 def test_a_step_is_measured_once():
     drafter = ServingDrafter()
     names = looping(drafter, 2)
