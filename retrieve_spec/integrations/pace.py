@@ -16,9 +16,9 @@ _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 _FIRST_LEARNED, _LEARNED_EVERY = 16, 16
 """Steps with drafts over about as many rows that are all learned from; then one of 16, as learning takes time."""
 _HOPE_EVERY, _LEAST_HOPE, _MOST = 4, 2.0, 64
-"""Where fewer tokens are drafted than there are rows, one of so many looks takes them to cost less than they seem to, by a
-factor. The factor doubles while nothing pays even so, the looks in between while something does, to that many at most.
-A few slow steps, as there are beside other work, would else be believed for good: nobody took any others."""
+"""Where fewer tokens are drafted than there are rows, one of so many looks takes them to cost less than they seem to,
+by a factor. The factor doubles while nothing pays even so, the looks in between while something does, to that many at
+most. A few slow steps, as there are beside other work, would else be believed for good: nobody took any others."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,8 @@ class Pace:
     def _hopeful(self, known: _Rows, curve: NDArray[np.float32]) -> NDArray[np.float32]:
         """The curve if nodes cost less than they seem to."""
         known.looks, self._hopes = 0, True
-        return curve[0] + (curve - curve[0]) / np.float32(known.hope)
+        hopeful: NDArray[np.float32] = curve[0] + (curve - curve[0]) / np.float32(known.hope)
+        return hopeful
 
     def goes_without(self, rows: int, sampled: bool = False) -> bool:
         """Whether the next step is better taken without a look: drafting did not pay lately, or to measure that."""
