@@ -14,10 +14,11 @@ from retrieve_spec.engine.cost import CostModel
 _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 """Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
 _FIRST_LEARNED, _LEARNED_EVERY = 16, 16
-"""Steps with drafts over about as many rows that are all learned from; then one of 16, as learning takes time."""
+"""Steps with drafts over about as many rows that are all learned from; then one of 16, as learning takes time, where
+drafts are so long that there is no doubt of them."""
 _HOPE_EVERY, _LEAST_HOPE, _MOST = 4, 2.0, 64
-"""Where fewer tokens are drafted than there are rows, one of so many looks takes them to cost less than they seem to,
-by a factor. The factor doubles while nothing pays even so, the looks in between while something does, to that many at
+"""Where several rows have fewer drafted tokens than there are rows, one of so many looks takes them to cost less than they
+seem to, by a factor. It doubles while nothing pays even so, the looks in between while something does, to that many at
 most. A few slow steps, as there are beside other work, would else be believed for good: nobody took any others."""
 
 
@@ -66,7 +67,8 @@ class Pace:
         else:
             known.drafted += 1
             known.since += 1
-            if known.drafted > _FIRST_LEARNED and known.drafted % _LEARNED_EVERY:
+            steady = nodes > 2 * self._now[0]
+            if steady and known.drafted > _FIRST_LEARNED and known.drafted % _LEARNED_EVERY:
                 return
         known.cost.observe(nodes, context, seconds)
         known.curve = None
@@ -80,7 +82,7 @@ class Pace:
         self._hopes = False
         if known.curve is None:
             return None
-        if known.nodes >= rows:
+        if known.nodes >= rows or rows == 1:
             known.looks, known.patience = 0, _HOPE_EVERY
             return known.curve
         known.looks += 1
