@@ -17,9 +17,9 @@ _FIRST_LEARNED, _LEARNED_EVERY = 16, 16
 """Steps with drafts over about as many rows that are all learned from; then one of 16, as learning takes time, where
 drafts are so long that there is no doubt of them."""
 _HOPE_EVERY, _LEAST_HOPE, _MOST = 4, 2.0, 64
-"""Where several rows have fewer drafted tokens than there are rows, one of so many looks takes them to cost less than they
-seem to, by a factor. It doubles while nothing pays even so, the looks in between while something does, to that many at
-most. A few slow steps, as there are beside other work, would else be believed for good: nobody took any others."""
+"""Where several rows have fewer drafted tokens than there are rows, one of so many looks takes them to cost less than
+they seem to, by a factor. It doubles while nothing pays even so, the looks in between while something does, to that
+many at most. A few slow steps, as there are beside other work, would else be believed for good."""
 
 
 @dataclass(slots=True)
