@@ -130,6 +130,14 @@ class Speculation:
         with self.engine.alone():
             self._passes.invalidate()
 
+    def let_be(self) -> None:
+        """Promise that nobody edits the model from now on: one that is recorded is not looked at before generations.
+
+        For programs that hold the model themselves, as the server does. `invalidate` takes the promise back.
+        """
+        with self.engine.alone():
+            self._passes.let_be()
+
     @property
     def cost(self) -> CostModel:
         """Measured seconds of passes over one sequence."""

@@ -84,6 +84,7 @@ class VerifierFactory:
         self._model, self._config, self._layer, self._find_mode = model, config, layer, find_mode
         self._layouts = Layouts(PASS.layout_bytes, sum(weight.nbytes for weight in model.parameters()))
         self._credit = float(STATES)
+        self._is_let_be = False
         self._finding = finding
         self._known: list[_Known] = []
         self._examine(finding)
@@ -122,6 +123,9 @@ class VerifierFactory:
     def __call__(self) -> Verifier:
         """A verifier for a generation that begins now."""
         self._credit = min(self._credit + 1 / PER_RECORDING, STATES)
+        if self._is_let_be and (recording := self.recording) is not None:
+            if not torch.is_autocast_enabled(input_device(self._model).type):
+                return recording(None, self._finding.kinds)
         known = self._current()
         if autocast := torch.is_autocast_enabled(input_device(self._model).type):
             known = _Known(known.state, known.finding, None, "autocast is on")
@@ -141,8 +145,13 @@ class VerifierFactory:
             logger.debug(_COPIED, copied)
         return known.recording(known.state, known.finding.kinds)
 
+    def let_be(self) -> None:
+        """Take a model that is recorded for what it is, without a look at it and its weights before generations."""
+        self._is_let_be = True
+
     def invalidate(self) -> None:
         """Forget what was found and recorded: the next generation looks at the model anew, whatever that costs."""
+        self._is_let_be = False
         self._known.clear()
         self._credit = float(STATES)
 

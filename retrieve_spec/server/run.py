@@ -90,9 +90,11 @@ def build_service(
     model, tokenizer = load_model(model_name, dtype=dtype, device=device)
     name = display_name(model_name)
     tell("making the model's passes ready; the first start on a machine compiles the kernels")
-    return assemble(
+    served = assemble(
         model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores, session=session
     )
+    model.speculation.let_be()  # nobody else has it
+    return served
 
 
 def assemble(

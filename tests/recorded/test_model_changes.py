@@ -311,6 +311,36 @@ def test_an_uncounted_edit_of_one_entry_is_followed_after_invalidate() -> None:
     check(model)
 
 
+def test_a_model_that_is_let_be_is_not_looked_at_until_the_promise_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = accelerate(build("llama"))
+    model.speculation.let_be()
+    with monkeypatch.context() as patched:
+        for looks in (ModelState.holds, ModelState.changes):
+            patched.setattr(ModelState, looks.__name__, lambda *_: pytest.fail("the model is looked at"))
+        patched.setattr(weight_layout.Layout, "looks_current", lambda _: pytest.fail("its weights are looked at"))
+        check(model)
+    _row(_edit(model))
+    model.speculation.invalidate()
+    check(model)
+    _edit(model).data[:, 13] = -3.0
+    check(model)
+
+
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+def test_a_model_that_is_let_be_and_not_recorded_is_looked_at_all_the_same(recorded_pass: str) -> None:
+    model = rs.accelerate(build("llama"), recorded_pass=recorded_pass)
+    if recorded_pass == "always":
+        model.speculation.invalidate()
+    model.speculation.let_be()
+    _row(_edit(model))
+    check(model, "recorded" if recorded_pass == "always" else "model's own")
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(ids(20), **OPTIONS)
+    assert model.speculation.last.pass_reason in ("autocast is on", "recorded_pass is off")
+
+
 def test_weights_that_are_not_copied_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier_factory, "PASS", replace(verifier_factory.PASS, layout_bytes=0))
     model = accelerate(build("llama"))
