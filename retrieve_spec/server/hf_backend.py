@@ -22,6 +22,11 @@ from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.samplers import Sampling
 
 _MEASURED = 256
+_PIECE = 20
+"""Tokens of a prompt that are read beside others' while it is tried out what requests need."""
+_WARM_TOKENS = 4
+_NOBODY = "\0"
+"""A scope that is no user's."""
 
 
 class SharedText:
@@ -219,14 +224,43 @@ class HuggingFaceBackend:
 
     def measure(self) -> ReadingCost:
         """What reading a prompt costs, by reading one twice as long as is measured."""
-        count = max(1, min(_MEASURED, self.n_ctx // 4))
-        ids = [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
-        cache = self.new_cache()
+        ids, cache = self._some_ids(), self.new_cache()
+        count = len(ids)
         with using(self._engine.prompt_threads):
             self.prefill(cache, ids)
             begun = perf_counter()
             self.prefill(cache, ids)
         return ReadingCost((perf_counter() - begun) / count, self.cache_bytes(cache) / (2 * count))
+
+    def warm_up(self, end_ids: frozenset[int]) -> None:
+        """Answer requests of every kind, several at once, so that no client's is the first that needs some kernel.
+
+        What `generate` prepares for a kind is asked of it until a second prompt, of another length, was seen.
+        """
+        ids, cache = self._some_ids(), self.new_cache()
+        self.prefill(cache, ids)
+        for more in (ids[:1], ids[:_PIECE]):
+            texts = [
+                self.decode(
+                    self.clone(cache), ids + more, max_tokens=_WARM_TOKENS, end_ids=end_ids, sampling=sampling,
+                    hints=DraftHints(enabled, scope=_NOBODY), branches=sampling.greedy,
+                )
+                for sampling in (Sampling(), Sampling(begun=" "), Sampling(temperature=0.8, top_p=0.9))
+                for enabled in (True, False)
+            ]  # fmt: skip
+            while under_way := [text for text in texts if not text.over]:
+                self.step(under_way)
+                for text in under_way:
+                    text.take()  # a text waits for its reader
+            for text in texts:
+                text.branches()
+                text.close()
+        self.forget(_NOBODY)
+
+    def _some_ids(self) -> list[int]:
+        """A prompt that says nothing."""
+        count = max(1, min(_MEASURED, self.n_ctx // 4))
+        return [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
 
     def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:
         """Read further tokens into a cache, in one pass."""

@@ -120,7 +120,6 @@ def assemble(
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
     accelerate(model, tokenizer, datastores=given, session=session or False)
     drafters = model.speculation.drafters
-    prepare_sampling()  # else the first request with a temperature waits for its kernels
     backend = HuggingFaceBackend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
     workspace = Workspace(workspaces, config) if workspaces else None
@@ -137,6 +136,11 @@ def assemble(
     backend.set_infill(make_infill_processor(service.codec, service.end_ids, end_of_text))
     backend.set_grammars(service.grammars)
     backend.set_beginnings(service.beginnings)
+    prepare_sampling()
+    try:
+        backend.warm_up(service.end_ids)  # else the first requests wait for kernels
+    except Exception:
+        log.exception("requests of some kind will fail")
     metrics = Metrics(lambda: service.engine.queue_length, lambda: service.engine.begun)
     if workspace is not None:
 
