@@ -123,11 +123,11 @@ class VerifierFactory:
     def __call__(self) -> Verifier:
         """A verifier for a generation that begins now."""
         self._credit = min(self._credit + 1 / PER_RECORDING, STATES)
-        if self._is_let_be and (recording := self.recording) is not None:
-            if not torch.is_autocast_enabled(input_device(self._model).type):
-                return recording(None, self._finding.kinds)
+        autocast = torch.is_autocast_enabled(input_device(self._model).type)
+        if self._is_let_be and not autocast and (recording := self.recording) is not None:
+            return recording(None, self._finding.kinds)
         known = self._current()
-        if autocast := torch.is_autocast_enabled(input_device(self._model).type):
+        if autocast:
             known = _Known(known.state, known.finding, None, "autocast is on")
         if known.finding.mode == "plain":
             return StepVerifier(self._model, known.finding.reason)
