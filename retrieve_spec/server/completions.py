@@ -210,18 +210,20 @@ class CompletionHandlers:
             for index in range(len(stream.prepared)):
                 for first in answer.begin(index):
                     yield wire.event(first)
-            async for index, event in stream:
-                item = stream.prepared[index]
-                if isinstance(event, Delta):
-                    shown = answer.delta(event, index)
-                elif event.outcome == "failed":
-                    shown = [{"error": {"code": 500, "message": event.error, "type": "server_error"}}]
-                else:
-                    finished[index] = event
-                    item.remember(event)
-                    shown = answer.end(event, self.provenance.of(body, event, item.left), index)
-                for entry in shown:
-                    yield wire.event(entry)
+            async for said in stream:
+                shown: list[dict[str, Any]] = []
+                for index, event in said:
+                    item = stream.prepared[index]
+                    if isinstance(event, Delta):
+                        shown += answer.delta(event, index)
+                    elif event.outcome == "failed":
+                        shown.append({"error": {"code": 500, "message": event.error, "type": "server_error"}})
+                    else:
+                        finished[index] = event
+                        item.remember(event)
+                        shown += answer.end(event, self.provenance.of(body, event, item.left), index)
+                if shown:
+                    yield b"".join(map(wire.event, shown))
             for last in answer.close([finished[index] for index in sorted(finished)]):
                 yield wire.event(last)
             if answer.closing:

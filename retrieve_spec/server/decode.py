@@ -69,6 +69,7 @@ class Decode:
         self._clock = clock
         self._worked, self._noted_at = 0.0, clock()
         self._is_said = False
+        self._told = 0  # tokens that were published
         self._steps = self._all_steps()
 
     @property
@@ -193,7 +194,7 @@ class Decode:
                 slot.token_ids, slot.copied = np.asarray(prompt, np.int64), text.copy_cache
             said += fresh
             slot.size = (len(prompt) + len(said)) * self.backend.token_bytes
-            if not self._accept(fresh):
+            if not self._accept(fresh, text.over):
                 break
         done.figures = text.figures
         done.prompt_s = done.prompt_s if said else self._worked
@@ -211,27 +212,31 @@ class Decode:
             self.done.deadline_hit = True
         return self.done.deadline_hit
 
-    def _accept(self, token_ids: list[int]) -> bool:
-        """Take the tokens of one pass; whether to go on."""
+    def _accept(self, token_ids: list[int], is_last: bool) -> bool:
+        """Take the tokens of one pass; whether to go on. Those of the last one are told with the end."""
         scanner = self._scanner
-        before = len(scanner.shown_ids)
         if token_ids:
             scanner.push(token_ids)
         if self.job.cancel.is_set():
             self.done.passes_after_cancel += len(token_ids) > 0
             return False
-        fresh = scanner.visible()
-        taken = scanner.shown_ids[before:]
-        if fresh or taken:
-            self.publish(self.job, Delta(fresh, tuple(taken)))
-        return not (scanner.stopped or self._expired())
+        if is_last or scanner.stopped or self._expired():
+            return False
+        self._tell(scanner.visible())
+        return True
+
+    def _tell(self, text: str) -> None:
+        """Publish further text, and the tokens that were taken since the last."""
+        shown = self._scanner.shown_ids
+        if text or len(shown) > self._told:
+            self.publish(self.job, Delta(text, tuple(shown[self._told :])))
+        self._told = len(shown)
 
     def _conclude(self) -> None:
         scanner = self._scanner
         scanner.finish()
-        rest = scanner.remaining()
-        if rest and not self.job.cancel.is_set():
-            self.publish(self.job, Delta(rest, ()))
+        if not self.job.cancel.is_set():
+            self._tell(scanner.remaining())
         done = self.done
         done.text, done.token_ids = scanner.text, scanner.shown_ids
         done.surplus = len(scanner.shown_ids) - scanner.counted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from retrieve_spec.server.engine import EngineClosedError, QueueFullError
@@ -11,9 +12,12 @@ from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta, Ticket
 from retrieve_spec.server.service import Prepared, Service
 
+Said = tuple[int, Delta | Completion]
+"""What the engine says, and the number of the task that it is about."""
+
 
 class Stream:
-    """What the engine says about the tasks of a request, as it comes, each with the number of its task.
+    """What the engine says about the tasks of a request: all that has come since the last look.
 
     Parameters
     ----------
@@ -28,7 +32,8 @@ class Stream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._events: asyncio.Queue[tuple[int, Delta | Completion]] = asyncio.Queue()
+        self._said: deque[Said] = deque()
+        self._told = asyncio.Event()
         self._tickets: list[Ticket] = []
         self.prepared: list[Prepared] = []
 
@@ -43,8 +48,9 @@ class Stream:
         number = len(self.prepared)
 
         def sink(event: Delta | Completion) -> None:
+            self._said.append((number, event))
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
+                self._loop.call_soon_threadsafe(self._told.set)
 
         try:
             self._tickets.append(service.engine.submit(prepared.task, sink))
@@ -52,16 +58,19 @@ class Stream:
             raise Refusal(503, str(error), "overloaded") from error
         self.prepared.append(prepared)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta | Completion]]:
+    async def __aiter__(self) -> AsyncIterator[list[Said]]:
         left = len(self.prepared)
         while left:
-            number, event = await self._events.get()
-            left -= isinstance(event, Completion)
-            yield number, event
+            await self._told.wait()
+            self._told.clear()
+            said = [self._said.popleft() for _ in range(len(self._said))]
+            left -= sum(isinstance(event, Completion) for _, event in said)
+            if said:
+                yield said
 
     async def results(self) -> list[Completion]:
         """The completions, when all are there."""
-        done = {number: event async for number, event in self if isinstance(event, Completion)}
+        done = {number: event async for said in self for number, event in said if isinstance(event, Completion)}
         return [done[number] for number in range(len(self.prepared))]
 
     def close(self) -> None:
