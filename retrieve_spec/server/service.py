@@ -14,7 +14,7 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.accounts import Account, Accounts
-from retrieve_spec.server.backend import Backend, DraftHints
+from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.definitions import Definitions
 from retrieve_spec.server.engine import Engine
 from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
@@ -23,7 +23,7 @@ from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.jobs import Completion, Task
-from retrieve_spec.server.memory import Memory
+from retrieve_spec.server.memory import Hints, Memory
 from retrieve_spec.server.prompts import Prompts
 from retrieve_spec.server.samplers import Sampling, normalise_chain
 from retrieve_spec.server.schemas import Common, InfillRequest, TabbyRequest
@@ -81,6 +81,11 @@ class Prepared:
         task, sampling = self.task, self.task.sampling
         seeds = [0 if sampling.greedy else (sampling.seed + number * _NEXT_SEED) % _MAX_SEED for number in range(count)]
         return [replace(self, task=replace(task, client=None, sampling=replace(sampling, seed=seed))) for seed in seeds]
+
+    def look_up(self) -> None:
+        """Look up what it is drafted from, for the model's thread to find."""
+        if self.task.drafting and isinstance(self.task.hints, Hints):
+            self.task.hints.look_up()
 
     @property
     def is_forgotten(self) -> bool:
@@ -274,7 +279,7 @@ class Service:
             caller,
             document=parts.prefix,
             typing=True,
-            hints=lambda: memory.hints(parts.prefix, parts.suffix, prompt.context_ids, expected, prompt.begun),
+            hints=memory.hints(parts.prefix, parts.suffix, prompt.context_ids, expected, prompt.begun),
             alternatives=alternatives,
             begun=prompt.begun,
         )
@@ -308,7 +313,7 @@ class Service:
         if cursor is None:
             tail = self.codec.decode(ids[-512:], skip_special=True)
             who = caller if caller.explicit else replace(caller, client=None)
-            task = self._task(ids, request, wanted, who, hints=lambda: memory.hints(tail, "", ids, expected))
+            task = self._task(ids, request, wanted, who, hints=memory.hints(tail, "", ids, expected))
             return Prepared(task, memory, False, "", len(expected), forgotten)
         before, after = cursor
         left, right = self.codec.decode(before), self.codec.decode(after)
@@ -320,7 +325,7 @@ class Service:
             caller,
             document=left,
             typing=True,
-            hints=lambda: memory.hints(left, right, [*after, *before], expected),
+            hints=memory.hints(left, right, [*after, *before], expected),
         )
         return Prepared(task, memory, False, left, len(expected), forgotten)
 
@@ -344,7 +349,7 @@ class Service:
         wanted: int,
         caller: Caller,
         *,
-        hints: Callable[[], DraftHints],
+        hints: Hints,
         document: str | None = None,
         typing: bool = False,
         alternatives: int = 0,

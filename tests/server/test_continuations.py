@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from threading import current_thread
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,7 +56,7 @@ def test_keys_begin_at_words_and_are_not_too_short():
 def test_a_word_cut_by_the_cursor_is_continued(codec):
     memory = Memory(codec, None)
     memory.note_chunks([("h.py", "def compute_total(items):\n    return sum(items)\n")])
-    hints = memory.hints("x = 1\ntotal = compute_to", "\n", [1, 2, 3])
+    hints = memory.hints("x = 1\ntotal = compute_to", "\n", [1, 2, 3])()
     # The draft is encoded on its own: its first token is what the model writes next, not a piece of a longer token.
     # The drafter meets it behind the same tokens that stand left of the cursor.
     assert hints.context == (1, 2, 3, *codec.encode("tal(items):\n    return sum(items)\n"), 1, 2, 3)
@@ -64,20 +66,20 @@ def test_accepted_completions_are_read_with_every_request(codec):
     memory = Memory(codec, None, accepted_tokens=12)
     for i in range(9):
         memory.note_accepted(f"value_{i} = {i}\n")
-    context = codec.decode(memory.hints("", "", [5, 6]).context)
+    context = codec.decode(memory.hints("", "", [5, 6])().context)
     assert context.endswith("value_8 = 8\n" + codec.decode([5, 6]))
     assert "value_1" not in context
 
 
 def test_the_clients_prediction_comes_first(codec):
-    hints = Memory(codec, None).hints("x = ", "\n", [1], codec.encode("value + 1"))
+    hints = Memory(codec, None).hints("x = ", "\n", [1], codec.encode("value + 1"))()
     assert codec.decode(hints.prediction) == "value + 1"
 
 
 def test_the_last_suggestion_is_drafted_again_while_it_is_typed(codec):
     memory = Memory(codec, None)
     memory.note_answer("def add(a, b, c, d):\n    re", "turn a + b\n")
-    assert codec.decode(memory.hints("def add(a, b, c, d):\n    retur", "", [1]).context[1:]).startswith("n a + b")
+    assert codec.decode(memory.hints("def add(a, b, c, d):\n    retur", "", [1])().context[1:]).startswith("n a + b")
 
 
 def test_a_suggestion_that_was_typed_counts_as_accepted(codec):
@@ -98,10 +100,10 @@ def test_texts_are_bounded_and_forgotten(codec):
     assert "big" not in texts
     memory = Memory(codec, None)
     memory.note_chunks([(None, "text of a chunk\n")])
-    memory.hints("text of", "", [1])
+    memory.hints("text of", "", [1])()
     memory.forget()
     assert len(memory.chunks) == 0
-    hints = memory.hints("text of", "", [1])
+    hints = memory.hints("text of", "", [1])()
     assert hints.prediction == ()
     assert len(hints.session) == 0
 
@@ -111,7 +113,7 @@ def test_the_drafters_memory_reads_each_chunk_once(codec):
     for _ in range(3):
         memory.note_chunks([("a.py", "x = 1\n"), ("b.py", "y = 2\n")])
         memory.encode_new()
-        session = memory.hints("", "", [1]).session
+        session = memory.hints("", "", [1])().session
     assert len(session) == len(codec.encode("x = 1\n")) + len(codec.encode("y = 2\n"))
 
 
@@ -121,3 +123,14 @@ def test_word_starts_are_sorted_by_what_stands_there(texts):
     starts = [m.start() for m in re.finditer("(?<![A-Za-z0-9_])[A-Za-z0-9_]", blob)]
     expected = sorted(starts, key=lambda at: (blob[at : at + MAX_KEY].ljust(MAX_KEY, "\x00"), -at))
     assert list(sorted_word_starts(blob)) == expected
+
+
+def test_what_to_draft_from_is_looked_up_once_by_whoever_comes_first(codec):
+    memory, looked = Memory(codec, None), []
+    memory.continuations = lambda left, right: looked.append(current_thread()) or []
+    hints = memory.hints("x = ", "\n", [1, 2])
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: hints.look_up(), range(32)))
+    assert found == [(1, 2)] * 32 and len(looked) == 1
+    memory.forget()
+    assert hints().session is memory.hints("", "", [1])().session, "the session is that of when the work begins"
