@@ -125,7 +125,7 @@ class VerifierFactory:
         self._credit = min(self._credit + 1 / PER_RECORDING, STATES)
         autocast = torch.is_autocast_enabled(input_device(self._model).type)
         if self._is_let_be and not autocast and (recording := self.recording) is not None:
-            return recording(None, self._finding.kinds)
+            return recording(None, self._known[0].finding.kinds)
         known = self._current()
         if autocast:
             known = _Known(known.state, known.finding, None, "autocast is on")
