@@ -213,7 +213,7 @@ class Decode:
         return self.done.deadline_hit
 
     def _accept(self, token_ids: list[int], is_last: bool) -> bool:
-        """Take the tokens of one pass; whether to go on. Those of the last one are told with the end."""
+        """Take the tokens of one pass; whether to go on. Those of the last one are published with the end."""
         scanner = self._scanner
         if token_ids:
             scanner.push(token_ids)
