@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -28,7 +29,11 @@ _PACKED_FOR = 16
 _REPEATS = 5
 _MOST_BETWEEN = 1 << 26
 """Bytes that are read between two products at most: more than caches hold."""
+_TWIN_BYTES = 1 << 22
+"""Bytes of a twin at most: of larger weights, whose products take long beside finding their code, the first rows."""
 _WINS = 0.95
+_Layers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""A weight as it lies, packed, and as a column-major copy."""
 PASSES_PER_CHECK = 32
 """Passes in which every copied weight is compared with its checksum once."""
 
@@ -214,42 +219,50 @@ def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor, others_bytes: int 
     """Fewest rows from which the packed weight is used, 0 for never.
 
     So many bytes of other weights are read between two products, as in a pass: a weight that lies in a cache is
-    multiplied by few rows as fast in any layout, one that comes from memory twice as fast where it is packed.
+    multiplied by few rows as fast in any layout, one that comes from memory twice as fast where it is packed. What
+    comes from memory is the weight alone: the code has just multiplied by that of another layer, here by a twin.
 
     Fewer rows than it is used for are multiplied by the weight as it lies: as few as make all numbers together fastest,
     so that a single time that other processes spoiled decides nothing. Over all numbers of rows the two have to be
     faster than a column-major copy, by the geometric mean.
     """
-    columns, times = _by_columns(weight), []
-    others = torch.zeros(min(others_bytes, _MOST_BETWEEN) // 4)
+    twin = weight[: max(_TWIN_BYTES // weight[0].nbytes, 1)].clone()
+    packed_twin = pack(twin)
+    ours = weight, packed, _by_columns(weight)
+    theirs = twin, packed if packed_twin is None else packed_twin, _by_columns(twin)
+    others, times = torch.zeros(min(others_bytes, _MOST_BETWEEN) // 4), []
     for rows in _ROWS:
         x = torch.ones(1, rows, weight.shape[1])
 
-        def by_packed(x: torch.Tensor = x) -> torch.Tensor:
-            return packed_linear(x, weight, packed, None, 1)
+        def by_packed(on: _Layers = ours, x: torch.Tensor = x) -> torch.Tensor:
+            return packed_linear(x, on[0], on[1], None, 1)
 
-        def by_columns(x: torch.Tensor = x) -> torch.Tensor:
-            return functional.linear(x, columns)
+        def by_columns(on: _Layers = ours, x: torch.Tensor = x) -> torch.Tensor:
+            return functional.linear(x, on[2])
 
-        def as_it_lies(x: torch.Tensor = x) -> torch.Tensor:
-            return functional.linear(x, weight)
+        def as_it_lies(on: _Layers = ours, x: torch.Tensor = x) -> torch.Tensor:
+            return functional.linear(x, on[0])
 
-        times.append(_seconds(by_packed, by_columns, as_it_lies, others=others))
-    ours, copied, lying = np.log(times).T
-    lost = np.cumsum((ours - lying - np.log(_WINS))[::-1])[::-1]  # by the first number of rows that it serves
+        times.append(_seconds(by_packed, by_columns, as_it_lies, twin=theirs, others=others))
+    packs, copied, lying = np.log(times).T
+    lost = np.cumsum((packs - lying - np.log(_WINS))[::-1])[::-1]  # by the first number of rows that it serves
     first = int(lost.argmin())
-    against_columns = np.append(lying[:first], ours[first:]) - copied
+    against_columns = np.append(lying[:first], packs[first:]) - copied
     return _ROWS[first] if np.exp(against_columns.mean()) <= _WINS else 0
 
 
-def _seconds(*runs: Callable[[], torch.Tensor], others: torch.Tensor) -> list[float]:
-    """Least of a few times of each, taken in turn: other processes only ever add to one. `others` are read before."""
+def _seconds(*runs: Callable[..., torch.Tensor], twin: Any, others: torch.Tensor) -> list[float]:
+    """Least of a few times of each, taken in turn: other processes only ever add to one.
+
+    `others` are read before, and each has just run on a `twin` of what it is timed on.
+    """
     for run in runs:
         run()
     times = [math.inf] * len(runs)
     for _ in range(_REPEATS):
         others.sum()
         for i, run in enumerate(runs):
+            run(twin)
             began = perf_counter()
             run()
             times[i] = min(times[i], perf_counter() - began)

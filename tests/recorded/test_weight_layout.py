@@ -96,7 +96,7 @@ def _refuse(*arguments):
 
 def _by_name(**seconds):
     """Stands in for the race of three products."""
-    return lambda *runs, others: [seconds[run.__name__] for run in runs]
+    return lambda *runs, twin, others: [seconds[run.__name__] for run in runs]
 
 
 @needs_packing
@@ -119,10 +119,10 @@ def test_few_rows_are_held_against_what_else_would_serve_them(monkeypatch, lying
     One number of rows whose time other processes spoiled takes the packed weight from none of the others.
     """
 
-    def race(*runs, others):
-        rows = runs[0].__defaults__[0].shape[1]
+    def race(*runs, twin, others):
+        rows = runs[0].__defaults__[1].shape[1]
         seconds = {"by_packed": 1.0, "by_columns": 0.5 if rows <= 2 else 2.0, "as_it_lies": lying.get(rows, 2.0)}
-        return _by_name(**seconds)(*runs, others=others)
+        return _by_name(**seconds)(*runs, twin=twin, others=others)
 
     weight = torch.randn(16, 8)
     monkeypatch.setattr(weight_layout, "_seconds", race)
@@ -134,10 +134,10 @@ def test_few_rows_are_held_against_what_else_would_serve_them(monkeypatch, lying
 def test_few_rows_of_a_small_weight_say_nothing_against_its_packed_form(monkeypatch, columns, expected):
     """They are multiplied as ever, and many rows faster than by a column-major copy."""
 
-    def race(*runs, others):
-        rows = runs[0].__defaults__[0].shape[1]
+    def race(*runs, twin, others):
+        rows = runs[0].__defaults__[1].shape[1]
         seconds = {"by_packed": 3.0 if rows < 16 else 0.6, "by_columns": columns, "as_it_lies": 1.0}
-        return _by_name(**seconds)(*runs, others=others)
+        return _by_name(**seconds)(*runs, twin=twin, others=others)
 
     weight = torch.randn(16, 8)
     monkeypatch.setattr(weight_layout, "_seconds", race)
@@ -146,7 +146,10 @@ def test_few_rows_of_a_small_weight_say_nothing_against_its_packed_form(monkeypa
 
 @needs_packing
 def test_products_are_timed_behind_the_other_weights_of_a_pass(monkeypatch):
-    """What lies in a cache in the race, and comes from memory in a pass, would win in the wrong layout."""
+    """What lies in a cache in the race, and comes from memory in a pass, would win in the wrong layout.
+
+    The code that multiplies has just run, as in a pass, whose layers are many: on a twin.
+    """
     given, order = [], []
     monkeypatch.setattr(weight_layout, "rows_that_pay", lambda weight, packed, others: given.append(others) or 1)
     Layouts(1 << 20, 12345).of(torch.randn(16, 8))
@@ -156,6 +159,29 @@ def test_products_are_timed_behind_the_other_weights_of_a_pass(monkeypatch):
         def sum(self):
             order.append("others")
 
-    times = weight_layout._seconds(lambda: order.append("a"), lambda: order.append("b"), others=Others())
-    assert order[:2] == ["a", "b"], "once for nothing"
-    assert order[2:] == ["others", "a", "b"] * 5 and len(times) == 2
+    def first(on="own"):
+        order.append(f"first {on}")
+
+    def second(on="own"):
+        order.append(f"second {on}")
+
+    times = weight_layout._seconds(first, second, twin="twin", others=Others())
+    assert order[:2] == ["first own", "second own"], "once for nothing"
+    assert order[2:] == ["others", "first twin", "first own", "second twin", "second own"] * 5 and len(times) == 2
+
+
+@needs_packing
+@pytest.mark.parametrize(("rows", "twins"), [(16, 16), (1 << 18, 1 << 17)])
+def test_the_twin_of_a_large_weight_is_its_first_rows(monkeypatch, rows, twins):
+    seen = []
+
+    def race(*runs, twin, others):
+        seen.append(twin)
+        return [run().numel() and run(twin).numel() for run in runs]
+
+    weight = torch.randn(rows, 8)
+    monkeypatch.setattr(weight_layout, "_seconds", race)
+    weight_layout.rows_that_pay(weight, pack(weight))
+    lies, packed, columns = seen[0]
+    assert torch.equal(lies, weight[:twins]) and lies.data_ptr() != weight.data_ptr()
+    assert torch.equal(columns, lies) and packed is not None
