@@ -153,7 +153,7 @@ class RecordedVerifier:
             return self.ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
         with self.recorded.on_device():
             if self._unread > 0:
-                root_ids = self._read(root_ids, max(CHUNK, keep))
+                root_ids = self._read(root_ids, keep)
             return self._pass(root_ids, tree, keep, want_hidden)
 
     def _reads(self, roots: int, keep: int) -> bool:
@@ -182,21 +182,20 @@ class RecordedVerifier:
         held = [layer.keys for layer in self._cache.layers]  # nothing, or what an interrupted pass left
         return len(held) == len(self.recorded.rules) and all(keys is None or not keys.numel() for keys in held)
 
-    def _read(self, prompt_ids: NDArray[np.int32], size: int) -> NDArray[np.int32]:
-        """Read all but the last chunk of a part of the prompt; the model itself reads the first token of all.
-
-        Not behind a pass over several prompts that failed: buffers for its rows are there, and all of it is read here.
-        """
+    def _read(self, prompt_ids: NDArray[np.int32], keep: int) -> NDArray[np.int32]:
+        """Read all but the last rows of a part of the prompt, `keep` at least; where a cache has no layers yet the
+        model begins."""
         self._unread -= len(prompt_ids)
-        if self._past == 0 and self._slabs is None:  # an empty cache does not know yet what its rows look like
+        if self._past == 0 and not self.packs_prompts:
             if self.ordinary.past == 0:
                 self.ordinary.forward(prompt_ids[:1])
                 self.ordinary.commit(_NOTHING)
             self._past, prompt_ids = 1, prompt_ids[1:]
-        first = len(prompt_ids) % size or size
-        while len(prompt_ids) > first:
-            self._pass(prompt_ids[:first], None, 1, None)
-            self._past, prompt_ids, first = self._past + first, prompt_ids[first:], size
+        most = max(CHUNK, keep)
+        while len(prompt_ids) > most:
+            piece = prompt_ids[: min(CHUNK, len(prompt_ids) - keep)]
+            self._pass(piece, None, 1, None)
+            self._past, prompt_ids = self._past + len(piece), prompt_ids[len(piece) :]
         self._pending = len(prompt_ids)
         return prompt_ids
 
@@ -240,7 +239,7 @@ class RecordedVerifier:
         """Move the rows that the prompt left in the caller's cache to slabs; cut short, it goes on where it was."""
         if self._slabs is None:
             self._cache = self.ordinary.cache
-            held = self._past + self._unread
+            held = sum(self._kept)
             room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + MAX_NODES + 1
             room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
             if self.pool is not None:

@@ -82,11 +82,21 @@ def test_output_and_cache_are_those_of_generate(model, rows, length):
     rows.clear()
     ours = model.generate(ids(length), **options)
     assert torch.equal(ours.sequences, plain.sequences)
-    chunks = [(length - 1) % 8 or 8, *[8] * ((length - 2) // 8)]  # behind the first token
+    chunks = [*[8] * ((length - 1) // 8), length % 8 or 8]
     assert rows[: len(chunks)] == chunks
     for layer, wanted in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
         size = min(layer.keys.shape[2], wanted.keys.shape[2])
         torch.testing.assert_close(layer.keys[:, :, :size], wanted.keys[:, :, :size], atol=2e-5, rtol=2e-5)
+
+
+def test_the_model_begins_in_a_cache_that_has_no_layers_yet(model, rows):
+    plain = model.generate(ids(17), max_new_tokens=12, do_sample=False)
+    drafter = ScriptedDrafter(plain[0], "right", vocab=199)
+    rs.accelerate(model, drafter=drafter, nodes=6, recorded_pass="always", prompt_logits=1)
+    cache = DynamicCache()
+    rows.clear()
+    assert torch.equal(model.generate(ids(17), max_new_tokens=12, do_sample=False, past_key_values=cache), plain)
+    assert cache.get_seq_length() == 28 and rows[:2] == [8, 8], rows
 
 
 @pytest.mark.parametrize("keep", [1, 5, 8, 13])
@@ -131,7 +141,7 @@ def test_a_second_turn_is_read_on_the_cache_of_the_first(model, rows):
     rows.clear()
     ours = model.generate(expected[:, :60], max_new_tokens=20, do_sample=False, past_key_values=cache)
     assert torch.equal(ours, expected)
-    assert rows[:4] == [7, 8, 8, 8]  # 31 tokens behind the 29 that the cache holds
+    assert rows[:4] == [8, 8, 8, 7]  # 31 tokens behind the 29 that the cache holds
 
 
 def test_windows_are_left_to_the_model(rows):
