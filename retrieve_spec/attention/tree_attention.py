@@ -11,6 +11,8 @@ split
     soft-capping and sinks.
 triton
     both parts in one launch on a GPU (`retrieve_spec.kernels.triton_tree_attention`).
+
+Many rows of a prompt, on a CPU, go by `retrieve_spec.attention.prompt_attention` where that is faster.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from torch.nn import functional
 
 from retrieve_spec.attention.online_softmax import Block, LayerRule, attend_blocks, keys_per_block
+from retrieve_spec.attention.prompt_attention import ROWS, attend_prompt, products_pay
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.config import AUTO, PASS
 from retrieve_spec.errors import in_a_line
@@ -119,12 +122,23 @@ def attend(
         keys, values = keys[:, :, -columns:], values[:, :, -columns:]
     if backend == "triton":
         return attend_triton(query, keys, values, mask, rule)
+    if rows >= 2 * ROWS and backend == "masked" and _is_prompt(query, keys, values, mask, rule):
+        return attend_prompt(query, keys, values, rule.scale)
     packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
     if backend == "split":
         out = attend_split(packed, keys, values, mask, rule)
     else:
         out = attend_masked(packed, keys, values, mask, rule)
     return out.reshape(batch, heads, rows, values.shape[-1]).transpose(1, 2)
+
+
+def _is_prompt(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule) -> bool:
+    """Whether rows are a piece of a text that sees all before it, and `attend_prompt` is the faster one."""
+    if rule.window or query.dtype != torch.float32 or PASS.attention != AUTO or not mask.is_text:
+        return False
+    kv_heads = keys.shape[1]
+    sizes = kv_heads, query.shape[1] // kv_heads, query.shape[3], values.shape[3]
+    return products_pay(*sizes, torch.get_num_threads())
 
 
 def attend_masked(

@@ -53,6 +53,7 @@ class TreeMask:
         self._buffer = torch.empty((0, 0), dtype=dtype, device=device)
         self._margin = self._spare = 0
         self._written = False
+        self._is_text: bool | None = None
         self._windows: dict[int, torch.Tensor] = {}
         self._device_words: tuple[torch.Tensor, torch.Tensor] | None = None
         self._device_prefix: dict[int, torch.Tensor] = {}
@@ -63,7 +64,14 @@ class TreeMask:
         self._windows.clear()
         self._device_words = None
         self._device_prefix.clear()
-        self._written = False
+        self._written, self._is_text = False, None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether every row of the pass sees those before it and no other, as a text does."""
+        if self._is_text is None:
+            self._is_text = bool((self.seen == np.tri(self.rows, dtype=np.bool_)).all())
+        return self._is_text
 
     @property
     def fits(self) -> bool:
