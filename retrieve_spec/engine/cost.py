@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
-import math
+import itertools
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
+from retrieve_spec.kernels.pass_cost import learn_passes
 
 _KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 NODE_KNOTS = np.array(_KNOTS)
@@ -21,11 +22,10 @@ _STEPS = np.diff(np.log1p(_BALANCE))
 """Before anything is measured n nodes cost n / 64 of a plain pass …"""
 _STEEPNESS = 1.5 * np.diff(_BALANCE / (1.0 + _BALANCE))
 """… and how the steps change when that is wrong by a standard deviation, a factor of e^1.5."""
-_NOISE, _LEAST_NOISE = 0.12**2, 0.05**2
-"""Variance of the logarithm of one pass's time before it is measured, and at least."""
-_NOISE_RATE = 0.05
-_OUTLIER = 2.5
-"""Standard deviations beyond which a slow pass counts no further."""
+_NOISE = 0.12**2
+"""Variance of the logarithm of one pass's time before it is measured."""
+_NOISE_RULE = np.array([0.05, 0.05**2, 2.5])
+"""How fast it is learned, the least it can be, and standard deviations beyond which a slow pass counts no further."""
 _SPEED = 0.15**2
 """Variance by which the machine's speed changes from pass to pass."""
 _MEMORY = 0.5 ** (1.0 / 512)
@@ -91,10 +91,11 @@ class CostModel:
 
     def _take_in(self) -> None:
         """Learn from the passes seen since the last time."""
-        for nodes, context, forward_s, overhead_s in self._pending:
-            row = _bucket(context)
+        buckets = [(_bucket(context), nodes, forward_s) for nodes, context, forward_s, _ in self._pending]
+        for row, passes in itertools.groupby(buckets, itemgetter(0)):
             filter_ = self._filters[row] = self._filter(row)
-            filter_.learn(nodes, forward_s)
+            filter_.learn(*zip(*[(nodes, seconds) for _, nodes, seconds in passes], strict=True))
+        for *_, overhead_s in self._pending:
             if self._overhead == 0.0:
                 self._overhead = overhead_s
             self._overhead += 0.1 * (min(overhead_s, 4.0 * self._overhead) - self._overhead)
@@ -117,41 +118,31 @@ class _Filter:
     def __init__(self) -> None:
         self.mean = np.append(0.0, _STEPS)
         self.covariance = _first_covariance()
-        self.noise = _NOISE
+        self.noise = np.array([_NOISE])
 
     def elsewhere(self, more: int = 0) -> _Filter:
         """The same for passes of another kind: over a longer context, or with `more` rows that are no nodes."""
         other = _Filter()
-        other.mean, other.noise = self._behind(more) if more else self.mean.copy(), self.noise
+        other.mean = self._behind(more) if more else self.mean.copy()
+        other.noise[:] = self.noise
         other.covariance = self.covariance + 0.1 * _first_covariance()
         return other
 
-    def learn(self, nodes: int, seconds: float) -> None:
-        """Learn from one pass."""
-        self.mean[1:] = _STEPS + _MEMORY * (self.mean[1:] - _STEPS)
-        self.covariance *= _DECAY
-        self.covariance += _GROWTH
-        expected, slope = self._expect(nodes)
-        gains = self.covariance @ slope
-        variance = float(slope @ gains) + self.noise
-        surprise = min(math.log(max(seconds, 1e-9)) - expected, _OUTLIER * math.sqrt(variance))
-        self.mean += gains * (surprise / variance)
-        self.covariance -= np.outer(gains, gains) / variance
-        rate = _NOISE_RATE * self.noise / variance  # nothing is learned of the noise while all else is unsure
-        self.noise = max(_LEAST_NOISE, self.noise + rate * (surprise**2 - variance))
-
-    def _expect(self, nodes: int) -> tuple[float, NDArray[np.float64]]:
-        """Logarithm of the expected time, and how it changes with the mean."""
-        right = min(bisect.bisect_left(_KNOTS, nodes), len(_KNOTS) - 1)
-        left = max(right - 1, 0)
-        share = 1.0 if right == left else (nodes - _KNOTS[left]) / (_KNOTS[right] - _KNOTS[left])
-        step = math.exp(self.mean[right]) if right else 1.0
-        between = 1.0 + share * (step - 1.0)
-        slope = np.zeros(len(_KNOTS))
-        slope[: left + 1] = 1.0
-        if right:
-            slope[right] = share * step / between
-        return float(self.mean[: left + 1].sum()) + math.log(between), slope
+    def learn(self, nodes: tuple[int, ...], seconds: tuple[float, ...]) -> None:
+        """Learn from passes, by what each drafted and took."""
+        learn_passes(
+            self.mean,
+            self.covariance,
+            self.noise,
+            NODE_KNOTS,
+            _STEPS,
+            _MEMORY,
+            _DECAY,
+            _GROWTH,
+            _NOISE_RULE,
+            np.array(nodes, np.int64),
+            np.array(seconds, np.float64),
+        )
 
     def _behind(self, more: int) -> NDArray[np.float64]:
         """The mean where `more` rows cost as much as nodes; as steep beyond the widest knot as before it."""
