@@ -64,12 +64,14 @@ def verify_all(batch: list[Sequence], trees: Many[DraftTree], pool: PassPool | N
     usual
         Whether it took as long as such passes do: one whose graph was captured takes longer.
     """
+    if len(batch) == 1:
+        return each(batch, lambda sequence: sequence.verify(trees[0])), True
     roots = [sequence.root_ids for sequence in batch]
     keeps = [1] * len(batch) if any(len(ids) > 1 for ids in roots) else None
     outputs, usual = _together(batch, roots, trees, keeps, pool)
     if outputs is None:
         own = dict(zip(map(id, batch), trees, strict=True))
-        return each(batch, lambda sequence: sequence.verify(own[id(sequence)])), len(batch) == 1
+        return each(batch, lambda sequence: sequence.verify(own[id(sequence)])), False
     for sequence, tree, output in zip(batch, trees, outputs, strict=True):
         sequence.saw(tree, output)
     return batch, usual
@@ -77,6 +79,8 @@ def verify_all(batch: list[Sequence], trees: Many[DraftTree], pool: PassPool | N
 
 def look_all(batch: list[Sequence]) -> list[Sequence]:
     """Let sequences look at the logits of their pass: once for all that look for the same."""
+    if len(batch) == 1:
+        return each(batch, Sequence.look)
     alike: dict[int, list[Sequence]] = {}
     for sequence in batch:
         if sequence.sampler.reads_plainly:

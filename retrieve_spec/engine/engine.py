@@ -88,8 +88,11 @@ class Engine:
     def step(self, own: Many[Sequence] = ()) -> None:
         """One pass for every sequence that may go on; `own` are those that the caller waits for."""
         self.steps += 1
-        here = climate()
         with torch.inference_mode(False), torch.no_grad():
+            if len(self._sequences) == 1 and self._sequences[0] in own and self._sequences[0].only_decodes:
+                self._pass(list(self._sequences))
+                return
+            here = climate()
             # All of them, before a pass without them takes what they share with others.
             each([s for s in self._sequences if s.was_cut_short and not s.is_over], Sequence.recover)
             going = [s for s in self._sequences if s.may_go_on and (s.climate == here or s in own)]
@@ -123,11 +126,13 @@ class Engine:
         """A tree for every sequence within one budget for all, and the sequences whose drafters did not fail."""
         if not any(sequence.lent.drafts for sequence in batch):
             return batch, [NO_DRAFT] * len(batch)
+        if len(batch) == 1:
+            return self._draft_alone(batch)
         seconds, padded, asked = None, pads(batch), batch
-        if not (self.in_step and len(batch) > 1) and all(sequence.limits.nodes is None for sequence in batch):
+        if not self.in_step and all(sequence.limits.nodes is None for sequence in batch):
             context = sum(sequence.text.length for sequence in batch)
             seconds = self.costs.seconds(len(batch), context)
-            if len(batch) > 1 and self._rest.takes():
+            if self._rest.takes():
                 return batch, [NO_DRAFT] * len(batch)
             asked = self._rest.sample(batch)
         cost = None if seconds is None else row_cost(seconds, len(batch), padded)
@@ -143,6 +148,15 @@ class Engine:
         if len(drafted) > 1 and seconds is not None:
             took = perf_counter() - began
             self._rest.looked(gain(trees, seconds, worths, padded) > took, took / float(seconds[0]))
+        return drafted, trees
+
+    def _draft_alone(self, batch: list[Sequence]) -> tuple[list[Sequence], list[DraftTree]]:
+        """The same of one sequence: its drafter sizes the tree."""
+        sequence, trees = batch[0], []
+        cost = self.costs.seconds(1, sequence.text.length) if sequence.limits.nodes is None else None
+        drafted = each(batch, lambda sequence: trees.append(sequence.draft(room(1, PASS.max_rows), cost)))
+        if cost is not None and self.costs.path_share:
+            trees = [fewer_paths(tree, cost, self.costs.path_seconds) for tree in trees]
         return drafted, trees
 
     def _note(
@@ -183,8 +197,9 @@ class Engine:
         used = self.costs.threads
         if self.threads is not None:
             used = self.threads.lowered_to(self.threads.next)
-            curve = self.costs.of(sequences).seconds(context, MAX_NODES)
-            self.threads.observe(forward + around, float(curve[min(nodes, MAX_NODES)]))
+            if self._chooses_threads:
+                curve = self.costs.of(sequences).seconds(context, MAX_NODES)
+                self.threads.observe(forward + around, float(curve[min(nodes, MAX_NODES)]))
             self.costs.threads = self.threads.lowered_to(self.threads.chosen)
         self.costs.of(sequences, used).observe(nodes, context, forward, around)
 

@@ -165,6 +165,11 @@ class Sequence:
         return not self.is_over and self.reader.is_near
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether all it needs is its next pass: the prompt is read, nothing was cut short, its reader is near."""
+        return self._ready and not len(self.unread) and self._stage == _BETWEEN and self.may_go_on
+
+    @property
     def progress(self) -> Progress:
         """How far it is."""
         length, begun = self.text.length, self.text.prompt_length

@@ -16,22 +16,24 @@ def row_topk(
     maxima: NDArray[np.float32],
     ids: NDArray[np.int32],
     values: NDArray[np.float32],
-) -> None:
+) -> bool:
     """Fill `ids` and `values`, both (m, k), with the k largest entries of each row of `logits` (m, v), largest first.
 
     `maxima` (m, v // BLOCK) holds the maximum of every full block. The k-th largest of them is at most the k-th largest
     entry, so only the few blocks that reach it are read. Equal entries come in order of their index, as `argmax`
-    breaks ties; NaN is never chosen. 1 <= k <= v.
+    breaks ties; NaN is never chosen. 1 <= k <= v. Returns whether there is one, which the maximum of its block tells.
     """
     m, v = logits.shape
     k = ids.shape[1]
     blocks = maxima.shape[1]
+    unordered = False
     for r in range(m):
         row = logits[r]
         best = values[r]
         best[:] = -np.inf
         for b in range(blocks):  # the k largest maxima, in the place of the result
             x = maxima[r, b]
+            unordered |= np.isnan(x)
             if x > best[k - 1]:
                 j = k - 1
                 while j > 0 and best[j - 1] < x:
@@ -55,6 +57,9 @@ def row_topk(
                         j -= 1
                     best[j] = x
                     ids[r, j] = i
+        for i in range(blocks * BLOCK, v):
+            unordered |= np.isnan(row[i])
+    return unordered
 
 
 @njit(cache=True, nogil=True)

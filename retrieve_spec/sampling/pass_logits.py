@@ -53,8 +53,7 @@ def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
     full = host.shape[1] // BLOCK
     blocks = rows if full * BLOCK == host.shape[1] else rows[:, : full * BLOCK]
     maxima = blocks.view(len(host), full, BLOCK).amax(-1).numpy() if full else host[:, :0]
-    row_topk(host, maxima, ids, values)
-    if np.isnan(maxima.max(initial=-np.inf)) or np.isnan(host[:, full * BLOCK :].max(initial=-np.inf)):
+    if row_topk(host, maxima, ids, values):
         _put_nan_first(host, ids)
     return PassLogits(logits, ids, values, host)
 
