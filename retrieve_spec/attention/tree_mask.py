@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree, unpacked
+from retrieve_spec.kernels.treemask import write_block
 
 
 def visible_rows(roots: int, tree: DraftTree | None) -> NDArray[np.bool_]:
@@ -52,7 +53,8 @@ class TreeMask:
         self._depths: NDArray[np.int64] = np.zeros(1, np.int64)
         self._buffer = torch.empty((0, 0), dtype=dtype, device=device)
         self._margin = self._spare = 0
-        self._written = False
+        self._host: NDArray[np.float32] | None = None  # the same memory
+        self._packed: torch.Tensor | None = None
         self._is_text: bool | None = None
         self._windows: dict[int, torch.Tensor] = {}
         self._device_words: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -64,7 +66,7 @@ class TreeMask:
         self._windows.clear()
         self._device_words = None
         self._device_prefix.clear()
-        self._written, self._is_text = False, None
+        self._packed = self._is_text = None
 
     @property
     def is_text(self) -> bool:
@@ -100,14 +102,18 @@ class TreeMask:
 
     def packed(self) -> torch.Tensor:
         """(1, 1, groups · rows, prefix + rows) additive mask: zeros, then the tree block once per group."""
-        height, columns = self.groups * self.rows, self.prefix + self.rows
-        if height > self._buffer.shape[0] or columns > self._margin + self.rows or self.rows > self._spare:
-            self._grow(height)
-        if not self._written:
-            target = self._buffer[:height, self._margin : self._margin + self.rows]
-            target.view(self.groups, self.rows, self.rows).copy_(self.block())
-            self._written = True
-        return self._buffer[:height, self._margin - self.prefix : self._margin + self.rows][None, None]
+        if self._packed is None:
+            height, end = self.groups * self.rows, self._margin + self.rows
+            if height > self._buffer.shape[0] or self.prefix > self._margin or self.rows > self._spare:
+                self._grow(height)
+                end = self._margin + self.rows
+            if self._host is not None:
+                write_block(self.seen, self._margin, self._host[:height])
+            else:
+                target = self._buffer[:height, self._margin : end]
+                target.view(self.groups, self.rows, self.rows).copy_(self.block())
+            self._packed = self._buffer[:height, self._margin - self.prefix : end][None, None]
+        return self._packed
 
     def _grow(self, height: int) -> None:
         """Make a zeroed buffer with room for this pass and longer prefixes."""
@@ -117,6 +123,8 @@ class TreeMask:
         self._buffer = torch.zeros(
             (max(height, self.groups * self._spare), self._margin + self._spare), dtype=self.dtype, device=self.device
         )
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            self._host = self._buffer.numpy()
 
     def first_key(self, window: int) -> int:
         """First cached row that any row of the pass sees in a layer with this window."""

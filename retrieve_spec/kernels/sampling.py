@@ -108,6 +108,18 @@ def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int
     return best
 
 
+@njit(cache=True, nogil=True)
+def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
+    """`gumbel_argmax_row`, or -1 where logits are no distribution: one is NaN or infinite, or all are -inf."""
+    unordered = False
+    for i in range(logits.shape[0]):  # without a branch: several at a time
+        unordered |= logits[i] != logits[i]
+    if unordered:
+        return -1
+    drawn = gumbel_argmax_row(logits, temperature, seed, row, position)
+    return drawn if np.isfinite(logits[drawn]) else -1
+
+
 @inner
 def _nucleus(
     row: NDArray[np.float32], heat: np.float32, top_p: float, ids: NDArray[np.int32], total: float, top: float

@@ -76,6 +76,26 @@ def see_ancestors(parent: NDArray[np.int32], num_roots: int, words: NDArray[np.i
 
 
 @njit(cache=True, nogil=True)
+def write_block(seen: NDArray[np.bool_], first: int, additive: NDArray[np.float32]) -> None:
+    """Write who looks at whom in a pass as an additive mask, once per group of rows.
+
+    Parameters
+    ----------
+    seen
+        (rows, rows) whether row i looks at row j.
+    first
+        Column of row 0.
+    additive
+        (groups · rows, ≥ first + rows), filled there: 0 where a row is seen, else -inf.
+    """
+    rows = len(seen)
+    for group in range(len(additive) // rows):
+        for i in range(rows):
+            for j in range(rows):
+                additive[group * rows + i, first + j] = 0.0 if seen[i, j] else -np.inf
+
+
+@njit(cache=True, nogil=True)
 def link_siblings(parent: NDArray[np.int32], next_sibling: NDArray[np.int32]) -> None:
     """Write the next node with the same parent for every node (n,), -1 behind the last."""
     last = np.full(len(parent) + 1, -1, np.int32)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.errors import DistributionError
-from retrieve_spec.kernels.sampling import gumbel_argmax, gumbel_argmax_row, truncate_row
+from retrieve_spec.kernels.sampling import draw_row, gumbel_argmax, truncate_row
 from retrieve_spec.kernels.treemask import find_child
 from retrieve_spec.sampling.pass_logits import PassLogits, read_logits
 from retrieve_spec.sampling.text import RowText
@@ -38,6 +38,14 @@ def check_drawable(scores: NDArray[np.float32]) -> None:
             f"{highest} as the highest of them",
             "Load the model in bfloat16 or float32, or check the logits processors.",
         )
+
+
+def _drawn(scores: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
+    """A token drawn from (vocab,) scores, which are refused where they are no distribution."""
+    token = int(draw_row(scores, temperature, seed, row, position))
+    if token < 0:
+        check_drawable(scores)
+    return token
 
 
 class Sampler(Protocol):
@@ -182,9 +190,9 @@ class RandomSampler(HostReading):
         """Return a sample."""
         key = (self._seed, self._row, text.length)
         values = self.warpers.edited(logits.row(row), text)
-        check_drawable(values)
         if not self.warpers.truncates:
-            return int(gumbel_argmax_row(values, self.warpers.temperature, *key))
+            return _drawn(values, self.warpers.temperature, *key)
+        check_drawable(values)
         count = self._truncate(values)
         return int(gumbel_argmax(self._ids, self._scores, count, *key))
 
@@ -245,8 +253,7 @@ class ProcessorSampler(HostReading):
         if self._seed is None:
             return int(torch.argmax(scores, dim=-1))
         host = np.ascontiguousarray(scores[0].detach().float().cpu().numpy())
-        check_drawable(host)
-        return int(gumbel_argmax_row(host, 1.0, self._seed, self._row, text.length))
+        return _drawn(host, 1.0, self._seed, self._row, text.length)
 
     def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
         """Log-probability under the processed scores, which are not computed again."""

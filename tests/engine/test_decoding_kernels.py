@@ -131,6 +131,17 @@ def test_gumbel_argmax(seed: int, vocab: int, position: int, temperature: float,
     assert sampling.gumbel_argmax(ids, listed, vocab - 1, seed, 0, position) == wanted
 
 
+@FEW
+@given(SEEDS, st.integers(1, 400), st.lists(st.sampled_from([np.nan, np.inf, -np.inf, 1.0]), max_size=3))
+def test_rows_that_are_no_distribution_are_not_drawn_from(seed: int, vocab: int, odd: list[float]) -> None:
+    random = np.random.default_rng(seed)
+    row = random.standard_normal(vocab).astype(np.float32)
+    for value in odd:
+        row[random.integers(vocab)] = value
+    wanted = sampling.gumbel_argmax_row(row, 0.7, seed, 0, 3) if np.isfinite(row.max()) else -1
+    assert sampling.draw_row(row, 0.7, seed, 0, 3) == wanted
+
+
 @pytest.mark.parametrize("other", [(1, 0, 5), (0, 1, 5), (0, 0, 6)])
 def test_noise_depends_on_seed_row_and_position(other: tuple[int, int, int]) -> None:
     row = np.zeros(1000, np.float32)
