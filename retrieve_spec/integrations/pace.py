@@ -13,9 +13,9 @@ from retrieve_spec.engine.cost import CostModel
 
 _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 """Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
-_FIRST_LEARNED, _LEARNED_EVERY = 16, 16
-"""Steps with drafts over about as many rows that are all learned from; then one of 16, as learning takes time, where
-drafts are so long that there is no doubt of them."""
+_FIRST_LEARNED, _LEARNED_EVERY = 64, 4
+"""Steps with drafts over about as many rows that are all learned from; then one of four, as learning takes time, where
+drafts are so long that there is no doubt of them. The first ones may be slow, as where kernels are compiled beside."""
 _HOPE_EVERY, _LEAST_HOPE, _MOST = 4, 2.0, 64
 """Where several rows have fewer drafted tokens than there are rows, one of so many looks takes them to cost less than
 they seem to, by a factor. It doubles while nothing pays even so, the looks in between while something does, to that

@@ -15,6 +15,7 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import ConfigError, PromptError, RequestError
 from retrieve_spec.integrations import ServingDrafter, serving
+from retrieve_spec.integrations.pace import Pace
 from retrieve_spec.sources.session import SessionMemory
 
 CONFIG = SpeculationConfig(min_path_probability=0.03)
@@ -497,3 +498,20 @@ def test_threads_may_call_at_once():
     assert not failed and len(drafter) == 0
     counts = drafter.statistics()
     assert counts["requests"] == 32 and counts["emitted"] == 32 * 55
+
+
+def test_slow_first_steps_are_forgotten():
+    """As where kernels are compiled meanwhile: drafts are soon as long again as they pay."""
+    rng, pace, drafted, slow = np.random.default_rng(0), Pace(), [], 10
+    for _ in range(800):
+        nodes = 0
+        if not pace.goes_without(1):
+            cost = pace.curve(1, 500)
+            nodes = 8 if cost is None else int(np.argmax(np.cumsum(0.93 ** np.arange(33)) / cost[:33]))
+        pace.stepped(1, nodes, 500, False, True)
+        seconds = (3.6 + (0.5 + 0.06 * nodes if nodes else 0.0)) * 1e-3 * rng.lognormal(0, 0.05)
+        pace.measured(seconds + (20e-3 if nodes and slow > 0 else 0.0))
+        slow -= nodes > 0
+        drafted.append(nodes)
+    assert np.mean(drafted[50:150]) < 16, "they were believed"
+    assert np.mean(drafted[500:]) > 20
