@@ -133,10 +133,8 @@ class Row(MixtureDrafter):
         keep
             Let the session and the phrases learn from it.
         """
-        self._history = [self.said.copy()]
-        self._catch_up()
-        if not keep:
-            self._history = []
+        follow_all([self])
+        self._history = [self.said.copy()] if keep else []
         self.finish()
         self.start(_NO_TOKENS)
 

@@ -101,6 +101,7 @@ class ServingDrafter(Requests):
         for shape in shapes:
             trial.start(shape, text)
             trial.draft([shape], 4, shape=shape)
+            trial.measured(1e-3)
             trial.feed(shape, text[:2])
             trial.draft([shape], 4, shape=shape)
             trial.finish(shape)

@@ -185,8 +185,8 @@ def called(llama, text):
 
 def test_a_step_is_measured_from_draft_to_draft(monkeypatch):
     steps = []
+    one = Llama(DraftModel())
     monkeypatch.setattr(ServingDrafter, "measured", lambda self, seconds: steps.append(seconds))
-    one, other = Llama(DraftModel()), None
     other = Llama(one.draft_model)
     called(one, [1, 2, 3])
     assert not steps, "the prompt was read before the first draft"

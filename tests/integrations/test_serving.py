@@ -19,6 +19,25 @@ from retrieve_spec.integrations.pace import Pace
 from retrieve_spec.sources.session import SessionMemory
 
 CONFIG = SpeculationConfig(min_path_probability=0.03)
+PREPARED = """
+from numba.core.caching import IndexDataCacheFile
+
+from retrieve_spec.integrations import ServingDrafter
+
+drafter = ServingDrafter()
+drafter.prepare(["chain"])
+loaded = []
+load = IndexDataCacheFile.load
+IndexDataCacheFile.load = lambda self, key: loaded.append(self._index_path) or load(self, key)
+for name in ("a", "b"):
+    drafter.start(name, [1, 2, 3, 4, 5, 6, 7] * 3)
+for step in range(40):
+    drafter.draft(["a", "b"][: 1 + step % 2], 8)
+    drafter.measured(0.01)
+    drafter.feed("a", [1 + step % 7])
+drafter.finish("a")
+assert not loaded, loaded
+"""
 NO_TORCH = '''
 import sys
 
@@ -515,3 +534,8 @@ def test_slow_first_steps_are_forgotten():
         drafted.append(nodes)
     assert np.mean(drafted[50:150]) < 16, "they were believed"
     assert np.mean(drafted[500:]) > 20
+
+
+def test_nothing_is_compiled_behind_prepare():
+    """A step that waits for a compiler would be taken for one that costs as much."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", PREPARED], check=True)
