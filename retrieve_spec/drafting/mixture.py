@@ -43,12 +43,12 @@ _MOST_FRESH = 64
 
 
 class _Shown(NamedTuple):
-    """What is to be learned at once: tokens (e,); nodes of the draft that led to them, and how many tokens it promised
-    (below 0: what was proposed did); these nodes and the target's top tokens (n + 1, k), or nothing."""
+    """What is to be learned at once: tokens (e,); nodes of the draft that led to them, and how many tokens it promised;
+    these nodes and the target's top tokens (n + 1, k), or nothing."""
 
     emitted: NDArray[np.int32]
     size: int = 0
-    expected: float = -1.0
+    expected: float = 0.0
     verified: NDArray[np.int32] = _NO_BLOCK
     top_ids: NDArray[np.int32] = _NO_IDS
     top_logits: NDArray[np.float32] = _NO_LOGITS
@@ -263,7 +263,7 @@ class MixtureDrafter(OpenSources):
 
     def _take_hope(self) -> tuple[int, float]:
         """The token that a draft would have begun with, and how probable that was; it is not judged any more."""
-        p, self._hope[1] = float(self._hope[1]), 0.0
+        p, self._hope[0] = float(self._hope[0]), 0.0
         return int(self._request.words[request.FIRST]), p
 
     def _ask(self, queries: DenseQueries, cost: NDArray[np.float32], limit: int, depth: int) -> None:
@@ -306,12 +306,12 @@ class MixtureDrafter(OpenSources):
             self._queries.see(verified.emitted, verified.hidden)
         tree = verified.tree
         size = len(tree)
-        # A verifier of chains takes one branch: what the others promised is nothing it could have kept.
-        expected = -1.0 if size in (0, self._proposed[0]) else tree.expected_accepted
+        proposed, expected = self._proposed
+        if size and size != proposed:  # a verifier of chains takes one branch: the others' promise it cannot have kept
+            expected = tree.expected_accepted
         asked, self._asked = self._asked, False
         if self._rest > 0 or self._fresh or not asked:
             if size:
-                expected = self._proposed[1] if expected < 0 else expected
                 self.calibration.drafted(expected, len(emitted) - 1, self._sampled)
                 self._take_hope()
             self._fresh.append(emitted)

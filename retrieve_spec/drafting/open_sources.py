@@ -110,7 +110,7 @@ class OpenSources:
         self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
         self._tail: NDArray[np.int32] = np.zeros((1, TAIL), np.int32)
         self._recent: NDArray[np.int32] = np.zeros(follow.MATCH, np.int32)
-        self._hope: NDArray[np.float64] = np.zeros(2)
+        self._hope: NDArray[np.float64] = np.zeros(1)
         self._learned: dict[int, int] = dict.fromkeys((request.STEPS, request.LEARNED, request.RESTS), 0)
         self._open()
 

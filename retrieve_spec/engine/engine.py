@@ -127,7 +127,7 @@ class Engine:
         if not any(sequence.lent.drafts for sequence in batch):
             return batch, [NO_DRAFT] * len(batch)
         if len(batch) == 1:
-            return self._draft_alone(batch)
+            return self._draft_alone(batch[0])
         seconds, padded, asked = None, pads(batch), batch
         if not self.in_step and all(sequence.limits.nodes is None for sequence in batch):
             context = sum(sequence.text.length for sequence in batch)
@@ -140,9 +140,7 @@ class Engine:
         began, own = perf_counter(), dict.fromkeys(map(id, batch), NO_DRAFT)
         failed = set(map(id, asked)) - set(map(id, each(asked, lambda s: own.update({id(s): s.draft(most, cost)}))))
         drafted = [sequence for sequence in batch if id(sequence) not in failed]
-        trees = [own[id(sequence)] for sequence in drafted]
-        if cost is not None and self.costs.path_share:
-            trees = [fewer_paths(tree, cost, self.costs.path_seconds) for tree in trees]
+        trees = self._narrowed([own[id(sequence)] for sequence in drafted], cost)
         worths = worth([sequence.progress for sequence in drafted], seconds)
         trees = (share_evenly if padded else share_out)(trees, seconds, most, worths)
         if len(drafted) > 1 and seconds is not None:
@@ -150,14 +148,18 @@ class Engine:
             self._rest.looked(gain(trees, seconds, worths, padded) > took, took / float(seconds[0]))
         return drafted, trees
 
-    def _draft_alone(self, batch: list[Sequence]) -> tuple[list[Sequence], list[DraftTree]]:
+    def _draft_alone(self, only: Sequence) -> tuple[list[Sequence], list[DraftTree]]:
         """The same of one sequence: its drafter sizes the tree."""
-        sequence, trees = batch[0], []
-        cost = self.costs.seconds(1, sequence.text.length) if sequence.limits.nodes is None else None
-        drafted = each(batch, lambda sequence: trees.append(sequence.draft(room(1, PASS.max_rows), cost)))
-        if cost is not None and self.costs.path_share:
-            trees = [fewer_paths(tree, cost, self.costs.path_seconds) for tree in trees]
-        return drafted, trees
+        trees: list[DraftTree] = []
+        cost = self.costs.seconds(1, only.text.length) if only.limits.nodes is None else None
+        drafted = each([only], lambda sequence: trees.append(sequence.draft(room(1, PASS.max_rows), cost)))
+        return drafted, self._narrowed(trees, cost)
+
+    def _narrowed(self, trees: list[DraftTree], cost: NDArray[np.float32] | None) -> list[DraftTree]:
+        """Trees without the paths that do not pay."""
+        if cost is None or not self.costs.path_share:
+            return trees
+        return [fewer_paths(tree, cost, self.costs.path_seconds) for tree in trees]
 
     def _note(
         self, batch: list[Sequence], usual: bool, at: tuple[float, float, float, float, float], more: int

@@ -36,7 +36,7 @@ from retrieve_spec.kernels.source_table import (
     ALIGNMENT_TEXT,
     CURSOR,
 )
-from retrieve_spec.kernels.views import prefetch, view_i32, view_i64, view_i64_rows
+from retrieve_spec.kernels.views import view_i32, view_i64, view_i64_rows
 
 WINDOW = SLOTS = 1 << 16
 META = 2
@@ -311,18 +311,6 @@ def extend(table: NDArray[np.int64], s: int, tokens: NDArray[np.int32], said: in
                 _begin(kept, np.int64(places[slot]), matched)
         places[slot] = meta[0]
     meta[1] = _best_first(kept)
-
-
-@inner
-def ask_for(table: NDArray[np.int64], s: int, tokens: NDArray[np.int32]) -> None:
-    """Ask memory for what `extend` will read."""
-    last = view_i32(table[s, ALIGNMENT_TEXT], WINDOW)
-    end = view_i64(table[s, ALIGNMENT_META], META)[0]
-    before = last[(end - 1) & (WINDOW - 1)]
-    for token in tokens:
-        h = mix(mix(np.uint64(0), token), before)
-        prefetch(table[s, ALIGNMENT_PLACES] + 4 * np.int64(h >> _HASH_SHIFT))
-        before = token
 
 
 @njit(cache=True, nogil=True)

@@ -36,7 +36,7 @@ _TOGETHER = 64
 """Rows that are learned together: their sets and entries fit into the nearest cache."""
 MOST = 8
 """Tokens of an entry at most: as many as are compared at once."""
-_MIXED = MOST // 2 + MOST // 2 + MOST // 2 + 1
+_MIXED = (3 * MOST + 2) // 2
 MEMORY = 1 + _MIXED + 3 * _TOGETHER * ORDERS
 """Words that `learn_rows` counts in and scribbles on: one, those of an entry that is averaged, those of rows."""
 

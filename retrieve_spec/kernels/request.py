@@ -57,8 +57,8 @@ PREDICTED, SLOW, POOL, WORDS, ALIGNED = 26, 27, 28, 29, 30
 place of the alignments in the table (-1: none)."""
 TABLE, SOURCES, CELL_COUNTS, SCALE, PROMISES, HOPE, FIRST = 31, 32, 33, 34, 35, 36, 37
 """Addresses of the table and how many sources it has; of a calibration's cells, scale and counts (`kernels/promise.py`;
-greedy, then with known noise); of (2,) float64, what the last draft promised and how probable the token was that it
-began with, or would if it had paid (0: none); that token."""
+greedy, then with known noise); of (1,) float64, how probable the token was that the last draft began with, or would if
+it had paid (0: none); that token."""
 REQUEST = 38
 """Integers per request."""
 HYPOTHESES = 3

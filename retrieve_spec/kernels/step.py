@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import alignment, prediction, promise, recycling, unigram
+from retrieve_spec.kernels import prediction, promise, recycling, unigram
 from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.expand import expand
@@ -106,10 +106,7 @@ def observe(
     state.catch_up(table, request)
     roots = state.stored_cursors(table, request)
     noise[3] = request[state.LENGTH] + request[state.OFFSET]
-    c = request[state.CONTEXT]
-    unigram.ask_for(table, c + 1, emitted)
-    if request[state.ALIGNED] >= 0:
-        alignment.ask_for(table, request[state.ALIGNED], emitted)
+    unigram.ask_for(table, request[state.CONTEXT] + 1, emitted)
     state.wake(table, request)
     learn(
         table,
@@ -158,12 +155,12 @@ def _recycle(
 @inner
 def _judge(request: NDArray[np.int64], emitted: NDArray[np.int32], size: int, expected: float) -> None:
     """Learn what became of a draft of so many nodes, or of the hope for one, from what came instead."""
-    counts, hope = state.promises_of(request, state.noise_of(request)[0]), view_f64(request[state.HOPE], 2)
+    counts, hope = state.promises_of(request, state.noise_of(request)[0]), view_f64(request[state.HOPE], 1)
     if size > 0:
-        promise.drafted(counts, expected if expected >= 0 else hope[0], len(emitted) - 1)
-    elif hope[1] > 0:
-        promise.hoped(counts, hope[1], np.int64(emitted[0] == request[state.FIRST]))
-    hope[1] = 0.0
+        promise.drafted(counts, expected, len(emitted) - 1)
+    elif hope[0] > 0:
+        promise.hoped(counts, hope[0], np.int64(emitted[0] == request[state.FIRST]))
+    hope[0] = 0.0
 
 
 @njit(cache=True, nogil=True)
@@ -190,7 +187,7 @@ def propose(
     origins
         Say where nodes stand in a store.
     size, expected
-        Nodes that were verified, and tokens that these promised (below 0: what the last draft did).
+        Nodes that were verified, and how many tokens these promised.
     emitted, verified, top_ids, top_logits
         As for `observe`; (0,) tokens where there is nothing to take in.
 
@@ -216,8 +213,7 @@ def propose(
     if max_nodes > 0 and room == len(emitted):
         n = _grow(table, request, cost, max_depth, min_p, nodes, node_p)
         promised = np.float64(pairwise_sum(node_p, n))
-        hope = view_f64(request[state.HOPE], 2)
-        request[state.FIRST], hope[0], hope[1] = nodes[0, 0], promised, np.float64(node_p[0])
+        request[state.FIRST], view_f64(request[state.HOPE], 1)[0] = nodes[0, 0], np.float64(node_p[0])
         if origins:
             found = np.empty(n, np.int64)
             known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)

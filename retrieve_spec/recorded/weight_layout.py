@@ -229,7 +229,7 @@ def rows_that_pay(weight: torch.Tensor, packed: torch.Tensor, others_bytes: int 
     twin = weight[: max(_TWIN_BYTES // weight[0].nbytes, 1)].clone()
     packed_twin = pack(twin)
     ours = weight, packed, _by_columns(weight)
-    theirs = twin, packed if packed_twin is None else packed_twin, _by_columns(twin)
+    theirs = ours if packed_twin is None else (twin, packed_twin, _by_columns(twin))
     others, times = torch.zeros(min(others_bytes, _MOST_BETWEEN) // 4), []
     for rows in _ROWS:
         x = torch.ones(1, rows, weight.shape[1])

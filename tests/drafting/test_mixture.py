@@ -341,7 +341,7 @@ def test_what_was_hoped_of_one_text_says_nothing_of_another(then):
     text = (np.arange(72) % 9).astype(np.int32)
     drafter.start(text)
     assert not len(drafter.propose(Budget(1, 1, np.array([1.0, 100.0], np.float32))))
-    assert drafter._hope[1] > 0
+    assert drafter._hope[0] > 0
     before = drafter.calibration.drafts.copy()
     getattr(drafter, then)(text[:5])
     drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([99], np.int32)))
