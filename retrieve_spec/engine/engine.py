@@ -89,8 +89,9 @@ class Engine:
         """One pass for every sequence that may go on; `own` are those that the caller waits for."""
         self.steps += 1
         with torch.inference_mode(False), torch.no_grad():
-            if len(self._sequences) == 1 and self._sequences[0] in own and self._sequences[0].only_decodes:
-                self._pass(list(self._sequences))
+            batch = list(self._sequences)  # looked at once: others join meanwhile
+            if len(batch) == 1 and batch[0] in own and batch[0].only_decodes:
+                self._pass(batch)
                 return
             here = climate()
             # All of them, before a pass without them takes what they share with others.

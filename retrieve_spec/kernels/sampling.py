@@ -111,10 +111,10 @@ def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int
 @njit(cache=True, nogil=True)
 def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
     """`gumbel_argmax_row`, or -1 where logits are no distribution: one is NaN or infinite, or all are -inf."""
-    unordered = False
+    undrawable = False
     for i in range(logits.shape[0]):  # without a branch: several at a time
-        unordered |= logits[i] != logits[i]
-    if unordered:
+        undrawable |= not logits[i] < np.inf
+    if undrawable:
         return -1
     drawn = gumbel_argmax_row(logits, temperature, seed, row, position)
     return drawn if np.isfinite(logits[drawn]) else -1

@@ -142,6 +142,11 @@ def test_rows_that_are_no_distribution_are_not_drawn_from(seed: int, vocab: int,
     assert sampling.draw_row(row, 0.7, seed, 0, 3) == wanted
 
 
+def test_infinite_logits_are_refused_where_others_become_infinite():
+    """Divided by so small a temperature 1e30 is infinite, too, and stands first."""
+    assert sampling.draw_row(np.array([1e30, np.inf], np.float32), 1e-9, 0, 0, 0) == -1
+
+
 @pytest.mark.parametrize("other", [(1, 0, 5), (0, 1, 5), (0, 0, 6)])
 def test_noise_depends_on_seed_row_and_position(other: tuple[int, int, int]) -> None:
     row = np.zeros(1000, np.float32)
