@@ -20,6 +20,7 @@ from retrieve_spec.datastore.change import (
     finished,
     nothing_to_index,
     publish,
+    report_of,
     writer,
 )
 from retrieve_spec.datastore.cut import Cut
@@ -102,7 +103,7 @@ def build_datastore(
     wished = as_sources(sources, licence) if not resume else ()
     runner_of(cluster, 1)  # wrong ones are found out before anything is begun
     if is_address(path):
-        from retrieve_spec.datastore.remote_build import build_remote
+        from retrieve_spec.datastore.remote_change import build_remote
 
         settings = checked(config or StoreConfig(), tokenizer)
         return build_remote(
@@ -138,12 +139,12 @@ def add_documents(
     """Add documents to a datastore as new segments; texts it already has are skipped as duplicates.
 
     Parameters and errors are those of `build_datastore`; the tokenizer is the store's own. A store at an address needs
-    no cluster: new segments are made here otherwise, and sent there (`retrieve_spec.datastore.remote_add`).
+    no cluster: new segments are made here otherwise, and sent there (`retrieve_spec.datastore.remote_change`).
     """
     store = Path(path)
     runner_of(cluster, 1)
     if is_address(path):
-        from retrieve_spec.datastore.remote_add import add_remote
+        from retrieve_spec.datastore.remote_change import add_remote
 
         wished = as_sources(sources, licence) if not resume else ()
         return add_remote(
@@ -271,15 +272,7 @@ def grow(
 
         entries, record, dense = add_dense(work, manifest, entries, stages.config.dense, watch, fresh=not staying)
         manifest = replace(manifest, dense=record)
-    report = ChangeReport(
-        plan["verb"],
-        sum(entry.documents for entry in entries),
-        sum(entry.tokens for entry in entries),
-        len(entries) + len(staying),
-        tuple(cut.skipped),
-        watch.seconds,
-        dense,
-    )
+    report = report_of(plan["verb"], entries, len(entries) + len(staying), cut.skipped, watch.seconds, dense)
     return publish(work, manifest, staying[: len(staying) - len(made)], [*made, *entries], plan, report)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -64,6 +64,19 @@ class ChangeReport:
     def skipped_by_reason(self) -> dict[str, int]:
         """How many were left out, by reason."""
         return {reason: len(paths) for reason, paths in by_reason(self.skipped).items()}
+
+
+def report_of(
+    verb: str,
+    made: Sequence[SegmentEntry],
+    segments: int,
+    skipped: Iterable[tuple[str, str, str]],
+    seconds: dict[str, float],
+    dense: dict[str, Any] | None = None,
+) -> ChangeReport:
+    """Report of a change that made some segments, of a store that has so many now."""
+    documents, tokens = sum(entry.documents for entry in made), sum(entry.tokens for entry in made)
+    return ChangeReport(verb, documents, tokens, segments, tuple(skipped), seconds, dense or {})
 
 
 def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
@@ -311,6 +324,10 @@ def event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
 def finished(work: WorkFolder, verb: str) -> ChangeReport:
     """Tidy up after a change that had taken effect before it was killed, and report it."""
     work.end()
-    manifest = read_manifest(work.store)
+    return last_report(read_manifest(work.store), verb)
+
+
+def last_report(manifest: Manifest, verb: str) -> ChangeReport:
+    """Report of the change that made a store what it is."""
     event = manifest.history[-1]
     return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))

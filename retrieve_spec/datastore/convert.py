@@ -19,10 +19,10 @@ import numpy as np
 from retrieve_spec._version import __version__
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.addresses import folder_of
-from retrieve_spec.datastore.change import ChangeReport, publish, utc_now, writer
+from retrieve_spec.datastore.change import ChangeReport, publish, report_of, utc_now, writer
 from retrieve_spec.datastore.dense import DENSE_FILES
 from retrieve_spec.datastore.documents import Origin, Row, table_arrays
-from retrieve_spec.datastore.files import FileEntry, check_content, map_array, write_files
+from retrieve_spec.datastore.files import FileEntry, check_content, entries_of, map_array, write_files
 from retrieve_spec.datastore.manifest import (
     CATALOG,
     SEGMENTS,
@@ -88,14 +88,7 @@ def convert_datastore(path: str | os.PathLike[str], *, progress: bool = False) -
             for segment in raw["segments"]:
                 entries.append(_converted(work, manifest, segment, rows, len(entries)))
                 bar.update(segment["tokens"])
-        report = ChangeReport(
-            "convert",
-            sum(entry.documents for entry in entries),
-            sum(entry.tokens for entry in entries),
-            len(entries),
-            (),
-            watch.seconds,
-        )
+        report = report_of("convert", entries, len(entries), (), watch.seconds)
         publish(work, manifest, (), entries, plan, report)
         (store / CATALOG).unlink(missing_ok=True)
         return report
@@ -128,7 +121,7 @@ def _converted(
 ) -> SegmentEntry:
     """Put a segment of the format before into the work folder, in this one's form."""
     source = work.store / SEGMENTS / segment["name"]
-    files = {name: FileEntry(**file) for name, file in segment["files"].items()}
+    files = entries_of(segment["files"])
     listed = _rows(connection, segment)
     added_at = max((str(row[_COLUMNS.index("added_at")]) for row in listed), default="")
     rows = [Row(row[1], row[2], row[3], row[4], row[6]) for row in listed]

@@ -41,7 +41,7 @@ from retrieve_spec.datastore.dense_keys import (
     write_keys,
 )
 from retrieve_spec.datastore.dense_thin import hard_positions
-from retrieve_spec.datastore.files import FileEntry, replace_file, write_files
+from retrieve_spec.datastore.files import FileEntry, entries_of, replace_file, write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, DenseRecord, Manifest, SegmentEntry
 from retrieve_spec.datastore.progress import Stopwatch
@@ -138,7 +138,7 @@ def add_dense(
         _build(work, manifest, entries, config, watch, fresh)
     record = DenseRecord(**json.loads((work.path / _RECORD).read_bytes()))
     notes = [json.loads(path.read_bytes()) for path in done]
-    files = [{name: FileEntry(**file) for name, file in note["files"].items()} for note in notes]
+    files = [entries_of(note["files"]) for note in notes]
     reports = [note["report"] for note in notes]
     extended = [replace(entry, files=entry.files | new) for entry, new in zip(entries, files, strict=True)]
     return extended, record, _summary(reports, work)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from retrieve_spec.datastore.addresses import explain_remote_errors
-from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
+from retrieve_spec.datastore.files import FileEntry, entries_of, replace_file, sha256_of
 from retrieve_spec.datastore.manifest import PLAN, SEGMENTS, WORK, content_name
 from retrieve_spec.datastore.remote import Remote
 from retrieve_spec.datastore.scratch import scratch_folder
@@ -81,8 +81,8 @@ class Exchange:
         assert plan is not None, "a change in progress"
         tokenizer, inputs = work.store / plan["tokenizer"], work.path / INPUTS
         entries = {INPUTS: _entry(inputs), _TOKENIZER: _entry(tokenizer)}
-        self.remote.send(inputs, self._inputs_place(entries[INPUTS]), entries[INPUTS], _silent)
-        self.remote.send(tokenizer, plan["tokenizer"], entries[_TOKENIZER], _silent)
+        self.remote.send(inputs, self._inputs_place(entries[INPUTS]), entries[INPUTS])
+        self.remote.send(tokenizer, plan["tokenizer"], entries[_TOKENIZER])
         self._change = secrets.token_hex(8)
         files = {name: asdict(entry) for name, entry in entries.items()}
         body = {"plan": plan, "files": files, "change": self._change}
@@ -104,10 +104,10 @@ class Exchange:
         """Bring what an interrupted change planned into the work folder."""
         body = self._opened(PLAN)
         self._change = body["change"]
-        entries = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+        entries = entries_of(body["files"])
         work.path.mkdir(parents=True)
-        self._fetch(self._inputs_place(entries[INPUTS]), work.path / INPUTS, entries[INPUTS])
-        self._fetch(body["plan"]["tokenizer"], work.store / body["plan"]["tokenizer"], entries[_TOKENIZER])
+        self.remote.fetch(self._inputs_place(entries[INPUTS]), work.path / INPUTS, entries[INPUTS])
+        self.remote.fetch(body["plan"]["tokenizer"], work.store / body["plan"]["tokenizer"], entries[_TOKENIZER])
         replace_file(work.path / PLAN, json.dumps(body["plan"]).encode())
 
     @_reaching
@@ -121,7 +121,7 @@ class Exchange:
         shared = {"plan": stages.plan, "change": self._change, "tokenizer": asdict(tokenizer)}
         if stage == "segment":
             entry = _entry(work.path / CUT)
-            self.remote.send(work.path / CUT, self._name(CUT), entry, _silent)
+            self.remote.send(work.path / CUT, self._name(CUT), entry)
             return {**shared, "cut": asdict(entry)}
         lines = {}
         for rank in ranks:
@@ -143,7 +143,7 @@ class Exchange:
                 continue  # of another change, or lost since: made again
             for place, entry in files.items():
                 if place.startswith(f"{WORK}/") and place.endswith(".json"):
-                    self._fetch(place, work.path / place.removeprefix(f"{WORK}/"), entry)
+                    self.remote.fetch(place, work.path / place.removeprefix(f"{WORK}/"), entry)
 
     @_reaching
     def error(self, stage: str, rank: int) -> bytes | None:
@@ -188,12 +188,12 @@ class Exchange:
         plan, self._change = needs["plan"], needs["change"]
         work.path.mkdir(parents=True, exist_ok=True)
         replace_file(work.path / PLAN, json.dumps(plan).encode())
-        self._fetch(plan["tokenizer"], work.store / plan["tokenizer"], FileEntry(**needs["tokenizer"]))
+        self.remote.fetch(plan["tokenizer"], work.store / plan["tokenizer"], FileEntry(**needs["tokenizer"]))
         if stage == "segment":
-            self._fetch(self._name(CUT), work.path / CUT, FileEntry(**needs["cut"]))
+            self.remote.fetch(self._name(CUT), work.path / CUT, FileEntry(**needs["cut"]))
             for number, _ in part_of(work, rank).pieces:
                 for place, entry in self._marked(_mark("tokens", number)).items():
-                    self._fetch(place, work.path / place.removeprefix(f"{WORK}/"), entry)
+                    self.remote.fetch(place, work.path / place.removeprefix(f"{WORK}/"), entry)
             (work.path / INPUTS).touch()
             return
         at, size, expected = needs["lines"][str(rank)]
@@ -211,17 +211,17 @@ class Exchange:
         else:
             written = [work.path / f"segment-{rank:06d}.json"]
             record = json.loads(written[0].read_bytes())
-            made = {name: FileEntry(**entry) for name, entry in record["files"].items()}
+            made = entries_of(record["files"])
             folder = f"{SEGMENTS}/{content_name(made)}"
             there = self.remote.sizes(folder)
             for name, entry in made.items():
                 files[f"{folder}/{name}"] = entry
                 if there.get(f"{folder}/{name}") != entry.bytes:
                     source = work.path / f"segment-{rank:06d}" / name
-                    self.remote.send(source, f"{folder}/{name}", entry, _silent)
+                    self.remote.send(source, f"{folder}/{name}", entry)
         for path in written:
             entry = files[self._name(path.name)] = _entry(path)
-            self.remote.send(path, self._name(path.name), entry, _silent)
+            self.remote.send(path, self._name(path.name), entry)
         mark = {"files": {place: asdict(entry) for place, entry in files.items()}, "change": self._change}
         self.remote.write(self._place(_mark(stage, rank)), _sealed(mark))
 
@@ -240,14 +240,10 @@ class Exchange:
         """By its hash: of two processes that begin at once each has its own."""
         return self._name(f"inputs-{entry.sha256[:12]}.jsonl")
 
-    def _fetch(self, place: str, target: Path, entry: FileEntry) -> None:
-        self.remote.fetch(place, target, entry, _silent)
-
     def _marked(self, mark: str) -> dict[str, FileEntry]:
         """What a mark names; nothing where it is of another change."""
         body = self._opened(mark)
-        named = body["files"] if body["change"] == self._change else {}
-        return {place: FileEntry(**entry) for place, entry in named.items()}
+        return entries_of(body["files"]) if body["change"] == self._change else {}
 
     def _opened(self, name: str) -> dict[str, Any]:
         """Content of a sealed file."""
@@ -310,7 +306,3 @@ def _mark(stage: str, rank: int) -> str:
 
 def _error(stage: str, rank: int) -> str:
     return f"error-{stage}-{rank:06d}.json"
-
-
-def _silent(_: int) -> None:
-    """Progress of ranks, by the marks they leave."""

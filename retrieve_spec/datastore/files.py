@@ -31,6 +31,11 @@ class FileEntry:
     dtype: str = ""
 
 
+def entries_of(record: Mapping[str, Any]) -> dict[str, FileEntry]:
+    """Entries of files by name from their JSON form."""
+    return {name: FileEntry(**file) for name, file in record.items()}
+
+
 @contextmanager
 def explain_read_errors(path: Path) -> Iterator[None]:
     """Turn missing permission or a failing disk into a `StoreError` that says so; a missing file stays what it is."""
@@ -48,11 +53,8 @@ def _unreadable(path: str | Path, error: OSError) -> StoreError:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()
     with explain_read_errors(path), path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def little_endian(dtype: Any) -> str:

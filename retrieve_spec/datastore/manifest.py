@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.datastore.files import FileEntry, explain_read_errors, replace_file
+from retrieve_spec.datastore.files import FileEntry, entries_of, explain_read_errors, replace_file
 from retrieve_spec.errors import StoreCorruptError, StoreIncompleteError, StoreNotFoundError, StoreVersionError
 
 FORMAT_VERSION = 3
@@ -181,6 +182,16 @@ def write_manifest(store: Path, manifest: Manifest) -> None:
     replace_file(store / MANIFEST, content_of(manifest))
 
 
+def files_of(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
+    """Every file that a store drafts from: its place below the folder, and its record."""
+    yield manifest.tokenizer_name, manifest.tokenizer
+    for entry in manifest.segments:
+        for name, file in sorted(entry.files.items()):
+            yield f"{SEGMENTS}/{entry.name}/{name}", file
+        for name, file in sorted(entry.tombstones.items()):
+            yield f"{TOMBSTONES}/{name}", file
+
+
 def content_of(manifest: Manifest) -> bytes:
     """The file that holds a manifest."""
     return json.dumps(manifest.to_json(), indent=1, ensure_ascii=False).encode("utf-8", _ESCAPED)
@@ -269,10 +280,8 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
 def entry_of(record: dict[str, Any]) -> SegmentEntry:
     """A segment's entry from its JSON form."""
     pairs = tuple((licence, source) for licence, source in record["origins"])
-    files, tombstones = (
-        {name: FileEntry(**file) for name, file in record[kind].items()} for kind in ("files", "tombstones")
-    )
-    return SegmentEntry(**{**record, "origins": pairs, "files": files, "tombstones": tombstones})
+    files = {kind: entries_of(record[kind]) for kind in ("files", "tombstones")}
+    return SegmentEntry(**{**record, "origins": pairs, **files})
 
 
 def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:

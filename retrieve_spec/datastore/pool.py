@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from retrieve_spec import errors
 from retrieve_spec.datastore.exchange import Exchange, look, needs_of, run_travelling
@@ -28,13 +28,8 @@ ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "NUMBA_NUM_T
 _MODULE = "retrieve_spec.datastore.worker"
 
 
-class Runner(Protocol):
-    """Runs ranks of a stage, somewhere, and tells of each that is done, as `Pool.run` says."""
-
-    def __call__(
-        self, stages: Stages, stage: str, ranks: Sequence[int], size: int, tell: Callable[[Done], object]
-    ) -> None:
-        """Run them."""
+Runner = Callable[[Stages, str, Sequence[int], int, Callable[[Done], object]], None]
+"""Runs ranks of a stage, somewhere, and tells of each that is done, as `Pool.run` says."""
 
 
 class Pool:

@@ -45,14 +45,19 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
         When a Parquet file is met and pyarrow is not installed.
     """
     for file in files:
-        if file.skip or file.kind == "text":
-            yield Text(file, file.path, skip=file.skip)
-        elif file.kind == "jsonl":
-            yield from _json_lines(file, limit)
-        elif file.kind == "ds":
-            yield from _tokenised(file)
-        else:
-            yield from _parquet(file, sources[file.source].field)
+        try:
+            if file.skip or file.kind == "text":
+                yield Text(file, file.path, skip=file.skip)
+            elif file.kind == "jsonl":
+                yield from _json_lines(file, limit)
+            elif file.kind == "ds":
+                yield from _tokenised(file)
+            else:
+                yield from _parquet(file, sources[file.source].field)
+        except BuildError:  # a remote that cannot be reached any more, among others
+            raise
+        except _READ_ERRORS as error:
+            yield Text(file, file.path, skip=_reason(error))
 
 
 class _Zstandard(io.RawIOBase):
@@ -118,34 +123,25 @@ def _tokenised(file: SourceFile) -> Iterator[Text]:
             yield Text(file, f"{file.path}#{number}", ids)
     except tokenised.TokenisedFileError:  # its plan was made from files that belonged together
         yield Text(file, file.path, skip=Reason.CHANGING if exists(file.location) else Reason.GONE)
-    except BuildError:
-        raise
-    except _READ_ERRORS as error:
-        yield Text(file, file.path, skip=_reason(error))
 
 
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
-    try:
-        with _opened(file) as stream:
-            number = file.line
-            if file.end and stream.seek(0, io.SEEK_END) < file.end:
-                yield Text(file, file.path, skip=Reason.CHANGING)  # since it was cut into parts
-                return
-            if file.end:
-                stream.seek(file.start)
-            while (not file.end or stream.tell() < file.end) and (line := stream.readline(limit + 1)):
-                number += 1
-                name = f"{file.path}#{number}"
-                if len(line) > limit:
-                    while line and not line.endswith(b"\n"):
-                        line = stream.readline(limit)
-                    yield Text(file, name, skip=Reason.LARGE)
-                elif line.strip():
-                    yield Text(file, name, line)
-    except BuildError:  # a remote that cannot be reached any more
-        raise
-    except _READ_ERRORS as error:
-        yield Text(file, file.path, skip=_reason(error))
+    with _opened(file) as stream:
+        number = file.line
+        if file.end and stream.seek(0, io.SEEK_END) < file.end:
+            yield Text(file, file.path, skip=Reason.CHANGING)  # since it was cut into parts
+            return
+        if file.end:
+            stream.seek(file.start)
+        while (not file.end or stream.tell() < file.end) and (line := stream.readline(limit + 1)):
+            number += 1
+            name = f"{file.path}#{number}"
+            if len(line) > limit:
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(limit)
+                yield Text(file, name, skip=Reason.LARGE)
+            elif line.strip():
+                yield Text(file, name, line)
 
 
 def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
@@ -168,9 +164,7 @@ def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
                     value = _field(row, field)
                     name = f"{file.path}#{number}"
                     yield Text(file, name, value) if isinstance(value, str) else Text(file, name, skip="no text")
-    except BuildError:
-        raise
-    except (OSError, pyarrow.ArrowException) as error:
+    except pyarrow.ArrowException as error:
         yield Text(file, file.path, skip=_reason(error))
 
 

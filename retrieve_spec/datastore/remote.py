@@ -18,14 +18,20 @@ from pathlib import Path
 
 from retrieve_spec.datastore.addresses import explain_remote_errors, reach
 from retrieve_spec.datastore.change import explain_write_errors
-from retrieve_spec.datastore.files import FileEntry
+from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import MANIFEST, Manifest, content_of, manifest_of
 from retrieve_spec.errors import BuildError, StoreCorruptError, StoreLockedError, StoreNotFoundError
 
 VERSIONS = "versions"
 _BLOCK = 1 << 22
 _TRIES = 5
+Tick = Callable[[int], object]
+"""Told of bytes that have travelled."""
 _REMEDY = "Push the store again from a sound copy."
+
+
+def _silent(_: int) -> None:
+    pass
 
 
 class Remote:
@@ -160,7 +166,7 @@ class Remote:
         start = len(self.root) + 1
         return {name[start:]: int(about["size"]) for name, about in found.items()}
 
-    def send(self, source: Path, place: str, expected: FileEntry, tick: Callable[[int], object]) -> None:
+    def send(self, source: Path, place: str, expected: FileEntry, tick: Tick = _silent) -> None:
         """Copy a file of a store there, whole or not at all.
 
         Raises
@@ -172,15 +178,8 @@ class Remote:
         """
         target = self.path(place)
         part = target if self._atomic else f"{target}.{secrets.token_hex(4)}.part"
-        digest = sha256()
+        check_content(source, expected)
         try:
-            with source.open("rb") as read:
-                while block := read.read(_BLOCK):
-                    digest.update(block)
-            if digest.hexdigest() != expected.sha256:
-                raise StoreCorruptError(
-                    f"checksum {expected.sha256[:12]} of {source}", digest.hexdigest()[:12], _REMEDY
-                )
             with self._in_place():
                 self.fs.makedirs(posixpath.dirname(target), exist_ok=True)
                 self.fs.put_file(os.fspath(source), part)
@@ -204,7 +203,7 @@ class Remote:
         self.fs.invalidate_cache()
         return int(self.fs.info(place)["size"])
 
-    def fetch(self, place: str, target: Path, expected: FileEntry, tick: Callable[[int], object]) -> None:
+    def fetch(self, place: str, target: Path, expected: FileEntry, tick: Tick = _silent) -> None:
         """Copy a file from there, whole or not at all.
 
         Raises

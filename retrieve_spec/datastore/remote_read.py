@@ -9,18 +9,12 @@ from typing import Any
 
 from retrieve_spec.datastore.addresses import explain_remote_errors, is_address
 from retrieve_spec.datastore.change import existing_manifest
-from retrieve_spec.datastore.manifest import Manifest, read_manifest
+from retrieve_spec.datastore.manifest import Manifest, files_of, read_manifest
 from retrieve_spec.datastore.progress import progress_bar
 from retrieve_spec.datastore.remote import read_remote
-from retrieve_spec.datastore.share import files_of, pull_datastore
-from retrieve_spec.datastore.store import Datastore, open_datastore
+from retrieve_spec.datastore.share import pull_datastore
 from retrieve_spec.errors import BuildError
 from retrieve_spec.paths import cache_dir
-
-
-def open_remote(url: str, *, tokenizer: Any = None) -> Datastore:
-    """Open the store that a remote holds, from its copy (`local_folder`); errors are also those of `open_datastore`."""
-    return open_datastore(local_folder(url), tokenizer=tokenizer)
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
@@ -69,7 +63,7 @@ def verify_remote(url: str, *, progress: bool = False) -> dict[str, Any]:
         As `pull_datastore`.
     """
     remote, _, manifest = read_remote(url)
-    files = [(place, file) for place, _, file in files_of(Path(), manifest)]
+    files = list(files_of(manifest))
     size = sum(file.bytes for _, file in files)
     with progress_bar("verifying", size, "B", progress) as bar, explain_remote_errors(url):
         for place, file in files:

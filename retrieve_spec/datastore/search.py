@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.datastore.dense import continuation
 from retrieve_spec.datastore.documents import Document
 from retrieve_spec.datastore.segment import Segment
 from retrieve_spec.datastore.store import Datastore
@@ -133,8 +134,6 @@ def _occurrence(store: Datastore, index: int, position: int, matched: int, span:
         raise StoreCorruptError(
             f"positions in documents in the suffix array of segment {segment.name}", str(error)
         ) from None
-    start = position + matched
-    end = min(start + span, document.start + document.tokens)
-    ids = segment.ids_of(segment.tokens[start:end])
+    ids = continuation(segment, position + matched - 1, span)
     text = store.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
     return Occurrence(index, position, document, text)

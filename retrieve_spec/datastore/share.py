@@ -16,9 +16,9 @@ from retrieve_spec.datastore.addresses import explain_remote_errors, folder_of
 from retrieve_spec.datastore.card import public_manifest, store_card, told_of, without_lists
 from retrieve_spec.datastore.change import ChangeReport, existing_manifest, explain_write_errors, utc_now, writer
 from retrieve_spec.datastore.dense import TRANSFORM
-from retrieve_spec.datastore.files import FileEntry, replace_file
+from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.fresh import check_folder, first_manifest
-from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, Manifest, write_manifest
+from retrieve_spec.datastore.manifest import Manifest, files_of, write_manifest
 from retrieve_spec.datastore.progress import progress_bar
 from retrieve_spec.datastore.remote import Remote, changed, read_remote
 from retrieve_spec.datastore.store import check_tokenizer, open_datastore
@@ -92,13 +92,13 @@ def push_datastore(
                 seen = _seen(folder).get(url, {}).get("version", 0)
                 raise changed(url, f"version {seen or 'none'}", f"version {newest}, which this store has not seen")
         there_sizes = remote.sizes()
-        files = list(files_of(folder, manifest))
-        missing = [(place, source, file) for place, source, file in files if there_sizes.get(place) != file.bytes]
-        total = sum(file.bytes for _, _, file in missing)
+        files = list(files_of(manifest))
+        missing = [(place, file) for place, file in files if there_sizes.get(place) != file.bytes]
+        total = sum(file.bytes for _, file in missing)
         with progress_bar("pushing", total, "B", progress) as bar:
-            for place, source, file in missing:
-                with _explain_lost(source):
-                    remote.send(source, place, file, bar.update)
+            for place, file in missing:
+                with _explain_lost(folder / place):
+                    remote.send(folder / place, place, file, bar.update)
         if not remote.says(manifest):
             version += 1
             remote.write(remote.path("README.md"), store_card(told_of(store, manifest), manifest))
@@ -115,16 +115,6 @@ def _explain_lost(source: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         expected, got = f"{source}, which the store listed", "a store that another process has changed meanwhile"
         raise StoreLockedError(expected, got, "Push it again when that has finished.") from error
-
-
-def files_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Path, FileEntry]]:
-    """Every file of a store: its place below the root, where it is, and its record."""
-    yield manifest.tokenizer_name, folder / manifest.tokenizer_name, manifest.tokenizer
-    for entry in manifest.segments:
-        for name, file in sorted(entry.files.items()):
-            yield f"{SEGMENTS}/{entry.name}/{name}", folder / SEGMENTS / entry.name / name, file
-        for name, file in sorted(entry.tombstones.items()):
-            yield f"{TOMBSTONES}/{name}", folder / TOMBSTONES / name, file
 
 
 def _seen(folder: Path) -> dict[str, Any]:
@@ -205,7 +195,7 @@ def _assemble(work: WorkFolder, remote: Remote, there: Manifest, mine: Manifest 
     """A store in the work folder that is what the remote holds; what this store has is linked, the rest fetched."""
     folder = work.path / _PULL
     held = {entry.name for entry in mine.segments} if mine else set()
-    wanted = [(folder / place, place, file) for place, _, file in files_of(folder, there)]
+    wanted = [(folder / place, place, file) for place, file in files_of(there)]
     missing = [one for one in wanted if not (one[0].exists() and one[0].stat().st_size == one[2].bytes)]
     with progress_bar("pulling", sum(file.bytes for *_, file in missing), "B", progress) as bar:
         for target, place, file in missing:

@@ -26,10 +26,10 @@ from tokenizers import Tokenizer
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.cut import Choice, Cut, SegmentCut
 from retrieve_spec.datastore.documents import Row
-from retrieve_spec.datastore.files import FileEntry, replace_file
+from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map, tokenise
-from retrieve_spec.datastore.manifest import SegmentEntry
+from retrieve_spec.datastore.manifest import SegmentEntry, entry_of
 from retrieve_spec.datastore.records import texts_of
 from retrieve_spec.datastore.segment import write_segment
 from retrieve_spec.datastore.shards import SegmentShard, Shard, WrittenShard
@@ -212,10 +212,7 @@ class Stages:
     def entry(self, rank: int) -> SegmentEntry:
         """Entry of an indexed segment, under its number in the work folder."""
         record = json.loads(_record_of(self.work, rank).read_bytes())
-        files = {name: FileEntry(**file) for name, file in record["files"].items()}
-        origins = tuple((licence, source) for licence, source in record["origins"])
-        at = self.plan["at"]
-        return SegmentEntry(f"{rank:06d}", record["documents"], record["tokens"], at, origins, files)
+        return entry_of({"name": f"{rank:06d}", "added_at": self.plan["at"], "tombstones": {}, **record})
 
 
 @lru_cache(maxsize=1)

@@ -179,9 +179,9 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     if not isinstance(path, str | os.PathLike):
         raise StoreNotFoundError("the folder of a datastore, or its address", repr(path)[:60], "Give its path.")
     if isinstance(path, str) and "://" in path:
-        from retrieve_spec.datastore.remote_read import open_remote  # imports what opening a folder need not wait for
+        from retrieve_spec.datastore.remote_read import local_folder  # imports what opening a folder need not wait for
 
-        return open_remote(str(path), tokenizer=tokenizer)
+        path = local_folder(path)
     return _opened(Path(path), tokenizer, as_written=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.change import ChangeReport, nothing_to_index, publish
-from retrieve_spec.datastore.files import FileEntry, sync_folder
+from retrieve_spec.datastore.change import ChangeReport, nothing_to_index, publish, report_of
+from retrieve_spec.datastore.files import FileEntry, sha256_of, sync_folder
 from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, Manifest, SegmentEntry, content_name
 from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.removal import counted
@@ -23,8 +22,6 @@ from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.datastore.tombstones import COPIES, DOCUMENTS, RANKS, tombstones_of, write_tombstones
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import StoreCorruptError
-
-_BLOCK = 1 << 22
 
 
 def unite(
@@ -68,14 +65,7 @@ def unite(
     if not entries:
         work.end()
         raise nothing_to_index((), {}, 0)
-    report = ChangeReport(
-        plan["verb"],
-        sum(entry.documents for entry in entries),
-        sum(entry.tokens for entry in entries),
-        len(entries),
-        tuple(skipped),
-        watch.seconds,
-    )
+    report = report_of(plan["verb"], entries, len(entries), skipped, watch.seconds)
     return publish(work, manifest, (), entries, plan, report)
 
 
@@ -147,16 +137,8 @@ def link_file(source: Path, target: Path, file: FileEntry) -> None:
     except FileNotFoundError as error:
         raise StoreCorruptError(f"{file.bytes:,} bytes in {source}", "no such file") from error
     except OSError:  # another file system, or one without links
-        _copy(source, target, file)
-
-
-def _copy(source: Path, target: Path, expected: FileEntry) -> None:
-    digest = hashlib.sha256()
-    with source.open("rb") as read, target.open("wb") as written:
-        while block := read.read(_BLOCK):
-            digest.update(block)
-            written.write(block)
-        written.flush()
-        os.fsync(written.fileno())
-    if digest.hexdigest() != expected.sha256:
-        raise StoreCorruptError(f"checksum {expected.sha256[:12]} of {source}", digest.hexdigest()[:12])
+        shutil.copyfile(source, target)
+        with target.open("r+b") as written:
+            os.fsync(written.fileno())
+        if (found := sha256_of(target)) != file.sha256:
+            raise StoreCorruptError(f"checksum {file.sha256[:12]} of {source}", found[:12]) from None

@@ -16,15 +16,7 @@ from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-from retrieve_spec.datastore.manifest import (
-    SEGMENTS,
-    SKIPPED,
-    TOMBSTONES,
-    Manifest,
-    SegmentEntry,
-    content_name,
-    read_manifest,
-)
+from retrieve_spec.datastore.manifest import SEGMENTS, SKIPPED, SegmentEntry, content_name, files_of, read_manifest
 from retrieve_spec.datastore.ngrams import NgramTable, build_grams, suffix_beginnings
 from retrieve_spec.datastore.progress import progress_bar
 from retrieve_spec.datastore.remote_read import verify_remote
@@ -77,47 +69,33 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
 
 def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
     manifest = store.manifest
-    files = _files(store)
-    _check_files(files, progress)
+    files = list(files_of(manifest))
+    listed = (event["listed"] for event in manifest.history if "listed" in event)
+    files += [(f"{SKIPPED}/{one['name']}", FileEntry(one["bytes"], one["sha256"])) for one in listed]
+    size = sum(entry.bytes for _, entry in files)
+    with progress_bar("checksums", size, "B", progress) as bar:
+        for place, entry in files:
+            check_content(store.path / place, entry)
+            bar.update(entry.bytes)
     if tokenizer_fingerprint(store.tokenizer) != manifest.fingerprint:
         raise StoreCorruptError(f"tokenizer {manifest.fingerprint[7:19]}", "another one in the store")
     queries = 0
-    for entry in manifest.segments:
-        folder = store.path / SEGMENTS / entry.name
-        segment = open_segment(folder, entry, manifest.vocabulary, manifest.dense)
+    for part in manifest.segments:
+        folder = store.path / SEGMENTS / part.name
+        segment = open_segment(folder, part, manifest.vocabulary, manifest.dense)
         _check_structure(segment, manifest.vocabulary)
         segment.documents.check()
-        _check_tombstones(store.path, segment, entry)
+        _check_tombstones(store.path, segment, part)
         queries += _check_queries(segment)
-        _require(content_name(entry.files) == entry.name, segment, "the name of its content")
+        _require(content_name(part.files) == part.name, segment, "the name of its content")
     return {
         "segments": len(manifest.segments),
         "documents": manifest.documents,
         "tokens": manifest.tokens,
         "files": len(files) + 1,
-        "bytes": sum(entry.bytes for _, entry in files),
+        "bytes": size,
         "queries": queries,
     }
-
-
-def _files(store: Datastore) -> list[tuple[Path, FileEntry]]:
-    """Every file that the manifest names."""
-    manifest: Manifest = store.manifest
-    files = [(store.path / manifest.tokenizer_name, manifest.tokenizer)]
-    for entry in manifest.segments:
-        files += [(store.path / SEGMENTS / entry.name / name, file) for name, file in sorted(entry.files.items())]
-        files += [(store.path / TOMBSTONES / name, file) for name, file in sorted(entry.tombstones.items())]
-    listed = (event["listed"] for event in manifest.history if "listed" in event)
-    files += [(store.path / SKIPPED / one["name"], FileEntry(one["bytes"], one["sha256"])) for one in listed]
-    return files
-
-
-def _check_files(files: list[tuple[Path, FileEntry]], progress: bool) -> None:
-    total = sum(entry.bytes for _, entry in files)
-    with progress_bar("checksums", total, "B", progress) as bar:
-        for path, entry in files:
-            check_content(path, entry)
-            bar.update(entry.bytes)
 
 
 def _require(holds: Any, segment: Segment, rule: str) -> None:

@@ -120,8 +120,3 @@ class SessionMemory:
         kept = text[max(len(text) - half, 0) :].copy()
         self._texts[1].append(kept)
         self.automata[1].extend(np.append(kept, np.int32(BOUNDARY)))
-
-    def cursors_after(self, token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-        """(2, 2) int64 (state, matched length) per automaton after a text that is followed, not remembered."""
-        with self:
-            return np.array([automaton.follow(token_ids[-FOLLOWED:]) for automaton in self.automata], np.int64)

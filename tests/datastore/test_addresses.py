@@ -12,7 +12,7 @@ from test_share import store  # noqa: F401 (a fixture)
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import remote_add
+from retrieve_spec.datastore import remote_change
 from retrieve_spec.datastore.addresses import public_name
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.card import name_of
@@ -68,15 +68,15 @@ def test_adding_at_an_address_is_adding_and_pushing(url, store, records, texts, 
 
 def test_of_two_that_add_at_once_one_is_told(memory, records, tmp_path, machines, monkeypatch):
     (tmp_path / "mine.txt").write_text("this is mine")
-    publish = remote_add._publish
+    publish = remote_change._publish
 
     def slower(*arguments):
-        monkeypatch.setattr(remote_add, "_publish", publish)
+        monkeypatch.setattr(remote_change, "_publish", publish)
         add_documents(memory, str(tmp_path / "mine.txt"))
         publish(*arguments)
 
     for cluster in ("", "ray"):
-        monkeypatch.setattr(remote_add, "_publish", slower)
+        monkeypatch.setattr(remote_change, "_publish", slower)
         with pytest.raises(StoreLockedError, match="Run the command again"):
             add_documents(memory, Source(str(records), field="output"), cluster=cluster)
         (tmp_path / "mine.txt").write_text("and this")

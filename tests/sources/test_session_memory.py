@@ -10,7 +10,7 @@ from retrieve_spec.sources.session import LONGEST_LOOP, SessionMemory, loop_star
 
 def known(session, text):
     """Tokens at the end of a text that the session knows."""
-    return int(session.cursors_after(np.array(text, np.int32))[:, 1].max())
+    return max(automaton.follow(np.array(text, np.int32))[1] for automaton in session.automata)
 
 
 def test_what_was_generated_is_known():
@@ -18,8 +18,8 @@ def test_what_was_generated_is_known():
     session.remember(np.arange(50, dtype=np.int32))
     assert known(session, [900, 10, 11, 12, 13]) == 4
     assert known(session, [900]) == 0
-    state = session.cursors_after(np.array([10, 11], np.int32))[1, 0]
-    assert session.automata[1].successors(int(state))[0].tolist() == [12]
+    state = session.automata[1].follow(np.array([10, 11], np.int32))[0]
+    assert session.automata[1].successors(state)[0].tolist() == [12]
 
 
 def test_texts_do_not_run_into_each_other():
@@ -27,8 +27,8 @@ def test_texts_do_not_run_into_each_other():
     session.remember(np.array([1, 2, 3], np.int32))
     session.remember(np.array([4, 5, 6], np.int32))
     assert known(session, [2, 3, 4, 5]) == 2
-    state = session.cursors_after(np.array([2, 3], np.int32))[1, 0]
-    assert len(session.automata[1].successors(int(state))[0]) == 0
+    state = session.automata[1].follow(np.array([2, 3], np.int32))[0]
+    assert len(session.automata[1].successors(state)[0]) == 0
 
 
 @pytest.mark.parametrize("bound", [1, 2, 10, 64, 1000])
