@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
 from retrieve_spec.datastore.addresses import open_regular
+
+_NO_RULE = (ValueError, re.error)
+"""What comes of a pattern that is none, as ``!`` or ``[z-a]``."""
 
 
 class IgnoreFiles:
@@ -90,4 +94,16 @@ def _read_rules(files: Iterable[str]) -> GitIgnoreSpec | None:
                 lines += file.read().splitlines()
         except OSError:
             continue
-    return GitIgnoreSpec.from_lines(lines) if lines else None
+    try:
+        return GitIgnoreSpec.from_lines(lines) if lines else None
+    except _NO_RULE:
+        return GitIgnoreSpec.from_lines(filter(_is_rule, lines))
+
+
+def _is_rule(line: str) -> bool:
+    """Whether a line is a rule: others match nothing, as git has it, and the rest of the file counts."""
+    try:
+        GitIgnoreSpec.from_lines([line])
+    except _NO_RULE:
+        return False
+    return True

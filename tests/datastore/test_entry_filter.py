@@ -397,6 +397,12 @@ def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkey
     assert EntryFilter([tmp_path]).read(path).startswith("a = ")
 
 
+@pytest.mark.parametrize("line", ["!", "\\", "a\\", "[z-a]"])
+def test_lines_that_are_no_rule_count_for_nothing(line, tmp_path):
+    write(tmp_path, {".gitignore": f"{line}\nb.py\n", "a.py": "a = 1\n", "b.py": "b = 1\n"})
+    assert agreed(EntryFilter([tmp_path])) == {".gitignore", "a.py"}
+
+
 def test_pipes_called_like_ignore_files_are_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(git_rules, "_git", lambda *_: None)  # which waits, until it has no more time
     (tmp_path / "a.txt").write_text("a text")
