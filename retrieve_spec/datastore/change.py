@@ -90,10 +90,10 @@ def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
 def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, Any], shards: int) -> BuildError:
     """Error about a change that found no text, which says why each kind of file was left out."""
     reasons = [f"{len(paths):,} {reason} (first: {paths[0]})" for reason, paths in by_reason(skipped).items()]
-    if "sources" not in plan:
-        return BuildError("documents that are not removed", "none", "Add some first.")
     if reasons:
         got = f"left out {', '.join(reasons)}"
+    elif "sources" not in plan:
+        return BuildError("documents that are not removed", "none", "Add some first.")
     elif not shards:
         got = "the sources and filters name no file"
     else:

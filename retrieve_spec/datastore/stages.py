@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.cut import Choice, Cut, SegmentCut
 from retrieve_spec.datastore.documents import Row
+from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map, tokenise
@@ -130,7 +131,8 @@ class Stages:
             row, ids = rows[number], shard.segment.text_ids(number)
             text = old.decode(ids.tolist(), skip_special_tokens=False)
             encoded = encode(self._tokenizer, text)
-            return Tokenised(row.path, row.licence, row.source, row.sha256, encoded, 4 * len(ids))
+            skip = "" if len(encoded) else Reason.EMPTY
+            return Tokenised(row.path, row.licence, row.source, row.sha256, encoded, 4 * len(ids), skip)
 
         return ordered_map(convert, numbers, self._threads)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from byte_tokenizers import byte_tokenizer
 from test_build import contents
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
@@ -131,6 +132,18 @@ def test_retokenize(store):
     assert before.segments[0].to_global.max() < 70_000
     assert len(list(store.glob("tokenizer-*.json"))) == 1
     verify_datastore(store)
+
+
+def test_what_another_tokenizer_says_nothing_of_is_left_out(tmp_path):
+    for name, text in (("a.txt", "hello world"), ("b.txt", "\u200b"), ("c.txt", "world")):
+        (tmp_path / name).write_text(text)
+    build_datastore(tmp_path / "s", [str(tmp_path / f"{name}.txt") for name in "abc"], byte_tokenizer())
+    other = Tokenizer(models.WordLevel({"hello": 0, "world": 1, "?": 2}, unk_token="?"))
+    other.normalizer, other.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.Whitespace()
+    report = retokenize_datastore(tmp_path / "s", other)
+    assert (report.documents, report.skipped) == (2, (("b.txt", str(tmp_path / "b.txt"), "empty"),))
+    verify_datastore(tmp_path / "s")
+    remove_documents(tmp_path / "s", ["a.txt", "c.txt"])
 
 
 def test_interrupted_merge_names_its_command(store, tmp_path, monkeypatch):
