@@ -19,6 +19,8 @@ from retrieve_spec.errors import BuildError
 
 _KEYS = {"name", "description", "expected", "source", "index"}
 _SOURCE_KEYS = {"path", "distributions", "licence", "include", "exclude", "field", "admit"}
+_TEXTS = {"name", "description", "path", "licence", "field"}
+_LISTS = {"include", "exclude", "admit"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,10 @@ def load_recipe(
         ) from error
     _check_keys(file, content, _KEYS)
     listed = content.get("source")
-    if not isinstance(listed, list) or not listed or "name" not in content:
+    if not isinstance(listed, list) or not all(isinstance(s, dict) for s in listed) or not listed:
         raise BuildError(f"a name and at least one [[source]] in {file}", "none", "See docs/datastores.md.")
+    if "name" not in content:
+        raise BuildError(f"a name in {file}", "none", "See docs/datastores.md.")
     sources: list[Source] = []
     for source in listed:
         _check_keys(file, source, _SOURCE_KEYS)
@@ -111,19 +115,27 @@ def _check_keys(file: Path, table: dict[str, Any], known: set[str]) -> None:
     unknown = sorted(set(table) - known)
     if unknown:
         raise BuildError(f"keys {', '.join(sorted(known))} in {file}", ", ".join(unknown), "Correct the recipe.")
+    for key, value in table.items():
+        if key in _TEXTS and not isinstance(value, str):
+            raise BuildError(f"text as {key} in {file}", repr(value), "Correct the recipe.")
+        texts = value if isinstance(value, list) else [value]
+        if key in _LISTS and not all(isinstance(text, str) for text in texts):
+            raise BuildError(f"a list of texts as {key} in {file}", repr(value), "Correct the recipe.")
 
 
 def _sources_of(file: Path, source: dict[str, Any], given: Sequence[str]) -> list[Source]:
     template = Source(
         source.get("path", ""),
         source.get("licence", ""),
-        tuple(source.get("include", ())),
-        tuple(source.get("exclude", ())),
+        source.get("include", ()),
+        source.get("exclude", ()),
         source.get("field", "text"),
-        admit=tuple(source.get("admit", ())),
+        admit=source.get("admit", ()),
     )
     if source.get("distributions"):
         return _distributions(template)
+    if not template.path:
+        raise BuildError(f"a path, or distributions = true, of every [[source]] in {file}", "none", "Name a path.")
     if template.path == "{given}":
         if not given:
             raise BuildError(f"the sources that {file} is about", "none", "Give files or folders after the store.")

@@ -63,6 +63,12 @@ class Source:
     admit: tuple[str, ...] = ()
     max_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", os.fspath(self.path))
+        for name in ("include", "exclude", "licences", "admit"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+
     def entry_filter(self, root: Path, limit: int, store: Path | None = None, *, named: bool = False) -> EntryFilter:
         """What decides about the files of this source, which lie below `root`; a file that is `named` enters
         whatever git says of it."""

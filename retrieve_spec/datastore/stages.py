@@ -78,9 +78,7 @@ class Stages:
 
     @cached_property
     def _sources(self) -> tuple[Source, ...]:
-        listed = self.plan.get("sources", ())
-        lists = ("include", "exclude", "licences", "admit")
-        return tuple(Source(**s | {name: tuple(s[name]) for name in lists}) for s in listed)
+        return tuple(Source(**source) for source in self.plan.get("sources", ()))
 
     def needs_tokens(self, rank: int) -> bool:
         """Whether the tokens of a shard are still to be written."""

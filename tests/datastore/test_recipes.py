@@ -8,7 +8,7 @@ import pytest
 import retrieve_spec
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.recipes import licence_of, load_recipe
-from retrieve_spec.datastore.sources import list_files
+from retrieve_spec.datastore.sources import Source, list_files
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import BuildError
 
@@ -90,12 +90,22 @@ def test_model_outputs(records):
         ('name = "x"', r"\[\[source\]\]"),
         ('name = "x"\ncolour = 1\n[[source]]\npath = "."', "got colour"),
         ('name = "x"\n[[source]]\npath = "."\nlicense = "MIT"', "got license"),
+        ('name = "x"\nsource = [1]', r"\[\[source\]\]"),
+        ('[[source]]\npath = "."', "expected a name"),
+        ('name = "x"\n[[source]]\nlicence = "MIT"', "a path, or distributions"),
+        ('name = "x"\n[[source]]\npath = 5', "text as path .* got 5"),
+        ('name = "x"\n[[source]]\npath = "."\nadmit = [3]', "a list of texts as admit"),
     ],
 )
 def test_bad_recipes(tmp_path, content, message):
     (tmp_path / "r.toml").write_text(content)
     with pytest.raises(BuildError, match=message):
         load_recipe(tmp_path / "r.toml")
+
+
+def test_one_glob_is_a_list_of_one(tmp_path):
+    (tmp_path / "r.toml").write_text('name = "x"\n[[source]]\npath = "."\ninclude = "*.py"')
+    assert load_recipe(tmp_path / "r.toml").sources == (Source(Path("."), include=["*.py"]),)
 
 
 def test_names_stand_for_recipes_that_come_along(tmp_path, monkeypatch):
