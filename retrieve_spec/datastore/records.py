@@ -6,6 +6,7 @@ import errno
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def _opened(file: SourceFile) -> Iterator[IO[bytes]]:
             yield raw
 
 
-_READ_ERRORS = (OSError, EOFError, zstandard.ZstdError)
+_READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError)
 
 
 def _reason(error: Exception) -> Reason:
@@ -159,10 +160,15 @@ def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
                 return
             number = 0
             for batch in table.iter_batches(batch_size=256, columns=[column]):
-                for row in batch.to_pylist():
+                for cell in batch.column(0):
                     number += 1
-                    value = _field(row, field)
                     name = f"{file.path}#{number}"
+                    try:
+                        value = _field({column: cell.as_py()}, field)
+                    except (ValueError, OverflowError) as error:  # not UTF-8, or a time that Python lacks
+                        skip = Reason.ENCODING if isinstance(error, UnicodeDecodeError) else "no text"
+                        yield Text(file, name, skip=skip)
+                        continue
                     yield Text(file, name, value) if isinstance(value, str) else Text(file, name, skip="no text")
     except pyarrow.ArrowException as error:
         yield Text(file, file.path, skip=_reason(error))

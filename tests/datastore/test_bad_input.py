@@ -209,6 +209,18 @@ def test_records_cut_short(end, tokenizer, tmp_path):
     assert [(path, reason) for path, _, reason in report.skipped] == [expected]
 
 
+def test_a_packed_file_with_bytes_that_were_altered(tokenizer, tmp_path):
+    content = bytearray(gzip.compress("".join(f"line {i} {i * i}\n" for i in range(5000)).encode()))
+    content[200:260] = bytes(byte ^ 0x5A for byte in content[200:260])
+    for name in ("a.txt.gz", "a.jsonl.gz"):
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "b.txt").write_text("a text")
+    names = ("a.txt.gz", "a.jsonl.gz", "b.txt")
+    report = build_datastore(tmp_path / "s", [str(tmp_path / name) for name in names], tokenizer, workers=1)
+    assert contents(tmp_path / "s") == {"b.txt": "a text"}
+    assert {path: reason for path, _, reason in report.skipped}.items() >= {("a.jsonl.gz", str(Reason.UNREADABLE))}
+
+
 def test_a_table_cut_short(tokenizer, tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
     parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `parquet` is not installed")

@@ -160,6 +160,16 @@ def test_parquet(tokenizer, tmp_path):
         "t.parquet#2": "no text",
         "t.parquet#3": "",
     }
+    ends = pyarrow.py_buffer(np.array([0, 3, 8], np.int32).tobytes())
+    unlooked = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, pyarrow.py_buffer(b"ab\xffhello")])
+    times = pyarrow.array([2**62], pyarrow.timestamp("ms"))
+    parquet.write_table(pyarrow.table({"text": unlooked}), tmp_path / "e.parquet")
+    parquet.write_table(pyarrow.table({"text": times}), tmp_path / "f.parquet")
+    assert outcome(read(tokenizer, tmp_path / "e.parquet", tmp_path / "f.parquet")) == {
+        "e.parquet#1": Reason.ENCODING,
+        "e.parquet#2": "",
+        "f.parquet#1": "no text",
+    }
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
     assert outcome(read(tokenizer, tmp_path / "bad.parquet")) == {"bad.parquet": "unreadable"}
 
