@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,13 @@ from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, 
 from retrieve_spec.datastore.stages import part_hash
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written
 from retrieve_spec.datastore.work import WorkFolder
-from retrieve_spec.errors import BuildError
+from retrieve_spec.errors import BuildError, StoreLockedError
 
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
 _REWRITTEN = 900_000
+_LOOK_MS = 500
+"""How often a watcher looks whether a store that another process was writing to is free."""
 _PART = re.compile(r"(.*)#part([1-9][0-9]{0,9})", re.DOTALL)
 """Name of a part of a long text; a file may be called so too."""
 
@@ -300,6 +303,8 @@ def watch_folders(
 ) -> None:
     """Synchronise a store, and again whenever something in the folders changes, until interrupted.
 
+    While another process is writing to the store it waits.
+
     Raises
     ------
     BuildError
@@ -311,8 +316,12 @@ def watch_folders(
         raise BuildError(
             "to watch folders", "watchfiles is not installed", "Run: pip install 'retrieve-spec[serve]'"
         ) from error
-    tell(sync_datastore(path, folders, **options))
-    inside = os.path.join(Path(path).resolve(), "")
-    for changes in watch(*(os.fspath(folder) for folder in folders), raise_interrupt=True):
-        if any(not os.path.join(place, "").startswith(inside) for _, place in changes):
-            tell(sync_datastore(path, folders, **options))
+    inside = os.path.join(folder_of(path, "sync").resolve(), "")
+    due = True  # at first only once the folders are watched: what changes meanwhile is not missed
+    for changes in watch(*map(_root, folders), raise_interrupt=True, yield_on_timeout=True, rust_timeout=_LOOK_MS):
+        due |= any(not os.path.join(place, "").startswith(inside) for _, place in changes)
+        if due:
+            with suppress(StoreLockedError):
+                report = sync_datastore(path, folders, **options)
+                due = False
+                tell(report)

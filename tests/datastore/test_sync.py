@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,12 +18,13 @@ from retrieve_spec.cli import run
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import cut, entry_filter, folder_state, segment, sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.edit import remove_documents
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.sync import sync_datastore
+from retrieve_spec.datastore.sync import sync_datastore, watch_folders
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError
 
@@ -334,3 +336,41 @@ def test_command(folder, tmp_path, capfd):
     assert run(["sync", str(tmp_path / "s"), str(folder), "-q", "--json"]) == 0
     assert '"verb": "sync"' in capfd.readouterr().out
     assert "a.txt" not in contents(tmp_path / "s")
+
+
+def test_a_watcher_goes_on_beside_other_writers_and_misses_nothing(folder, tokenizer, tmp_path, monkeypatch):
+    pytest.importorskip("watchfiles")
+    told, ended = [], []
+    looked = threading.Event()
+    original = sync.sync_datastore
+
+    def slow(*arguments, **options):
+        report = original(*arguments, **options)
+        if not told:
+            (folder / "meanwhile.txt").write_text("written while the first report was made")
+        return report
+
+    def tell(report):
+        told.append(report)
+        looked.set()
+        if (folder / "end.txt").exists() and "end.txt" in contents(tmp_path / "s"):
+            raise InterruptedError
+
+    def run_watcher():
+        try:
+            watch_folders(tmp_path / "s", [folder], tokenizer=tokenizer, tell=tell)
+        except BaseException as error:
+            ended.append(error)
+
+    monkeypatch.setattr(sync, "sync_datastore", slow)
+    with writer(tmp_path / "s"):
+        watcher = threading.Thread(target=run_watcher, daemon=True)
+        watcher.start()
+        assert not looked.wait(2) and not ended
+    while len(told) < 2:
+        assert looked.wait(60), ended
+        looked.clear()
+    assert "meanwhile.txt" in contents(tmp_path / "s")
+    (folder / "end.txt").write_text("the last one")
+    watcher.join(60)
+    assert isinstance(ended[0], InterruptedError)
