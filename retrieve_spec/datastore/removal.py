@@ -72,7 +72,7 @@ def _matching(store: Datastore, where: str, paths: Sequence[str]) -> Chosen:
             rows = connection.execute(
                 f"select segment, number, path from documents where removed = 0 and ({where})"
             ).fetchall()
-        except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.Warning) as error:  # by version of Python
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # by version of Python; text that is none
             raise BuildError(
                 "an SQL condition over the documents table", f"{where!r} ({error})", "Correct what follows --where."
             ) from error

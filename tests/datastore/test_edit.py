@@ -146,6 +146,12 @@ def test_what_another_tokenizer_says_nothing_of_is_left_out(tmp_path):
     remove_documents(tmp_path / "s", ["a.txt", "c.txt"])
 
 
+@pytest.mark.parametrize("where", ["path = '\udc80'", "\0", "tokens >", "1 = 1; drop table documents"])
+def test_a_condition_that_is_no_sql(where, store):
+    with pytest.raises(BuildError, match="an SQL condition"):
+        remove_documents(store, where=where)
+
+
 def test_interrupted_merge_names_its_command(store, tmp_path, monkeypatch):
     from retrieve_spec.datastore import union
 
