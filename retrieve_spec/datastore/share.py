@@ -120,10 +120,10 @@ def _explain_lost(source: Path) -> Iterator[None]:
 def _seen(folder: Path) -> dict[str, Any]:
     """Version and content of the remotes that a store was pushed to or pulled from, by address."""
     try:
-        found: dict[str, Any] = json.loads((folder / REMOTES).read_bytes())
-    except (OSError, ValueError):
+        found = json.loads((folder / REMOTES).read_bytes()).items()
+    except (OSError, ValueError, AttributeError):
         return {}
-    return found
+    return {url: seen for url, seen in found if isinstance(seen, dict)}
 
 
 def _is_known(folder: Path, url: str, version: int) -> bool:

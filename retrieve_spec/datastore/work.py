@@ -62,10 +62,10 @@ class WorkFolder:
     def plan(self) -> dict[str, Any] | None:
         """What is being done, or None when no change was begun."""
         try:
-            plan: dict[str, Any] = json.loads((self.path / PLAN).read_bytes())
+            plan = json.loads((self.path / PLAN).read_bytes())
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
-        return plan
+        return plan if isinstance(plan, dict) and "verb" in plan else None
 
     def inputs(self) -> list[tuple[int, int]]:
         """Where each shard's line stands in the inputs: (offset, bytes)."""
