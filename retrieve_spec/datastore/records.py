@@ -134,7 +134,8 @@ def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
             return
         if file.end:
             stream.seek(file.start)
-        while (not file.end or stream.tell() < file.end) and (line := stream.readline(limit + 1)):
+        end = file.end or (0 if file.compression else file.size)  # what is written behind it meanwhile may never end
+        while (not end or stream.tell() < end) and (line := stream.readline(limit + 1)):
             number += 1
             name = f"{file.path}#{number}"
             if len(line) > limit:

@@ -214,6 +214,16 @@ def test_a_part_of_a_file_that_shrank_meanwhile_is_counted(tokenizer, tmp_path, 
     assert [r.skip for r in results].count(Reason.CHANGING) == sum(file.end > path.stat().st_size for file in files) > 0
 
 
+def test_of_a_file_that_grows_no_more_is_read_than_was_listed(tokenizer, tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"text": "one"}\n{"te')
+    sources = (Source(str(path)),)
+    (file,) = list_files(sources)
+    with path.open("a") as more:
+        more.write('xt": "two"}\n{"text": "three"}\n')
+    assert [text.path for text in texts_of([file], sources, LIMIT)] == ["r.jsonl#1", "r.jsonl#2"]
+
+
 def test_missing_source_is_an_error(tokenizer, tmp_path):
     with pytest.raises(BuildError, match="nothing there"):
         read(tokenizer, tmp_path / "nowhere")
