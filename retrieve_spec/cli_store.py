@@ -28,8 +28,8 @@ _CLUSTER = click.option(
     help="Run the stages there (extra 'cluster', or Ray); all machines see the folder of the store, or STORE is an "
     "address.",
 )
-
-
+_RUN = ("max_tokens", "workers", "cluster", "resume")
+"""Options that `build` and `add` hand on as they are."""
 _WORKERS = click.option("--workers", type=WholeRange(min=1), metavar="N", help="Processes; all CPUs by default.")
 
 
@@ -133,12 +133,8 @@ def build(
     dims: int,
     max_vectors: int | None,
     thin: bool,
-    resume: bool,
     quiet: bool,
     as_json: bool,
-    workers: int | None,
-    cluster: str,
-    max_tokens: int | None,
     **options: Any,
 ) -> None:
     """Build a datastore in the folder STORE; with --cluster also at an address (s3://…, gs://…, hf://…).
@@ -153,7 +149,7 @@ def build(
     from retrieve_spec.datastore.build import build_datastore
     from retrieve_spec.datastore.recipes import load_recipe
 
-    config, sources, name = StoreConfig(), _sources(options), ""
+    config, sources, name, resume = StoreConfig(), _sources(options), "", options["resume"]
     if recipe is not None and not resume:
         loaded = load_recipe(recipe, options["sources"], include=options["include"], exclude=options["exclude"])
         wished: dict[str, Any] = {"licences": options["licences"]}
@@ -175,18 +171,8 @@ def build(
     if not resume and tokenizer is None:
         raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
     with _bars(quiet, dense is not None or resume):
-        report = build_datastore(
-            store,
-            sources,
-            tokenizer,
-            config=config,
-            max_tokens=max_tokens,
-            workers=workers,
-            cluster=cluster,
-            resume=resume,
-            progress=not quiet,
-            recipe=name,
-        )
+        run = {name: options[name] for name in _RUN}
+        report = build_datastore(store, sources, tokenizer, config=config, progress=not quiet, recipe=name, **run)
     print_report(report, store, as_json, options["left_out"])
 
 
@@ -198,32 +184,15 @@ def build(
 @_RESUME
 @QUIET
 @JSON
-def add(
-    store: Path | str,
-    resume: bool,
-    quiet: bool,
-    as_json: bool,
-    workers: int | None,
-    cluster: str,
-    max_tokens: int | None,
-    **options: Any,
-) -> None:
+def add(store: Path | str, quiet: bool, as_json: bool, **options: Any) -> None:
     """Add documents to the datastore STORE, a folder or an address (s3://…); texts it already holds are skipped."""
     from retrieve_spec.datastore.build import add_documents
 
     sources = _sources(options)
-    if not resume and not sources:
+    if not options["resume"] and not sources:
         raise click.UsageError("Give at least one SOURCE.")
     with _bars(quiet, _has_dense(store)):
-        report = add_documents(
-            store,
-            sources,
-            max_tokens=max_tokens,
-            workers=workers,
-            cluster=cluster,
-            resume=resume,
-            progress=not quiet,
-        )
+        report = add_documents(store, sources, progress=not quiet, **{name: options[name] for name in _RUN})
     print_report(report, store, as_json, options["left_out"])
 
 

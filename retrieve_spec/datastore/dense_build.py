@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,18 @@ _RECORD = "dense-record.json"
 _FITTED = "dense-transform.bin"
 
 Part = tuple[Segment, Windows, NDArray[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What `add_dense` was given."""
+
+    work: WorkFolder
+    manifest: Manifest
+    entries: list[SegmentEntry]
+    config: DenseConfig
+    watch: Stopwatch
+    fresh: bool
 
 
 def checked_settings(config: DenseConfig, fingerprint: str) -> DenseConfig:
@@ -135,7 +146,7 @@ def add_dense(
     """
     done = [work.path / f"dense-{entry.name}.json" for entry in entries]
     if not all(path.exists() for path in done):
-        _build(work, manifest, entries, config, watch, fresh)
+        _build(_Change(work, manifest, entries, config, watch, fresh))
     record = DenseRecord(**json.loads((work.path / _RECORD).read_bytes()))
     notes = [json.loads(path.read_bytes()) for path in done]
     files = [entries_of(note["files"]) for note in notes]
@@ -158,18 +169,12 @@ def _summary(reports: list[dict[str, Any]], work: WorkFolder) -> dict[str, Any]:
     }
 
 
-def _build(
-    work: WorkFolder,
-    manifest: Manifest,
-    entries: list[SegmentEntry],
-    config: DenseConfig,
-    watch: Stopwatch,
-    fresh: bool,
-) -> None:
+def _build(change: _Change) -> None:
+    config, manifest = change.config, change.manifest
     model, tokenizer = load_model(config.model)
     _check_tokenizer(config, tokenizer, manifest.fingerprint)
-    old = None if fresh else manifest.dense
-    begun = work.path / _RECORD
+    old = None if change.fresh else manifest.dense
+    begun = change.work.path / _RECORD
     known = DenseRecord(**json.loads(begun.read_bytes())) if begun.exists() else old
     if known is not None:  # keys of two models do not compare
         check_model(known, model, config.model)
@@ -180,27 +185,26 @@ def _build(
         record = DenseRecord(config.model, model_fingerprint(model), config.layer, config.dims, size)
     replace_file(begun, json.dumps(asdict(record)).encode())
     encoder = HiddenStates(model, record.layer, prefix_of(load_tokenizer(tokenizer), model))
-    with watch.stage("choosing", None, "tok"):
-        parts = _parts(work, manifest, entries, config, encoder)
+    with change.watch.stage("choosing", None, "tok"):
+        parts = _parts(change, encoder)
     if not any(taken.any() for _, _, taken in parts) and old is None:
         raise BuildError("positions to index", "none", "Build from more text, or without --thin.")
-    transform = _transform(work, manifest, record, encoder, parts, config, watch)
-    for entry, part in zip(entries, parts, strict=True):
-        if not (work.path / f"dense-{entry.name}.json").exists():
-            _build_one(work, entry, part, transform, encoder, config, watch)
+    transform = _transform(change, record, encoder, parts)
+    for entry, part in zip(change.entries, parts, strict=True):
+        if not (change.work.path / f"dense-{entry.name}.json").exists():
+            _build_one(change, entry, part, transform, encoder)
 
 
-def _parts(
-    work: WorkFolder, manifest: Manifest, entries: list[SegmentEntry], config: DenseConfig, encoder: HiddenStates
-) -> list[Part]:
+def _parts(change: _Change, encoder: HiddenStates) -> list[Part]:
     """Segments, and the windows and positions whose keys are wanted."""
+    work, config = change.work, change.config
     size = encoder.window(config.window)
-    tokens = sum(entry.tokens for entry in entries)
+    tokens = sum(entry.tokens for entry in change.entries)
     parts = []
-    for entry in entries:
+    for entry in change.entries:
         folder = work.path / f"segment-{entry.name}"
         folder = folder if folder.exists() else work.store / SEGMENTS / entry.name  # moved before a kill
-        segment = open_segment(folder, entry, manifest.vocabulary)
+        segment = open_segment(folder, entry, change.manifest.vocabulary)
         windows = windows_of(segment.document_starts, segment.removed, size, min(config.overlap, size // 2))
         keep = hard_positions(segment) if config.thin else np.ones(len(segment.tokens), np.bool_)
         share = -(-config.max_vectors * entry.tokens // tokens) if config.max_vectors else 0
@@ -208,25 +212,18 @@ def _parts(
     return parts
 
 
-def _transform(
-    work: WorkFolder,
-    manifest: Manifest,
-    record: DenseRecord,
-    encoder: HiddenStates,
-    parts: list[Part],
-    config: DenseConfig,
-    watch: Stopwatch,
-) -> Transform:
+def _transform(change: _Change, record: DenseRecord, encoder: HiddenStates, parts: list[Part]) -> Transform:
     """The store's own transform where it has one, so that similarities compare; otherwise one fitted to a sample."""
+    work, manifest, sample = change.work, change.manifest, change.config.sample
     path, size = work.path / _FITTED, record.hidden_size
     if not is_written(path, 2 * size + size * record.dims):
         for entry in manifest.segments if manifest.dense is not None and record == manifest.dense else ():
             segment = open_segment(work.store / SEGMENTS / entry.name, entry, manifest.vocabulary, manifest.dense)
             if segment.dense is not None:
                 return segment.dense.transform
-        total = min(config.sample, sum(int(taken.sum()) for _, _, taken in parts))
-        with watch.stage("fitting", total, "pos") as bar:
-            states = sample_states(encoder, parts, config.sample, bar.update)
+        total = min(sample, sum(int(taken.sum()) for _, _, taken in parts))
+        with change.watch.stage("fitting", total, "pos") as bar:
+            states = sample_states(encoder, parts, sample, bar.update)
             fitted, kept = fit_transform(states, size, record.dims)
         replace_file(work.path / "dense-fit.json", json.dumps({"variance_kept": round(kept, 4)}).encode())
         replace_file(path, b"".join(a.tobytes() for a in (fitted.mean, fitted.scale, fitted.components)))
@@ -234,21 +231,14 @@ def _transform(
     return Transform(content[:size], content[size : 2 * size], content[2 * size :].reshape(size, record.dims))
 
 
-def _build_one(
-    work: WorkFolder,
-    entry: SegmentEntry,
-    part: Part,
-    transform: Transform,
-    encoder: HiddenStates,
-    config: DenseConfig,
-    watch: Stopwatch,
-) -> None:
+def _build_one(change: _Change, entry: SegmentEntry, part: Part, transform: Transform, encoder: HiddenStates) -> None:
+    work, watch = change.work, change.watch
     with watch.stage("embedding", int(part[2].sum()), "pos") as bar:
         keys, positions = write_keys(work.path, entry.name, encoder, transform, *part, bar.update)
     report: dict[str, Any] = {"vectors": len(keys), "positions": int(_possible(part[0]))}
     files: dict[str, FileEntry] = {}
     if len(keys):
-        kind = choose_kind(config.index, len(keys))
+        kind = choose_kind(change.config.index, len(keys))
         with watch.stage("dense index", None, "key"):
             started = time.perf_counter()
             index = build_index(keys, kind)
@@ -260,18 +250,14 @@ def _build_one(
     report["bytes"] = files[INDEX].bytes + files[POSITIONS].bytes if files else 0
     note = {"files": {name: asdict(file) for name, file in files.items()}, "report": report}
     replace_file(work.path / f"dense-{entry.name}.json", json.dumps(note).encode())
-    _drop(work.path.glob(f"keys-{entry.name}-*.bin"))
+    for path in work.path.glob(f"keys-{entry.name}-*.bin"):
+        path.unlink()
 
 
 def _possible(segment: Segment) -> int:
     """Positions of documents that are followed by something."""
     lengths = np.diff(segment.document_starts.astype(np.int64)) - 2
     return int(np.delete(lengths, list(segment.removed)).sum())
-
-
-def _drop(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink()
 
 
 def _write(folder: Path, index: Any, positions: NDArray[np.int64], transform: Transform) -> dict[str, FileEntry]:

@@ -115,8 +115,6 @@ class EntryFilter:
         Larger files stay out.
     licences
         SPDX identifiers of the licences that are allowed; all where there are none.
-    stated
-        Licence of files that state none.
     admit
         `PARTS` that do not count: what git ignores enters, or generated files, or secrets.
     any_name
@@ -136,7 +134,6 @@ class EntryFilter:
         *,
         max_bytes: int = MAX_BYTES,
         licences: Sequence[str] = (),
-        stated: str = "",
         admit: Collection[str] = (),
         any_name: bool = False,
         store: Path | None = None,
@@ -146,7 +143,7 @@ class EntryFilter:
         self.max_bytes = max_bytes
         self._admit, self._any_name = frozenset(admit), any_name
         self._store = None if store is None else os.path.join(store.resolve(), "")
-        self.rule = LicenceRule(self.roots, allow_list(licences), stated) if licences else None
+        self.rule = LicenceRule(self.roots, allow_list(licences)) if licences else None
 
     def list(self) -> Iterator[tuple[Path, Candidate | Reason]]:
         """All that lies below the folders, in no order, with what its name, kind and size say.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NEIGHBOURS = 50
 """Neighbours asked for, as in DReSD."""
 TEMPERATURE = 0.1
-"""Of the weights: on generated code, predicting the next token hardly changes between 0.05 and 0.2."""
+"""A span weighs ``exp(similarity / TEMPERATURE)``; on generated code 0.05 and 0.2 predict hardly worse."""
 SPAN = 32
 """Tokens read behind a neighbour at most."""
 
@@ -103,12 +103,10 @@ class DenseSource:
     ----------
     indexes
         Where to look.
-    temperature
-        A span weighs ``exp(similarity / temperature)``.
     """
 
-    def __init__(self, indexes: DenseIndexes, temperature: float = TEMPERATURE) -> None:
-        self.indexes, self.temperature = indexes, temperature
+    def __init__(self, indexes: DenseIndexes) -> None:
+        self.indexes = indexes
         self.spans: NDArray[np.int32] = np.full((NEIGHBOURS, SPAN + 1), trie.END, np.int32)
         self.similarity: NDArray[np.float32] = np.zeros(NEIGHBOURS, np.float32)
         self.weight: NDArray[np.float32] = np.zeros(NEIGHBOURS, np.float32)
@@ -153,7 +151,7 @@ class DenseSource:
                 self.count,
             )
         trie.sort_spans(self.spans, self.similarity, self.origins, self.count)
-        trie.weigh(self.similarity, self.count, self.temperature, self.weight)
+        trie.weigh(self.similarity, self.count, TEMPERATURE, self.weight)
 
     def root(self) -> NDArray[np.int64]:
         """Cursor behind the token that was asked for: (lo, hi, depth, match length)."""
