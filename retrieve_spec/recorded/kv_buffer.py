@@ -1,9 +1,8 @@
 """KV buffer: keys and values of one text in preallocated slabs, of which a commit keeps only the accepted rows.
 
-The layers are ordinary Transformers cache layers, so any model's forward can write to them. Layers with the same window
-share slabs, so that a commit is one copy per slab, not one per layer; slabs are parts of a cache, so that taking it
-over, growing and handing it back never hold it twice. A slab of sliding-window layers holds the rows of a window and
-some spare ones, however long the text is.
+Layers with the same window share slabs, so that a commit is one copy per slab, not one per layer; slabs are parts of a
+cache, so that taking it over, growing and handing it back never hold it twice. A slab of sliding-window layers holds
+the rows of a window and some spare ones, however long the text is.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from retrieve_spec.recorded.slab import Slab
 
@@ -24,67 +23,7 @@ SLABS_PER_WINDOW = 8
 """Slabs that the layers with one window are spread over."""
 
 
-class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's window on a slab of a `KVBuffer`."""
-
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False  # windows are a matter of the mask
-
-    def __init__(self, cache: KVBuffer, index: int, slab: Slab) -> None:
-        super().__init__()
-        self._cache = cache
-        self._index = index
-        self._slab = slab
-        self.length = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the slab if this is the first of its layers that is written to."""
-        if self._slab.fit(key_states, value_states):
-            self._cache.refresh()
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (1, kv_heads, rows, head_dim) behind the rows held and return views of all rows the slab holds."""
-        rows = key_states.shape[-2]
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if self.length - self._slab.offset + rows > self._slab.capacity:
-            self._cache.make_room_in(self._slab, self.length, rows)
-        start = self.length - self._slab.offset
-        keys, values = self._cache.layer_slabs[self._index]
-        keys.narrow(2, start, rows).copy_(key_states)
-        values.narrow(2, start, rows).copy_(value_states)
-        self.length += rows
-        self.keys, self.values = keys.narrow(2, 0, start + rows), values.narrow(2, 0, start + rows)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Key length and offset the mask of the next pass needs."""
-        return self.length + query_length - self._slab.offset, self._slab.offset
-
-    def get_seq_length(self) -> int:
-        """Rows of text behind which the next ones go."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """-1: the slabs grow."""
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` rows (a number ≤ 0, as in Transformers)."""
-        self.length = max(0, self.length + min(tokens_to_remove, 0))
-
-    def reset(self) -> None:
-        """Forget every row, keep the storage."""
-        self.length = self._slab.offset = 0
-        self._cache.refresh()
-
-
-class KVBuffer(Cache):  # type: ignore[misc]
+class KVBuffer:
     """Keys and values of one row of text in slabs.
 
     Parameters
@@ -97,6 +36,8 @@ class KVBuffer(Cache):  # type: ignore[misc]
 
     Attributes
     ----------
+    length
+        Rows of text between two passes.
     slabs
         By window, the smallest (0: none) first, `SLABS_PER_WINDOW` at most for each.
     slab_of, layer_in_slab
@@ -119,11 +60,11 @@ class KVBuffer(Cache):  # type: ignore[misc]
 
     def __init__(self, windows: Sequence[int], capacity: int) -> None:
         self.windows = tuple(windows)
+        self.length = 0
         self.slab_of = _spread(self.windows)
         self.layer_in_slab = [self.slab_of[:i].count(slab) for i, slab in enumerate(self.slab_of)]
         of_slab = [[i for i, slab in enumerate(self.slab_of) if slab == k] for k in range(max(self.slab_of) + 1)]
         self.slabs = [Slab(len(layers), self.windows[layers[0]], capacity) for layers in of_slab]
-        super().__init__(layers=[PreallocatedLayer(self, i, self.slabs[s]) for i, s in enumerate(self.slab_of)])
         self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(_NO_ROWS, _NO_ROWS)] * len(windows)
         self.prefixes: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)
         self.is_host_float32 = False
@@ -132,11 +73,6 @@ class KVBuffer(Cache):  # type: ignore[misc]
         self._stale = False  # whether those of a slab whose tensors are being replaced are missing
         self._fits = 0  # rows of text for which nothing has to be moved or replaced
         self._moved: tuple[object, list[list[torch.Tensor]]] = (None, [])  # by slab, rows that a commit moves
-
-    @property
-    def length(self) -> int:
-        """Rows of text between two passes."""
-        return int(self.layers[0].length)
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -180,17 +116,28 @@ class KVBuffer(Cache):  # type: ignore[misc]
             return
         self._stale = True
         k = self.slabs.index(slab)
-        for i, layer in enumerate(self.layers):
-            if self.slab_of[i] == k:
+        for i, at in enumerate(self.slab_of):
+            if at == k:
                 self.layer_slabs[i] = (_NO_ROWS, _NO_ROWS)
-                layer.keys = layer.values = None
         slab.make_room(held, rows)
         self.refresh()
 
     def begin(self, length: int) -> None:
         """Let a pass go behind the rows up to `length`."""
-        self._moved = (None, [])
-        self.set_length(length)
+        self._moved, self.length = (None, []), length
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's (1, kv_heads, rows, head_dim) behind the rows held; views of all that its slab holds then."""
+        slab, rows = self.slabs[self.slab_of[layer]], keys.shape[2]
+        if not slab.tensors and slab.fit(keys, values):
+            self.refresh()
+        if self.length - slab.offset + rows > slab.capacity:
+            self.make_room_in(slab, self.length, rows)
+        start = self.length - slab.offset
+        all_keys, all_values = self.layer_slabs[layer]
+        all_keys.narrow(2, start, rows).copy_(keys)
+        all_values.narrow(2, start, rows).copy_(values)
+        return all_keys.narrow(2, 0, start + rows), all_values.narrow(2, 0, start + rows)
 
     def commit(self, base: int, roots: int, path: NDArray[np.int32]) -> None:
         """Keep the root tokens of a pass and the nodes of a path, in place; until `begin` it can be done again.
@@ -213,12 +160,7 @@ class KVBuffer(Cache):  # type: ignore[misc]
                 self._moved = (commit, [slab.copies(sources) for slab in self.slabs])
             for slab, copies in zip(self.slabs, self._moved[1], strict=True):
                 slab.write(copies, first + moved)
-        self.set_length(base + roots + accepted)
-
-    def set_length(self, length: int) -> None:
-        """Let every layer hold the rows up to `length`."""
-        for layer in self.layers:
-            layer.length = length
+        self.length = base + roots + accepted
 
     def load(self, cache: DynamicCache, length: int, common: bool = False) -> None:
         """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards.
@@ -241,12 +183,11 @@ class KVBuffer(Cache):  # type: ignore[misc]
                 parts = slab.of_layer(self.layer_in_slab[i])
                 for part, states in zip(parts, (theirs.keys, theirs.values), strict=True):
                     part[:, :, :held] = states
-                self.layers[i].is_initialized = True
                 if common and not slab.window:
                     self._note_common(i, theirs.keys, theirs.values)
                 theirs.keys = theirs.values = None
         self.refresh()
-        self.set_length(length)
+        self.length = length
 
     def _note_common(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Note where a layer's rows (1, kv_heads, n, head_dim) that other texts begin with too are found."""
@@ -265,17 +206,17 @@ class KVBuffer(Cache):  # type: ignore[misc]
         self._forget_common()
         for slab in self.slabs:
             slab.restart(0)
-        for layer, (keys, values) in zip(self.layers, states, strict=True):
-            layer.lazy_initialization(keys, values)
+        for slab, (keys, values) in zip(map(self.slabs.__getitem__, self.slab_of), states, strict=True):
+            slab.fit(keys, values)
         self.refresh()
-        self.set_length(0)
+        self.length = 0
 
     def unload(self, cache: DynamicCache, length: int, copy: bool = False) -> None:
         """Give `length` rows back to the cache they were taken from, as copies if the slabs are to be used again.
 
         Layers that were not taken over, or have got their rows, are left alone.
         """
-        if not self.layers:
+        if not self.layer_slabs:
             return
         for slab in self.slabs:
             slab.settle()
@@ -294,7 +235,6 @@ class KVBuffer(Cache):  # type: ignore[misc]
 
     def release(self) -> None:
         """Let go of the tensors: whoever has rows of them keeps them alone."""
-        self.layers: list[Any] = []
         self.layer_slabs = []
         self._forget_common()
 

@@ -61,7 +61,6 @@ class RecordedVerifier:
         self._kept = (0, 0)  # of what was committed: tokens held, and tokens of the prompt to read
         self._cache: Any = None
         self._returns_cache = False
-        self._layers: list[Any] = []
         self._graphs: GraphedPasses | None = None
         self.pool = pool
 
@@ -232,7 +231,8 @@ class RecordedVerifier:
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Write a layer's keys and values of the pass that was laid out and attend to all of them."""
-        all_keys, all_values = self._layers[layer].update(keys, values)
+        assert self._slabs is not None
+        all_keys, all_values = self._slabs.update(keys, values, layer)
         return attend(query, all_keys, all_values, self._mask, self.recorded.rules[layer])
 
     def _adopt(self) -> KVBuffer:
@@ -249,7 +249,7 @@ class RecordedVerifier:
             self._slabs.load(self._cache, self._past, self._common_rows)
         else:
             self._slabs.restart(self.recorded.no_states())
-        self._layers, self._loaded = self._slabs.layers, True
+        self._loaded = True
         return self._slabs
 
     def commit(self, path: NDArray[np.int32]) -> None:
@@ -279,7 +279,7 @@ class RecordedVerifier:
                 self._slabs.release()
             elif self.pool is not None:
                 self.pool.give_back(self._graphs)
-            self._slabs, self._layers, self._graphs = None, [], None
+            self._slabs = self._graphs = None
         self._cache = None
         cache = self.ordinary.finish()
         return cache if self._returns_cache else None

@@ -170,9 +170,10 @@ def test_recording_agrees_for_every_number_of_rows() -> None:
             part = tokens[:, start : start + rows]
             n = part.shape[1]
             mask.set(start, np.tri(n, dtype=np.bool_), np.arange(n))
+            cache.begin(start)
 
             def run(q: Any, k: Any, v: Any, layer: int, cache: Any = cache, mask: Any = mask) -> Any:
-                keys, values = cache.layers[layer].update(k, v)
+                keys, values = cache.update(k, v, layer)
                 return attend(q, keys, values, mask, recorded.rules[layer])
 
             got.append(recorded.run(part, torch.arange(start, start + n)[None], run)[0][0])

@@ -86,7 +86,7 @@ for model, windows in (
     past = 0
     for rows in (13, 1, 3, 7, 1, 15):  # buckets of 16, 1, 4, 8, 1 and 16 rows, the first replayed on a longer prefix
         part = ids[0, past : past + rows].numpy()
-        cache.set_length(past)
+        cache.begin(past)
         cache.make_room(16)
         logits, _ = passes.bucket(rows)(part, np.arange(rows), np.tri(rows, dtype=bool), past, 0)
         torch.testing.assert_close(logits, expected[past : past + rows], atol=1e-4, rtol=1e-4)
