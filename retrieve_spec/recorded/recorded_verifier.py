@@ -21,9 +21,8 @@ from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.pass_buffer import LaidOut
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
 from retrieve_spec.verify.cache import same_rows
-from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.verifier import Mode, PassKind, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import OverAnother, PassKind, Verifier, VerifierInputs, VerifierOutput
 
 CHUNK = 256
 """Prompt tokens of one recorded pass at most."""
@@ -34,7 +33,7 @@ _ROOT, _ITSELF = row_depths(1, None), visible_rows(1, None)
 """Depths and sight of a pass over the root alone."""
 
 
-class RecordedVerifier:
+class RecordedVerifier(OverAnother):
     """A `Verifier` whose passes cost what the arithmetic costs.
 
     The prompt is read by an `HFVerifier`. At the first pass behind it the cache's rows move to slabs, every further
@@ -45,7 +44,7 @@ class RecordedVerifier:
     def __init__(
         self,
         model: Any,
-        ordinary: HFVerifier,
+        own: HFVerifier,
         recorded: RecordedPass,
         pool: PassPool | None = None,
         state: ModelState | None = None,
@@ -53,7 +52,8 @@ class RecordedVerifier:
         self.model = model
         self.not_recorded = ""
         """Why this generation does not use the recorded pass; empty when it does."""
-        self.ordinary, self.recorded, self._state = ordinary, recorded, state
+        self.recorded, self._state = recorded, state
+        self.own: HFVerifier = own
         self._mask = TreeMask(recorded.groups, model.dtype, recorded.device)
         self._slabs: KVBuffer | None = None
         self._loaded = False  # whether all rows have moved to the slabs
@@ -65,29 +65,14 @@ class RecordedVerifier:
         self.pool = pool
 
     @property
-    def mode(self) -> Mode:
-        """What `forward` accepts now."""
-        return self.ordinary.mode
-
-    @property
-    def reason(self) -> str:
-        """Why that is no tree."""
-        return self.ordinary.reason
-
-    @property
-    def whole_prompts(self) -> bool:
-        """Whether the prompt must come in one piece, as one with pictures must."""
-        return self.ordinary.whole_prompts
-
-    @property
     def takes_back(self) -> bool:
         """Whether a pass can begin again (`Verifier.takes_back`)."""
-        return not self.not_recorded or self.ordinary.takes_back
+        return not self.not_recorded or self.own.takes_back
 
     @property
     def pass_kind(self) -> PassKind:
         """What runs the model in this generation."""
-        return self.ordinary.pass_kind if self.not_recorded else "recorded"
+        return self.own.pass_kind if self.not_recorded else "recorded"
 
     @property
     def pass_reason(self) -> str:
@@ -96,41 +81,28 @@ class RecordedVerifier:
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
-        self.ordinary.start(inputs)
+        self.own.start(inputs)
         self._slabs, self._loaded = None, False
         self._max_length, self._returns_cache = inputs.max_length, inputs.returns_cache
         self._common_rows = inputs.common_rows
         self._past = inputs.past_length
         self._unread = len(inputs.uncached_ids)
         self._kept = (self._past, self._unread)
-        kwargs = inputs.model_kwargs
-        self._cache = kwargs.get(self.ordinary.interface.cache_name)
-        self._shift = 0
-        if (positions := kwargs.get("position_ids")) is not None:
-            self._shift = int(positions.flatten()[-1]) + 1 - self._past - self._unread
-        self._in_a_row = inputs.in_a_row
-        self.not_recorded = self._why_not(kwargs)
+        self._cache = inputs.model_kwargs.get(self.own.interface.cache_name)
+        self._shift, self._in_a_row = self.own.shift, inputs.in_a_row
+        self.not_recorded = self._why_not(inputs)
 
     def alone(self) -> RecordedVerifier:
         """Another verifier of the same recording, with a cache of its own and without graphs."""
-        return RecordedVerifier(self.model, self.ordinary.fresh(), self.recorded, state=self._state)
+        return RecordedVerifier(self.model, self.own.fresh(), self.recorded, state=self._state)
 
-    def _why_not(self, kwargs: dict[str, Any]) -> str:
-        """Why a generation is left to the ordinary verifier."""
-        known = OF_TEXT | {self.ordinary.interface.cache_name}
-        extras = [name for name, value in kwargs.items() if name not in known and not says_nothing(value)]
-        mask = kwargs.get("attention_mask")
-        if self.mode != "tree":
-            return self.reason
-        if extras:
-            return f"the model is given {', '.join(extras)}"
-        if not isinstance(self._cache, DynamicCache) or type(self._cache) is not DynamicCache or self._cache.offloading:
-            return f"the cache is a {type(self._cache).__name__}"
-        positions = kwargs.get("position_ids")
+    def _why_not(self, inputs: VerifierInputs) -> str:
+        """Why a generation is left to the verifier of the model's own forward."""
+        if why := self.reason if self.mode != "tree" else inputs.why_not_text(self.own.interface.cache_name):
+            return why
+        positions = inputs.model_kwargs.get("position_ids")
         if positions is not None and len(positions[..., -1].unique()) > 1:
             return "positions differ from axis to axis"
-        if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
-            return "the prompt is padded"
         if self._state is not None and not self._state.holds(self.model):
             return "the model has changed since this generation was set up"
         return ""
@@ -149,7 +121,7 @@ class RecordedVerifier:
         if want_hidden not in (None, self.recorded.layer) and self._slabs is None:
             self.not_recorded = self.not_recorded or f"hidden states of layer {want_hidden} are not recorded"
         if self.not_recorded or (self._unread > 0 and not self._reads(roots, keep)):
-            return self.ordinary.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
+            return self.own.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
         with self.recorded.on_device():
             if self._unread > 0:
                 root_ids = self._read(root_ids, keep)
@@ -186,9 +158,9 @@ class RecordedVerifier:
         model begins."""
         self._unread -= len(prompt_ids)
         if self._past == 0 and not self.packs_prompts:
-            if self.ordinary.past == 0:
-                self.ordinary.forward(prompt_ids[:1])
-                self.ordinary.commit(_NOTHING)
+            if self.own.past == 0:
+                self.own.forward(prompt_ids[:1])
+                self.own.commit(_NOTHING)
             self._past, prompt_ids = 1, prompt_ids[1:]
         most = max(CHUNK, keep)
         while len(prompt_ids) > most:
@@ -238,7 +210,7 @@ class RecordedVerifier:
     def _adopt(self) -> KVBuffer:
         """Move the rows that the prompt left in the caller's cache to slabs; cut short, it goes on where it was."""
         if self._slabs is None:
-            self._cache = self.ordinary.cache
+            self._cache = self.own.cache
             held = sum(self._kept)
             room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + MAX_NODES + 1
             room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
@@ -256,7 +228,7 @@ class RecordedVerifier:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
         unread = self._unread
         if self._slabs is None:
-            self.ordinary.commit(path)
+            self.own.commit(path)
             unread -= self._pending
         else:
             self._slabs.commit(self._past, self._pending, path)
@@ -265,7 +237,7 @@ class RecordedVerifier:
     def copy_rows(self) -> DynamicCache | None:
         """What the cache holds, in another one, which nothing writes to (`HFVerifier.copy_rows`)."""
         if self._slabs is None:
-            return self.ordinary.copy_rows()
+            return self.own.copy_rows()
         twin = same_rows(self._cache)
         self._slabs.unload(twin, self._kept[0], copy=True)
         return twin
@@ -281,7 +253,7 @@ class RecordedVerifier:
                 self.pool.give_back(self._graphs)
             self._slabs = self._graphs = None
         self._cache = None
-        cache = self.ordinary.finish()
+        cache = self.own.finish()
         return cache if self._returns_cache else None
 
 
@@ -297,4 +269,4 @@ def run_rows(
 
 def own_forward(verifier: Verifier) -> Verifier:
     """A verifier's passes through the model's own forward: the verifier itself, or what a recorded one begins with."""
-    return verifier.ordinary if isinstance(verifier, RecordedVerifier) else verifier
+    return verifier.own if isinstance(verifier, RecordedVerifier) else verifier

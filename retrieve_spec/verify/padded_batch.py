@@ -18,12 +18,11 @@ from transformers import DynamicCache
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
-from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device
 from retrieve_spec.verify.padded_cache import PaddedCache
 from retrieve_spec.verify.recurrent import state_of
-from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import OverAnother, VerifierInputs, VerifierOutput
 
 _NOBODY = np.empty(0, np.bool_)
 
@@ -43,7 +42,7 @@ def why_not_padded(interface: ModelInterface) -> str:
     return ""
 
 
-class PaddedRow:
+class PaddedRow(OverAnother):
     """A `Verifier` whose passes others may share: alone it is an `HFVerifier`.
 
     Parameters
@@ -55,59 +54,22 @@ class PaddedRow:
     """
 
     def __init__(self, own: HFVerifier, batch: PaddedBatch) -> None:
-        self.own, self.batch = own, batch
+        self.own: HFVerifier = own
+        self.batch = batch
         self.alone = ""
         """Why this generation shares no passes; empty when it may."""
         self.axes: torch.Tensor | None = None
         """(axes, 1, 1) long, positions minus slots where they differ from axis to axis."""
         self._recurrent = own.interface.recurrent
 
-    @property
-    def mode(self) -> Mode:
-        """What `forward` accepts now."""
-        return self.own.mode
-
-    @property
-    def reason(self) -> str:
-        """Why that is no tree."""
-        return self.own.reason
-
-    @property
-    def whole_prompts(self) -> bool:
-        """Whether the prompt must come in one piece."""
-        return self.own.whole_prompts
-
-    @property
-    def takes_back(self) -> bool:
-        """Whether a pass can begin again (`Verifier.takes_back`)."""
-        return self.own.takes_back
-
-    @property
-    def pass_kind(self) -> PassKind:
-        """What runs the model."""
-        return self.own.pass_kind
-
-    @property
-    def pass_reason(self) -> str:
-        """Why nothing faster does."""
-        return self.own.pass_reason
-
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
         self.own.start(inputs)
         self._returns_cache = inputs.returns_cache
-        kwargs, name = inputs.model_kwargs, self.own.interface.cache_name
         self.alone = self.own.reason if self.own.mode != "tree" else ""
-        extras = [key for key, value in kwargs.items() if key not in OF_TEXT | {name} and not says_nothing(value)]
-        mask = kwargs.get("attention_mask")
-        if extras:
-            self.alone = f"the model is given {', '.join(extras)}"
-        elif type(self.own.cache) is not DynamicCache:
-            self.alone = f"the cache is a {type(self.own.cache).__name__}"
-        elif other := self.batch.rows.unheld(self.own.cache):
+        self.alone = self.alone or inputs.why_not_text(self.own.interface.cache_name)
+        if not self.alone and (other := self.batch.rows.unheld(self.own.cache)):
             self.alone = f"the cache has a {other}"
-        elif mask is not None and (mask.ndim != 2 or not bool(mask.all())):
-            self.alone = "the prompt is padded"
         axes = self.own.axes
         self.axes = axes if axes is not None and bool((axes != axes.flatten()[0]).any()) else None
         self._in_a_row = inputs.in_a_row

@@ -8,9 +8,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import DynamicCache
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 
 Mode = Literal["tree", "chain", "plain"]
 """What a verifier can check in one pass: any tree, one chain of tokens, or nothing but the next token. It may be less
@@ -61,6 +63,17 @@ class VerifierInputs:
         """Whether each position of the prompt is one more than that before it, as it is without padding inside."""
         positions = self.model_kwargs.get("position_ids")
         return positions is None or bool((positions.diff() == 1).all())
+
+    def why_not_text(self, cache_name: str) -> str:
+        """Why a generation is more than a text over a `DynamicCache`; empty when it is not."""
+        kwargs = self.model_kwargs
+        mask, cache = kwargs.get("attention_mask"), kwargs.get(cache_name)
+        known = OF_TEXT | {cache_name}
+        if extras := [name for name, value in kwargs.items() if name not in known and not says_nothing(value)]:
+            return f"the model is given {', '.join(extras)}"
+        if type(cache) is not DynamicCache:
+            return f"the cache is a {type(cache).__name__}"
+        return "the prompt is padded" if mask is not None and (mask.ndim != 2 or not bool(mask.all())) else ""
 
 
 @dataclass(slots=True)
@@ -146,3 +159,39 @@ class Verifier(Protocol):
 
     def finish(self) -> Any:
         """End the generation and hand back the cache as plain `generate` would have left it (None without one)."""
+
+
+class OverAnother:
+    """What a verifier says as the one does, `own`, that runs the model for it until it does so itself."""
+
+    own: Verifier
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether the prompt must come in one piece, as one with pictures must."""
+        return self.own.whole_prompts
+
+    @property
+    def mode(self) -> Mode:
+        """What `forward` accepts now."""
+        return self.own.mode
+
+    @property
+    def reason(self) -> str:
+        """Why that is no tree."""
+        return self.own.reason
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether a pass can begin again."""
+        return self.own.takes_back
+
+    @property
+    def pass_kind(self) -> PassKind:
+        """What runs the model in this generation."""
+        return self.own.pass_kind
+
+    @property
+    def pass_reason(self) -> str:
+        """Why nothing faster does."""
+        return self.own.pass_reason
