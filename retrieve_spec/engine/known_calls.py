@@ -19,6 +19,10 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from retrieve_spec.verify.steps import Captured, capture
+
+__all__ = ["Captured", "KnownCalls", "capture"]
+
 _MOST = 64
 """Kinds of calls that are remembered."""
 _LISTS = ("logits_processor", "stopping_criteria")
@@ -37,30 +41,6 @@ _KEEP_NOTHING = (
 """What knows nothing of a text and keeps nothing of it: one serves all calls."""
 _BY_IDENTITY: Any = object.__hash__
 _PLAIN = (bool, int, float, str, type(None))
-
-
-@dataclass(slots=True)
-class Captured:
-    """What `generate` hands a decoding method."""
-
-    input_ids: torch.Tensor
-    logits_processor: Any
-    stopping_criteria: Any
-    generation_config: Any
-    model_kwargs: dict[str, Any]
-    added: int = 0  # places of the prompt that its text does not have
-
-
-def capture(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    **model_kwargs: Any,
-) -> Captured:
-    """Stand in for a decoding method: take down what `generate` prepared."""
-    return Captured(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
 
 class KnownCalls:

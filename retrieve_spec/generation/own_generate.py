@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from retrieve_spec.engine.known_calls import capture
 from retrieve_spec.engine.rows import Prepared
 from retrieve_spec.generation.request import from_captured, reason_from_arguments, setting
-from retrieve_spec.verify.steps import sample_tokens
+from retrieve_spec.verify.steps import capture, sample_tokens
 
 Decode = Callable[[Prepared], Any]
 _UNHEARD = ("streamer", "assistant_model", "custom_generate")

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from retrieve_spec.engine.known_calls import Captured
 from retrieve_spec.engine.rows import Prepared, extras_of, padding_in_front, why_not_together
 from retrieve_spec.errors import PromptError, UnknownTokenError
 from retrieve_spec.model_layers import embedded_tokens
@@ -24,6 +23,7 @@ from retrieve_spec.verify.cache import seq_length
 from retrieve_spec.verify.extras import CACHE_NAMES
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
+from retrieve_spec.verify.steps import Captured
 from retrieve_spec.verify.tensor_parallel import why_in_step
 from retrieve_spec.verify.verifier import VerifierInputs
 

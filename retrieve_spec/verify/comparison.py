@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.verify.steps import PreparedCall, SingleSteps, ordinary_tokens, prepare_call
+from retrieve_spec.verify.steps import Captured, SingleSteps, ordinary_tokens, prepare_call
 from retrieve_spec.verify.verifier import Mode, Verifier
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}
@@ -128,7 +128,7 @@ def by_passes(verifier: Verifier, drafts: list[Draft]) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def noise_of(model: Any, call: PreparedCall, reference: Reference, padding: int = 0) -> float:
+def noise_of(model: Any, call: Captured, reference: Reference, padding: int = 0) -> float:
     """Largest difference between single steps and the same text read by `generate` as one prompt."""
     text = reference.text
     more = torch.tensor([text], dtype=call.input_ids.dtype, device=call.input_ids.device)

@@ -70,8 +70,8 @@ def _reads_padding(model: Any) -> bool:
     """
     ids = sample_tokens(model, 11)
     shown = (torch.arange(9, device=ids.device) >= 4).long()[None]
-    padded = SingleSteps(model, prepare_call(model, ids[:, :9], shown))
-    alone = SingleSteps(model, prepare_call(model, ids[:, 4:9], torch.ones_like(ids[:, 4:9])))
+    padded = SingleSteps.of(model, prepare_call(model, ids[:, :9], shown))
+    alone = SingleSteps.of(model, prepare_call(model, ids[:, 4:9], torch.ones_like(ids[:, 4:9])))
     most = _DEVIATION.get(model.dtype, _DEVIATION_HALF)
     for token in (None, *ids[0, 9:].tolist()):
         logits, wanted = padded.feed(token), alone.feed(token)

@@ -35,7 +35,7 @@ from retrieve_spec.verify.comparison import (
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, new_cache, weaker
 from retrieve_spec.verify.shrink import CHOICES, lengths_of, shrunk
-from retrieve_spec.verify.steps import PreparedCall, SingleSteps, prepare_call, sample_tokens
+from retrieve_spec.verify.steps import Captured, SingleSteps, prepare_call, sample_tokens
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
 
 logger = logging.getLogger(__name__)
@@ -241,19 +241,19 @@ def _try(model: Any, mode: Mode, trial: Trial, verifier: Verifier) -> tuple[str,
     return disagreement(got, reference.rows, noise, model.dtype, mode), noise / spread_of(reference.rows)
 
 
-def _read_plainly(model: Any, trial: Trial, drafts: list[Draft]) -> tuple[PreparedCall, Reference, float]:
+def _read_plainly(model: Any, trial: Trial, drafts: list[Draft]) -> tuple[Captured, Reference, float]:
     """A trial's text by single steps: how it begins, logits, and what plain decoding makes of noise."""
     ids = sample_tokens(model, trial.prompt + trial.padding)
     shown = torch.ones_like(ids)
     shown[:, : trial.padding] = 0
     call = prepare_call(model, ids, shown)
-    steps = SingleSteps(model, call)
+    steps = SingleSteps.of(model, call)
     steps.feed()
     reference = by_single_steps(steps, drafts)
     return call, reference, noise_of(model, call, reference, trial.padding)
 
 
-def _verified(call: PreparedCall, mode: Mode, drafts: list[Draft], verifier: Verifier, rounds: int) -> torch.Tensor:
+def _verified(call: Captured, mode: Mode, drafts: list[Draft], verifier: Verifier, rounds: int) -> torch.Tensor:
     """(rows, vocab) logits of the passes of a verifier."""
     length = call.input_ids.shape[1]
     verifier.start(VerifierInputs(call.input_ids, call.take(), max_length=length + 20 * rounds + 16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,47 +18,41 @@ from retrieve_spec.verify.extras import kwargs_behind
 from retrieve_spec.verify.interface import input_device
 
 
-class PreparedCall:
-    """What `generate` hands its decoding method for a prompt.
+@dataclass(slots=True)
+class Captured:
+    """What `generate` hands a decoding method."""
 
-    Attributes
-    ----------
-    input_ids
-        (1, L) long.
-    model_kwargs
-        Keyword arguments of the forward: cache, mask, positions and whatever the model adds.
-    """
-
-    def __init__(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-        self.input_ids, self.model_kwargs = input_ids, model_kwargs
+    input_ids: torch.Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    model_kwargs: dict[str, Any]
+    added: int = 0  # places of the prompt that its text does not have
 
     def take(self) -> dict[str, Any]:
-        """The keyword arguments with a cache of their own."""
-        return {name: copy.deepcopy(value) for name, value in self.model_kwargs.items()}
+        """The keyword arguments of the forward, with a cache of their own."""
+        return copy.deepcopy(self.model_kwargs)
 
 
-def _take_down(
+def capture(
     model: Any,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
     **model_kwargs: Any,
-) -> PreparedCall:
-    """Stand in for a decoding method."""
-    return PreparedCall(input_ids, model_kwargs)
+) -> Captured:
+    """Stand in for a decoding method: take down what `generate` prepared."""
+    return Captured(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
 
-def prepare_call(model: Any, ids: torch.Tensor, attention_mask: torch.Tensor) -> PreparedCall:
+def prepare_call(model: Any, ids: torch.Tensor, attention_mask: torch.Tensor) -> Captured:
     """Let `generate` prepare a prompt of (1, L) tokens; where there is an encoder, it reads them backwards."""
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": attention_mask}
     if model.config.is_encoder_decoder:
         arguments = {"decoder_input_ids": ids, "decoder_attention_mask": attention_mask} | _encoded(model, ids)
-    prepared = GenerationMixin.generate(
-        model, **arguments, max_new_tokens=64, num_beams=1, do_sample=False, use_cache=True,
-        custom_generate=_take_down,
-    )  # fmt: skip
-    assert isinstance(prepared, PreparedCall)
+    options = {"max_new_tokens": 64, "num_beams": 1, "do_sample": False, "use_cache": True}
+    prepared: Captured = GenerationMixin.generate(model, **arguments, **options, custom_generate=capture)
     return prepared
 
 
@@ -78,20 +73,26 @@ class SingleSteps:
     `row`: of a batch, whose logits are looked at; the others are fed the same tokens.
     """
 
-    def __init__(self, model: Any, call: PreparedCall, row: int = 0) -> None:
+    def __init__(
+        self, model: Any, text: torch.Tensor, kwargs: dict[str, Any], row: int = 0, first: bool = True
+    ) -> None:
         self._model, self._row = model, row
-        self._text = call.input_ids
-        self._kwargs = {**call.take(), "use_cache": True}
-        self._first = True
+        self._text, self._first = text, first
+        self._kwargs = {**kwargs, "use_cache": True}
+
+    @classmethod
+    def of(cls, model: Any, call: Captured) -> SingleSteps:
+        """A prompt that nothing of has been read."""
+        return cls(model, call.input_ids, call.take())
 
     @classmethod
     def behind(
         cls, model: Any, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any, row: int = 0
     ) -> SingleSteps:
         """A text (rows, L) that has been read with these arguments and outputs; their cache stays as it is."""
-        steps = cls(model, PreparedCall(text, {}), row)
         after = kwargs_behind(model, outputs, {**model_kwargs, "use_cache": True})
-        steps._kwargs, steps._first = _separate(after), False
+        steps = cls(model, text, _separate(after), row)
+        steps._first = False
         return steps
 
     def feed(self, token: int | None = None) -> torch.Tensor:
