@@ -7,6 +7,7 @@ parameters and buffers are not, as a recording reads the live tensors.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import operator
 import types
@@ -23,12 +24,11 @@ from retrieve_spec.recorded.state_parts import (
     SMALL,
     different_keys,
     equal,
-    has_changed,
+    holds_numbers,
+    is_at,
     is_one_number,
     kept_of_texts,
     kind,
-    others_attributes,
-    others_hooks,
     place,
     read_function,
     read_slots,
@@ -39,6 +39,7 @@ from retrieve_spec.recorded.state_parts import (
     storage_ref,
     version_of,
     without,
+    without_ours,
 )
 
 OWN_ATTRIBUTES = frozenset(
@@ -79,12 +80,8 @@ class ModelState:
         self._lives: list[Any] = []
         self._copies: list[Any] = []
         self._objects: list[Any] = []
-        self._parts: list[tuple[str, Callable[[], Any], Any]] = []
+        self._parts: list[tuple[str, Callable[[], bool]]] = []  # whether each is what it was
         self._tensors: list[torch.Tensor] = []
-        self._ones: list[tuple[Any, Any, torch.Tensor]] = []
-        self._constants: list[tuple[str, torch.Tensor, torch.Tensor | None, int]] = []
-        self._buffers: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-        self._hooks: list[tuple[str, dict[int, Any], dict[int, Any]]] = []
         self._type = type(model)
         self._ignored: frozenset[str] = OWN_ATTRIBUTES
         self._root = self._own(model)
@@ -105,11 +102,7 @@ class ModelState:
                 and (self._lives == self._copies or all(map(same_entries, self._lives, self._copies)))
                 and list(map(type, self._objects)) == self._types
                 and list(map(kind, self._tensors)) == self._kinds
-                and all(live() == part for _, live, part in self._parts)
-                and all(container[key] is tensor for container, key, tensor in self._ones)
-                and not any(map(has_changed, self._constants))
-                and all(same_buffers(live, then) for _, live, then in self._buffers)
-                and all(live == then or others_hooks(live) == then for _, live, then in self._hooks)
+                and all(is_same() for _, is_same in self._parts)
             )
         except Exception:  # whatever a comparison of changed values raises: they are not what they were
             return False
@@ -131,11 +124,7 @@ class ModelState:
             if not same_entries(live, copy):
                 found += different_keys(name, live, copy)
         found += [f"the class of {then.__name__}" for each, then in self._retyped()]
-        found += [name for name, live, part in self._parts if not equal(live(), part)]
-        found += [str(key) for container, key, tensor in self._ones if container.get(key) is not tensor]
-        found += [constant[0] for constant in self._constants if has_changed(constant)]
-        found += [name for name, live, then in self._buffers if not same_buffers(live, then)]
-        found += [name for name, live, then in self._hooks if others_hooks(live) != then]
+        found += [name for name, is_same in self._parts if not is_same()]
         if list(map(kind, self._tensors)) != self._kinds:
             found.append("the type, shape or device of a weight")
         return found
@@ -145,24 +134,23 @@ class ModelState:
         if self.holds(model):
             return []
         found = self.changes(model)
-        same = [
-            i for i, (live, copy) in enumerate(zip(self._lives, self._copies, strict=True)) if same_entries(live, copy)
-        ]
-        self._names, self._lives, self._copies = (
-            [entries[i] for i in same] for entries in (self._names, self._lives, self._copies)
-        )
+        self._keep_same()
         before, now = self._root, self._own(model)
         changed = {key for key in before.keys() | now.keys() if not same_entry(now.get(key), before.get(key))}
         self._ignored |= changed
         self._root = self._own(model)
         self._types = [type(each) for each in self._objects]
         self._kinds = [kind(tensor) for tensor in self._tensors]
-        self._parts = [part for part in self._parts if equal(part[1](), part[2])]
-        self._ones = [one for one in self._ones if one[0].get(one[1]) is one[2]]
-        self._constants = [constant for constant in self._constants if not has_changed(constant)]
-        self._buffers = [buffers for buffers in self._buffers if same_buffers(*buffers[1:])]
-        self._hooks = [hooks for hooks in self._hooks if others_hooks(hooks[1]) == hooks[2]]
+        self._parts = [part for part in self._parts if part[1]()]
         return found
+
+    def _keep_same(self) -> list[tuple[str, Any, Any]]:
+        """Keep the containers that are what they were; the others, with what they held."""
+        entries = list(zip(self._names, self._lives, self._copies, strict=True))
+        same = [same_entries(live, copy) for _, live, copy in entries]
+        kept = list(itertools.compress(entries, same))
+        self._names, self._lives, self._copies = ([entry[i] for entry in kept] for i in range(3))
+        return [entry for entry, is_same in zip(entries, same, strict=True) if not is_same]
 
     def let_go(self, model: Any) -> list[str]:
         """Stop following what the model's own methods keep of texts, if nothing else has changed; its names.
@@ -173,17 +161,11 @@ class ModelState:
         names = frozenset(name.rpartition(".")[2] for name in changed)
         if not changed or not names <= kept_of_texts(model):
             return []
-        pairs = list(zip(self._names, self._lives, self._copies, strict=True))
-        same = [same_entries(live, copy) for _, live, copy in pairs]
-        for (name, live, copy), is_same in zip(pairs, same, strict=True):
-            if not is_same:
-                self._parts.append((name, functools.partial(without, live, names), without(copy, names)))
-        rest = [pair for pair, is_same in zip(pairs, same, strict=True) if is_same]
-        self._names, self._lives, self._copies = ([pair[i] for pair in rest] for i in range(3))
+        self._parts = [part for part in self._parts if part[0].rpartition(".")[2] not in names]
+        for name, live, copy in self._keep_same():
+            self._follow(name, functools.partial(without, live, names), without(copy, names))
         self._ignored |= names
         self._root = self._own(model)
-        self._ones = [one for one in self._ones if one[1] not in names]
-        self._constants = [constant for constant in self._constants if constant[0].rpartition(".")[2] not in names]
         return changed if self.holds(model) else []
 
     def keeps(self, other: ModelState) -> bool:
@@ -225,7 +207,7 @@ class ModelState:
         elif isinstance(value, dict):
             self._add(name, value, dict(value))
             todo.extend((f"{name}[{key!r}]", each) for key, each in value.items())
-            self._ones += [(value, key, each) for key, each in value.items() if is_one_number(each)]
+            self._follow_ones(value, value)
         elif isinstance(value, (list, deque)):
             self._add(name, value, value.copy())
             todo.extend((f"{name}[{i}]", each) for i, each in enumerate(value))
@@ -234,7 +216,7 @@ class ModelState:
         elif isinstance(value, (tuple, frozenset)):
             todo.extend((name, each) for each in value)
         elif isinstance(value, np.ndarray):
-            self._parts.append((name, value.tobytes, value.tobytes()))
+            self._follow(name, value.tobytes, value.tobytes())
         elif isinstance(value, types.FunctionType):
             self._add_function(name, value, todo)
         elif isinstance(value, types.MethodType):
@@ -250,6 +232,16 @@ class ModelState:
         self._copies.append(copy)
         self._values += len(copy)
 
+    def _follow(self, name: str, read: Callable[[], Any], then: Any) -> None:
+        """Note what can be read, and that it is to stay as it was `then`."""
+        self._parts.append((name, lambda: equal(read(), then)))
+
+    def _follow_ones(self, live: Any, then: dict[Any, Any]) -> None:
+        """Note tensors of one number in a container, which compare equal to others: they are to stay the same ones."""
+        for key, one in then.items():
+            if is_one_number(one):
+                self._parts.append((str(key), functools.partial(is_at, live, key, one)))
+
     def _add_object(self, value: Any, todo: deque[tuple[str, Any]]) -> None:
         """Note an object's attributes: those in its dictionary, and those in slots."""
         name = type(value).__name__
@@ -262,24 +254,24 @@ class ModelState:
             self._add_code(type(value))
             self._add_module(name, value, todo)
         if isinstance(attributes, dict):
-            self._add(name, attributes, others := others_attributes(attributes))
+            self._add(name, attributes, others := without_ours(attributes))
             todo.extend((f"{name}.{key}", each) for key, each in others.items())
-            self._ones += [(attributes, key, each) for key, each in attributes.items() if is_one_number(each)]
+            self._follow_ones(attributes, others)
         if slots:
             read = functools.partial(read_slots, value, slots)
-            self._parts.append((name, read, read()))
+            self._follow(name, read, read())
             todo.extend((name, each) for each in read())
 
     def _add_module(self, name: str, module: nn.Module, todo: deque[tuple[str, Any]]) -> None:
         """Note a module's buffers, which may be replaced by equal ones, apart from its other attributes."""
         self._seen.update(id(getattr(module, name, None)) for name in ("_buffers", *_UNREAD))
-        if module._buffers:
-            self._buffers.append((f"a buffer of {name}", module._buffers, dict(module._buffers)))
+        if buffers := module._buffers:
+            self._parts.append((f"a buffer of {name}", functools.partial(same_buffers, buffers, dict(buffers))))
         else:
-            self._add(f"a buffer of {name}", module._buffers, {})
+            self._add(f"a buffer of {name}", buffers, {})
         for kind_of_hook, hooks in (("a hook", module._forward_hooks), ("a pre-hook", module._forward_pre_hooks)):
             self._seen.add(id(hooks))
-            self._hooks.append((f"{kind_of_hook} of {name}", hooks, others := others_hooks(hooks)))
+            self._add(f"{kind_of_hook} of {name}", hooks, others := without_ours(hooks))
             todo.extend((f"{name}.{key}", each) for key, each in others.items())
         for key, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in self._seen:
@@ -296,13 +288,13 @@ class ModelState:
         """Note a tensor that is no parameter and no buffer: recording may have read numbers from it."""
         self._tensors.append(tensor)
         copy = tensor.detach().clone() if tensor.numel() <= SMALL and not tensor.is_meta else None
-        self._constants.append((name, tensor, copy, version_of(tensor)))
+        self._parts.append((name, functools.partial(holds_numbers, tensor, copy, version_of(tensor))))
         todo.append((name, getattr(tensor, "__dict__", None)))
 
     def _add_function(self, name: str, function: types.FunctionType, todo: deque[tuple[str, Any]]) -> None:
         """Note a function's code, its defaults and what it closes over."""
         read = functools.partial(read_function, function)
-        self._parts.append((name, read, read()))
+        self._follow(name, read, read())
         todo.extend((name, each) for each in read())
         todo.append((name, function.__dict__))
 
@@ -319,7 +311,7 @@ class ModelState:
                 self._seen.add(id(code.__globals__))
                 names = [key for key, value in code.__globals__.items() if isinstance(value, _CODE)]
                 read = functools.partial(operator.itemgetter(*names), code.__globals__)
-                self._parts.append((f"a function of {file}", read, read()))
+                self._follow(f"a function of {file}", read, read())
 
 
 _CODE = (types.FunctionType, type)

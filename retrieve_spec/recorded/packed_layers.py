@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_wide
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from retrieve_spec.recorded.state_parts import others_attributes
+from retrieve_spec.recorded.state_parts import without_ours
 from retrieve_spec.recorded.weight_layout import Layout, Layouts, WeightCopies
 
 _LINEAR = functional.linear, nn.Linear.forward
@@ -56,7 +56,7 @@ class PackedLayers:
         self._lone: list[_Taken] = []  # those by whose copies lone rows are multiplied
         self._threads: set[int] = set()  # that run passes
         for module in model.modules():
-            others = others_attributes(vars(module))  # as another pass may be running
+            others = without_ours(vars(module))  # as another pass may be running
             if type(module) is not nn.Linear or "forward" in others:
                 continue
             layout = layouts.of(module.weight)

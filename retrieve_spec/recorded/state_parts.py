@@ -49,10 +49,9 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def has_changed(constant: tuple[str, torch.Tensor, torch.Tensor | None, int]) -> bool:
-    """Whether a tensor that numbers may have been read from holds others now."""
-    _, tensor, copy, version = constant
-    return version_of(tensor) != version or (copy is not None and not torch.equal(tensor.detach(), copy))
+def holds_numbers(tensor: torch.Tensor, copy: torch.Tensor | None, version: int) -> bool:
+    """Whether a tensor that numbers may have been read from holds them still."""
+    return version_of(tensor) == version and (copy is None or torch.equal(tensor.detach(), copy))
 
 
 def same_buffers(live: dict[str, Any], then: dict[str, Any]) -> bool:
@@ -72,6 +71,11 @@ def same_buffers(live: dict[str, Any], then: dict[str, Any]) -> bool:
 def is_one_number(value: Any) -> bool:
     """Whether a value is a tensor that compares to a single truth value."""
     return isinstance(value, torch.Tensor) and value.numel() <= 1
+
+
+def is_at(entries: dict[Any, Any], key: Any, value: Any) -> bool:
+    """Whether a value still stands where it stood."""
+    return entries.get(key) is value
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
@@ -118,29 +122,19 @@ def same_entry(live: Any, copy: Any) -> bool:
     return live is copy or equal(live, copy)
 
 
-def others_hooks(hooks: dict[int, Any]) -> dict[int, Any]:
-    """Hooks of a module without those of verifiers under way, which act in their own passes alone."""
-    return {key: hook for key, hook in hooks.items() if not is_own_hook(hook)}
+def is_ours(value: Any) -> bool:
+    """Whether a hook, or a module's `forward`, is one of a verifier under way, which acts in its own passes alone."""
+    return str(getattr(value, "__module__", "")).startswith(_OWN)
 
 
-def is_own_hook(hook: Any) -> bool:
-    """Whether a hook, or a module's `forward`, is one of a verifier's pass."""
-    return bool(getattr(hook, "__module__", "").startswith(_OWN))
-
-
-def others_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a module without a `forward` of a verifier under way, which acts in its own passes alone."""
-    others = dict(attributes)  # at once: another thread may change them
-    if is_own_hook(others.get("forward")):
-        del others["forward"]
-    return others
+def without_ours(entries: dict[Any, Any]) -> dict[Any, Any]:
+    """Hooks or attributes of a module, those of verifiers under way left out."""
+    return {key: value for key, value in dict(entries).items() if not is_ours(value)}  # other threads may change them
 
 
 def same_entries(live: Any, copy: Any) -> bool:
     """Whether a container, or a module's attributes, are what they were."""
-    return equal(live, copy) or (
-        isinstance(live, dict) and is_own_hook(live.get("forward")) and equal(others_attributes(live), copy)
-    )
+    return equal(live, copy) or (isinstance(live, dict) and equal(without_ours(live), copy))
 
 
 def without(entries: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
