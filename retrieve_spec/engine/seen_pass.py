@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from retrieve_spec.drafting.tree import DraftTree
@@ -12,15 +14,16 @@ from retrieve_spec.sampling.text import RowText
 from retrieve_spec.verify.verifier import VerifierOutput
 
 
+@dataclass(slots=True)
 class SeenPass:
     """One pass, as one sequence sees it.
 
-    Parameters
+    Attributes
     ----------
     tree
         What was drafted.
     output
-        What the model computed.
+        What the model computed; None once it was learned from.
     first_row
         Row of it that follows the root.
     begun
@@ -29,24 +32,23 @@ class SeenPass:
         Of what the pass shows, among what the sequence's reader is shown.
     borrowed
         Another sequence ran the pass: it has left nothing in this one's cache.
-
-    Attributes
-    ----------
     path
         Nodes that were walked, also of a walk that was cut short.
+    logits
+        What of the pass's was brought over, once it was looked at.
+    walked
+        Where the walk went, once it did.
     """
 
-    __slots__ = ("_begun", "_logits", "_walked", "borrowed", "first_row", "output", "path", "place", "tree")
-
-    def __init__(
-        self, tree: DraftTree, output: VerifierOutput, first_row: int, begun: int, place: int, borrowed: bool
-    ) -> None:
-        self.tree, self.first_row, self.place, self.borrowed = tree, first_row, place, borrowed
-        self.output: VerifierOutput | None = output
-        self.path: list[int] = []
-        self._begun = begun
-        self._logits: PassLogits | None = None
-        self._walked: Walk | None = None
+    tree: DraftTree
+    output: VerifierOutput | None
+    first_row: int
+    begun: int
+    place: int
+    borrowed: bool
+    path: list[int] = field(default_factory=list)
+    logits: PassLogits = field(init=False)
+    walked: Walk = field(init=False)
 
     @property
     def every_logit(self) -> torch.Tensor:
@@ -54,27 +56,13 @@ class SeenPass:
         assert self.output is not None
         return self.output.logits
 
-    @property
-    def logits(self) -> PassLogits:
-        """What of them was brought over."""
-        assert self._logits is not None
-        return self._logits
-
-    @property
-    def walked(self) -> Walk:
-        """Where the walk went."""
-        assert self._walked is not None
-        return self._walked
-
     def look(self, sampler: Sampler, text: RowText, top_k: int, read: PassLogits | None = None) -> None:
         """Bring over what the walk and the drafter need of the logits, unless they are `read` already.
 
         Waits for the device.
         """
-        if read is None:
-            read = sampler.read(self.every_logit, self.first_row, self.tree, text, top_k)
-        self._logits = read
+        self.logits = read or sampler.read(self.every_logit, self.first_row, self.tree, text, top_k)
 
     def walk(self, sampler: Sampler, text: RowText, stopper: Stopper) -> None:
         """Follow the target's choices down the tree; a walk that was cut short goes on where it was."""
-        self._walked = walk(self.tree, self.logits, self.first_row, sampler, text, stopper, self.path, self._begun)
+        self.walked = walk(self.tree, self.logits, self.first_row, sampler, text, stopper, self.path, self.begun)
