@@ -290,7 +290,5 @@ def catch_hidden(model: Any, layer: Layer | None) -> Iterator[list[torch.Tensor]
         hook = block.register_forward_hook(
             lambda _module, _args, out: caught.append(out[0] if isinstance(out, tuple) else out)
         )
-    try:
+    with hook:
         yield caught
-    finally:
-        hook.remove()

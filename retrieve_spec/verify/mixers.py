@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +82,13 @@ def find_mixers(model: Any, cache_name: str, ids: torch.Tensor) -> list[Mixer] |
         return "no layer of its cache keeps recurrent state"
     updated: dict[int, list[nn.Module]] = {i: [] for i in linear}
     kept: dict[int, list[nn.Module]] = {i: [] for i in linear}
-    with _running(model) as stack:
+    with _watched(model) as (stack, called), torch.no_grad():
         for i in linear:
             layer = cache.layers[i]
             for name, seen in (("update_conv_state", updated), ("update_recurrent_state", updated), ("update", kept)):
                 if hasattr(layer, name):
                     setattr(layer, name, _noting(getattr(layer, name), stack, seen[i]))
-        calls = _calls_of_projections(model)
-        with calls as called, torch.no_grad():
-            model(input_ids=ids, use_cache=True, **{cache_name: cache})
+        model(input_ids=ids, use_cache=True, **{cache_name: cache})
     mixers = []
     for i in linear:
         modules = {id(module): module for module in updated[i]}
@@ -113,40 +111,24 @@ def _noting(update: Any, stack: list[nn.Module], seen: list[nn.Module]) -> Any:
     return noted
 
 
-@contextmanager
-def _running(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """The modules that are running, innermost last, while the block lasts."""
-    stack: list[nn.Module] = []
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(lambda module, _args: stack.append(module)))
-        handles.append(module.register_forward_hook(lambda _module, _args, _out: stack.pop() and None))
-    try:
-        yield stack
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 _Call = tuple[nn.Module, Any]
 
 
 @contextmanager
-def _calls_of_projections(model: nn.Module) -> Iterator[list[_Call]]:
-    """Linear modules in order of their calls, with their inputs."""
+def _watched(model: nn.Module) -> Iterator[tuple[list[nn.Module], list[_Call]]]:
+    """The modules that are running, innermost last, and all calls so far with their inputs, while the block lasts."""
+    stack: list[nn.Module] = []
     calls: list[_Call] = []
-    handles = [
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs: calls.append((module, args[0] if args else kwargs.get("hidden_states"))),
-            with_kwargs=True,
-        )
-        for module in model.modules()
-    ]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        stack.append(module)
+        calls.append((module, args[0] if args else kwargs.get("hidden_states")))
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(lambda *_: stack.pop() and None))
+        yield stack, calls
 
 
 def _described(module: nn.Module, layer_idx: int, called: list[_Call]) -> Mixer:

@@ -9,7 +9,7 @@ tree they get, or give, what belongs to the positions of the nodes: what a chain
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal
@@ -65,14 +65,11 @@ def noting_places(model: nn.Module, past: int, rows: int) -> Iterator[list[Place
                 longer = kind == "bias" and value.shape[-1] > past + rows
                 places.append(Place(module, key, kind, value.shape[-1] if longer else 0))
 
-    handles = [
-        module.register_forward_hook(look, with_kwargs=True) for module in model.modules() if module is not model
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if module is not model:
+                hooks.enter_context(module.register_forward_hook(look, with_kwargs=True))
         yield places
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def outermost(places: list[Place]) -> tuple[Place, ...]:
