@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.engine.rows import Prepared
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.shared_prompt import SharedPrompts
 from retrieve_spec.errors import ConfigError, interruptions_as_they_are, raise_interruption
@@ -161,13 +160,10 @@ class Requests(Iterator[Finished]):
             self._apart = index, request, (arguments, own, prepared)
             return []
         predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
-        sequences = self._made(prepared, predictions, own)
+        sequences = sequences_of(speculation, prepared, predictions, together=self._prompts, **own)
         job = _UnderWay(index, request, sequences, tokenizer)
         self._under_way.update({id(sequence): job for sequence in sequences})
         return sequences
-
-    def _made(self, prepared: Prepared, predictions: list[Any], own: dict[str, Any]) -> list[Sequence]:
-        return sequences_of(self._speculation, prepared, predictions, together=self._prompts, **own)
 
     def _arguments(self, request: Any) -> dict[str, Any]:
         """A request as arguments of `generate` and of this library."""

@@ -170,9 +170,14 @@ def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
     return None
 
 
+def prompt_of(arguments: dict[str, Any]) -> Any:
+    """What a call gives as its prompt."""
+    return arguments.get("input_ids") if arguments.get("inputs") is None else arguments["inputs"]
+
+
 def is_one_row(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether a call asks for one row, as far as its arguments tell."""
-    ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
+    ids = prompt_of(arguments)
     one = isinstance(ids, torch.Tensor) and ids.ndim == 2 and len(ids) == 1
     return one and (setting(model, arguments, "num_return_sequences") or 1) == 1
 
@@ -194,7 +199,7 @@ def reason_from_arguments(model: Any, arguments: dict[str, Any], alone: str) -> 
             return reason
     if alone and (setting(model, arguments, "num_return_sequences") or 1) > 1:
         return f"several sequences are returned: {alone}"
-    ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
+    ids = prompt_of(arguments)
     if isinstance(ids, torch.Tensor):
         if ids.ndim != 2:
             return "the prompt is not a batch of token ids"
@@ -218,7 +223,7 @@ def _stand_in_for_embeddings(captured: Captured) -> torch.Tensor | None:
 
 def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> NDArray[np.int32] | None:
     """What an encoder reads and what the decoder begins with, where both have one vocabulary."""
-    given = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
+    given = prompt_of(arguments)
     if model.main_input_name != "input_ids" or not isinstance(given, torch.Tensor) or given.ndim != 2:
         return None
     try:
