@@ -175,7 +175,6 @@ def attend_triton(
     values: torch.Tensor,
     mask: TreeMask,
     rule: LayerRule,
-    splits: int | None = None,
     described: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The GPU kernel over all keys: queries (1, heads, rows, d) in, (1, rows, heads, d) out.
@@ -188,8 +187,7 @@ def attend_triton(
     _, heads, rows, _ = query.shape
     kv_heads = keys.shape[1]
     query = query if query.stride(-1) == 1 else query.contiguous()
-    if splits is None:
-        splits = num_splits(kv_heads, heads // kv_heads * rows, keys.shape[2], processors(query.device))
+    splits = num_splits(kv_heads, heads // kv_heads * rows, keys.shape[2], processors(query.device))
     return tree_attention(
         query[0], keys[0], values[0], words, depths, prefix,
         scale=rule.scale, softcap=rule.softcap, window=rule.window, sinks=rule.sinks, splits=splits,
