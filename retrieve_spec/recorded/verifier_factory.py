@@ -76,23 +76,25 @@ class VerifierFactory:
         Probes the model as it is.
     finding
         What it found just now.
+
+    Attributes
+    ----------
+    finding
+        How the model is verified through its own forward, as last seen.
+    layouts
+        Copies of its weights.
     """
 
     def __init__(
         self, model: Any, config: SpeculationConfig, layer: Layer, find_mode: Callable[[Any], Finding], finding: Finding
     ) -> None:
         self._model, self._config, self._layer, self._find_mode = model, config, layer, find_mode
-        self._layouts = Layouts(PASS.layout_bytes, sum(weight.nbytes for weight in model.parameters()))
+        self.layouts = Layouts(PASS.layout_bytes, sum(weight.nbytes for weight in model.parameters()))
         self._credit = float(STATES)
         self._is_let_be = False
-        self._finding = finding
+        self.finding = finding
         self._known: list[_Known] = []
         self._examine(finding)
-
-    @property
-    def finding(self) -> Finding:
-        """How the model is verified through its own forward, as last seen."""
-        return self._finding
 
     @property
     def pass_kind(self) -> PassKind:
@@ -114,11 +116,6 @@ class VerifierFactory:
     def recording(self) -> Recording | None:
         """The recording that verifies, as last seen."""
         return self._known[0].recording if self._known else None
-
-    @property
-    def copied_bytes(self) -> int:
-        """Memory of copies of weights."""
-        return self._layouts.nbytes
 
     def __call__(self) -> Verifier:
         """A verifier for a generation that begins now."""
@@ -191,16 +188,14 @@ class VerifierFactory:
     def _examine(self, finding: Finding | None = None) -> _Known:
         """Probe the model, record it if it may be, and remember both for its state."""
         if why := why_single_steps(self._model):  # for this call only: nothing to remember
-            return _Known(ModelState(self._model), Finding("plain", why, self._finding.interface))
+            return _Known(ModelState(self._model), Finding("plain", why, self.finding.interface))
         if self._known and logger.isEnabledFor(logging.DEBUG):
             logger.debug("the model has changed: %s", ", ".join(self._known[0].state.changes(self._model)[:5]))
         with keeping_texts(self._model), torch.autocast(input_device(self._model).type, enabled=False):
             if finding is not None:
                 known = _Known(ModelState(self._model), finding)
             elif self._credit < 1:
-                finding = Finding(
-                    "plain", "the model changes too often to be probed each time", self._finding.interface
-                )
+                finding = Finding("plain", "the model changes too often to be probed each time", self.finding.interface)
                 known = _Known(ModelState(self._model), finding, due=True)
             else:
                 self._credit -= 1
@@ -210,7 +205,7 @@ class VerifierFactory:
                 self._record(known)
             if known.recording is None and known.finding.mode != "plain":
                 known.packed = self._pack(known.finding)
-        self._finding = known.finding
+        self.finding = known.finding
         for other in self._known:
             other.release()
         others = [other for other in self._known if known.state.keeps(other.state) and not other.due]
@@ -230,7 +225,7 @@ class VerifierFactory:
         """Layers that multiply by copies of their weights in passes of the model's own forward, if these agree."""
         if self._model.training or why_unasked(self._model, self._config):
             return None
-        packed = PackedLayers(self._model, self._layouts)
+        packed = PackedLayers(self._model, self.layouts)
         if not len(packed):
             return None
         own = HFVerifier(self._model, finding.interface, finding.mode, around=packed)
@@ -247,7 +242,7 @@ class VerifierFactory:
         with attention_implementation(self._model, RECORDER):  # transformers notes on the class that it can be set
             pass
         known.state = ModelState(self._model)
-        known.recording, known.why = try_recording(self._model, known.finding, self._config, self._layer, self._layouts)
+        known.recording, known.why = try_recording(self._model, known.finding, self._config, self._layer, self.layouts)
         kept = known.state.let_go(self._model)
         changing = kept if kept and self._reads(known, kept) else known.state.settle(self._model)
         if changing:

@@ -379,7 +379,7 @@ def test_restore_gives_back_the_memory_of_copies() -> None:
     check(model)
     layouts = model.speculation._passes._layouts
     copies = [weakref.ref(layout.tensor) for layout in layouts._of_weight.values()]
-    assert copies and model.speculation._passes.copied_bytes == layouts.nbytes > 10_000
+    assert copies and model.speculation._passes.layouts.nbytes == layouts.nbytes > 10_000
     rs.restore(model)
     gc.collect()
     assert all(ref() is None for ref in copies)
@@ -415,11 +415,11 @@ def test_looking_at_a_model_finds_nothing_when_nothing_is_done() -> None:
 
 def test_copies_are_shared_by_recordings() -> None:
     model = accelerate(build("llama"))
-    held = model.speculation._passes.copied_bytes
+    held = model.speculation._passes.layouts.nbytes
     model.model.layers[0].self_attn.scaling *= 2
     check(model)
     assert len(model.speculation._passes._known) == 2
-    assert model.speculation._passes.copied_bytes == held
+    assert model.speculation._passes.layouts.nbytes == held
     assert weight_layout.Layouts(0).of(_edit(model)) is None
 
 

@@ -173,7 +173,7 @@ def test_generations_multiply_by_copies_and_say_the_same(monkeypatch, sample):
 def test_only_models_that_ask_for_faster_passes_have_copies():
     model = small_mamba2()
     rs.accelerate(model, recorded_pass="off")
-    assert model.speculation._make_verifier.copied_bytes == 0
+    assert model.speculation._make_verifier.layouts.nbytes == 0
     rs.restore(model)
 
 
