@@ -89,7 +89,7 @@ class RecordedVerifier(OverAnother):
         self._unread = len(inputs.uncached_ids)
         self._kept = (self._past, self._unread)
         self._cache = inputs.model_kwargs.get(self.own.interface.cache_name)
-        self._shift, self._in_a_row = self.own.shift, inputs.in_a_row
+        self._shift, self._in_a_row = self.own.inputs.shift, inputs.in_a_row
         self.not_recorded = self._why_not(inputs)
 
     def alone(self) -> RecordedVerifier:

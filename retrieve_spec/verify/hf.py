@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
@@ -51,6 +50,15 @@ class HFVerifier:
         None: nothing is looked at.
     around
         What a pass over so many rows runs in; None for nothing.
+
+    Attributes
+    ----------
+    cache
+        The cache in use: the caller's, or one that the model put in its place (LongRoPE models do).
+    past
+        Tokens that were committed.
+    inputs
+        What the model is given in each pass of the generation.
     """
 
     def __init__(
@@ -94,18 +102,8 @@ class HFVerifier:
     @property
     def takes_back(self) -> bool:
         """Whether rows are all that a pass leaves behind (`Verifier.takes_back`)."""
-        reads_more = bool(self._inputs.extras.kind) and self._fed < self._uncached  # what it begins with goes on once
+        reads_more = bool(self.inputs.extras.kind) and self._fed < self._uncached  # what it begins with goes on once
         return self._steps is None and self._kept is not None and self._kept.grows_by_rows and not reads_more
-
-    @property
-    def past(self) -> int:
-        """Tokens that were committed."""
-        return self._past
-
-    @property
-    def cache(self) -> Any:
-        """The cache in use: the caller's, or one that the model put in its place (LongRoPE models do)."""
-        return self._cache
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation; the mode may weaken when the cache cannot be rolled back, or by the kind of call."""
@@ -113,26 +111,26 @@ class HFVerifier:
         kwargs = {name: value for name, value in self._given.items() if name != self.interface.cache_name}
         self._take_cache(self._given.get(self.interface.cache_name))
         self._prompt = inputs.input_ids
-        self._past = inputs.past_length
+        self.past = inputs.past_length
         self._fed = 0  # tokens given to forward since start
         self._uncached = inputs.input_ids.shape[1] - (inputs.past_length if inputs.holds_past else 0)
-        self._inputs = PassInputs(
+        self.inputs = PassInputs(
             self.model, self.interface, self._device, inputs.input_ids, kwargs, inputs.past_length, self._uncached
         )
-        self.whole_prompts = self._reads_whole or bool(self._inputs.extras.kind)
-        if self._state is not None and self._inputs.is_padded:
+        self.whole_prompts = self._reads_whole or bool(self.inputs.extras.kind)
+        if self._state is not None and self.inputs.is_padded:
             self.whole_prompts = True  # such layers do not look at the mask of a lone token
-        self._kind = CallKind.of(self.model.config, self._inputs, self._past + self._uncached)
+        self._kind = CallKind.of(self.model.config, self.inputs, self.past + self._uncached)
         self._steps = None
-        self._mode_here = weaker(self._model_mode, cache_mode(self._cache))
-        if self._inputs.is_padded and not self.interface.takes_padding:
+        self._mode_here = weaker(self._model_mode, cache_mode(self.cache))
+        if self.inputs.is_padded and not self.interface.takes_padding:
             self._mode_here = "plain", _PADDED
         if self.kinds is not None and (known := self.kinds.known.get(self._kind)) is not None:
             self._mode_here = weaker(self._mode_here, known)
         self.mode, self.reason = self._mode_here
         self._was_recording = recording(self._rows) if self._rows is not None else []
         self._asked = self._records = any(self._was_recording)
-        self._pending = (0, 0, self._past, 0)  # root tokens and nodes of the last pass, and what was fed before it
+        self._pending = (0, 0, self.past, 0)  # root tokens and nodes of the last pass, and what was fed before it
         self._dirty = False  # whether a pass may have left rows that were not committed
         for hooked in (self._state, self._derived):
             if hooked is not None:
@@ -140,7 +138,7 @@ class HFVerifier:
 
     def _take_cache(self, cache: Any) -> None:
         """Keep to a cache: `_rows` is the part of it that grows with the text."""
-        self._cache, self._rows = cache, decoder_cache(cache)
+        self.cache, self._rows = cache, decoder_cache(cache)
         self._kept = KeptRows(self._rows) if isinstance(self._rows, DynamicCache) else None
 
     def forward(
@@ -164,19 +162,19 @@ class HFVerifier:
             self._asked, self._records = True, any(recording(self._rows))
         self._dirty = True
         if reading:
-            kwargs = self._inputs.reading(self._cache, self._past, self._fed, len(root_ids), keep)
+            kwargs = self.inputs.reading(self.cache, self.past, self._fed, len(root_ids), keep)
         else:
             masked = self.mode == "tree" and not self.interface.masks_inside
-            kwargs = self._inputs.decoding(self._cache, self._rows, self._past, root_ids, tree, keep, masked)
+            kwargs = self.inputs.decoding(self.cache, self._rows, self.past, root_ids, tree, keep, masked)
         hidden_states, draft = catch_hidden(self.model, want_hidden), self._draft(len(root_ids), tree)
         with hidden_states as hidden, draft, self.around(len(root_ids) + nodes):
             outputs = self.model(**kwargs, return_dict=True)
-        cache = getattr(outputs, self.interface.cache_name, self._cache)
-        if cache is not self._cache:
+        cache = getattr(outputs, self.interface.cache_name, self.cache)
+        if cache is not self.cache:
             self._take_cache(cache)
         if reading and self._fed + len(root_ids) == self._uncached:
             self._behind_prompt(len(root_ids), outputs)
-        self._pending = (len(root_ids), nodes, self._past, self._fed)
+        self._pending = (len(root_ids), nodes, self.past, self._fed)
         rows = keep + nodes
         logits = outputs.logits[0]
         states = hidden[-1][0, -rows:] if hidden else None
@@ -192,15 +190,15 @@ class HFVerifier:
             return self._state.undrafted(self._rows, self._device)
         elif nodes and self._derived is not None:
             assert tree is not None
-            return self._derived.verifying(self._past, roots, tree, self._device)
+            return self._derived.verifying(self.past, roots, tree, self._device)
         return contextlib.nullcontext()
 
     def _behind_prompt(self, roots: int, outputs: Any) -> None:
         """See how a text goes on whose prompt has just been read, and what its kind of call allows."""
-        past = self._past + roots
-        if self._inputs.extras.kind:
-            self._inputs.extras.went_on(self.model, outputs)
-        self._inputs.behind_prompt(self._cache, past)
+        past = self.past + roots
+        if self.inputs.extras.kind:
+            self.inputs.extras.went_on(self.model, outputs)
+        self.inputs.behind_prompt(self.cache, past)
         if self.kinds is None or not (self._kind.names or self.reason == _PADDED):
             return
         if self.mode != "plain":
@@ -229,10 +227,10 @@ class HFVerifier:
         """Another verifier behind the same prompt, over a cache of its own."""
         twin = copy.copy(self)
         twin._state = None if self._state is None else self._state.apart()
-        twin._take_cache(apart(self._cache))
-        twin._inputs = copy.copy(self._inputs)
+        twin._take_cache(apart(self.cache))
+        twin.inputs = copy.copy(self.inputs)
         twin.mode, twin.reason = twin._model_mode = twin._mode_here = (mode, "")
-        twin._past, twin._fed, twin._dirty = past, self._uncached, False
+        twin.past, twin._fed, twin._dirty = past, self._uncached, False
         twin._asked = twin._records = False
         return twin
 
@@ -244,22 +242,12 @@ class HFVerifier:
                 self._state.commit(self._rows, path)
             if self._kept is not None and (nodes or self._records):
                 self._kept.commit(path, nodes)
-        self._past, self._fed = past + roots + len(path), fed + roots + len(path)
+        self.past, self._fed = past + roots + len(path), fed + roots + len(path)
         self._dirty = False
         if self.interface.scale_step and self._model_mode[0] == "tree":
-            room = -self._past % self.interface.scale_step
+            room = -self.past % self.interface.scale_step
             here = self._mode_here[0]
             self.mode = "chain" if room <= MAX_NODES + 1 and here == "tree" else here
-
-    @property
-    def shift(self) -> int:
-        """Position of a token minus its slot, where that is the same on every axis."""
-        return self._inputs.shift
-
-    @property
-    def axes(self) -> torch.Tensor | None:
-        """(…, 1, 1) long, the same on every axis of positions; None where they have one."""
-        return self._inputs.axes
 
     def lend(self) -> tuple[Any, int]:
         """The cache between two passes, and how many tokens it has seen; `resume` when it has seen more."""
@@ -267,20 +255,20 @@ class HFVerifier:
             self._kept.settle()
         if self._state is not None:
             self._state.settle(self._rows)
-        self._pending, self._dirty = (0, 0, self._past, self._fed), False
-        return self._cache, self._past
+        self._pending, self._dirty = (0, 0, self.past, self._fed), False
+        return self.cache, self.past
 
     def resume(self, past: int) -> None:
         """Go on behind `past` tokens, whose rows the cache holds by now."""
-        self._fed, self._past = self._fed + past - self._past, past
+        self._fed, self.past = self._fed + past - self.past, past
         self._pending = (0, 0, past, self._fed)
-        self._kept = KeptRows(self._cache)
+        self._kept = KeptRows(self.cache)
 
     def copy_rows(self) -> DynamicCache | None:
         """What the cache holds, in another of the same tensors, which nothing writes to; None where it is not rows."""
         if self._kept is None or not self._kept.grows_by_rows or self._state is not None:
             return None
-        return same_rows(self._cache)
+        return same_rows(self.cache)
 
     def finish(self) -> Any:
         """Return the cache as plain `generate` leaves it."""
@@ -293,7 +281,7 @@ class HFVerifier:
                 hooked.detach()
         if self._rows is not None and self._records:
             set_recording(self._rows, self._was_recording)
-        cache = self._cache if self._steps is None else self._steps.finish()
+        cache = self.cache if self._steps is None else self._steps.finish()
         self._steps, self._given = None, {}
         self._take_cache(None)
         return cache

@@ -21,6 +21,7 @@ from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device
 from retrieve_spec.verify.padded_cache import PaddedCache
+from retrieve_spec.verify.pass_inputs import as_mask
 from retrieve_spec.verify.recurrent import state_of
 from retrieve_spec.verify.verifier import OverAnother, VerifierInputs, VerifierOutput
 
@@ -70,7 +71,7 @@ class PaddedRow(OverAnother):
         self.alone = self.alone or inputs.why_not_text(self.own.interface.cache_name)
         if not self.alone and (other := self.batch.rows.unheld(self.own.cache)):
             self.alone = f"the cache has a {other}"
-        axes = self.own.axes
+        axes = self.own.inputs.axes
         self.axes = axes if axes is not None and bool((axes != axes.flatten()[0]).any()) else None
         self._in_a_row = inputs.in_a_row
 
@@ -170,7 +171,7 @@ class PaddedBatch:
             yield
             return
         caches, roots, trees = zip(*texts, strict=True)
-        with self._state.attached(), self._state.verifying(self.rows.cache, caches, roots, trees, self._device):
+        with self._state.attached(), self._state.verifying(self.rows.held.cache, caches, roots, trees, self._device):
             yield
 
     def commit(self, row: PaddedRow, path: NDArray[np.int32]) -> bool:
@@ -190,12 +191,12 @@ class PaddedBatch:
         width: int,
     ) -> dict[str, Any]:
         """Arguments of a pass; a row's tokens stand at the right end of it."""
-        held = self.rows
+        held = self.rows.held
         ids = np.zeros((len(order), width), np.int64)
         positions = np.zeros_like(ids)
         by_axis = any(row.axes is not None for row in rows)
         for row, at, root, tree in zip(rows, order, roots, trees, strict=True):
-            shift = 0 if by_axis else row.own.shift
+            shift = 0 if by_axis else row.own.inputs.shift
             first, position = width - len(root) - len(tree), held.lengths[at] + shift
             fill_inputs(ids[at, first:], positions[at, first:], root, tree.token_ids, tree.depth, position)
         kwargs: dict[str, Any] = {
@@ -217,15 +218,15 @@ class PaddedBatch:
         like = next(row.axes for row in rows.values() if row.axes is not None)
         shifts = []
         for _, row in sorted(rows.items()):
-            axes = row.own.axes
-            shifts.append(torch.full_like(like, row.own.shift) if axes is None else axes)
+            axes = row.own.inputs.axes
+            shifts.append(torch.full_like(like, row.own.inputs.shift) if axes is None else axes)
         return placed[None] + torch.cat(shifts, dim=-2)
 
     def _masks(
         self, order: list[int], roots: Sequence[NDArray[np.int32]], trees: Sequence[DraftTree], width: int
     ) -> Any:
         """One mask per layer type: every row sees its own tokens, its ancestors in the pass, and itself."""
-        held = self.rows
+        held = self.rows.held
         masks: dict[str, Any] = {}
         for layer_type, view in self.interface.masks.items():
             if view is None:
@@ -242,11 +243,5 @@ class PaddedBatch:
                 mask[at, width - size :, :length] = seen[:, :length]
                 mask[at, width - size :, held.columns + width - size :] = seen[:, length:]
             visible = torch.from_numpy(mask)[:, None].to(self._device)
-            if self.interface.mask_form == "float":
-                least = torch.finfo(self.model.dtype).min
-                masks[layer_type] = torch.zeros(
-                    visible.shape, dtype=self.model.dtype, device=self._device
-                ).masked_fill_(~visible, least)  # fmt: skip
-            else:
-                masks[layer_type] = visible
+            masks[layer_type] = as_mask(visible, self.interface.mask_form, self.model.dtype)
         return masks.get("", masks)

@@ -41,8 +41,8 @@ class _Moves:
 
 
 @dataclass(slots=True)
-class _Held:
-    """The cache, whose rows it holds, and how many tokens of each."""
+class Held:
+    """The cache, whose rows it holds, how many tokens of each, and columns of the longest."""
 
     cache: DynamicCache
     owners: list[Owner | None] = field(default_factory=list)  # None: has ended
@@ -58,34 +58,19 @@ class PaddedCache:
     """The rows of texts that share passes.
 
     Whatever instant an exception hits, the next call finishes commits that were begun and drops what was not committed.
+
+    Attributes
+    ----------
+    held
+        All rows, replaced as a whole where others come and go.
     """
 
     def __init__(self) -> None:
-        self._held = _Held(DynamicCache())
-
-    @property
-    def cache(self) -> DynamicCache:
-        """All rows."""
-        return self._held.cache
-
-    @property
-    def owners(self) -> list[Owner | None]:
-        """By row, whose it is; None where that has ended."""
-        return self._held.owners
-
-    @property
-    def lengths(self) -> list[int]:
-        """By row, its tokens."""
-        return self._held.lengths
-
-    @property
-    def columns(self) -> int:
-        """Those of the longest row."""
-        return self._held.columns
+        self.held = Held(DynamicCache())
 
     def commit(self, row: Owner, path: NDArray[np.int32]) -> bool:
         """Keep a row's root tokens of the last pass and the nodes of `path`; False if the pass was none of these."""
-        held = self._held
+        held = self.held
         if not held.nodes or not self._holds(row):
             return False
         at = self.place(row)
@@ -119,7 +104,7 @@ class PaddedCache:
 
     def _copy(self, row: Owner, target: DynamicCache) -> int:
         """Let a cache hold what a row holds, what it has committed included; how many tokens that are."""
-        held, at = self._held, self.place(row)
+        held, at = self.held, self.place(row)
         if held.moves is not None:  # a commit was cut short: all have committed
             self.settle()
         kept = np.concatenate([np.arange(held.lengths[at]), held.accepted.get(at, _NO_COLUMNS)])
@@ -135,20 +120,20 @@ class PaddedCache:
     def drop(self, row: Owner) -> None:
         """Forget a row; the next pass closes ranks."""
         if self._holds(row):
-            self._held.owners[self.place(row)] = None
-            if not any(self._held.owners):
-                self._held = _Held(DynamicCache())
+            self.held.owners[self.place(row)] = None
+            if not any(self.held.owners):
+                self.held = Held(DynamicCache())
 
     def _holds(self, row: Owner) -> bool:
-        return any(owner is row for owner in self._held.owners)
+        return any(owner is row for owner in self.held.owners)
 
     def place(self, row: Owner) -> int:
         """Which row is an owner's."""
-        return next(i for i, owner in enumerate(self._held.owners) if owner is row)
+        return next(i for i, owner in enumerate(self.held.owners) if owner is row)
 
     def settle(self) -> None:
         """Finish the commits of the last pass, and drop what was not committed."""
-        held = self._held
+        held = self.held
         if held.moves is None:
             held.moves = self._moves()
         moves = held.moves
@@ -168,7 +153,7 @@ class PaddedCache:
 
     def _moves(self) -> _Moves:
         """Copies of what was accepted in the last pass, and where it goes."""
-        held = self._held
+        held = self.held
         lengths, rows, sources, places = list(held.lengths), [], [], []
         for at, kept in held.accepted.items():
             rows.append(np.full(len(kept), at, np.int64))
@@ -189,21 +174,21 @@ class PaddedCache:
         """Hold the parts of exactly these rows, without what they have not committed; where each of them is."""
         self.settle()
         staying = {id(row) for row in rows}
-        if leaving := [i for i, owner in enumerate(self._held.owners) if id(owner) not in staying]:
+        if leaving := [i for i, owner in enumerate(self.held.owners) if id(owner) not in staying]:
             self._release(leaving)
-        here = {id(owner) for owner in self._held.owners}
+        here = {id(owner) for owner in self.held.owners}
         if coming := [row for row in rows if id(row) not in here]:
             self._take_over(coming)
-        place = {id(row): i for i, row in enumerate(self._held.owners)}
+        place = {id(row): i for i, row in enumerate(self.held.owners)}
         return [place[id(row)] for row in rows]
 
     def begin(self, nodes: list[tuple[int, int]], width: int) -> None:
         """Let a pass of `width` columns begin, by row over so many root tokens and nodes."""
-        self._held.nodes, self._held.width = nodes, width
+        self.held.nodes, self.held.width = nodes, width
 
     def _take_over(self, rows: Sequence[Owner]) -> None:
         """Take over what rows have read; the cache of a text that has read nothing is empty."""
-        held = self._held
+        held = self.held
         caches, lengths = zip(*(row.own.lend() for row in rows), strict=True)
         columns = max(held.columns, *lengths)
         parts = [(held.cache, 0, len(held.owners))] if held.owners else []
@@ -230,11 +215,11 @@ class PaddedCache:
                     end = lengths[first - len(held.owners)] if first >= len(held.owners) else held.columns
                     together[first : first + count, :, end - part.shape[-2] : end] = part
                 setattr(layer, name, together)
-        self._held = _Held(whole, [*held.owners, *rows], [*held.lengths, *lengths], columns)
+        self.held = Held(whole, [*held.owners, *rows], [*held.lengths, *lengths], columns)
 
     def _release(self, places: list[int]) -> None:
         """Put rows into caches of their own, unless they have ended, and close ranks."""
-        held = self._held
+        held = self.held
         for at in places:
             if (row := held.owners[at]) is not None:
                 _copy_row(held.cache, row.own.cache, at, np.arange(held.lengths[at]))
@@ -249,7 +234,7 @@ class PaddedCache:
                 kept.lazy_initialization(layer.keys, layer.values)
                 index = torch.tensor(staying, device=layer.keys.device)
                 kept.keys, kept.values = (part[index, :, :columns] for part in (layer.keys, layer.values))
-        self._held = _Held(cache, [held.owners[i] for i in staying], lengths, columns)
+        self.held = Held(cache, [held.owners[i] for i in staying], lengths, columns)
 
 
 def _holds(layer: Any) -> bool:

@@ -12,7 +12,7 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
 from retrieve_spec.verify.extras import SET_EACH_PASS, Extras
-from retrieve_spec.verify.interface import ModelInterface
+from retrieve_spec.verify.interface import MaskForm, ModelInterface
 
 NO_TREE = DraftTree()
 
@@ -225,22 +225,18 @@ class PassInputs:
                 mask, tree.parent, tree.depth, roots, past, kv_offset, view.window, view.chunk, self._left_padding,
                 self._padded,
             )  # fmt: skip
-            masks[layer_type] = self._as_mask(torch.from_numpy(mask)[None, None])
+            visible = self._to_device(torch.from_numpy(mask)[None, None])
+            masks[layer_type] = as_mask(visible, self._interface.mask_form, self._model.dtype)
         return masks.get("", masks) if self._interface.attends else None
 
-    def _as_mask(self, visible: torch.Tensor) -> Any:
-        """Turn (1, 1, q, kv) bool into what the attention implementation takes."""
-        visible = self._to_device(visible)
-        if self._interface.mask_form == "bool":
-            return visible
-        if self._interface.mask_form == "float":
-            dtype = self._model.dtype
-            return torch.zeros(visible.shape, dtype=dtype, device=self._device).masked_fill_(
-                ~visible, torch.finfo(dtype).min
-            )
-        from torch.nn.attention.flex_attention import create_block_mask
 
-        seen = visible[0, 0]
-        rows, columns = seen.shape
-        device = str(self._device)
-        return create_block_mask(lambda batch, head, q, kv: seen[q, kv], 1, None, rows, columns, device=device)
+def as_mask(visible: torch.Tensor, form: MaskForm, dtype: torch.dtype) -> Any:
+    """What an attention implementation takes for (rows, 1, q, kv) bool; flex attention's is of one row."""
+    if form == "bool":
+        return visible
+    if form == "float":
+        return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    seen, (rows, columns), device = visible[0, 0], visible.shape[2:], str(visible.device)
+    return create_block_mask(lambda batch, head, q, kv: seen[q, kv], 1, None, rows, columns, device=device)

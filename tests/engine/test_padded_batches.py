@@ -46,7 +46,7 @@ def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: py
     if name == "right":
         assert report.passes < 12
     assert torch.equal(tiny.generate(**inputs, **options, draft="off"), plain)
-    assert tiny.speculation.company._padded.rows.owners == []
+    assert tiny.speculation.company._padded.rows.held.owners == []
 
 
 @pytest.mark.parametrize("recorded_pass", ["always", "off"])
