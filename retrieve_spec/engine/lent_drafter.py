@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, RemembersText, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.limits import Limits
+from retrieve_spec.engine.seen_pass import SeenPass
 from retrieve_spec.sampling.pass_logits import PassLogits
-from retrieve_spec.verify.verifier import VerifierOutput
 
 _NO_PATH = np.empty(0, np.int32)
 
@@ -131,29 +131,22 @@ class LentDrafter:
         if self.drafter is not None and self.drafter.top_k > 0:
             self.drafter.observe_prompt(prompt[-len(logits.top_ids) :], logits.top_ids, logits.top_logits)
 
-    def observe(
-        self,
-        tree: DraftTree,
-        path: NDArray[np.int32],
-        emitted: NDArray[np.int32],
-        logits: PassLogits,
-        output: VerifierOutput,
-        first_row: int,
-        prompt: bool,
-    ) -> None:
-        """Tell it what a pass showed, whose row `first_row` follows the root; of the `prompt` it has the top tokens."""
+    def observe(self, seen: SeenPass, prompt: bool) -> None:
+        """Tell it what a pass showed; of the `prompt` it has the top tokens."""
+        path, emitted = seen.walked.path, seen.walked.emitted
         if self.waits:
             self._told.append(emitted)
         if self.drafter is None:
             return
-        top = self.drafter.top_k > 0
+        assert seen.output is not None
+        top, first = self.drafter.top_k > 0, seen.first_row
         shown = VerifiedPass(
-            tree,
+            seen.tree,
             path,
             emitted,
-            logits.top_ids[first_row:] if top else None,
-            logits.top_logits[first_row:] if top else None,
-            _host(output.hidden, first_row + (int(path[-1]) + 1 if len(path) else 0)),
+            seen.logits.top_ids[first:] if top else None,
+            seen.logits.top_logits[first:] if top else None,
+            _host(seen.output.hidden, first + (int(path[-1]) + 1 if len(path) else 0)),
         )
         self.drafter.observe(replace(shown, top_ids=None, top_logits=None) if prompt else shown)
         if self._on_pass is not None:

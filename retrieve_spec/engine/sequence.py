@@ -357,10 +357,8 @@ class Sequence:
 
     def learn(self, prompt: bool = False) -> None:
         """Tell the drafter what the pass showed; of the `prompt` it has seen the top tokens."""
-        seen, walked = self.seen, self.seen.walked
-        assert seen.output is not None
-        self.lent.observe(seen.tree, walked.path, walked.emitted, seen.logits, seen.output, seen.first_row, prompt)
-        seen.output = None
+        self.lent.observe(self.seen, prompt)
+        self.seen.output = None
         self._stage = _BETWEEN
 
     def fail(self, error: Exception) -> None:

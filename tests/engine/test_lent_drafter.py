@@ -16,6 +16,8 @@ from retrieve_spec.engine.cost import CostModel
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.lent_drafter import LentDrafter
 from retrieve_spec.engine.limits import Limits
+from retrieve_spec.engine.seen_pass import SeenPass
+from retrieve_spec.sampling.acceptance import Walk
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sources.session import loop_start
 from retrieve_spec.verify.verifier import VerifierOutput
@@ -53,12 +55,17 @@ def lent(drafter: Any, may_wait: bool = True) -> LentDrafter:
     made = LentDrafter(lambda: drafter, PROMPT, None, None, may_wait)
     made.wait()
     assert made.start() == ""
-    logits = PassLogits(None, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))  # type: ignore[arg-type]
     for token in (7, 8):
-        output = VerifierOutput(torch.zeros(1, 9), None)
-        emitted = np.array([token], np.int32)
-        made.observe(DraftTree(), emitted[:0], emitted, logits, output, 0, prompt=token == 7)
+        made.observe(seen(token), prompt=token == 7)
     return made
+
+
+def seen(token: int) -> SeenPass:
+    """A pass over no draft, behind which the target says a token."""
+    shown, emitted = SeenPass(DraftTree(), VerifierOutput(torch.zeros(1, 9), None), 0, 0, 0, False), np.array([token])
+    shown.logits = PassLogits(None, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))  # type: ignore[arg-type]
+    shown.walked = Walk(np.empty(0, np.int32), emitted.astype(np.int32), False)
+    return shown
 
 
 def ask(made: LentDrafter) -> DraftTree:
@@ -106,9 +113,7 @@ def test_a_text_that_never_drafts_waits_for_nobody() -> None:
     made = LentDrafter(lambda: drafter, PROMPT, None, None, True)
     made.wait()
     assert not made.drafts
-    logits = PassLogits(None, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))  # type: ignore[arg-type]
-    token = np.array([7], np.int32)
-    made.observe(DraftTree(), token[:0], token, logits, VerifierOutput(torch.zeros(1, 9), None), 0, prompt=True)
+    made.observe(seen(7), prompt=True)
     made.finish()
     assert drafter.said == []
 
