@@ -80,9 +80,11 @@ class Sampler(Protocol):
 
 
 class HostReading:
-    """Reading for samplers that work on the host."""
+    """Reading for samplers that work on the host; they keep nothing unless they say so."""
 
     reads_plainly = True
+    scores: list[torch.Tensor] | None = None
+    raw: list[torch.Tensor] | None = None
 
     def read(self, logits: torch.Tensor, first_row: int, tree: DraftTree, text: RowText, top_k: int) -> PassLogits:
         """Read the most probable tokens of every row (`Sampler.read`)."""
@@ -146,9 +148,6 @@ class Warpers:
 class GreedySampler(HostReading):
     """The most probable token, after a repetition penalty and a least length if there are any."""
 
-    scores = None
-    raw = None
-
     def __init__(self, warpers: Warpers | None = None) -> None:
         self.warpers = warpers or Warpers()
 
@@ -175,9 +174,6 @@ class RandomSampler(HostReading):
     Gumbel-max with counted noise: the noise of a token depends on (seed, row, position, token) alone, so the sample
     is the same whether the row came from a tree, a chain or a pass over one token.
     """
-
-    scores = None
-    raw = None
 
     def __init__(self, warpers: Warpers, seed: int, row: int = 0) -> None:
         self.warpers = warpers
@@ -236,8 +232,8 @@ class ProcessorSampler(HostReading):
         self._processors = processors
         self._seed = seed
         self._row = row
-        self.scores: list[torch.Tensor] | None = [] if keep_scores else None
-        self.raw: list[torch.Tensor] | None = [] if keep_raw else None
+        self.scores = [] if keep_scores else None
+        self.raw = [] if keep_raw else None
         self._processed = torch.empty(0)
 
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:

@@ -152,7 +152,7 @@ class DeviceSampler:
     raw = None
 
     def __init__(self, host: GreedySampler | RandomSampler) -> None:
-        self.host = host
+        self.host, self.log_prob, self.noise_at = host, host.log_prob, host.noise_at
         self._warpers = host.warpers
         self._seen: torch.Tensor | None = None
         self._marked = 0
@@ -176,14 +176,6 @@ class DeviceSampler:
         assert logits.chosen is not None
         token = int(logits.chosen[row])
         return token if token >= 0 else self.host.choose(logits, row, text)
-
-    def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
-        """What the host says (`Sampler.log_prob`); where rules cut tokens off, one row is copied to it."""
-        return self.host.log_prob(logits, row, text, token)
-
-    def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
-        """Key of the noise of the next token, None without noise."""
-        return self.host.noise_at(text)
 
     def _penalise(self, scores: torch.Tensor, tree: DraftTree, text: RowText) -> torch.Tensor:
         """Penalise in each row the tokens of the text and those on the path to the row's node."""

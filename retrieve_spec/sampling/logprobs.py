@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.sampling.acceptance import Sampler, log_softmax_at
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.text import RowText
@@ -20,26 +19,9 @@ class LogProbSampler:
 
     def __init__(self, chooser: Sampler) -> None:
         self.chooser = chooser
+        self.reads_plainly, self.scores, self.raw = chooser.reads_plainly, chooser.scores, chooser.raw
+        self.read, self.log_prob, self.noise_at = chooser.read, chooser.log_prob, chooser.noise_at
         self._noted: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the logits' device: nothing waits for them
-
-    @property
-    def reads_plainly(self) -> bool:
-        """Whether the other sampler does."""
-        return self.chooser.reads_plainly
-
-    @property
-    def scores(self) -> list[torch.Tensor] | None:
-        """Processed scores that the other sampler keeps."""
-        return self.chooser.scores
-
-    @property
-    def raw(self) -> list[torch.Tensor] | None:
-        """Raw logits that the other sampler keeps."""
-        return self.chooser.raw
-
-    def read(self, logits: torch.Tensor, first_row: int, tree: DraftTree, text: RowText, top_k: int) -> PassLogits:
-        """Read what the other sampler reads (`Sampler.read`)."""
-        return self.chooser.read(logits, first_row, tree, text, top_k)
 
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return the other sampler's choice."""
@@ -47,14 +29,6 @@ class LogProbSampler:
         raw = log_softmax_at(logits.logits[row], token)
         self._noted[text.length - text.prompt_length :] = [(self.chooser.log_prob(logits, row, text, token), raw)]
         return token
-
-    def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
-        """What the other sampler says (`Sampler.log_prob`)."""
-        return self.chooser.log_prob(logits, row, text, token)
-
-    def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
-        """Key of the noise that the other sampler draws with."""
-        return self.chooser.noise_at(text)
 
     def log_probs(self, first: int = 0, count: int | None = None) -> NDArray[np.float32]:
         """(2, n) float32 of the new tokens from `first` on: by the processed scores, and by the raw logits."""

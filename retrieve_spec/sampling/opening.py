@@ -26,9 +26,6 @@ class OpeningSampler(HostReading):
         Applies only what comes behind them.
     """
 
-    scores = None
-    raw = None
-
     def __init__(self, guides: Sequence[Any], opening: Sampler, rest: Sampler) -> None:
         self._guides, self._opening, self._rest = guides, opening, rest
         self._rest_from: int | None = None
