@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
@@ -40,7 +40,7 @@ from retrieve_spec.model_layers import base_model, embedded_tokens, evaluating
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sources.dense import DenseIndexes
-from retrieve_spec.verify.interface import input_device, read_interface
+from retrieve_spec.verify.interface import input_device, new_cache, read_interface
 from retrieve_spec.verify.probe import Finding, probe
 from retrieve_spec.verify.tensor_parallel import Ranks
 
@@ -160,7 +160,7 @@ def prepare(
         speculation.engine.threads, speculation.engine.prompt_threads = threads, PromptThreads.beginning_as(threads)
         speculation.engine.costs.threads = threads.lowered_to(threads.chosen)
     text_config = model.config.get_text_config(decoder=True)
-    speculation.new_cache = functools.partial(DynamicCache, config=text_config)
+    speculation.new_cache = functools.partial(new_cache, model)
     speculation.bytes_per_token = _bytes_per_token(text_config, model.dtype)
     speculation.prepare_seconds = loading
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call

@@ -6,8 +6,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache
-
 from retrieve_spec.attention.tree_attention import why_not_triton
 from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
@@ -20,7 +18,7 @@ from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.call_kinds import CallKinds
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import ModelInterface, input_device
+from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache
 from retrieve_spec.verify.probe import Finding, check_verifier
 from retrieve_spec.verify.tensor_parallel import Ranks
 
@@ -100,7 +98,7 @@ def _record(
     model: Any, interface: ModelInterface, layer: Layer, fused: bool, layouts: Layouts | None
 ) -> tuple[Recording | None, str]:
     """A recording, with CUDA graphs where they agree with the model; or why there is none."""
-    windows = cache_windows(DynamicCache(config=model.config.get_text_config(decoder=True)))
+    windows = cache_windows(new_cache(model))
     recorded = RecordedPass(model, len(windows), layer, fused, layouts)
     if why := _why_not_windows(recorded, windows):
         return None, why

@@ -128,9 +128,7 @@ def _finish(layer: Any, commit: _Commit) -> None:
     kept = [part.narrow(-2, 0, last) if part.shape[-2] == commit.rows and commit.dropped else part for part in parts]
     if isinstance(layer, DynamicSlidingWindowLayer):
         kept = [part[..., -layer.sliding_window + 1 :, :] for part in kept]
-        layer.keys, layer.values, layer.cumulative_length = kept[0], kept[1], commit.seen
-    else:
-        layer.keys, layer.values = kept
+    _hold(layer, kept[0], kept[1], commit.seen)
 
 
 def _take_back(layer: Any, rows: int, seen: int, before: _Rows | None) -> None:
@@ -141,7 +139,11 @@ def _take_back(layer: Any, rows: int, seen: int, before: _Rows | None) -> None:
         layer.reset()
         return
     keys, values = before or (part.narrow(-2, 0, min(rows, part.shape[-2])) for part in (layer.keys, layer.values))
+    _hold(layer, keys, values, seen)
+
+
+def _hold(layer: Any, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
+    """Let a layer hold these rows, of `seen` tokens."""
+    layer.keys, layer.values = keys, values
     if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.keys, layer.values, layer.cumulative_length = keys, values, seen
-    else:
-        layer.keys, layer.values = keys, values
+        layer.cumulative_length = seen

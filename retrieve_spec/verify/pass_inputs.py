@@ -63,10 +63,7 @@ class PassInputs:
         self._uncached = uncached
         self._length = past + uncached  # of the prompt
         self._template: dict[str, Any] | None = None
-        self._reserve()
-
-    def _reserve(self) -> None:
-        """Make the buffers that every pass slices: ids, positions, the 2-D mask when the row is padded."""
+        # The buffers that every pass slices: ids, positions, the 2-D mask when the row is padded.
         self._ids = torch.empty((1, self._uncached + 2 * MAX_NODES), dtype=torch.long)
         self._ids_view = self._ids.numpy()[0]
         self._positions = torch.empty_like(self._ids)
