@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
 from retrieve_spec.datastore.addresses import public_name
 from retrieve_spec.datastore.manifest import Manifest
+from retrieve_spec.datastore.remote import Remote
 from retrieve_spec.datastore.store import Datastore
+
+CARD = "README.md"
+_TITLE = "# Datastore for speculative decoding"
 
 _KEPT = ("generation", "verb", "at", "version", "recipe", "documents", "tokens", "skipped", "max_tokens")
 
@@ -70,6 +75,15 @@ def told_of(store: Datastore, manifest: Manifest) -> Iterator[Told]:
             yield *names[document.licence, document.source], document.tokens
 
 
+def put_card(remote: Remote, told: Iterable[Told], manifest: Manifest) -> None:
+    """Put a store's card at a remote, unless a README that is no store card stands there: it is somebody's own."""
+    place = remote.path(CARD)
+    with suppress(FileNotFoundError):
+        if _TITLE.encode() not in remote.fs.cat_file(place):
+            return
+    remote.write(place, store_card(told, manifest))
+
+
 def store_card(told: Iterable[Told], manifest: Manifest) -> bytes:
     """README of a shared store: sources, licences, tokenizer, tokens, how it was built."""
     text = "\n".join(_card(told, manifest)) + "\n"
@@ -85,7 +99,7 @@ def _card(told: Iterable[Told], manifest: Manifest) -> Iterator[str]:
         documents[licence or "not stated"] += 1
         sources.add(source)
     yield "---\ntags:\n- retrieve-spec\n- speculative-decoding\n---\n"
-    yield "# Datastore for speculative decoding\n"
+    yield f"{_TITLE}\n"
     yield "Text that drafts may come from, indexed. Open it with"
     yield "`retrieve_spec.open_datastore(URL)`, or fetch it with `retrieve-spec pull URL FOLDER`.\n"
     yield f"- {manifest.documents:,} documents, {manifest.tokens:,} tokens, {manifest.bytes / 1e6:,.1f} MB in "

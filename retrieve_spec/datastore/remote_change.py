@@ -19,7 +19,7 @@ import numpy as np
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.addresses import explain_remote_errors
 from retrieve_spec.datastore.build import checked, first_plan, make_segments, plan_of
-from retrieve_spec.datastore.card import Told, name_of, public_manifest, store_card
+from retrieve_spec.datastore.card import Told, name_of, public_manifest, put_card
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
@@ -267,7 +267,7 @@ def _publish(remote: Remote, version: int, manifest: Manifest, told: Iterable[To
         with explain_remote_errors(remote.url):
             if remote.newest() >= version:
                 raise changed(remote.url, f"version {version} to be this one", "one that another process made")
-            remote.write(remote.path("README.md"), store_card(told, manifest))
+            put_card(remote, told, manifest)
             remote.add_version(version, manifest)
     except StoreLockedError as error:
         if exchange is not None:

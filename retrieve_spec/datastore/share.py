@@ -13,7 +13,7 @@ from typing import Any
 
 from retrieve_spec._version import __version__
 from retrieve_spec.datastore.addresses import explain_remote_errors, folder_of
-from retrieve_spec.datastore.card import public_manifest, store_card, told_of, without_lists
+from retrieve_spec.datastore.card import public_manifest, put_card, told_of, without_lists
 from retrieve_spec.datastore.change import ChangeReport, existing_manifest, explain_write_errors, utc_now, writer
 from retrieve_spec.datastore.dense import TRANSFORM
 from retrieve_spec.datastore.files import replace_file
@@ -57,8 +57,8 @@ def push_datastore(
     """Make a remote hold what a store holds.
 
     Interrupted, it leaves the remote's newest version as it was; run again, it sends what is missing. A store card
-    (``README.md``) is written beside it. What stood there before stays readable under its version; where nothing has
-    changed since the last push there is no new one.
+    (``README.md``) is written beside it, unless a README of somebody's own stands there. What stood there before stays
+    readable under its version; where nothing has changed since the last push there is no new one.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def push_datastore(
                     remote.send(folder / place, place, file, bar.update)
         if not remote.says(manifest):
             version += 1
-            remote.write(remote.path("README.md"), store_card(told_of(store, manifest), manifest))
+            put_card(remote, told_of(store, manifest), manifest)
             remote.add_version(version, manifest)
     _remember(folder, url, version, manifest.content)
     return PushReport(url, version, len(missing), total, len(files) - len(missing))

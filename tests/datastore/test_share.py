@@ -82,6 +82,26 @@ def test_places_of_this_machine_stay_here(store, texts, url, tmp_path):
     assert {document.source for document in open_datastore(tmp_path / "u").documents()} == {str(texts)}
 
 
+def test_what_others_wrote_at_a_remote_stays(store, url):
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.makedirs(root, exist_ok=True)
+    fs.pipe_file(f"{root}/manifest.json", b'{"name": "a web page"}')
+    with pytest.raises(BuildError, match=r"another program's manifest.json"):
+        push_datastore(store, url)
+    fs.rm_file(f"{root}/manifest.json")
+    fs.pipe_file(f"{root}/README.md", b"# My notes")
+    push_datastore(store, url)
+    assert fs.cat_file(f"{root}/README.md") == b"# My notes"
+    fs.rm_file(f"{root}/README.md")
+    remove_documents(store, where="path LIKE 'a%'")
+    push_datastore(store, url)
+    before = fs.cat_file(f"{root}/README.md")
+    compact_datastore(store)
+    push_datastore(store, url)
+    assert b"# Datastore" in before
+    assert fs.cat_file(f"{root}/README.md") != before
+
+
 def test_what_a_store_has_not_seen_is_not_pushed_over(store, url, tokenizer, records, tmp_path):
     push_datastore(store, url)
     pull_datastore(url, tmp_path / "t")
