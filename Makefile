@@ -105,7 +105,7 @@ docs: setup-test
 site:
 	@$(check-python)
 	@test -x .venv-site/bin/mkdocs || { "$(PYTHON)" -m venv .venv-site && .venv-site/bin/pip install -q -c $(CONSTRAINTS) mkdocs-material 'mkdocstrings[python]' $(PIP_ARGS); }
-	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build
 
 ## make serve       the IDE backend with the bundled model on 127.0.0.1:8012
 serve: setup-serve

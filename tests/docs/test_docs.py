@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import retrieve_spec
 from retrieve_spec import cli
 from retrieve_spec.reference_model import reference_path
 
@@ -87,9 +88,23 @@ def test_every_environment_variable_in_the_code_is_documented(generator):
 @pytest.mark.parametrize("page", PAGES)
 def test_links_to_files_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
         if "://" not in target:
-            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+            other = (ROOT / page).parent / target if target else ROOT / page
+            assert other.exists(), f"{page} links to {target}"
+            assert not anchor or anchor in headings(other), f"{page} links to {target}#{anchor}"
+
+
+def headings(page: Path) -> set[str]:
+    """What a link can name of a page, as the site and GitHub make it of headings without a formula."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+def test_every_name_of_the_package_is_in_the_api():
+    page = (ROOT / "docs" / "api.md").read_text()
+    described = set(re.findall(r"^::: .*\.(\w+)$", page, re.MULTILINE))
+    assert set(retrieve_spec.__all__) - {"__version__"} <= described
 
 
 @pytest.mark.threads
