@@ -14,7 +14,6 @@ import click
 EXTRAS = {
     "serve": (*("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "pygls", "watchfiles"),),
     "share": ("fsspec",),
-    "bench": ("jinja2",),
     "parquet": ("pyarrow",),
 }
 """What the optional commands import, by the name of the extra that brings it."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
-EXTRAS = {"run": (), "serve": ("serve",), "test": ("dev", "serve", "bench", "parquet", "gpu")}
+EXTRAS = {"run": (), "serve": ("serve",), "test": ("dev", "serve", "parquet", "gpu")}
 FREE_BYTES = 3_000_000_000  # torch and its friends unpack to about 2.5 GB
 
 NO_VENV = """\

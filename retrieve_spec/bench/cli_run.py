@@ -85,24 +85,23 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
 def run(**options: Any) -> None:
     """Let several methods answer the same prompts in turn (A B C A B C …) and report speed, identity and cost.
 
-    Everything measured is kept when interrupted; --resume goes on. The folder gets report.html, report.md,
-    summary.json, the raw results, and for Spec-Bench's questions the answer files its own scripts read.
+    Everything measured is kept when interrupted; --resume goes on. The folder gets report.md with a
+    chart, prompts.csv, summary.json, the raw results, and for Spec-Bench's questions the files its own scripts read.
     """
-    from retrieve_spec.bench.report import check_extra, write_report
+    from retrieve_spec.bench.report import write_report
 
-    check_extra()
     as_json = options.pop("as_json")
     folder = run_bench(shlex.join([CLI_NAME, *sys.argv[1:]]), options)
     summary = write_report(folder)
     click.echo(json.dumps(summary) if as_json else (folder / "report.md").read_text(encoding="utf-8"))
-    click.echo(f"report: {folder / 'report.html'}", err=True)
+    click.echo(f"report: {folder / 'report.md'}", err=True)
 
 
 @click.command(short_help="Write the report of a results folder anew.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line.")
 def report(folder: Path, as_json: bool) -> None:
-    """Write report.html, report.md and summary.json from the results in FOLDER, finished or not."""
+    """Write report.md, its chart and summary.json from the results in FOLDER, finished or not."""
     from retrieve_spec.bench.report import write_report
 
     summary = write_report(folder)

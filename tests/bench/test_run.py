@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 
 import pytest
 import torch
@@ -61,14 +60,10 @@ def test_every_pair_is_measured_and_greedy_answers_are_identical(folder):
             assert max(nodes for nodes, *_ in record.per_pass) <= 4
 
 
-def test_the_report_has_all_its_files_and_is_self_contained(folder):
+def test_the_report_has_all_its_files(folder):
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary["methods"]) == set(METHODS.split(","))
     assert summary["methods"]["auto"]["identical"] == 4
-    html = (folder / "report.html").read_text()
-    assert html.count("<svg ") == 1
-    assert "http://" not in html.replace("http://www.w3.org/2000/svg", "")  # a name, which nobody asks for
-    assert "https://" not in html
     markdown = (folder / "report.md").read_text()
     assert markdown.index("Where it loses") < markdown.index("## Methods")
     assert read_header(folder)["command"] in markdown
@@ -79,9 +74,9 @@ def test_the_report_has_all_its_files_and_is_self_contained(folder):
         assert float(line["tokens_per_pass"]) == pytest.approx(record.new_tokens / record.passes, abs=1e-4)
         assert float(line["wall_ms"]) == pytest.approx(record.seconds * 1e3, abs=1e-3)
         assert (line["verify_ms"] == "") is (record.method in ("plain", "prompt-lookup"))
-    assert (folder / "speedup.svg").read_text() in html
+    assert "](speedup.svg)" in markdown and (folder / "speedup.svg").read_text().startswith("<svg ")
     for title in ("Passes by accepted tokens", "Is the expectation right?", "What a pass costs", "Where the time goes"):
-        assert f"## {title}\n" in markdown and f"<h2>{title}</h2>" in html, title
+        assert f"## {title}\n" in markdown, title
 
 
 def test_answer_files_read_as_spec_bench_reads_them(folder):
@@ -290,13 +285,6 @@ def test_what_a_state_policy_forgets(monkeypatch, tmp_path):
         runner.measure(Fake(), Plan(prompts, methods, runs=2, state=state), folder, lambda records: None)
         counts[state] = len(forgotten)
     assert counts == {"cold": 4, "session": 4, "shared": 2}
-
-
-def test_without_the_packages_for_reports_nothing_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert cli.run(["bench", "run", "--out", str(tmp_path / "out")]) == 1
-    assert "pip install 'retrieve-spec[bench]'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_progress_counts_prompts(capsys):
