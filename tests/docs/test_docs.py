@@ -6,8 +6,11 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -122,13 +125,18 @@ def test_python_of_the_pages_runs(page, monkeypatch):
 
 @pytest.mark.threads
 @pytest.mark.parametrize("page", ["docs/datastores.md", "docs/engines.md", "docs/rollouts.md"])
-def test_the_first_python_of_other_pages_runs(page, monkeypatch, tmp_path):
-    """What needs another package, or an object store, stands further below."""
+def test_python_of_other_pages_runs(page, monkeypatch, tmp_path):
+    """All but what needs another package (`make test-trl`)."""
     monkeypatch.chdir(tmp_path)
     for name in ("src", "docs"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "shelf.py").write_text(f"class Shelf:\n    def {name}(self):\n        return []\n")
-    exec(compile(blocks(page, "python")[0], page, "exec"), {})
+    space: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        if "trl" not in block:
+            exec(compile(places(block, tmp_path / "bucket"), page, "exec"), space)
+            if (tmp_path / "mystore").exists():
+                assert cli.run(["push", "mystore", f"file://{tmp_path}/bucket/mystore"]) == 0
 
 
 def test_a_model_of_ones_own_is_loaded_as_the_page_says(monkeypatch):
@@ -140,26 +148,55 @@ def test_a_model_of_ones_own_is_loaded_as_the_page_says(monkeypatch):
     assert "speculation" in vars(space["model"])
 
 
-RUN = {"README.md": {"generate", "build"}, "docs/start.md": {"generate", "build", "doctor"}}
-"""Commands that pages show and a test runs; others need a network, a cluster, or wait for an editor."""
+RUN = {
+    "README.md": ["generate", "build", "generate"],
+    "docs/start.md": ["doctor", "build", "generate"],
+    "docs/howto.md": ["build", "pull"],
+    "docs/datastores.md": ["build", "generate", "push", "pull", "build", "search"],
+    "docs/benchmarks.md": ["bench", "bench"],
+}
+"""Commands that pages show and a test runs, in order; others need a container, a service, or wait for an editor."""
+ALSO = {"generate": "--device cpu", "bench": "--device cpu --limit 1 --max-new-tokens 8 --quiet"}
+NAMES = {"MODEL": "reference", "PATH_OR_HUB_ID": "reference", "slurm:PARTITION": "local:1"}
+"""What stands for a name that a reader fills in."""
 
 
-@pytest.mark.parametrize("page", RUN)
-def test_commands_of_the_pages_for_newcomers_run(page, monkeypatch, tmp_path, capsys):
+def places(text: str, bucket: Path) -> str:
+    """A folder in the place of an object store."""
+    return text.replace("s3://bucket", f"file://{bucket}")
+
+
+SLOW = ("docs/datastores.md", "docs/benchmarks.md")
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in RUN])
+def test_commands_of_the_pages_run(page, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "shelf.py").write_text("class Shelf:\n    def __init__(self):\n        self.books = []\n")
+    for name in ("src", "bucket/text"):
+        shutil.copytree(ROOT / "retrieve_spec" / "bench", tmp_path / name)
     (tmp_path / "notes.jsonl").write_text('{"text": "Shelves hold books."}\n')
+    (tmp_path / "my.jsonl").write_text('{"prompt": "import os"}\n')
     ran = []
-    for block in blocks(page, "bash"):
-        for line in block.splitlines():
-            words = shlex.split(line, comments=True)
-            if words[:1] == ["retrieve-spec"] and words[1] in RUN[page]:
-                device = ["--device", "cpu"] if words[1] == "generate" else []
-                assert cli.run([*words[1:], *device]) == 0, line
-                ran.append(words[1])
-    assert set(ran) == RUN[page]
+    for line in "".join(blocks(page, "bash")).splitlines():
+        words = [NAMES.get(word, word) for word in shlex.split(places(line, tmp_path / "bucket"), comments=True)]
+        if words[:1] == ["retrieve-spec"] and words[1] in RUN[page]:
+            if words[1] in ("build", "bench"):  # each block begins anew
+                shutil.rmtree(tmp_path / "mystore", ignore_errors=True)
+                shutil.rmtree(tmp_path / "bench-out", ignore_errors=True)
+            assert cli.run([*words[1:], *ALSO.get(words[1], "").split()]) == 0, line
+            ran.append(words[1])
+    assert ran == RUN[page]
     assert page != "README.md" or "identical: yes" in capsys.readouterr().err
+
+
+def test_completion_of_commands_is_printed(tmp_path):
+    (block,) = (block for block in blocks("docs/howto.md", "text") if "COMPLETE" in block)
+    program = f'retrieve-spec() {{ "{sys.executable}" -c "from retrieve_spec.cli import main; main()"; }}'
+    check = f"{program}; {block}complete -p retrieve-spec"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", check], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "retrieve-spec" in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES)
