@@ -313,7 +313,7 @@ SHOWN = {
     "knowledge": "differ by 5.0% (median)",
     "passes": "| 256 tokens, the model's own forward | 2.0 ms | 1.25 |",
     "rollouts": "| T = 1 | 2 | 1 | 3.0 s | 2.00 | 4.00 | 2.00 | 4.00 |\n| T = 1 | 4 | 2.0 s | 1.0 s | 2.0 s | 1.0 s |",
-    "speedup": "(docs/terminal.svg)\n1.50 (1.50-1.50) times as fast with 0.12 B parameters (prompt lookup 0.90)",
+    "speedup": "(docs/terminal.svg)\n1.50 (1.50-1.50) times as fast with 0.12 B parameters, where prompt lookup",
     "datastores": "| exact index | 6.10 bytes per token |",
     "larger": "| 0.12 B | auto | 1.50 (1.50-1.50) | 1.50 | 1.75 | 0 of 1 | 30.0 | 2.00 | 4.0 | 1/1 |",
     "edits": "| a | prediction | 50.0 | 1.50 (1.50-1.50) | 1.50 | 7.00 |",
