@@ -12,12 +12,10 @@ by hand.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,6 @@ ENVIRONMENT = {
     "NUMBA_DISABLE_JIT": "`1` runs the kernels as plain Python (very slow; for finding errors).",
     "HF_HUB_OFFLINE": "`1` keeps Hugging Face libraries from asking the hub.",
 }
-SENTENCE = 100
 
 
 def commands(
@@ -111,13 +108,6 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def environment() -> str:
     """The environment variables."""
     return "\n".join(["| variable | meaning |", "|---|---|", *(f"| `{n}` | {t} |" for n, t in ENVIRONMENT.items()), ""])
-
-
-def first_sentence(path: Path) -> str:
-    """First sentence of a module's docstring, shortened at a word to fit a line."""
-    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    text = re.split(r"(?<=[.;]) ", " ".join(doc.split("\n\n")[0].split()))[0].rstrip(".:;")
-    return textwrap.shorten(text, SENTENCE, placeholder=" …") if text else ""
 
 
 PARTS: dict[str, Callable[[], str]] = {"cli": cli, "config": config, "environment": environment} | BLOCKS
