@@ -20,7 +20,7 @@ from retrieve_spec.datastore.addresses import explain_remote_errors, reach
 from retrieve_spec.datastore.change import explain_write_errors
 from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import MANIFEST, Manifest, content_of, manifest_of
-from retrieve_spec.errors import BuildError, StoreCorruptError, StoreLockedError, StoreNotFoundError, StoreVersionError
+from retrieve_spec.errors import BuildError, StoreCorruptError, StoreLockedError, StoreNotFoundError
 
 VERSIONS = "versions"
 _BLOCK = 1 << 22
@@ -60,30 +60,25 @@ class Remote:
         return posixpath.join(self.root, *parts)
 
     def newest(self) -> int:
-        """Number of the newest version, 0 for none.
-
-        Raises
-        ------
-        BuildError
-            When there is none, and a manifest that is no store's stands where that of a store would go.
-        """
+        """Number of the newest version, 0 for none."""
         self.fs.invalidate_cache()
         try:
             listed = self.fs.ls(self.path(VERSIONS), detail=False)
         except FileNotFoundError:
-            self._check_free()
             return 0
         names = (posixpath.basename(name).removesuffix(".json") for name in listed)
         return max((int(name) for name in names if name.isdigit()), default=0)
 
-    def _check_free(self) -> None:
-        try:
-            manifest_of(self.fs.cat_file(self.path(MANIFEST)), self.url)
-        except StoreCorruptError as error:
-            remedy = "Give the store a folder of its own."
-            raise BuildError(f"a place for a store at {self.url}", f"another program's {MANIFEST}", remedy) from error
-        except (FileNotFoundError, StoreVersionError):
-            pass
+    def check_free(self) -> None:
+        """Check that a first version would replace no manifest: a store's own folder has one, and other programs do.
+
+        Raises
+        ------
+        BuildError
+            When it would.
+        """
+        if self.fs.exists(self.path(MANIFEST)):
+            raise BuildError(f"an empty folder at {self.url}", f"one that holds {MANIFEST}", "Choose another one.")
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of a version.

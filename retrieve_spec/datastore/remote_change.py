@@ -74,6 +74,8 @@ def build_remote(
     exchange = Exchange(url)
     with explain_remote_errors(url):
         newest = exchange.remote.newest()
+        if not newest:
+            exchange.remote.check_free()
     begun = exchange.plan()
     if newest and not (resume and begun is not None and begun["verb"] == "build"):
         remedy = "Choose another address, or `add` to it."

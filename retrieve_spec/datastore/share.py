@@ -86,6 +86,8 @@ def push_datastore(
     with explain_remote_errors(url):
         remote = Remote(url)
         newest = version = remote.newest()
+        if not newest:
+            remote.check_free()
         if newest and not _is_known(folder, url, newest):
             there = remote.manifest(newest)
             if there.content != manifest.content:
