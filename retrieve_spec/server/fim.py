@@ -17,6 +17,9 @@ UNNAMED_CHUNK = "tmp"
 _CHARS_PER_TOKEN = 3
 _EXTRA_WINDOWS = 4
 """Other files may take so many times the room of the current one."""
+_MOST_BEHIND, _LEAST_BEHIND = 1280, 96
+"""Characters left of the cursor that stand behind the suffix: the more lines there are to begin at, the longer one
+stays the place, and the suffix is read again with every other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ def anchor(prefix: str, most: int) -> int:
     line = prefix.rfind("\n") + 1
     if len(prefix) <= most:
         return 0
-    start = stable_start(prefix, len(prefix) - most, min(line, len(prefix) - most // 2))
+    start = stable_start(prefix, len(prefix) - most, min(line, len(prefix) - min(_LEAST_BEHIND, most // 2)))
     return line if start is None else start
 
 
@@ -133,8 +136,6 @@ class FimAssembler:
         Share of the prefix in them.
     beginnings
         Lets the model say again what was begun; None, or for a vocabulary that cannot, all of the prefix is shown.
-    most_behind
-        Characters left of the cursor that stand behind the suffix at most, and twice as many as they have tokens.
 
     Notes
     -----
@@ -147,14 +148,13 @@ class FimAssembler:
 
     def __init__(
         self, codec: TextCodec, vocabulary: FimVocabulary, n_ctx: int, window: int, prefix_share: float = 0.75,
-        beginnings: Beginnings | None = None, most_behind: int = 320,
+        beginnings: Beginnings | None = None,
     ) -> None:  # fmt: skip
         self.codec = codec
         self.vocabulary = vocabulary
         self.n_ctx = n_ctx
         self.window = min(window, n_ctx // 2)
         self._beginnings = beginnings if beginnings is not None and beginnings.possible else None
-        self._most_behind = most_behind
         self._before = int(self.window * prefix_share)
         self._after = self.window - self._before
 
@@ -197,12 +197,12 @@ class FimAssembler:
 
     def _divided(self, text: str, heals: bool) -> tuple[list[int], list[int]]:
         """The text left of the cursor as what stands before the suffix, and behind it."""
-        most = min(self._most_behind, self._before)
+        most = min(_MOST_BEHIND, self._before)
         if heals and not self.vocabulary.fmt.suffix_first:
             at = anchor(text, most)
             middle = self._encode_lines(text[at:]) if len(text) - at <= most else []
-            if 0 < len(middle) <= most // 2:
-                return self._capped(self._encode_lines(text[:at]), self._before - most // 2), middle
+            if 0 < len(middle) <= most // _CHARS_PER_TOKEN:
+                return self._capped(self._encode_lines(text[:at]), self._before - most // _CHARS_PER_TOKEN), middle
         return self._capped(self._encode_lines(text), self._before), []
 
     def _encode_lines(self, text: str) -> list[int]:
