@@ -68,6 +68,7 @@ class Outcome:
     overhead_ms: list[float] = field(default_factory=list)
     loops: list[bool] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
+    asked: list[dict[str, Any]] = field(default_factory=list)
 
 
 def make_session(path: Path, seed: int, keys: int) -> list[Key]:
@@ -153,6 +154,7 @@ def ask(server: Server, body: dict[str, Any], outcome: Outcome, client: str = "b
         event = {}
     connection.close()
     outcome.ends["replaced" if event.get("superseded") else "answered" if event.get("stop") else "failed"] += 1
+    outcome.asked.append(body)
     for mark in MARKS_MS:
         outcome.visible[mark].append(max((n for at, n in arrivals if at <= mark), default=0))
     if not event.get("stop") or event.get("superseded"):
@@ -222,15 +224,17 @@ def type_together(server: Server, sessions: list[list[Key]], talks: list[str], f
 
 
 def typed_at_once(chats: int, folder: Path, workspace: Path, sessions: list[list[Key]]) -> dict[str, Any]:
-    """What those who type at once see, with drafting and without."""
+    """What those who type at once see, with drafting and without, all together and each."""
     talks = [sessions[0][0].body["input_prefix"][-6000:]] * chats
     report: dict[str, Any] = {}
+    seen: dict[str, list[dict[str, float]]] = {}
     for name in ("drafting", "drafting off"):
         server = Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)])
         try:
             time.sleep(5)  # the stores are attached
             type_together(server, [sessions[0][:2]], talks[:1], VARIANTS[name])  # kernels
             outcomes = type_together(server, sessions, talks, VARIANTS[name])
+            seen[name] = [seen_by(each, server) for each in outcomes]
         finally:
             server.stop()
         whole = Outcome(
@@ -239,9 +243,33 @@ def typed_at_once(chats: int, folder: Path, workspace: Path, sessions: list[list
             [ms for each in outcomes for ms in each.overhead_ms],
         )
         ends = sum((each.ends for each in outcomes), Counter[str]())
-        seen = [statistics.mean(each.visible[250] or [0]) for each in outcomes]
-        report[name] = {**summary(whole), "ends": dict(ends), "visible_at_250_ms": seen}
+        report[name] = {**summary(whole), "ends": dict(ends)}
+    report["clients"] = [compared(*each) for each in zip(*seen.values(), strict=True)]
     return report
+
+
+def seen_by(outcome: Outcome, server: Server) -> dict[str, float]:
+    """What one client saw at 250 ms of what they asked for, and what a model that takes no time would have shown.
+
+    Keys that the last suggestion explains are not asked for: the better the suggestions, the fewer requests, and those
+    at the places that are hard to foresee.
+    """
+    unlimited = {"t_max_predict_ms": 0, "deadline_ms": 60_000, "speculative": True}
+    whole = {json.dumps(body): body for body in outcome.asked}
+    length = {key: len(ask(server, {**body, **unlimited}, Outcome())) for key, body in whole.items()}
+    return {
+        "requests": len(outcome.asked),
+        "visible": statistics.mean(outcome.visible[250] or [0]),
+        "whole": statistics.mean([length[json.dumps(body)] for body in outcome.asked] or [0]),
+        "keys_explained": outcome.ends["explained"],
+    }
+
+
+def compared(drafting: dict[str, float], off: dict[str, float]) -> dict[str, Any]:
+    """One client with drafting and without: how many times as much was visible, and could be at most."""
+    plain = max(off["visible"], 1e-9)
+    times = {"ratio": drafting["visible"] / plain, "ratio_at_most": max(drafting["whole"], off["whole"]) / plain}
+    return {"drafting": drafting, "drafting off": off, **times}
 
 
 def explained(body: dict[str, Any], shown: tuple[str, str]) -> bool:
