@@ -10,6 +10,7 @@ from time import perf_counter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,6 +24,9 @@ from retrieve_spec.server.metrics import Metrics
 from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.reading import Reader
 from retrieve_spec.server.service import Service
+
+_HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
+"""What a page of an allowed origin may send."""
 
 
 def create_app(
@@ -94,7 +98,10 @@ def create_app(
         route("/openapi.json", about.openapi, "GET"),
     ]
     config = service.config
-    guard = Middleware(Guard, keys=keys, origins=config.origins, host=config.host)
+    middleware = [Middleware(Guard, keys=keys, origins=config.origins, host=config.host)]
+    if config.origins:
+        allowed = {"allow_methods": ("GET", "POST", "DELETE"), "allow_headers": _HEADERS}
+        middleware.append(Middleware(CORSMiddleware, allow_origins=config.origins, **allowed))
 
     async def plain(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -105,7 +112,7 @@ def create_app(
         return answer
 
     return Starlette(
-        routes=routes, middleware=[guard], lifespan=lifespan, exception_handlers={HTTPException: plain, 500: plain}
+        routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: plain, 500: plain}
     )
 
 

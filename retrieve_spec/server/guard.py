@@ -7,12 +7,11 @@ import hmac
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retrieve_spec.errors import ServeError
@@ -131,16 +130,7 @@ class Guard:
         headers = Headers(scope=scope)
         preflight = scope["method"] == "OPTIONS" and "origin" in headers
         refusal = self._refuse(OPEN if preflight else scope["path"], headers)
-        if refusal is not None:
-            await refusal.response()(scope, receive, send)
-            return
-        origin = headers.get("origin")
-        if origin is None:
-            await self._app(scope, receive, send)
-        elif scope["method"] == "OPTIONS":
-            await Response(status_code=204, headers=_cors(origin))(scope, receive, send)
-        else:
-            await self._app(scope, receive, _with_headers(send, _cors(origin)))
+        await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
     def _refuse(self, path: str, headers: Headers) -> Refusal | None:
         origin = headers.get("origin")
@@ -174,24 +164,6 @@ def _host_name(host: str) -> str:
     if host.startswith("["):
         return host[1 : host.find("]")]
     return host.rpartition(":")[0] if host.count(":") == 1 else host
-
-
-def _cors(origin: str) -> dict[str, str]:
-    return {
-        "Access-Control-Allow-Origin": origin,
-        "Access-Control-Allow-Headers": "authorization, content-type, x-api-key, x-client-id",
-        "Access-Control-Allow-Methods": "GET, POST, DELETE",
-        "Vary": "Origin",
-    }
-
-
-def _with_headers(send: Send, extra: dict[str, str]) -> Send:
-    async def wrapped(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], *((k.lower().encode(), v.encode()) for k, v in extra.items())]
-        await send(message)
-
-    return wrapped
 
 
 class BodyBudget:

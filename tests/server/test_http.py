@@ -312,7 +312,12 @@ def test_browser_pages_of_other_origins_are_refused(live, say):
     assert server.client.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
     good = server.client.post("/infill", json=INFILL, headers={"Origin": "http://localhost:3000"})
     assert good.headers["access-control-allow-origin"] == "http://localhost:3000"
-    assert server.client.options("/infill", headers={"Origin": "http://localhost:3000"}).status_code == 204
+    preflight = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
+    preflight["Access-Control-Request-Headers"] = "authorization, content-type, x-client-id"
+    allowed = server.client.options("/infill", headers=preflight)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "http://localhost:3000"
+    assert server.client.options("/infill", headers={**preflight, "Origin": "https://evil.example"}).status_code == 403
     assert "access-control-allow-origin" not in server.post("/infill", INFILL).headers
 
 
