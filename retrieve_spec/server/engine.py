@@ -16,7 +16,7 @@ from time import monotonic
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.decode import Decode
-from retrieve_spec.server.jobs import Completion, Delta, Job, Outcome, Sink, Task, Ticket, Waiter
+from retrieve_spec.server.jobs import Completion, Delta, Job, Outcome, Sink, Task, Waiter
 from retrieve_spec.server.slots import COPY_FROM, SlotPool, common_prefix
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.turns import Turns, unread
@@ -159,8 +159,11 @@ class Engine:
         """Caches kept of a scope."""
         return self._pool.count(scope)
 
-    def submit(self, task: Task, sink: Sink) -> Ticket:
+    def submit(self, task: Task, sink: Sink) -> Callable[[], None]:
         """Queue a task; what comes of it goes to the sink.
+
+        Returns what to call when the client has gone: the work stops after the pass under way unless somebody else
+        waits for it too.
 
         Raises
         ------
@@ -180,7 +183,7 @@ class Engine:
                 job = self._twin(key)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
-                    return Ticket(lambda: None)
+                    return lambda: None
                 if job is not None:
                     if job.text or job.token_ids:
                         sink(Delta(job.text, tuple(job.token_ids)))
@@ -197,7 +200,7 @@ class Engine:
         finally:  # also where the queue is full
             for other in gone:
                 self._tell(other, Completion("superseded", prompt_tokens=len(other.task.prompt_ids)))
-        return Ticket(lambda: self._leave(job, waiter))
+        return lambda: self._leave(job, waiter)
 
     def _twin(self, key: bytes) -> Job | None:
         for job in self._jobs:

@@ -198,14 +198,3 @@ def same_document(old: str, new: str) -> bool:
         return above in new[-4000:]
     shared = min(len(old), len(new)) // 2
     return old[:shared] == new[:shared]
-
-
-class Ticket:
-    """A client's hold on a job."""
-
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
-
-    def cancel(self) -> None:
-        """The client has gone; the work stops after the pass under way unless somebody else waits for it too."""
-        self._cancel()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from retrieve_spec.server.engine import EngineClosedError, QueueFullError
 from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.jobs import Completion, Delta, Ticket
+from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.service import Prepared, Service
 
 Said = tuple[int, Delta | Completion]
@@ -34,7 +34,7 @@ class Stream:
         self._loop = loop
         self._said: deque[Said] = deque()
         self._told = asyncio.Event()
-        self._tickets: list[Ticket] = []
+        self._leave: list[Callable[[], None]] = []
         self.prepared: list[Prepared] = []
 
     def begin(self, service: Service, prepared: Prepared) -> None:
@@ -53,7 +53,7 @@ class Stream:
                 self._loop.call_soon_threadsafe(self._told.set)
 
         try:
-            self._tickets.append(service.engine.submit(prepared.task, sink))
+            self._leave.append(service.engine.submit(prepared.task, sink))
         except (QueueFullError, EngineClosedError) as error:
             raise Refusal(503, str(error), "overloaded") from error
         self.prepared.append(prepared)
@@ -75,8 +75,8 @@ class Stream:
 
     def close(self) -> None:
         """Give the tasks up (no effect on those that are done)."""
-        for ticket in self._tickets:
-            ticket.cancel()
+        for leave in self._leave:
+            leave()
 
 
 async def opened(
