@@ -1,10 +1,8 @@
-"""Accounts: the texts, encodings and suggestions the server keeps of each user; nothing of one is seen by another."""
+"""Accounts: the texts, encodings and suggestions the server keeps of a user; nothing of one is seen by another."""
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +13,6 @@ from retrieve_spec.server.text import TextCodec
 if TYPE_CHECKING:
     from retrieve_spec.server.service import Prepared
 
-_ACCOUNTS = 64
 _SUGGESTIONS = 256
 
 
@@ -58,29 +55,3 @@ class Account:
         self.memory.forget()
         self.codec.forget()
         self.suggestions.clear()
-
-
-class Accounts:
-    """The users of one server, the latest kept.
-
-    Parameters
-    ----------
-    open_account
-        Makes an empty account.
-    """
-
-    def __init__(self, open_account: Callable[[str], Account]) -> None:
-        self._open = open_account
-        self._accounts: OrderedDict[str, Account] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def of(self, scope: str) -> Account:
-        """A user's account."""
-        with self._lock:
-            account = self._accounts.get(scope)
-            if account is None:
-                account = self._accounts[scope] = self._open(scope)
-            self._accounts.move_to_end(scope)
-            while len(self._accounts) > _ACCOUNTS:
-                self._accounts.popitem(last=False)
-            return account

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 from time import monotonic
 from typing import Any
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
-from retrieve_spec.server.accounts import Account, Accounts
+from retrieve_spec.server.accounts import Account
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.definitions import Definitions
 from retrieve_spec.server.engine import Engine
@@ -33,6 +35,7 @@ from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
 
+_ACCOUNTS = 64
 _FIM_TOKENS = 128
 _TABBY_TOKENS = 64
 _FIM_WINDOW = 2048
@@ -157,7 +160,8 @@ class Service:
         self.grammars = Grammars(tokenizer, self.end_ids)
         self.beginnings = Beginnings(self.codec)
         self._shared, self._drafters = shared, drafters
-        self._accounts = Accounts(self._open_account)
+        self._accounts: OrderedDict[str, Account] = OrderedDict()
+        self._lock = Lock()
         most = min(config.definition_chars, (config.fim_window or _FIM_WINDOW) * 3 // 4)
         self.definitions = Definitions(workspace, most) if workspace is not None else None
         self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
@@ -187,8 +191,13 @@ class Service:
             self._drafters.keep(at_once=True)
 
     def account(self, scope: str) -> Account:
-        """What is kept of one user."""
-        return self._accounts.of(scope)
+        """What is kept of one user; of so many, the latest."""
+        with self._lock:
+            account = self._accounts.pop(scope, None) or self._open_account(scope)
+            self._accounts[scope] = account
+            while len(self._accounts) > _ACCOUNTS:
+                self._accounts.popitem(last=False)
+            return account
 
     def memory(self, scope: str) -> Memory:
         """What the editors of one user have shown; users do not draft from one another."""
