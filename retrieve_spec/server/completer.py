@@ -6,7 +6,6 @@ import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from retrieve_spec.server.fim import Chunk, FimParts
 from retrieve_spec.server.guard import Refusal
@@ -45,14 +44,15 @@ class Cursor:
     others: int = 0
 
 
-class Completer(Protocol):
-    """What a language server needs of a model."""
+class Completer:
+    """What a language server needs of a model; what it need not be told of does nothing."""
 
-    workspace: Workspace | None
+    workspace: Workspace | None = None
     """Folders that are indexed in this process, if any."""
 
     async def complete(self, cursor: Cursor) -> list[str]:
         """Suggestions for a place, the best first; nothing where there are none, or a newer request came."""
+        raise NotImplementedError
 
     def open(self, uri: str, text: str) -> None:
         """A document is open, or changed."""
@@ -65,12 +65,14 @@ class Completer(Protocol):
 
     def forget(self) -> None:
         """Drop what is kept of this user."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End."""
+        raise NotImplementedError
 
 
-class LocalCompleter:
+class LocalCompleter(Completer):
     """Completions by a model in this process.
 
     Parameters

@@ -174,17 +174,9 @@ class HuggingFaceBackend:
         if ctx_size:
             self.n_ctx = min(self.n_ctx, ctx_size)
 
-    def set_infill(self, factory: Any) -> None:
-        """Give the factory of the processor for the ``infill`` sampler (`samplers.make_infill_processor`)."""
-        self._infill = factory
-
-    def set_grammars(self, grammars: Grammars) -> None:
-        """Give what makes processors of grammars."""
-        self._grammars = grammars
-
-    def set_beginnings(self, beginnings: Beginnings) -> None:
-        """Give what makes processors of texts that were begun."""
-        self._beginnings = beginnings
+    def guide(self, infill: Any, grammars: Grammars, beginnings: Beginnings) -> None:
+        """Give what makes logits processors: of ``infill`` samplers, of grammars, of texts that were begun."""
+        self._infill, self._grammars, self._beginnings = infill, grammars, beginnings
 
     def new_cache(self) -> Any:
         """An empty key-value cache."""

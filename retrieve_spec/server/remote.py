@@ -24,9 +24,8 @@ from urllib.parse import urlsplit
 
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.paths import cache_dir
-from retrieve_spec.server.completer import Cursor
+from retrieve_spec.server.completer import Completer, Cursor
 from retrieve_spec.server.guard import is_loopback
-from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -112,8 +111,8 @@ def _parsed(data: bytes) -> Any:
 Start = Callable[[], "subprocess.Popen[bytes] | None"]
 
 
-class RemoteCompleter:
-    """Completions by a server elsewhere.
+class RemoteCompleter(Completer):
+    """Completions by a server elsewhere, which sees what was taken and saved itself.
 
     Parameters
     ----------
@@ -122,8 +121,6 @@ class RemoteCompleter:
     start
         Starts one there, if that can be done, and gives its process; None: nobody does.
     """
-
-    workspace: Workspace | None = None
 
     def __init__(self, remote: Remote, start: Start | None = None) -> None:
         self.remote, self._start = remote, start
@@ -173,15 +170,6 @@ class RemoteCompleter:
             return []
         answers = found if isinstance(found, list) else [found]
         return [str(one["content"]) for one in answers if isinstance(one, dict) and str(one.get("content", "")).strip()]
-
-    def open(self, uri: str, text: str) -> None:
-        """Nothing: what is shown of other documents goes with each request."""
-
-    def accepted(self, text: str) -> None:
-        """Nothing: the server sees that a suggestion stands before the next cursor."""
-
-    def saved(self, path: Path) -> None:
-        """Nothing: the server follows its folders itself."""
 
     def forget(self) -> None:
         """Have the server drop what it keeps of this user."""

@@ -62,26 +62,16 @@ def build_service(
     device: str = "auto",
     progress: Progress | None = None,
 ) -> Served:
-    """Load a model and put everything around it.
+    """Load a model (as `retrieve_spec.reference_model.load_model` does), and put everything around it.
 
     Parameters
     ----------
-    model_name
-        `"reference"`, a folder or a hub id.
-    config
-        Limits.
-    workspaces
-        Folders to draft from.
-    stores
-        Datastores to draft from.
+    workspaces, stores
+        Folders and datastores to draft from.
     session
         File in which the model's answers are kept, each for whoever asked; None keeps none.
-    dtype, device
-        As in `retrieve_spec.reference_model.load_model`.
     shared
         Whether users with keys of their own share the server.
-    progress
-        Told what is going on.
     """
     from retrieve_spec.reference_model import load_model
 
@@ -133,9 +123,8 @@ def assemble(
     kept = drafters if session else None
     service = Service(backend, tokenizer, name, config, workspace, on_done, shared=shared, drafters=kept, clock=clock)
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
-    backend.set_infill(make_infill_processor(service.codec, service.end_ids, end_of_text))
-    backend.set_grammars(service.grammars)
-    backend.set_beginnings(service.beginnings)
+    infill = make_infill_processor(service.codec, service.end_ids, end_of_text)
+    backend.guide(infill, service.grammars, service.beginnings)
     prepare_sampling()
     try:
         backend.warm_up(service.end_ids)  # else the first requests wait for kernels
@@ -181,11 +170,6 @@ def _fit(backend: HuggingFaceBackend, config: ServeConfig) -> ServeConfig:
 def display_name(model_name: str) -> str:
     """How a model is called in answers: the last part of its path, which some editors choose a prompt format by."""
     return "retrieve-spec-qwen2.5-coder-reference" if model_name == "reference" else Path(model_name).name
-
-
-def make_app(served: Served, keys: Sequence[bytes] = (), attached: Attached | None = None) -> Starlette:
-    """The ASGI application of a service."""
-    return create_app(served.service, served.metrics, keys=keys, provenance=served.provenance, attached=attached)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -268,7 +252,13 @@ def serve(
         fim = served.service.fim
         log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())
         on_loaded()
-        return make_app(served, keys, Attached(linger_s, lambda: setattr(server, "should_exit", True)))
+        return create_app(
+            served.service,
+            served.metrics,
+            keys=keys,
+            provenance=served.provenance,
+            attached=Attached(linger_s, lambda: setattr(server, "should_exit", True)),
+        )
 
     starting = Starting(make, lambda: setattr(server, "should_exit", True))
     server = uvicorn.Server(server_settings(starting))

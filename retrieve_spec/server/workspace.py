@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
@@ -22,6 +22,9 @@ from retrieve_spec.datastore.licences import is_licence_file
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.continuations import Continuation
 from retrieve_spec.server.file_index import SEGMENT_CHARS, FileIndex, files_below
+
+if TYPE_CHECKING:
+    from retrieve_spec.server.workspace_store import WorkspaceStore
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -35,19 +38,6 @@ _TOO_MANY, _TOO_MUCH = "beyond the bound of files", "beyond the bound of text"
 _PAUSE_S = 1.0
 """Seconds between an error and the next trial, at first; twice as many after each that fails."""
 _LONGEST_PAUSE_S = 60.0
-
-
-class Follower(Protocol):
-    """What follows a workspace's text, without holding up whoever tells it (a store, say)."""
-
-    def changed(self) -> None:
-        """Follow, some time soon; returns at once."""
-
-    def forget(self) -> None:
-        """Keep nothing, and let nothing come back that is on its way; done when this returns."""
-
-    def close(self) -> None:
-        """End what runs in the background."""
 
 
 class Workspace:
@@ -98,7 +88,7 @@ class Workspace:
         self.forgotten = False
         self.indexed = threading.Event()
         self.progress: Callable[[int, int], None] | None = None
-        self.follower: Follower | None = None
+        self.follower: WorkspaceStore | None = None
         self._missed, self._pause = False, _PAUSE_S
         self._index = FileIndex()
         self._filter = EntryFilter(

@@ -44,7 +44,7 @@ _END_OF_WRITE_S = 10.0
 
 
 class WorkspaceStore:
-    """The store of one workspace, in the user's cache folder, written in a thread of its own (a `Follower`).
+    """The store of one workspace, in the user's cache folder, written in a thread of its own.
 
     Parameters
     ----------
