@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.applications import Starlette
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.errors import ServeError
+from retrieve_spec.errors import RetrieveSpecError, ServeError, in_a_line
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.attached import Attached
 from retrieve_spec.server.connections import BoundedConnection
@@ -25,7 +25,7 @@ from retrieve_spec.server.samplers import make_infill_processor
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.starting import Progress, Starting
 from retrieve_spec.server.workspace import Workspace
-from retrieve_spec.server.workspace_store import WorkspaceStore
+from retrieve_spec.server.workspace_store import WorkspaceStore, prepare_store
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
@@ -133,13 +133,22 @@ def assemble(
     metrics = Metrics(lambda: service.engine.queue_length, lambda: service.engine.begun)
     if workspace is not None:
 
-        def attach(store: Datastore | None) -> None:
+        def prepared(store: Datastore | None) -> list[Datastore]:
+            """Stores with which a drafter is ready, whatever it had to compile or load."""
             stores_now = [*given, *([store] if store is not None else [])]
             trial = build_drafter(model.speculation.config, datastores=stores_now)
             if isinstance(trial, Preparable):
-                trial.prepare()  # in this thread: the first keystroke with the store does not wait for its kernels
+                trial.prepare()
+            return stores_now
+
+        def attach(store: Datastore | None) -> None:
+            stores_now = prepared(store)
             service.engine.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
+        try:
+            prepare_store(tokenizer, prepared)
+        except (OSError, RetrieveSpecError) as error:
+            log.warning("a store of the workspace may not be written either: %s", in_a_line(error))
         workspace.follower = WorkspaceStore(workspace, tokenizer, attach)
     return Served(service, metrics, provenance)
 

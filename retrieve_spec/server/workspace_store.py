@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -219,6 +220,21 @@ class WorkspaceStore:
         """Write down what is in here, so that it can be found when one of the folders is to be forgotten."""
         roots = [str(root) for root in self._workspace.roots]
         (self._home / _FOLDERS).write_text(json.dumps({"folders": roots}), "utf-8")
+
+
+def prepare_store(tokenizer: Any, prepare: Callable[[Datastore], None]) -> None:
+    """Build a small store, and let somebody prepare to draft from it.
+
+    So the kernels of a first start, six seconds of a core, are compiled before requests could have to wait beside that.
+    """
+    from retrieve_spec.datastore.build import build_datastore
+    from retrieve_spec.datastore.store import open_datastore
+
+    with tempfile.TemporaryDirectory() as name:
+        text, store = Path(name, "text.py"), Path(name, "store")
+        text.write_text("def increased(value):\n    return value + 1\n" * 9, "utf-8")
+        build_datastore(store, _sources([str(text)]), tokenizer, workers=1)
+        prepare(open_datastore(store, tokenizer=tokenizer))
 
 
 def memory_folder(roots: Iterable[Path]) -> Path:

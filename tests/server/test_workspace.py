@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -534,6 +535,13 @@ def test_deleted_and_secret_files_cannot_be_decoded_from_the_store(folder, token
     assert "compute_total" in text
     for word in ("deleted_name", "later_secret"):
         assert word not in text and word.encode() not in raw
+
+
+def test_a_small_store_is_prepared_with_and_gone_then(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = []
+    workspace_store.prepare_store(tokenizer, lambda store: found.append(len(list(store.documents()))))
+    assert found == [1] and not list(tmp_path.iterdir())
 
 
 def test_forget_finds_a_folder_in_every_store(folder, tmp_path, tokenizer):
