@@ -21,16 +21,7 @@ class Alternatives:
     """Other suggestions for one task.
 
     A branch that was verified up to the end of its line costs nothing; the others are decoded on from where the tree
-    ended, while there is time.
-
-    Parameters
-    ----------
-    backend, codec, pool
-        The model, its text codec, its caches.
-    task
-        What was asked for.
-    over
-        Whether nobody waits any more, or the task's deadline has passed.
+    ended, while there is time and the task is not ``over``, nobody waiting any more or its deadline passed.
     """
 
     def __init__(

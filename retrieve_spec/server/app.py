@@ -37,21 +37,7 @@ def create_app(
     provenance: Provenance | None = None,
     attached: Attached | None = None,
 ) -> Starlette:
-    """The ASGI application of a service.
-
-    Parameters
-    ----------
-    service
-        The server's parts; the engine is started with the application.
-    metrics
-        Where requests are counted.
-    keys
-        Accepted API keys; none: no key is asked for.
-    provenance
-        Tells where lines of an answer stand.
-    attached
-        Counts the editors that share the server.
-    """
+    """The ASGI application of a service."""
     attached = attached or Attached()
     reader = Reader(service.config)
     h = CompletionHandlers(service, provenance or Provenance(), reader)

@@ -14,15 +14,7 @@ _PING_S = 30
 
 
 class Attached:
-    """Counts the editors that are there.
-
-    Parameters
-    ----------
-    linger_s
-        Seconds after which a server without an editor ends; 0 for never.
-    end
-        Ends it.
-    """
+    """Counts the editors that are there, and ends the server ``linger_s`` seconds after the last one; 0 for never."""
 
     def __init__(self, linger_s: float = 0.0, end: Callable[[], None] = lambda: None) -> None:
         self._linger_s, self._end = linger_s, end

@@ -73,13 +73,7 @@ class Completer:
 
 
 class LocalCompleter(Completer):
-    """Completions by a model in this process.
-
-    Parameters
-    ----------
-    service
-        The model and what stands around it; its engine is started.
-    """
+    """Completions by a model in this process."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.workspace = service, service.workspace

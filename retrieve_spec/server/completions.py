@@ -30,17 +30,7 @@ _CLIENT_CLOSED = 499
 
 
 class CompletionHandlers:
-    """Handlers of the dialects.
-
-    Parameters
-    ----------
-    service
-        The server's parts.
-    provenance
-        Tells where lines of an answer stand.
-    reader
-        Reads requests.
-    """
+    """Handlers of the dialects."""
 
     def __init__(self, service: Service, provenance: Provenance, reader: Reader) -> None:
         self.service, self.provenance, self._reader = service, provenance, reader

@@ -14,12 +14,7 @@ from retrieve_spec.server.remote import Remote, RemoteCompleter, starter
 class Connecting:
     """The remote completer of a language server, which may be given up while it is waited for.
 
-    Parameters
-    ----------
-    remote
-        Where it is.
-    arguments
-        Of ``retrieve-spec serve``, for one that is started; the editor's folders come with them.
+    ``arguments`` are of ``retrieve-spec serve``, for one that is started; the editor's folders come with them.
     """
 
     def __init__(self, remote: Remote, arguments: Sequence[str]) -> None:

@@ -40,13 +40,7 @@ class Continuation:
 
 
 class TextIndex:
-    """All word starts of some texts, sorted by what stands there.
-
-    Parameters
-    ----------
-    texts
-        Files, least recent first.
-    """
+    """All word starts of some texts, the least recent first, sorted by what stands there."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._blob = _SEPARATOR.join(texts)

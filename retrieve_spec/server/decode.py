@@ -22,24 +22,9 @@ from retrieve_spec.server.text import TextCodec
 
 
 class Decode:
-    """Reads a prompt, decodes, and looks for reasons to stop after every pass.
+    """Reads a prompt by a ``piece`` in a pass, decodes, and looks after every pass for reasons to stop.
 
-    Parameters
-    ----------
-    backend
-        The model.
-    codec
-        Its text codec.
-    pool
-        The caches.
-    job
-        What is asked for.
-    piece
-        Tokens of the prompt read per pass.
-    publish
-        Called with what became visible.
-    clock
-        Seconds, monotonic.
+    What becomes visible is published.
 
     Attributes
     ----------

@@ -96,15 +96,7 @@ class Imports:
 
 
 class Definitions:
-    """Looks definitions up in a workspace.
-
-    Parameters
-    ----------
-    workspace
-        Files to look in.
-    max_chars
-        Characters of all definitions of a prompt, at most.
-    """
+    """Looks definitions up in a workspace."""
 
     def __init__(self, workspace: Workspace, max_chars: int) -> None:
         self._workspace, self._max_chars = workspace, max_chars

@@ -12,13 +12,7 @@ _HEADERS = {"Cache-Control": "no-store", "Connection": "keep-alive", "X-Accel-Bu
 
 
 class EventStream(Response):
-    """A response whose events an asynchronous generator makes; it is closed at the end, or where nobody listens.
-
-    Parameters
-    ----------
-    events
-        Each as it is sent.
-    """
+    """A response whose events an asynchronous generator makes; it is closed at the end, or where nobody listens."""
 
     media_type = "text/event-stream"
 

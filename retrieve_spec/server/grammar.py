@@ -18,15 +18,7 @@ _SPACE = r"( |\n[ \t]{0,40})?"
 
 
 class Grammars:
-    """Grammars for the vocabulary of one model.
-
-    Parameters
-    ----------
-    tokenizer
-        Its tokenizer.
-    end_ids
-        Tokens that end a text.
-    """
+    """Grammars for the vocabulary of one model."""
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int]) -> None:
         self._tokenizer, self._end_ids = tokenizer, sorted(end_ids)

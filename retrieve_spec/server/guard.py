@@ -24,17 +24,7 @@ OPEN_PATHS = frozenset({OPEN, "/v1/health"})
 
 
 class Refusal(Exception):
-    """A request that is answered with an error.
-
-    Parameters
-    ----------
-    status
-        HTTP status.
-    message
-        What was wrong, for the client.
-    kind
-        Error type in the answer.
-    """
+    """A request that is answered with an error."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
         super().__init__(message)

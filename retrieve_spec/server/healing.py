@@ -21,11 +21,6 @@ _MOST = 64
 class Beginnings:
     """Which tokens agree with a text that has been begun; for vocabularies that spell bytes.
 
-    Parameters
-    ----------
-    codec
-        Text codec of the model.
-
     Attributes
     ----------
     possible

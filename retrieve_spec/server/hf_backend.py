@@ -30,17 +30,7 @@ _NOBODY = "\0"
 
 
 class SharedText:
-    """A text that shares passes of the engine with others.
-
-    Parameters
-    ----------
-    sequence
-        Its sequence, which has joined the engine.
-    speculation
-        State of the model.
-    collector
-        Noted what verification showed beside the path.
-    """
+    """A text that shares passes of the engine with others."""
 
     def __init__(self, sequence: Decoded, speculation: Speculation, collector: BranchCollector) -> None:
         self.sequence, self._speculation, self._collector = sequence, speculation, collector

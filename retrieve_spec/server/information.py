@@ -21,17 +21,7 @@ _MOST_CHARS = 2 << 20
 
 
 class InformationHandlers:
-    """Handlers about one server.
-
-    Parameters
-    ----------
-    service
-        The server's parts.
-    metrics
-        What is counted.
-    reader
-        Reads requests.
-    """
+    """Handlers about one server."""
 
     def __init__(self, service: Service, metrics: Metrics, reader: Reader) -> None:
         self.service, self.metrics, self._reader = service, metrics, reader

@@ -29,13 +29,7 @@ _ENCODED_AT_ONCE = 200_000
 
 
 class RecentTexts:
-    """Texts by key, the latest last, bounded in characters.
-
-    Parameters
-    ----------
-    max_chars
-        Bound.
-    """
+    """Texts by key, the latest last, bounded in characters."""
 
     def __init__(self, max_chars: int) -> None:
         self._max_chars = max_chars

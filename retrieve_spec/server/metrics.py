@@ -13,15 +13,7 @@ _TOKENS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
 
 class Metrics:
-    """The counters of one server, in a registry of its own.
-
-    Parameters
-    ----------
-    queue_length
-        Tells how many requests wait.
-    begun
-        Tells how many are under way.
-    """
+    """The counters of one server, in a registry of its own."""
 
     def __init__(self, queue_length: Callable[[], int], begun: Callable[[], int] | None = None) -> None:
         self.registry = CollectorRegistry()

@@ -14,17 +14,7 @@ _PLACE = "<<what the user says>>"
 
 
 class Prompts:
-    """Prompts for one model; what cannot fit is refused by its length, before it is encoded.
-
-    Parameters
-    ----------
-    codec
-        Text codec of the model.
-    fim
-        Its fill-in-the-middle tokens, if any.
-    n_ctx
-        Tokens it reads at most.
-    """
+    """Prompts for one model; what cannot fit is refused by its length, before it is encoded."""
 
     def __init__(self, codec: TextCodec, fim: FimVocabulary | None, n_ctx: int) -> None:
         self.codec, self.fim, self.n_ctx = codec, fim, n_ctx

@@ -24,15 +24,7 @@ _LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.tx
 
 
 class Provenance:
-    """Answers ``"provenance": true``.
-
-    Parameters
-    ----------
-    stores
-        Open datastores that are drafted from.
-    workspace
-        Opened folders.
-    """
+    """Answers ``"provenance": true``."""
 
     def __init__(self, stores: Sequence[Datastore] = (), workspace: Workspace | None = None) -> None:
         self._stores = list(stores)

@@ -22,13 +22,7 @@ _INLINE = 64 << 10
 
 
 class Reader:
-    """Reads the requests of one server.
-
-    Parameters
-    ----------
-    config
-        How large bodies may be, one and all together, and how long they may take.
-    """
+    """Reads the requests of one server, each and all together within its bounds."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config

@@ -257,15 +257,7 @@ def log_of(remote: Remote) -> Path:
 
 
 def starter(remote: Remote, arguments: Sequence[str]) -> Start | None:
-    """What starts a server at an address of this machine, None for one elsewhere.
-
-    Parameters
-    ----------
-    remote
-        The address.
-    arguments
-        Of ``retrieve-spec serve``, besides the address.
-    """
+    """What starts a server with these arguments at an address of this machine, None for one elsewhere."""
     if not remote.here:
         return None
 

@@ -48,17 +48,7 @@ def common_prefix(a: ArrayLike, b: ArrayLike) -> int:
 
 
 class SlotPool:
-    """A fixed number of caches besides those that are worked on, reused by longest common prefix.
-
-    Parameters
-    ----------
-    backend
-        Owner of the caches.
-    size
-        Caches kept at most.
-    most_bytes
-        Bytes kept at most.
-    """
+    """A fixed number of caches besides those that are worked on, reused by longest common prefix."""
 
     def __init__(self, backend: Backend, size: int, most_bytes: int = 2 << 30) -> None:
         self._backend = backend

@@ -49,11 +49,6 @@ class StopWord:
 
     What a mismatch falls back to is worked out as far as the text has matched: a long string costs what is read of it.
 
-    Parameters
-    ----------
-    word
-        The string, not empty.
-
     Attributes
     ----------
     matched

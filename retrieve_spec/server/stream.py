@@ -19,11 +19,6 @@ Said = tuple[int, Delta | Completion]
 class Stream:
     """What the engine says about the tasks of a request: all that has come since the last look.
 
-    Parameters
-    ----------
-    loop
-        The event loop it is read in; tasks may be begun in any thread.
-
     Attributes
     ----------
     prepared

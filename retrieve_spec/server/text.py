@@ -152,13 +152,7 @@ def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False)
 
 
 class IncrementalText:
-    """Turns tokens into text one at a time, holding back half characters.
-
-    Parameters
-    ----------
-    codec
-        The text codec of the model.
-    """
+    """Turns tokens into text one at a time, holding back half characters."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec

@@ -65,15 +65,7 @@ class Paces:
 
 
 class Turns:
-    """Decides who takes part in the next pass.
-
-    Parameters
-    ----------
-    chunk
-        Tokens of prompts read per pass.
-    clock
-        Seconds, monotonic.
-    """
+    """Decides who takes part in the next pass."""
 
     def __init__(self, chunk: int, clock: Callable[[], float]) -> None:
         self._chunk, self._clock = chunk, clock

@@ -43,13 +43,6 @@ _LONGEST_PAUSE_S = 60.0
 class Workspace:
     """The text of one or more folders, indexed in the background and kept current.
 
-    Parameters
-    ----------
-    roots
-        Folders.
-    config
-        Bounds.
-
     Raises
     ------
     ServeError
