@@ -20,7 +20,7 @@ class _Segment:
 
 
 class FileIndex:
-    """What stands in some files; it never changes, so that other threads may go on reading: changes make another one."""
+    """What stands in some files; it never changes, so that other threads go on reading it: changes make another one."""
 
     def __init__(self, segments: tuple[_Segment, ...] = ()) -> None:
         self._segments = segments
