@@ -123,7 +123,7 @@ class Taking:
 
             raise QueueFullError("room", "none", "Wait.")
         self.taken.append(task)
-        return SimpleNamespace(cancel=lambda: self.given_up.append(task))
+        return lambda: self.given_up.append(task)
 
 
 def tasks(*names: str) -> list[Any]:
