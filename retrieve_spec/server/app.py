@@ -86,8 +86,10 @@ def create_app(
     config = service.config
     middleware = [Middleware(Guard, keys=keys, origins=config.origins, host=config.host)]
     if config.origins:
-        allowed = {"allow_methods": ("GET", "POST", "DELETE"), "allow_headers": _HEADERS}
-        middleware.append(Middleware(CORSMiddleware, allow_origins=config.origins, **allowed))
+        methods = ("GET", "POST", "DELETE")
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=config.origins, allow_methods=methods, allow_headers=_HEADERS)
+        )
 
     async def plain(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500

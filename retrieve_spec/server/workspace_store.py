@@ -222,7 +222,7 @@ class WorkspaceStore:
         (self._home / _FOLDERS).write_text(json.dumps({"folders": roots}), "utf-8")
 
 
-def prepare_store(tokenizer: Any, prepare: Callable[[Datastore], None]) -> None:
+def prepare_store(tokenizer: Any, prepare: Callable[[Datastore], object]) -> None:
     """Build a small store, and let somebody prepare to draft from it.
 
     So the kernels of a first start, six seconds of a core, are compiled before requests could have to wait beside that.
