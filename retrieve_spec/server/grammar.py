@@ -71,14 +71,7 @@ class GrammarProcessor:
     """Makes every token impossible that the grammar does not allow next; a `LogitsProcessor` in all but its base.
 
     It is called with longer and longer texts, as plain decoding calls processors; a text that does not go on from the
-    last one is followed anew from where they part.
-
-    Parameters
-    ----------
-    matcher
-        Follows the grammar (`llguidance.LLMatcher`).
-    prompt_length
-        Tokens of a text that are not the grammar's.
+    last one is followed anew from where they part. The tokens of the prompt are not the grammar's.
     """
 
     def __init__(self, matcher: Any, prompt_length: int) -> None:

@@ -159,10 +159,7 @@ def _host_name(host: str) -> str:
 class BodyBudget:
     """Bytes of bodies that are being read, over all connections.
 
-    Parameters
-    ----------
-    most
-        Bytes at most; the first `_SMALL` of every body are not counted, so that ordinary requests always come through.
+    The first `_SMALL` of every body are not counted, so that ordinary requests always come through.
     """
 
     def __init__(self, most: int) -> None:

@@ -138,17 +138,7 @@ class LoneText:
 
 
 class HuggingFaceBackend:
-    """A Hugging Face causal language model behind the engine's door.
-
-    Parameters
-    ----------
-    model
-        A model prepared by `retrieve_spec.accelerate`.
-    tokenizer
-        Its tokenizer.
-    ctx_size
-        Positions used at most; 0 for all the model has.
-    """
+    """An accelerated model behind the engine's door; of its positions ``ctx_size`` are used at most, 0 for all."""
 
     heals = True
 

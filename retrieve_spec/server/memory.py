@@ -70,12 +70,7 @@ class RecentTexts:
 class Hints:
     """What one completion is drafted from, looked up once: by whoever prepares it, or by the model's thread if sooner.
 
-    Parameters
-    ----------
-    made
-        Hints with a context, in the model's thread.
-    look
-        Looks the context up.
+    What is `made` of the context that ``look`` finds is made in the model's thread.
     """
 
     def __init__(self, made: Callable[[tuple[int, ...]], DraftHints], look: Callable[[], tuple[int, ...]]) -> None:

@@ -36,14 +36,7 @@ _AGAIN_S = 1.0
 
 
 class Remote:
-    """The address of a server, and how to ask it.
-
-    Parameters
-    ----------
-    url
-        As ``http://127.0.0.1:8012``.
-    key
-        API key, "" for none.
+    """The address of a server, as ``http://127.0.0.1:8012``, and how to ask it with an API key, "" for none.
 
     Raises
     ------
@@ -114,12 +107,7 @@ Start = Callable[[], "subprocess.Popen[bytes] | None"]
 class RemoteCompleter(Completer):
     """Completions by a server elsewhere, which sees what was taken and saved itself.
 
-    Parameters
-    ----------
-    remote
-        Where it is.
-    start
-        Starts one there, if that can be done, and gives its process; None: nobody does.
+    What can ``start`` one there gives its process.
     """
 
     def __init__(self, remote: Remote, start: Start | None = None) -> None:

@@ -21,14 +21,9 @@ Progress = Callable[[str], None]
 
 
 class Starting:
-    """An ASGI application that makes another one in the background and answers for it until it is there.
+    """An ASGI application that makes another one in a thread and answers for it until it is there.
 
-    Parameters
-    ----------
-    make
-        Makes the application; called in a thread, with what to tell its progress to.
-    on_failure
-        Called when it could not be made; `error` says why.
+    Where that fails ``on_failure`` is called, and `error` says why.
     """
 
     def __init__(self, make: Callable[[Progress], Starlette], on_failure: Callable[[], None]) -> None:

@@ -25,15 +25,8 @@ _LONG = 4096
 
 
 class TextCodec:
-    """The two ways a server reads text, and the one way it writes it.
+    """The two ways a server reads text, and the one way it writes it, by a tokenizer with a Rust backend.
 
-    Parameters
-    ----------
-    tokenizer
-        A Hugging Face tokenizer with a Rust backend (``backend_tokenizer``).
-
-    Notes
-    -----
     Code is encoded by a copy of the tokenizer whose control tokens were removed, so that a file which contains the
     characters ``<|fim_suffix|>`` yields ordinary tokens. Only `encode_prompt` understands control tokens.
     """

@@ -64,21 +64,7 @@ def generation_settings(request: Common, n_ctx: int, seed: int) -> dict[str, Any
 
 
 class LlamaAnswer:
-    """Bodies of one answer of `/infill` or `/completion`.
-
-    Parameters
-    ----------
-    request
-        What was asked.
-    model, n_ctx
-        Name and positions of the model.
-    prompt
-        Gives the text of the prompt, where the client wants it.
-    truncated
-        Whether the prompt was cut.
-    seed
-        The seed of the sample.
-    """
+    """Bodies of one answer of `/infill` or `/completion`; ``prompt`` gives its text, where the client wants it."""
 
     closing = b""
 
