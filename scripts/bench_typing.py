@@ -267,9 +267,9 @@ def seen_by(outcome: Outcome, server: Server) -> dict[str, float]:
 
 def compared(drafting: dict[str, float], off: dict[str, float]) -> dict[str, Any]:
     """One client with drafting and without: how many times as much was visible, and could be at most."""
-    plain = max(off["visible"], 1e-9)
-    times = {"ratio": drafting["visible"] / plain, "ratio_at_most": max(drafting["whole"], off["whole"]) / plain}
-    return {"drafting": drafting, "drafting off": off, **times}
+    plain, most = off["visible"], max(drafting["whole"], off["whole"])
+    times = (drafting["visible"] / plain, most / plain) if plain else (None, None)
+    return {"drafting": drafting, "drafting off": off, "ratio": times[0], "ratio_at_most": times[1]}
 
 
 def explained(body: dict[str, Any], shown: tuple[str, str]) -> bool:
