@@ -361,12 +361,22 @@ def test_what_the_model_has_no_token_for_is_not_hoped_for():
 def test_a_rest_needs_no_look(monkeypatch):
     drafter = ServingDrafter()
     names = looping(drafter, 2)
-    drafted_after(drafter, names, lambda n: 1.0 + 20.0 * (n > 0), 60)
+    drafted_after(drafter, names, lambda n: 1.0 + 20.0 * (n > 0), 140)
     looks = []
     look = serving.propose_all
     monkeypatch.setattr(serving, "propose_all", lambda *given: looks.append(1) or look(*given))
     drafted = drafted_after(drafter, names, lambda n: 1.0 + 20.0 * (n > 0), 40)
     assert not any(drafted) and 4 <= len(looks) <= 20
+
+
+def test_a_few_looks_that_find_nothing_are_no_reason_to_rest():
+    pace = Pace()
+    for found in (3, 0, 0, 0, 0, 3, 0, 0, 0, 0):
+        assert not pace.goes_without(1)
+        pace.stepped(1, found, 100, False, True)
+    pace.stepped(1, 0, 100, False, True)
+    pace.stepped(1, 0, 100, False, True)
+    assert pace.goes_without(1), "six are"
 
 
 def test_many_rows_share_one_budget():
