@@ -1,9 +1,12 @@
 """Benchmark of drafting inside vLLM: no drafts, vLLM's n-grams and suffix decoding, and ours; a JSON object last.
 
 Each method is an engine over the same model in a process of its own. They answer in turn, one at a time, so that a
-machine that grows slower does so for all of them; medians of the rounds are given. When an answer ends, the next
-request begins; steps are counted in which as many are under way as are to be, and no prompt is read: on the clock, in
-processor time, and what `propose` takes of that. Prompts are pieces of this repository's files (of `--prompts-from`),
+machine that grows slower does so for all of them; medians of the rounds are given, and mean ratios of rounds. When an
+answer ends, the next request begins; steps are counted in which as many are under way as are to be, and no prompt is
+read: on the clock, in processor time, and what `propose` takes of that. All methods write the same texts: above
+temperature 0 those that vLLM has sampled without drafts, put in place of what its sampler says when that has done its
+work. By chance one method's texts would else repeat themselves more than another's. A draft is right as often as when
+rejection sampling decides. Prompts are pieces of this repository's files (of `--prompts-from`),
 each asked once, `--prompts` in a round; `--method NAME[:TOKENS]` names methods, `store` needs `--datastore`. Run it
 where vLLM is installed (docs/vllm.md); suffix decoding is left out where it cannot be had.
 """
@@ -12,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import random
 import statistics
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import combinations, islice
 from multiprocessing.connection import Connection
 from time import perf_counter, process_time, thread_time
 from typing import Any
@@ -30,6 +34,8 @@ from checkout import ROOT
 FOLDERS = [ROOT / "retrieve_spec", ROOT / "tests", ROOT / "scripts"]
 METHODS = {"none": 0, "ngram": 8, "suffix": 16, "ours": 16, "store": 16}
 """What there is, and how many tokens each drafts at most unless that is said: `suffix:24`."""
+NO_TOKEN = -1
+"""What vLLM's sampler says where a draft was not accepted."""
 OWN, SUFFIX_DEPTH = ("ngram", "suffix"), 24
 """What vLLM brings itself, and the depth of its suffix trees by default."""
 OURS = {"method": "custom_class", "model": "retrieve_spec.integrations.vllm.Proposer"}
@@ -77,6 +83,35 @@ def repair() -> None:
     rejection_sampler.expand_batch_to_tokens = expanded
 
 
+def dictated(worker: Any) -> dict[bytes, list[int]]:
+    """Let a worker say the texts that are in the dictionary that comes back, by prompt, whatever its sampler says."""
+    texts: dict[bytes, list[int]] = {}
+    runner = worker.model_runner
+    sample, batch = runner._sample, runner.input_batch
+
+    def said(logits: Any, metadata: Any) -> Any:
+        output = sample(logits, metadata)
+        if not texts:
+            return output
+        ids, drafts, begin = output.sampled_token_ids.numpy(), [], 0
+        if metadata is not None:
+            drafts = metadata.draft_token_ids.tolist()
+        for i in range(len(ids)):
+            prompt = int(batch.num_prompt_tokens[i])
+            wanted = texts[batch.token_ids_cpu[i, :prompt].tobytes()][int(batch.num_tokens_no_spec[i]) - prompt :]
+            drafted = metadata.num_draft_tokens[i] if drafts else 0
+            right = 0
+            while right < min(drafted, len(wanted) - 1) and drafts[begin + right] == wanted[right]:
+                right += 1
+            begin += drafted
+            ids[i] = NO_TOKEN
+            ids[i, : right + 1] = wanted[: right + 1]
+        return output
+
+    runner._sample = said
+    return texts
+
+
 def clocked(worker: Any) -> list[float]:
     """Count what a worker's proposer takes, whichever it is: seconds of its thread, in the list that comes back."""
     spent = [0.0]
@@ -99,6 +134,7 @@ def clocked(worker: Any) -> list[float]:
 def engine(method: str, args: argparse.Namespace, orders: Connection) -> None:
     """A process: makes an engine, says that it is there, and answers until it is told None."""
     sys.path += os.environ["PYTHONPATH"].split(os.pathsep)  # a spawned process has its parent's path in place of it
+    import numpy as np
     from vllm import LLM
 
     llm = LLM(
@@ -113,10 +149,13 @@ def engine(method: str, args: argparse.Namespace, orders: Connection) -> None:
         **options(method, args),
     )
     repair()
-    [spent] = llm.collective_rpc(clocked)
+    [spent], [texts] = llm.collective_rpc(clocked), llm.collective_rpc(dictated)
     orders.send(True)
     while (order := orders.recv()) is not None:
-        orders.send(served(llm, spent, *order))
+        prompts, at_once, sampling, wanted = order
+        texts.clear()
+        texts |= {np.array(prompt, np.int32).tobytes(): text for prompt, text in zip(prompts, wanted, strict=False)}
+        orders.send(served(llm, spent, prompts, at_once, sampling))
     own = llm.collective_rpc("retrieve_spec_statistics")[0] if named(method)[0] in ("ours", "store") else None
     orders.send(own)
 
@@ -135,12 +174,14 @@ def served(llm: Any, spent: list[float], prompts: list[list[int]], at_once: int,
 
     parameters = SamplingParams(**sampling)
     texts: dict[str, list[int]] = {}
+    names: list[str] = []
     sums = dict.fromkeys(("tokens", "rows", "steps", "seconds", "busy", "proposing"), 0.0)
     before, waiting, under_way = counted(llm), list(enumerate(prompts)), set[str]()
     while waiting or under_way:
         while waiting and len(under_way) < at_once:
             i, prompt = waiting.pop(0)
-            under_way.add(name := f"{i}-{perf_counter()}")
+            names.append(name := f"{i}-{perf_counter()}")
+            under_way.add(name)
             llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
         counts = len(under_way) == at_once and under_way <= texts.keys()
         had = sum(len(texts[name]) for name in under_way) if counts else 0
@@ -154,18 +195,33 @@ def served(llm: Any, spent: list[float], prompts: list[list[int]], at_once: int,
                 sums[name] += more
         under_way -= {out.request_id for out in outs if out.finished}
     drafts = [now - then for now, then in zip(counted(llm), before, strict=True)]
-    return sums, drafts, list(texts.values())
+    return sums, drafts, [texts[name] for name in names]
+
+
+def speeds_of(rounds: list[Any], what: str) -> list[float]:
+    """Tokens per second of each round, of the clock's (`seconds`) or of the processor's (`busy`)."""
+    return [sums["tokens"] / sums[what] for sums, *_ in rounds]
+
+
+def ratio(rounds: list[Any], others: list[Any]) -> list[float]:
+    """How many times the tokens per second of processor time of others' rounds, and the standard error of that."""
+    pairs = zip(speeds_of(rounds, "busy"), speeds_of(others, "busy"), strict=True)
+    logs = [math.log(mine / theirs) for mine, theirs in pairs]
+    mean, apart = math.exp(statistics.mean(logs)), statistics.stdev(logs) if len(logs) > 1 else math.inf
+    return [round(mean, 3), round(mean * apart / math.sqrt(len(logs)), 3)]
 
 
 def figures(rounds: list[Any]) -> dict[str, Any]:
     """What is said of a method's rounds."""
-    speeds = [sums["tokens"] / sums["seconds"] for sums, *_ in rounds]
+    speeds = speeds_of(rounds, "seconds")
     total = {name: sum(sums[name] for sums, *_ in rounds) for name in rounds[0][0]}
     rows, drafted, accepted = (sum(column) for column in zip(*(counts for _, counts, _ in rounds), strict=True))
     return {
         "tokens_per_second": round(statistics.median(speeds), 1),
         "rounds": [round(speed, 1) for speed in speeds],
         "tokens_per_processor_second": round(total["tokens"] / total["busy"], 1),
+        "steps": int(total["steps"]),
+        "processor_ms_per_step": round(1e3 * total["busy"] / total["steps"], 3),
         "tokens_per_row": round(total["tokens"] / total["rows"], 3),
         "tokens_per_drafted_row": round(1 + accepted / rows, 3) if rows else None,
         "drafted_per_drafted_row": round(drafted / rows, 2) if rows else None,
@@ -196,17 +252,19 @@ def table(engines: dict[str, Connection], args: argparse.Namespace) -> list[dict
             rounds: dict[str, list[Any]] = {name: [] for name in engines}
             for turn in range(args.rounds + 1):
                 count = max(args.prompts, at_once * 3 // 2) if turn else at_once  # the first turn warms up
-                asked = list(islice(pieces, count))
+                asked, texts = list(islice(pieces, count)), []
+                if temperature:
+                    engines["none"].send((asked, max(args.concurrency), sampling, []))
+                    *_, texts = engines["none"].recv()
                 for name in harness.in_turn(list(engines), turn):
-                    engines[name].send((asked, at_once, sampling))
+                    engines[name].send((asked, at_once, sampling, texts))
                     found = engines[name].recv()
                     if turn:
                         rounds[name].append(found)
             row: dict[str, Any] = {"temperature": temperature, "concurrency": at_once, "prompts": len(asked)}
             row["methods"] = {name: figures(found) for name, found in rounds.items()}
-            if not temperature:
-                texts = {name: sorted(found[-1][2]) for name, found in rounds.items()}
-                row["same_text"] = all(text == texts["none"] for text in texts.values())
+            row["ratios"] = {f"{a} / {b}": ratio(rounds[a], rounds[b]) for a, b in combinations(reversed(engines), 2)}
+            row["same_text"] = all(found[-1][2] == rounds["none"][-1][2] for found in rounds.values())
             rows.append(row)
             print(json.dumps(row), file=sys.stderr)
     return rows
