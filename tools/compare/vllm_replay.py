@@ -8,7 +8,9 @@ A simulated runner gives both what vLLM's gives: every turn of a conversation is
 far and whose tokens are the recorded ones; tokens of a draft are accepted as long as they are these. Both may draft as
 many tokens. The second half of each file is counted, in three states: `cold` (nothing is known of other requests),
 `warm` (the first half was answered before, by the same process), `restarted` (by a process that has ended since). Steps
-take no time here, so nothing is left out because it would not pay. `--tokens` are drafted at most, by both;
+take no time here, so nothing is left out because it would not pay, and prompts are taken in before the first of them,
+however long they are. Ours leaves out tokens whose path is improbable (`min_path_probability`); `filled` are drafts in
+which that is next to none. `--tokens` are drafted at most, by both;
 `--limit` bounds the conversations of each file.
 """
 
@@ -33,9 +35,11 @@ from peers import vllm_suffix
 from tokenizers import Tokenizer
 
 from retrieve_spec.bench.traces import Ids, TraceRow, read_trace
-from retrieve_spec.integrations import vllm
+from retrieve_spec.integrations import hosted, vllm
 
 STATES = ("cold", "warm", "restarted")
+FILLED = 0.005
+"""Probability of a path below which `filled` drafts end."""
 
 
 class Runner:
@@ -68,6 +72,7 @@ class Runner:
     def ours(self, options: dict[str, Any]) -> Callable[[list[int]], list[int]]:
         """Our proposer with such options, as a function of the tokens that were just said."""
         self.vllm_config.additional_config = {"retrieve_spec": {"any_version": True, **options}}
+        hosted._LONG = self.text.shape[1]  # else beside the engine, whose steps take some time
         proposer = vllm.Proposer(self.vllm_config)
         proposer.drafter.measured = lambda seconds: None  # type: ignore[method-assign]
         self.end = proposer.drafter.save  # as at exit
@@ -112,14 +117,15 @@ def turns(rows: Iterable[TraceRow]) -> Iterator[tuple[Ids, Ids]]:
 
 
 def replayed(rows: list[TraceRow], tokens: int, state: str) -> dict[str, float]:
-    """Tokens per pass of the second half of the rows, of both."""
+    """Tokens per pass of the second half of the rows, of each method."""
     before, counted = list(turns(rows[: len(rows) // 2])), list(turns(rows[len(rows) // 2 :]))
     longest = max(len(prompt) + len(answer) for prompt, answer in before + counted) + 1
     figures = {"turns": len(counted), "tokens": sum(len(answer) - 1 for _, answer in counted)}
-    for method in ("suffix", "ours"):
+    for method in ("suffix", "ours", "filled"):
         runner = Runner(longest, tokens)
         with tempfile.TemporaryDirectory() as folder:
             cached, options = (0, {}) if state == "cold" else (10_000, {"session": True, "state": folder})
+            options |= {"min_path_probability": FILLED} if method == "filled" else {}
             make: Callable[[], Callable[[list[int]], list[int]]]
             make = partial(runner.suffix, cached) if method == "suffix" else partial(runner.ours, options)
             propose = make()
