@@ -36,6 +36,12 @@ class Row(MixtureDrafter):
     """The drafter of one of many requests; those of one session are asked together.
 
     It drafts what a `MixtureDrafter` without recycling does. Given tokens are followed when rows are next asked.
+
+    Attributes
+    ----------
+    hoped
+        The token that a draft would begin with, made or not, and how probable that is (0 where there is none): as of
+        the last time that it was asked with a cost, or for a tree.
     """
 
     def __init__(
@@ -53,13 +59,7 @@ class Row(MixtureDrafter):
         self._log_p = self.record[kernels.LOG_P : kernels.SOURCE].view(np.float32)
         self._source = self.record[kernels.SOURCE :].view(np.uint8)
         self._said: NDArray[np.int32] = np.empty(_FIRST_SAID, np.int32)
-        self._hoped = NO_HOPE
-
-    @property
-    def hoped(self) -> tuple[int, float]:
-        """The token that a draft would begin with, made or not, and how probable that is (0 where there is none): as of
-        the last time that it was asked with a cost."""
-        return self._hoped
+        self.hoped = NO_HOPE
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: see `MixtureDrafter.start`."""
@@ -120,7 +120,7 @@ class Row(MixtureDrafter):
     def chain(self) -> DraftTree:
         """The branch that it drafted, and no longer waits to see verified."""
         n = int(self.record[kernels.DRAFTED])
-        self._hoped = (int(self._ids[0]), math.exp(self._log_p[0])) if self.record[kernels.HOPED] else NO_HOPE
+        self.hoped = (int(self._ids[0]), math.exp(self._log_p[0])) if self.record[kernels.HOPED] else NO_HOPE
         self.record[kernels.DRAFTED] = self.record[kernels.HOPED] = 0
         ids, log_p, source = self._ids[:n].copy(), self._log_p[:n].copy(), self._source[:n].copy()
         return DraftTree(ids, _LINE[:n], _LINE[2 : n + 2], log_p, source, _NOWHERE[:n]) if n else NOTHING
@@ -294,13 +294,13 @@ def trees_of(
         limit, depth = max(min(most, MAX_NODES), 0), max(min(deepest, MAX_NODES, row.config.max_depth), 0)
         if not (limit and depth):
             trees.append(NOTHING)
-            row._hoped = NO_HOPE
+            row.hoped = NO_HOPE
             continue
         with contextlib.nullcontext() if row._shared is None else row._shared:
             row._sync()
             _, _, block = row._kernel(NO_COST if cost is None else cost[: limit + 1], limit, depth)
         trees.append(DraftTree.of_block(block))
-        row._hoped = row._take_hope()
+        row.hoped = row._take_hope()
     return trees
 
 

@@ -17,8 +17,6 @@ from retrieve_spec.integrations.options import prediction_of
 from retrieve_spec.integrations.serving import ServingDrafter, Shape
 
 logger = logging.getLogger(__name__)
-COMPARED = 8
-"""Tokens at the end of a text that engines compare with what its request was last given."""
 _SAVE_EVERY = 30.0
 """Seconds between two times that what was learned is written, where requests have ended."""
 _MOST_FAILURES = 3

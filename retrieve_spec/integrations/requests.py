@@ -49,11 +49,6 @@ class Request:
     tree: DraftTree = NOTHING
     hoped: tuple[int, float] | None = None
 
-    @property
-    def length(self) -> int:
-        """Tokens that it has been given, the prompt included."""
-        return self.row.length
-
 
 class Requests:
     """The base of `ServingDrafter`: requests by name, and the stores, calibrations and session that they share.
@@ -154,7 +149,7 @@ class Requests:
             No request of that name is under way.
         """
         with self._lock:
-            return self._of(request).length
+            return self._of(request).row.length
 
     def feed(self, request: str, token_ids: NDArray[Any] | Many[int], *, verified: int | None = None) -> int:
         """Give a request its next tokens: what was accepted of its draft, and what the model said next.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.many import NO_COST, NO_HOPE, NOTHING, Seats, follow_all, plan_of, propose_all, trees_of
+from retrieve_spec.drafting.many import NO_COST, NOTHING, Seats, follow_all, plan_of, propose_all, trees_of
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import pruned, share_out
 from retrieve_spec.errors import ConfigError
@@ -253,7 +252,7 @@ class ServingDrafter(Requests):
         return self._seats
 
     def _draft(self, rows: Many[Request], nodes: Many[int], depths: Many[int], chains: bool) -> list[DraftTree]:
-        context, sampled = max(state.length for state in rows), _samples(rows)
+        context, sampled = max(state.row.length for state in rows), _samples(rows)
         if self._pace.goes_without(len(rows), sampled):
             self._pace.stepped(len(rows), 0, context, sampled)
             return [NOTHING] * len(rows)
@@ -261,16 +260,11 @@ class ServingDrafter(Requests):
         drafters = [state.row for state in rows]
         if chains:
             trees = propose_all(drafters, nodes, depths, seconds, self.vocabulary)
-            hopes = [row.hoped for row in drafters]
         else:
             found = trees_of(drafters, nodes, depths, seconds if len(rows) == 1 else None)
-            found = [self._known(tree) for tree in found]
-            trees = share_out(found, seconds, MAX_NODES, np.ones(len(rows)))
-            if len(rows) > 1:
-                hopes = [(int(tree.token_ids[0]), math.exp(tree.log_p[0])) if len(tree) else NO_HOPE for tree in found]
-            else:
-                hopes = [drafters[0].hoped if seconds is not None else NO_HOPE]
-        for state, (token, p), kept in zip(rows, hopes, trees, strict=True):  # drafts not made say something, too
+            trees = share_out([self._known(tree) for tree in found], seconds, MAX_NODES, np.ones(len(rows)))
+        for state, kept in zip(rows, trees, strict=True):  # drafts not made say something, too
+            token, p = state.row.hoped
             said = p > 0 and not len(kept) and (self.vocabulary is None or token < self.vocabulary)
             state.hoped = (token, p) if said else None
         self._pace.stepped(len(rows), sum(map(len, trees)), context, sampled, seconds is not None)

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.integrations.hosted import COMPARED, Hosted
+from retrieve_spec.integrations.hosted import Hosted
 from retrieve_spec.integrations.options import DRAFT, KEEP, wished
 from retrieve_spec.integrations.serving import ServingDrafter, Shape
+from retrieve_spec.kernels.many import COMPARED
 
 
 @dataclass(slots=True)

@@ -210,10 +210,9 @@ def _draft(
         n = record[DRAFTED]
         if n == 0 and len(cost) > 0 and _log_p_of(calls[i, ADDRESS])[0] > -np.inf and ids[0] < plan[VOCABULARY]:
             record[HOPED] = 1
-        if len(out) > 0:
-            out[i] = n
-            for j in range(n):
-                out[written + j] = ids[j]
+        out[i] = n
+        for j in range(n):
+            out[written + j] = ids[j]
         written += n
     return written - rows
 
@@ -238,7 +237,7 @@ def step_chains(
     cost
         (MAX_NODES + 1,) float32 seconds of a pass over all rows and 0 … n nodes, or (0,) to draft all there may be.
     out
-        (≥ r + MAX_NODES,) int32, output: how many tokens are drafted for each row, then these; or (0,).
+        (≥ r + MAX_NODES,) int32, output: how many tokens are drafted for each row, then these.
 
     Returns
     -------
