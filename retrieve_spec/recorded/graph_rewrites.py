@@ -78,7 +78,7 @@ class Inputs:
 def fuse_rms_norm(graph: fx.Graph, inputs: Inputs) -> None:
     """Rewrite weight · (x · rsqrt(mean(x²) + eps))."""
     for node in nodes_of(graph):
-        match = _match_rms_norm(node)
+        match = _match_norm(node)
         if match is None:
             continue
         x, weight, eps = match
@@ -94,17 +94,26 @@ def _replace(node: Node, by: Node) -> None:
     node.replace_all_uses_with(by)
 
 
-def _match_rms_norm(node: Node) -> tuple[Node, Node, float] | None:
-    """(x, weight, eps) when a node is the last product of an RMS normalisation over the last axis."""
-    if not is_call(node, aten.mul.Tensor):
+def _match_norm(node: Node, half: bool = False) -> tuple[Node, Node, float] | None:
+    """(x, weight, eps) when a node is the last product of an RMS normalisation over the last axis.
+
+    `half`: x, weight and result are of one 16-bit type, and all but the product with the weight is computed in float32.
+    """
+    if not is_call(node, aten.mul.Tensor) or (half and value(node).dtype.itemsize != 2):
         return None
     for weight, normed in (node.args, node.args[::-1]):
-        if not (is_call(normed, aten.mul.Tensor) and isinstance(weight, fx.Node) and value(weight).ndim == 1):
+        if not (isinstance(weight, fx.Node) and value(weight).ndim == 1 and (_is_cast(normed) or not half)):
             continue
-        x, factor = normed.args
-        if not is_call(factor, aten.rsqrt.default):
+        normed = normed.args[0] if half else normed
+        if not (is_call(normed, aten.mul.Tensor) and is_call(normed.args[1], aten.rsqrt.default)):
             continue
-        eps = _mean_square(factor, x)
+        x, eps = normed.args[0], _mean_square(normed.args[1], normed.args[0])
+        if half:
+            if not (_is_cast(x) and value(x).dtype == torch.float32):
+                continue
+            x = x.args[0]
+            if not (value(x).dtype == value(node).dtype == value(weight).dtype and value(x).shape == value(node).shape):
+                continue
         if eps is not None and value(x).shape[-1] == value(weight).shape[0]:
             return x, weight, eps
     return None
@@ -163,7 +172,7 @@ def fuse_half(graph: fx.Graph) -> None:
 
     for node in nodes_of(graph):
         call: tuple[Any, tuple[Any, ...]] | None = None
-        if (norm := _match_half_norm(node)) is not None:
+        if (norm := _match_norm(node, half=True)) is not None:
             call = (triton_rows.rms_norm, norm)
         elif (rotary := _match_rotary(node)) is not None and _is_half_by_heads(*rotary[:3]):
             call = (triton_rows.rotate, rotary[:3])
@@ -180,25 +189,6 @@ def _is_half_by_heads(x: Node, cos: Node, sin: Node) -> bool:
     if value(x).ndim != 4 or any(value(a).ndim != 4 or value(a).shape[1] != 1 for a in (cos, sin)):
         return False
     return bool(value(x).dtype == value(cos).dtype == value(sin).dtype and value(x).dtype.itemsize == 2)
-
-
-def _match_half_norm(node: Node) -> tuple[Node, Node, float] | None:
-    """(x, weight, eps) when a node is weight · half(x · rsqrt(mean(x²) + eps)), the middle computed in float32."""
-    if not is_call(node, aten.mul.Tensor) or value(node).dtype.itemsize != 2:
-        return None
-    for weight, half in (node.args, node.args[::-1]):
-        if not (isinstance(weight, fx.Node) and value(weight).ndim == 1 and _is_cast(half)):
-            continue
-        normed = half.args[0]
-        if not (is_call(normed, aten.mul.Tensor) and is_call(normed.args[1], aten.rsqrt.default)):
-            continue
-        wide, eps = normed.args[0], _mean_square(normed.args[1], normed.args[0])
-        if eps is not None and _is_cast(wide) and value(wide).dtype == torch.float32:
-            x = wide.args[0]
-            same = value(x).dtype == value(node).dtype == value(weight).dtype and value(x).shape == value(node).shape
-            if same and value(x).shape[-1] == value(weight).shape[0]:
-                return x, weight, eps
-    return None
 
 
 def _mean_square(factor: Node, x: Node) -> float | None:
