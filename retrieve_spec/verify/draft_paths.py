@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import LinearAttentionLayer
 
+from retrieve_spec.attention.tree_mask import row_depths
 from retrieve_spec.drafting.tree import DraftTree
 
 
@@ -115,8 +116,7 @@ class Paths:
         leaves = []
         for text, (count, tree, size) in enumerate(zip(roots, trees, sizes, strict=True)):
             start = (text + 1) * width - size
-            depth[start : start + size] = np.arange(size)
-            depth[start + count : start + size] = tree.depth + count - 1
+            depth[start : start + size] = row_depths(count, tree)
             parent[start + 1 : start + size] = np.arange(start, start + size - 1)
             above = np.where(tree.parent < 0, count - 1, tree.parent + count)
             parent[start + count : start + size] = above + start

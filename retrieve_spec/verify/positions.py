@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
+from retrieve_spec.attention.tree_mask import row_depths, visible_rows
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels.treemask import fill_tree_mask
 
 Kind = Literal["positions", "distances", "past", "bias", "mask"]
-_NOBODY = np.empty(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +171,11 @@ class DerivedPositions:
     @contextmanager
     def verifying(self, past: int, roots: int, tree: DraftTree, device: torch.device) -> Iterator[None]:
         """Let the pass inside place the nodes of a tree behind `past` cached tokens and `roots` others."""
-        slots: NDArray[np.int64] = np.arange(roots + len(tree))
-        depths = slots.copy()
-        depths[roots:] = tree.depth + roots - 1
-        self._past = past
-        self._depths = torch.from_numpy(depths).to(device)
-        self._ahead = torch.from_numpy(depths - slots).to(device)
-        self._thread = get_ident()
+        self._past, self._thread = past, get_ident()
+        self._depths = torch.from_numpy(row_depths(roots, tree)).to(device)
         if self._masks:
-            seen = np.empty((len(slots), len(slots)), np.bool_)
-            fill_tree_mask(seen, tree.parent, tree.depth, roots, 0, 0, 0, 0, 0, _NOBODY)
-            self._seen = torch.from_numpy(seen).to(device)
+            self._seen = torch.from_numpy(visible_rows(roots, tree)).to(device)
+        self._ahead = self._depths - torch.arange(len(self._depths), device=device)  # from now on the hooks act
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from retrieve_spec.attention.tree_mask import visible_rows
 from retrieve_spec.drafting.tree import DraftTree
 
 
@@ -40,30 +41,26 @@ class RowTree:
         """Rows of a pass over so many root tokens of each text, and the trees behind them."""
         sizes = [count + len(tree) for count, tree in zip(roots, trees, strict=True)]
         texts, width = len(sizes), max(sizes)
-        parent = np.full((texts, width), -1)
+        parent, seen = np.full((texts, width), -1), np.zeros((texts, width, width), np.bool_)
+        seen[:, np.arange(width), np.arange(width)] = True
         for text, (count, tree, size) in enumerate(zip(roots, trees, sizes, strict=True)):
             start = width - size
             parent[text, start + 1 : start + count] = np.arange(start, start + count - 1)
             parent[text, start + count :] = np.where(tree.parent < 0, count - 1, tree.parent + count) + start
-        return cls._above(parent, device)
+            seen[text, start:, start:] = visible_rows(count, tree)
+        return cls._seeing(parent, seen, device)
 
     @classmethod
     def chain(cls, texts: int, width: int, device: torch.device) -> RowTree:
         """Rows that follow one another."""
-        return cls._above(np.tile(np.arange(width) - 1, (texts, 1)), device)
+        seen = np.broadcast_to(np.tri(width, dtype=np.bool_), (texts, width, width))
+        return cls._seeing(np.tile(np.arange(width) - 1, (texts, 1)), seen, device)
 
     @classmethod
-    def _above(cls, parent: NDArray[np.int64], device: torch.device) -> RowTree:
+    def _seeing(cls, parent: NDArray[np.int64], seen: NDArray[np.bool_], device: torch.device) -> RowTree:
+        shut = np.where(seen, np.float32(0), np.float32(-np.inf))[:, None]
+        above, closed = (torch.from_numpy(part).to(device) for part in (seen.astype(np.float32), shut))
         texts, width = parent.shape
-        seen = np.zeros((texts, width, width), np.float32)
-        for text in range(texts):
-            of_text = seen[text]
-            for row, above in enumerate(parent[text].tolist()):
-                if above >= 0:
-                    of_text[row] = of_text[above]
-                of_text[row, row] = 1.0
-        shut = np.where(seen > 0, np.float32(0), np.float32(-np.inf))[:, None]
-        above, closed = (torch.from_numpy(part).to(device) for part in (seen, shut))
         return cls(texts, width, parent, above, closed)
 
     def windows(self, held: int, length: int) -> torch.Tensor:
