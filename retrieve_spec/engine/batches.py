@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,13 +66,12 @@ def verify_all(batch: list[Sequence], trees: Many[DraftTree], pool: PassPool | N
         Whether it took as long as such passes do: one whose graph was captured takes longer.
     """
     if len(batch) == 1:
-        return each(batch, lambda sequence: sequence.verify(trees[0])), True
+        return each(batch, Sequence.verify, trees), True
     roots = [sequence.root_ids for sequence in batch]
     keeps = [1] * len(batch) if any(len(ids) > 1 for ids in roots) else None
     outputs, usual = _together(batch, roots, trees, keeps, pool)
     if outputs is None:
-        own = dict(zip(map(id, batch), trees, strict=True))
-        return each(batch, lambda sequence: sequence.verify(own[id(sequence)])), False
+        return each(batch, Sequence.verify, trees), False
     for sequence, tree, output in zip(batch, trees, outputs, strict=True):
         sequence.saw(tree, output)
     return batch, usual
@@ -96,19 +96,17 @@ def look_all(batch: list[Sequence]) -> list[Sequence]:
             logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
             continue
         read.update(zip(map(id, together), found, strict=True))
-    return each(batch, lambda sequence: sequence.look(read.get(id(sequence))))
+    return each(batch, Sequence.look, [read.get(id(sequence)) for sequence in batch])
 
 
 def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> None:
     """Read pieces of prompts in one pass."""
     keeps = [sequence.keeps(piece) for sequence, piece in zip(batch, pieces, strict=True)]
     outputs, _ = _together(batch, pieces, [NO_DRAFT] * len(batch), keeps)
-    own = dict(zip(map(id, batch), pieces, strict=True))
     if outputs is None:
-        each(batch, lambda sequence: sequence.read(own[id(sequence)]))
-        return
-    computed = dict(zip(map(id, batch), outputs, strict=True))
-    each(batch, lambda sequence: sequence.has_read(own[id(sequence)], computed[id(sequence)]))
+        each(batch, Sequence.read, pieces)
+    else:
+        each(batch, Sequence.has_read, pieces, outputs)
 
 
 def _together(
@@ -151,12 +149,12 @@ def _packed(
     return outputs, graphs is None or graphs.captures == captures
 
 
-def each(sequences: Many[Sequence], act: Callable[[Sequence], object]) -> list[Sequence]:
-    """Let every sequence act; those that could. One that fails fails alone."""
+def each(sequences: Many[Sequence], act: Callable[..., object], *given: Many[Any]) -> list[Sequence]:
+    """Let every sequence act, each on what it is given; those that could. One that fails fails alone."""
     going = []
-    for sequence in sequences:
+    for sequence, *own in zip(sequences, *given, strict=True):
         try:
-            act(sequence)
+            act(sequence, *own)
             going.append(sequence)
         except Exception as error:
             raise_interruption(error)

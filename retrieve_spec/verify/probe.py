@@ -33,7 +33,7 @@ from retrieve_spec.verify.comparison import (
     spread_of,
 )
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import ModelInterface, new_cache, weaker
+from retrieve_spec.verify.interface import ModelInterface, new_cache, read_interface, weaker
 from retrieve_spec.verify.shrink import CHOICES, lengths_of, shrunk
 from retrieve_spec.verify.steps import Captured, SingleSteps, prepare_call, sample_tokens
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
@@ -135,8 +135,6 @@ def _both(found: Finding, other: Finding) -> Finding:
 
 def _of_copy(small: Any, found: Finding, trials: list[Trial]) -> Finding:
     """What the same way gives on a copy."""
-    from retrieve_spec.verify.interface import read_interface
-
     return _strongest(small, read_interface(small), found.mode, found.reason, trials, layout_of(found.interface))
 
 
