@@ -45,12 +45,6 @@ class RowText:
         return row
 
     @property
-    def prompt_ids(self) -> NDArray[np.int32]:
-        """(prompt,) int32 copy of the prompt."""
-        prompt: NDArray[np.int32] = self._ids[: self.prompt_length].astype(np.int32)
-        return prompt
-
-    @property
     def last(self) -> int:
         """The last token."""
         return int(self._ids[self.length - 1])
