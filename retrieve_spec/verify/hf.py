@@ -182,15 +182,11 @@ class HFVerifier:
 
     def _draft(self, roots: int, tree: DraftTree | None) -> contextlib.AbstractContextManager[None]:
         """Keep recurrent state as it is while a draft is verified, or tell a model the nodes' positions."""
-        nodes = 0 if tree is None else len(tree)
+        draft = NO_TREE if tree is None else tree
         if self._state is not None:
-            if nodes or self._state.is_behind:
-                trees = [tree if tree is not None else NO_TREE]
-                return self._state.verifying(self._rows, [self._rows], [roots], trees, self._device)
-            return self._state.undrafted(self._rows, self._device)
-        elif nodes and self._derived is not None:
-            assert tree is not None
-            return self._derived.verifying(self.past, roots, tree, self._device)
+            return self._state.verifying(self._rows, [self._rows], [roots], [draft], self._device)
+        if len(draft) and self._derived is not None:
+            return self._derived.verifying(self.past, roots, draft, self._device)
         return contextlib.nullcontext()
 
     def _behind_prompt(self, roots: int, outputs: Any) -> None:

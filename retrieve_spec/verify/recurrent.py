@@ -58,11 +58,6 @@ class RecurrentState:
         self._hooked, self._rested = False, 0
         self._behind: _Behind | None = None
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the states of the text are behind it: its next pass must be one of `verifying`."""
-        return self._behind is not None
-
     def apart(self) -> RecurrentState:
         """The same modules for another text, between whose passes and those of this one there is no third."""
         other = copy.copy(self)
@@ -97,14 +92,6 @@ class RecurrentState:
             self._handles[-1].remove()
             self._handles.pop()
 
-    def undrafted(self, _cache: Any, _device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Let a pass go by in which nothing is verified; after a few of them the hooks come off."""
-        self.forget()
-        self._rested += 1
-        if self._rested == _RESTS:
-            self._unhook()
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Have hooks on the mixers inside of the block alone; the last pass is remembered."""
@@ -120,6 +107,8 @@ class RecurrentState:
     ) -> Iterator[None]:
         """Let the pass inside verify drafts, empty ones too; states stay as they are.
 
+        A pass over a lone text without a draft goes by: the model's own cache is written, unless states are behind it.
+
         Parameters
         ----------
         given
@@ -127,8 +116,15 @@ class RecurrentState:
         caches, roots, trees
             By text of the pass, the cache that holds its states, its root tokens, and its draft.
         """
-        self._hook()
         behind = self._behind
+        if behind is None and len(trees) == 1 and not len(trees[0]):
+            self.forget()
+            self._rested += 1
+            if self._rested == _RESTS:
+                self._unhook()
+            yield
+            return
+        self._hook()
         self._paths, self._kept = Paths.of(roots, trees, device, behind.count if behind is not None else 0), {}
         self._sizes = [(count, len(tree)) for count, tree in zip(roots, trees, strict=True)]
         for i, site in enumerate(self._sites):

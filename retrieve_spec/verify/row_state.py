@@ -41,11 +41,6 @@ class RowState:
         self._kept: dict[int, list[ScratchLayer]] = {}  # by text and mixer, what a commit writes
         self._behind: list[StateBehind | None] = []  # by mixer, of a lone text
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether only a pass of `verifying` may follow: never, as any reads states that are brought up first."""
-        return False
-
     def apart(self) -> RowState:
         """The same modules for another text, between whose passes and those of this one there is no third."""
         other = copy.copy(self)
@@ -70,11 +65,6 @@ class RowState:
         self.attach()
         return contextlib.nullcontext()
 
-    def undrafted(self, cache: Any, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Let the pass inside read tokens, or take a single step, on the cache itself."""
-        self.forget()
-        return self._in_place(device, None, cache, [cache])
-
     @contextlib.contextmanager
     def _in_place(
         self, device: torch.device, tree: RowTree | None, given: Any, caches: Sequence[Any]
@@ -96,8 +86,10 @@ class RowState:
     def verifying(
         self, given: Any, caches: Sequence[Any], roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device
     ) -> contextlib.AbstractContextManager[None]:
-        """Let the pass inside verify drafts, empty ones too (`RecurrentState.verifying`)."""
+        """Let the pass inside verify drafts (`RecurrentState.verifying`); a lone text without one is read in place."""
         self.forget()
+        if len(trees) == 1 and not len(trees[0]):
+            return self._in_place(device, None, given, caches)
         self._tree = RowTree.of(roots, trees, device)
         self._sizes = [(count, len(tree)) for count, tree in zip(roots, trees, strict=True)]
         return self._in_place(device, self._tree, given, caches)

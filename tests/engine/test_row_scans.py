@@ -204,7 +204,8 @@ def test_prompts_and_steps_are_the_models_own(make: Any, cache: str, length: int
             if not piece.shape[1]:
                 continue
             given = {cache: held} if held is not None else {}
-            with state.undrafted(held, CPU) if ours else contextlib.nullcontext(), torch.no_grad():
+            undrafted = state.verifying(held, [held], [piece.shape[1]], [DraftTree()], CPU)
+            with undrafted if ours else contextlib.nullcontext(), torch.no_grad():
                 out = model(piece, use_cache=True, **given)
             held = getattr(out, cache)
             texts[ours].append(out.logits[0])
@@ -225,7 +226,7 @@ def test_other_threads_run_the_mixer_itself_and_the_model_is_what_it_was(monkeyp
     said: list[torch.Tensor] = []
     monkeypatch.setattr(RowMixer, "scan_ssd", lambda *args, **kwargs: 1 / 0)
     rows = RowState(Recurrence(tuple(find_mixers(model, "cache_params", ids)), "rows"))
-    with rows.undrafted(None, CPU):
+    with rows.verifying(None, [None], [5], [DraftTree()], CPU):
         assert state.holds(model) and not state.changes(model)
         assert ModelState(model).holds(model)
         other = threading.Thread(target=lambda: said.append(model(ids).logits))
