@@ -7,7 +7,7 @@ windows keep all rows; what is beyond a window is hidden. Recurrent state stays 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -164,15 +164,13 @@ class PaddedBatch:
             for at, last in zip(order, lasts, strict=True)
         ]
 
-    @contextlib.contextmanager
-    def _drafts(self, texts: Sequence[tuple[Any, int, DraftTree]]) -> Iterator[None]:
+    def _drafts(self, texts: Sequence[tuple[Any, int, DraftTree]]) -> contextlib.AbstractContextManager[None]:
         """Keep recurrent states, each in the cache of its text, as they are while drafts are verified."""
         if self._state is None:
-            yield
-            return
+            return contextlib.nullcontext()
         caches, roots, trees = zip(*texts, strict=True)
-        with self._state.attached(), self._state.verifying(self.rows.held.cache, caches, roots, trees, self._device):
-            yield
+        self._state.attach()
+        return self._state.verifying(self.rows.held.cache, caches, roots, trees, self._device)
 
     def commit(self, row: PaddedRow, path: NDArray[np.int32]) -> bool:
         """Keep a row's root tokens of the last pass and the nodes of `path`; False if the pass was none of these."""

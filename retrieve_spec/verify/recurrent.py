@@ -93,15 +93,6 @@ class RecurrentState:
             self._handles.pop()
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Have hooks on the mixers inside of the block alone; the last pass is remembered."""
-        self.attach()
-        try:
-            yield
-        finally:
-            self._unhook()
-
-    @contextlib.contextmanager
     def verifying(
         self, given: Any, caches: Sequence[Any], roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device
     ) -> Iterator[None]:
@@ -117,24 +108,27 @@ class RecurrentState:
             By text of the pass, the cache that holds its states, its root tokens, and its draft.
         """
         behind = self._behind
-        if behind is None and len(trees) == 1 and not len(trees[0]):
+        alone = given is caches[0]
+        if alone and behind is None and not len(trees[0]):
             self.forget()
             self._rested += 1
             if self._rested == _RESTS:
                 self._unhook()
             yield
             return
-        self._hook()
-        self._paths, self._kept = Paths.of(roots, trees, device, behind.count if behind is not None else 0), {}
-        self._sizes = [(count, len(tree)) for count, tree in zip(roots, trees, strict=True)]
-        for i, site in enumerate(self._sites):
-            site.begin(self._paths, given, caches, behind.rows[i] if behind is not None else None)
         try:
+            self._hook()
+            self._paths, self._kept = Paths.of(roots, trees, device, behind.count if behind is not None else 0), {}
+            self._sizes = [(count, len(tree)) for count, tree in zip(roots, trees, strict=True)]
+            for i, site in enumerate(self._sites):
+                site.begin(self._paths, given, caches, behind.rows[i] if behind is not None else None)
             with flushed() if device.type == "cpu" else contextlib.nullcontext():
                 yield
         finally:
             for site in self._sites:
                 site.paths = None
+            if not alone:  # texts in company go on alone between any two passes
+                self._unhook()
 
     def commit(self, cache: Any, path: NDArray[np.int32], text: int = 0) -> None:
         """Advance a text's states over its root tokens and the accepted nodes of the last pass."""

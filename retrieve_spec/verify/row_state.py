@@ -60,11 +60,6 @@ class RowState:
         self.forget()
         self._behind = []
 
-    def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing more than `attach`: mixers are replaced in passes alone."""
-        self.attach()
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
     def _in_place(
         self, device: torch.device, tree: RowTree | None, given: Any, caches: Sequence[Any]
@@ -88,7 +83,7 @@ class RowState:
     ) -> contextlib.AbstractContextManager[None]:
         """Let the pass inside verify drafts (`RecurrentState.verifying`); a lone text without one is read in place."""
         self.forget()
-        if len(trees) == 1 and not len(trees[0]):
+        if given is caches[0] and not len(trees[0]):
             return self._in_place(device, None, given, caches)
         self._tree = RowTree.of(roots, trees, device)
         self._sizes = [(count, len(tree)) for count, tree in zip(roots, trees, strict=True)]
