@@ -49,16 +49,21 @@ class CostModel:
         A model of passes of another kind to begin with; what it learned counts, but less surely.
     more
         Rows that every pass has beside those that `known` was learned from.
+
+    Attributes
+    ----------
+    overhead
+        Seconds of a step spent outside the model's forward, running mean.
     """
 
     def __init__(self, known: CostModel | None = None, more: int = 0) -> None:
         self._filters: dict[int, _Filter] = {}
-        self._overhead = 0.0
+        self.overhead = 0.0
         self._passes = 0
         if known is not None:
             known._take_in()
             self._filters = {row: filter_.elsewhere(more) for row, filter_ in known._filters.items()}
-            self._overhead = known._overhead
+            self.overhead = known.overhead
         self._pending: list[tuple[int, int, float, float]] = []
         self._curves: dict[int, NDArray[np.float32]] = {}
 
@@ -66,11 +71,6 @@ class CostModel:
     def measured(self) -> bool:
         """Whether anything has been observed."""
         return bool(self._filters or self._pending)
-
-    @property
-    def overhead(self) -> float:
-        """Seconds of a step spent outside the model's forward, running mean."""
-        return self._overhead
 
     def observe(self, nodes: int, context: int, forward_s: float, overhead_s: float = 0.0) -> None:
         """Learn from one pass over `nodes` nodes behind `context` tokens (taken in when a curve is next rebuilt)."""
@@ -86,7 +86,7 @@ class CostModel:
         row = _bucket(context)
         curve = self._curves.get(row)
         if curve is None:
-            curve = self._curves[row] = (self._filter(row).curve() + self._overhead).astype(np.float32)
+            curve = self._curves[row] = (self._filter(row).curve() + self.overhead).astype(np.float32)
         return curve[: max_nodes + 1]
 
     def _take_in(self) -> None:
@@ -96,9 +96,9 @@ class CostModel:
             filter_ = self._filters[row] = self._filter(row)
             filter_.learn(*zip(*[(nodes, seconds) for _, nodes, seconds in passes], strict=True))
         for *_, overhead_s in self._pending:
-            if self._overhead == 0.0:
-                self._overhead = overhead_s
-            self._overhead += 0.1 * (min(overhead_s, 4.0 * self._overhead) - self._overhead)
+            if self.overhead == 0.0:
+                self.overhead = overhead_s
+            self.overhead += 0.1 * (min(overhead_s, 4.0 * self.overhead) - self.overhead)
         self._passes += len(self._pending)
         self._pending.clear()
         self._curves.clear()

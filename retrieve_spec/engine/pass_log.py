@@ -62,9 +62,8 @@ class PassLog:
                     first = length - self._prompt_length - emitted
                     report.origins += origin_runs(tree.origin[walked.path], first)
         self._passes.clear()
-        names = SOURCE_NAMES
         report.accepted_by_source = {
-            names[i] if i < len(names) else f"source {i}": int(self._accepted[i])
+            SOURCE_NAMES[i] if i < len(SOURCE_NAMES) else f"source {i}": int(self._accepted[i])
             for i in np.flatnonzero(self._accepted).tolist()
         }
         return report

@@ -121,9 +121,8 @@ class Sequence:
         self.error: BaseException | None = None
         self.cache: Any = None
         self.verifier = verifier
-        self.lent = LentDrafter(
-            lend, _prompt_ids(inputs) if context_ids is None else context_ids, prediction_ids, on_pass, may_wait
-        )
+        read = inputs.input_ids[0].cpu().numpy().astype(np.int32) if context_ids is None else context_ids
+        self.lent = LentDrafter(lend, read, prediction_ids, on_pass, may_wait)
         self.limits = limits
         self.sampler, self._stopper = sampler, stopper
         self._inputs, self._on_end = inputs, on_end
@@ -437,12 +436,6 @@ class Sequence:
         self._stage = _LEARNING  # the drafter takes in the text as a whole, or is not used again
         self.lent.finish()
         self._stage = _BETWEEN
-
-
-def _prompt_ids(inputs: VerifierInputs) -> NDArray[np.int32]:
-    """(L,) int32 the prompt."""
-    ids: NDArray[np.int32] = inputs.input_ids[0].cpu().numpy().astype(np.int32)
-    return ids
 
 
 def climate() -> tuple[object, ...]:

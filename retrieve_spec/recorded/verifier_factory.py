@@ -128,9 +128,8 @@ class VerifierFactory:
             known = _Known(known.state, known.finding, None, "autocast is on")
         if known.finding.mode == "plain":
             return StepVerifier(self._model, known.finding.reason)
-        if known.recording is None or autocast:
-            found = known.finding
-            packed = None if autocast else known.packed
+        if known.recording is None:
+            found, packed = known.finding, known.packed
             if packed is not None and (copied := packed.follow()):
                 logger.debug(_COPIED, copied)
             own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.kinds, packed)

@@ -236,13 +236,12 @@ def _read_masks(config: Any) -> tuple[dict[str, LayerView | None], Mode, str]:
 
 def _rope_switch(config: Any) -> tuple[int, bool]:
     """Length at which rotary frequencies change, and whether the model then recomputes its cache."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default")) if isinstance(parameters, dict) else "default"
-    original = getattr(config, "original_max_position_embeddings", None) or (
-        parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None
-    )
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    parameters: dict[str, Any] = given if isinstance(given, dict) else {}
+    kind = parameters.get("rope_type", parameters.get("type"))
     if kind == "longrope":
-        return int(original or config.max_position_embeddings), True
+        own = getattr(config, "original_max_position_embeddings", None)
+        return int(own or parameters.get("original_max_position_embeddings") or config.max_position_embeddings), True
     if kind == "dynamic":
         return int(config.max_position_embeddings), False
     return 0, False
