@@ -377,7 +377,7 @@ def test_restore_gives_back_the_memory_of_copies() -> None:
     before = _live_bytes()
     accelerate(model)
     check(model)
-    layouts = model.speculation._passes._layouts
+    layouts = model.speculation._passes.layouts
     copies = [weakref.ref(layout.tensor) for layout in layouts._of_weight.values()]
     assert copies and model.speculation._passes.layouts.nbytes == layouts.nbytes > 10_000
     rs.restore(model)
