@@ -122,8 +122,7 @@ def _why_left(model: Any, arguments: dict[str, Any]) -> str:
         return str(model.speculation.reason)
     if model.speculation.engine.is_stepping:
         return "it is asked for in the middle of another generation"
-    if any(arguments.get(name) is not None for name in _UNHEARD):
-        return own_generate(model)
-    if setting(model, arguments, "stop_strings") is not None:
+    unheard = any(arguments.get(name) is not None for name in _UNHEARD)
+    if unheard or setting(model, arguments, "stop_strings") is not None:
         return own_generate(model)
     return reason_from_arguments(model, arguments, "")
