@@ -49,14 +49,14 @@ def seeded() -> None:
 @pytest.fixture
 def in_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees whose matrices are float64."""
-    above = RowTree._above.__func__  # type: ignore[attr-defined]
+    seeing = RowTree._seeing.__func__  # type: ignore[attr-defined]
 
-    def doubled(cls: Any, parent: Any, device: Any) -> RowTree:
-        tree: RowTree = above(cls, parent, device)
+    def doubled(cls: Any, *rows: Any) -> RowTree:
+        tree: RowTree = seeing(cls, *rows)
         tree.above, tree.shut = tree.above.double(), tree.shut.double()
         return tree
 
-    monkeypatch.setattr(RowTree, "_above", classmethod(doubled))
+    monkeypatch.setattr(RowTree, "_seeing", classmethod(doubled))
 
 
 def test_parents_are_those_of_the_trees_at_the_right_of_a_pass() -> None:
