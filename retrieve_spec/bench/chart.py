@@ -19,7 +19,7 @@ STYLE = """\
 .pink{fill:#cc79a7}.red{fill:#d55e00}
 @media(prefers-color-scheme:dark){text{fill:#f0f6fc}.dim{fill:#9198a1}.back{fill:#151b23;stroke:#3d444d}
 .line{stroke:#9198a1}.whisker{stroke:#f0f6fc}.blue{fill:#2f8fd6}.light{fill:#8fd0f5}}</style>"""
-_NARROW = frozenset(" .,:;'|()1fijlrtI")
+_NARROW = frozenset(" .,:;'|()fijlrtI")
 
 Group = tuple[str, str, Sequence[float | dict[str, float]]]
 """Bars below one another: their name, what stands below it, and for each series a number, or one with an interval."""
@@ -42,7 +42,7 @@ def chart(title: str, note: str, series: Sequence[tuple[str, str]], groups: Sequ
     x = 16.0
     for name, colour in series:
         lines += [f'<rect class="{colour}" x="{x:.0f}" y="54" width="10" height="10"/>', _text(x + 15, 63, name, "dim")]
-        x += 34 + sum(4 if letter in _NARROW else 7.2 for letter in name)
+        x += 34 + sum(4.4 if letter in _NARROW else 7.5 for letter in name)
     for top, (name, below, bars) in zip(range(TOP, height, step), groups, strict=False):
         middle = top + len(bars) * BAR / 2 + (-2 if below else 4)
         lines.append(_text(LABELS - 10, middle, name, "end"))
