@@ -18,6 +18,7 @@ from retrieve_spec.engine.sessions import Sessions
 from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.rollouts import RolloutMemory
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.unigrams import token_classes
@@ -25,6 +26,9 @@ from retrieve_spec.sources.unigrams import token_classes
 OFF = "off"
 KEPT = 8
 """Drafters of one preset that are kept for later sequences while they are at work for none."""
+_FEW_CONTEXTS = 1 << 13
+"""Contexts of which a drafter that will not be kept remembers the target's top tokens: getting a table for a whole
+session from the system takes longer than drafting for a short text."""
 
 
 @dataclass(eq=False)
@@ -114,6 +118,8 @@ class Drafters:
                 if id(drafter) not in self._lent:
                     return drafter
             made.append(self._like(name, made[0]) if made else self._first(name))
+            if len(made) > KEPT and isinstance(made[-1], MixtureDrafter) and made[-1].recycling is not None:
+                made[-1].recycling = RecyclingTable(_FEW_CONTEXTS)
             return made[-1]
 
     def lend(
@@ -186,9 +192,11 @@ class Drafters:
                 del self._own[id(drafter)]  # behind it: done twice it is the same
             self._lent.discard(id(drafter))
             for made in self._made.values():
-                free = sum(id(one) not in self._lent for one in made)
-                if any(drafter is one for one in made) and (spoiled or free > KEPT):
+                if spoiled:
                     made[:] = [one for one in made if one is not drafter]
+                free = [one for one in made if id(one) not in self._lent]
+                if len(free) > KEPT:  # the last that was made, which may have few contexts
+                    made[:] = [one for one in made if one is not free[-1]]
 
     def use(self, datastores: Sequence[Any]) -> None:
         """Draft from these stores instead, from the next sequence on; sessions and calibrations are kept."""

@@ -118,8 +118,16 @@ def test_a_given_drafter_stands_in_for_what_is_configured_alone() -> None:
     assert drafters.lend() == "the given drafter is at work for another sequence"
 
 
-def test_a_crowd_leaves_as_many_drafters_as_are_kept() -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_crowd_leaves_those_drafters_that_may_remember_most(order: int) -> None:
     drafters = Drafters(SpeculationConfig(), [], None, "model")
-    crowd = lent(drafters, 2 * KEPT)
+    crowd: list[Any] = [drafters.lend() for _ in range(2 * KEPT)]
+    capacity = [len(drafter.recycling.entries) for drafter in crowd]
+    assert min(capacity[:KEPT]) > max(capacity[KEPT:])
+    for drafter in crowd[::order]:
+        drafters.give_back(drafter)
     again = [drafters.lend() for _ in range(KEPT + 1)]
-    assert sum(any(drafter is one for one in crowd) for drafter in again) == KEPT
+    assert again[:KEPT] == crowd[:KEPT]
+    assert not any(again[KEPT] is one for one in crowd)
+    drafters.give_back(again[0], spoiled=True)
+    assert drafters.lend() is not again[0]
