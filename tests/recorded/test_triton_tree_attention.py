@@ -18,6 +18,7 @@ from retrieve_spec.attention.online_softmax import LayerRule
 from retrieve_spec.attention.tree_attention import attend_split, attend_triton
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels import triton_tree_attention
 
 torch.manual_seed(0)
 tree = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6, 7, 8], [9]])
@@ -38,6 +39,7 @@ for tree, prefix, kv_heads, groups, width, rule, splits in cases:
     rows = len(seen)
     mask = TreeMask(groups, torch.float32, torch.device("cpu"))
     mask.set(prefix, seen, depths)
+    triton_tree_attention.num_splits = lambda *_, splits=splits: splits  # a GPU would have several
     query = torch.randn(1, kv_heads, groups * rows, width)
     keys, values = (torch.randn(1, kv_heads, prefix + rows + 11, width) for _ in range(2))
     keys, values = keys[:, :, : prefix + rows], values[:, :, : prefix + rows]
@@ -48,7 +50,7 @@ for tree, prefix, kv_heads, groups, width, rule, splits in cases:
     for first in {0, start // 2, start}:  # a sliding layer's slab holds some of the rows before the window
         by_row = first == start  # as models hand it over
         given = heads.transpose(1, 2).contiguous().transpose(1, 2) if by_row else heads
-        got = attend_triton(given, keys[:, :, first:], values[:, :, first:], mask, rule, splits=splits)
+        got = attend_triton(given, keys[:, :, first:], values[:, :, first:], mask, rule)
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 print("same", len(cases))
 """
