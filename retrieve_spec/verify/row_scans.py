@@ -7,9 +7,10 @@ of the pass adds is one more. The state behind a row is made when that row is ac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -18,6 +19,22 @@ from retrieve_spec.verify.row_tree import RowTree
 CHUNK = 32
 """Rows of a text without branches that are scanned at a time."""
 _ALL = slice(None)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_full(scan: Callable[Concatenate[RowTree, P], T]) -> Callable[Concatenate[RowTree, P], T]:
+    """A scan whose products have the type of what it is given, under autocast too: a system has no solver in 16 bits,
+    and sums of logarithms need more."""
+
+    @functools.wraps(scan)
+    def scanned(tree: RowTree, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_autocast_enabled(device := tree.above.device.type):
+            return scan(tree, *args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return scan(tree, *args, **kwargs)
+
+    return scanned
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,7 @@ class SsdRows:
         return after
 
 
+@in_full
 def scan_ssd(
     tree: RowTree,
     x: torch.Tensor,
@@ -174,6 +192,7 @@ class DeltaRows:
         return after
 
 
+@in_full
 def scan_delta(
     tree: RowTree,
     query: torch.Tensor,
