@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,8 @@ BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _OWN_OPTIONS = ("draft", "nodes", "prediction", "seed", "siblings", "scope", "return_logprobs")
+_SEEDING = threading.RLock()
+"""Held while torch's generators, which all threads draw from, follow the seed of a call."""
 
 
 @functools.wraps(GenerationMixin.generate)
@@ -84,13 +87,13 @@ def decode_prepared(model: Any, prepared: Prepared, own: dict[str, Any], argumen
 
 @contextlib.contextmanager
 def seeded(seed: int | None, model: Any) -> Iterator[None]:
-    """Let the original `generate` draw from a seed, and leave torch's generators as they were."""
+    """Let the original `generate` draw from a seed, one call at a time, and leave torch's generators as they were."""
     seed = whole_seed(seed)
     if seed is None:
         yield
         return
     device = model.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _SEEDING, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 

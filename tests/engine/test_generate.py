@@ -601,6 +601,27 @@ def test_threads_share_passes(tiny: Any, prompt: torch.Tensor, recorded_pass: An
     assert engine.steps < 6 * 24, "steps that took several along"
 
 
+def test_seeds_in_threads_hold_where_the_original_draws(tiny: Any, prompt: torch.Tensor) -> None:
+    """All threads draw from one generator of torch."""
+    rs.accelerate(tiny, draft="off")
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12, "min_new_tokens": 12, "num_beams": 2}
+    expected = [tiny.generate(prompt, seed=seed, **options) for seed in range(3)]
+    before, results = torch.get_rng_state(), []
+    together = threading.Barrier(3)
+
+    def ask(seed: int) -> None:
+        together.wait()
+        results.extend(torch.equal(tiny.generate(prompt, seed=seed, **options), expected[seed]) for _ in range(3))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 9
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_who_joins_beside_a_lone_step_waits_for_the_next(tiny: Any, prompt: Any, monkeypatch: Any) -> None:
     """A step that has found one sequence goes on with that one: another has not read its prompt yet."""
     prompts = prompt, prompt.roll(1, 1)
