@@ -31,7 +31,7 @@ def chart(title: str, note: str, series: Sequence[tuple[str, str]], groups: Sequ
     height = TOP + len(groups) * step + 8
     values = [value for _, _, bars in groups for value in bars]
     scale = (WIDTH - LABELS - END) / max([1.0, *(_ends(value)[2] for value in values)])
-    about = escape(f"{title}. {note}")
+    about = escape(on_one_line(f"{title}. {note}"))
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{about}">',
         STYLE,
@@ -70,7 +70,12 @@ def _ends(value: float | dict[str, float]) -> tuple[float, float, float]:
 
 
 def _text(x: float, y: float, said: str, kind: str) -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" class="{kind}">{escape(said)}</text>'
+    return f'<text x="{x:.0f}" y="{y:.0f}" class="{kind}">{escape(on_one_line(said))}</text>'
+
+
+def on_one_line(text: str) -> str:
+    """A text without line ends and what else is not printed, which neither XML nor a table may hold."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def speedups(summary: dict[str, Any]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.bench.chart import speedups
+from retrieve_spec.bench.chart import on_one_line, speedups
 from retrieve_spec.bench.prompt_table import write_prompt_table
 from retrieve_spec.bench.prompts import SPEC_BENCH
 from retrieve_spec.bench.report_sections import facts, sections, title
@@ -14,6 +16,8 @@ from retrieve_spec.bench.results import read_header, read_records
 from retrieve_spec.bench.specbench import write_answers
 from retrieve_spec.bench.stats import summarise
 from retrieve_spec.errors import TraceError
+
+_MARKUP = re.compile(r"[\\`*<&\[|~]")
 
 
 def write_report(folder: Path) -> dict[str, Any]:
@@ -39,13 +43,25 @@ def write_report(folder: Path) -> dict[str, Any]:
 
 def markdown(summary: dict[str, Any]) -> str:
     """The report for a terminal or a repository."""
-    lines = [f"# {title(summary)}", "", facts(summary), "", f"`{summary['header']['command']}`", ""]
-    lines += [f"![Tokens per second over {summary['baseline']}](speedup.svg)", ""]
+    fence = "``" if "`" in summary["header"]["command"] else "`"
+    lines = [f"# {_said(title(summary))}", "", _said(facts(summary)), ""]
+    lines += [f"{fence}{summary['header']['command']}{fence}", ""]
+    lines += [f"![Tokens per second over {_said(summary['baseline'])}](speedup.svg)", ""]
     for section in sections(summary):
         lines += [f"## {section['title']}", ""]
         if section["text"]:
-            lines += [section["text"], ""]
+            lines += [_said(section["text"]), ""]
         if section["rows"]:
-            lines += ["| " + " | ".join(section["head"]) + " |", "|---" * len(section["head"]) + "|"]
-            lines += ["| " + " | ".join(row) + " |" for row in section["rows"]] + [""]
+            lines += [_line(section["head"]), "|---" * len(section["head"]) + "|"]
+            lines += [*map(_line, section["rows"]), ""]
     return "\n".join(lines)
+
+
+def _line(cells: Iterable[str]) -> str:
+    """A line of a table."""
+    return "| " + " | ".join(map(_said, cells)) + " |"
+
+
+def _said(text: str) -> str:
+    """Text that Markdown shows as it is: prompts, tasks and folders may be called anything."""
+    return _MARKUP.sub(r"\\\g<0>", on_one_line(text))

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from retrieve_spec import cli
 from retrieve_spec.bench import cli_run, runner
+from retrieve_spec.bench.chart import speedups
 from retrieve_spec.bench.machine import peak_memory_bytes, reset_peak_memory
 from retrieve_spec.bench.methods import Bench, parse_method
-from retrieve_spec.bench.report import write_report
+from retrieve_spec.bench.report import markdown, write_report
 from retrieve_spec.bench.results import ResultsFolder, read_header, read_records
 from retrieve_spec.bench.runner import Plan
 from retrieve_spec.bench.specbench import answer_line
+from retrieve_spec.bench.stats import summarise
 from retrieve_spec.bench.workloads import Prompt
 from retrieve_spec.errors import ConfigError, TraceError
 from retrieve_spec.reference_model import load_model
@@ -77,6 +82,20 @@ def test_the_report_has_all_its_files(folder):
     assert "](speedup.svg)" in markdown and (folder / "speedup.svg").read_text().startswith("<svg ")
     for title in ("Passes by accepted tokens", "Is the expectation right?", "What a pass costs", "Where the time goes"):
         assert f"## {title}\n" in markdown, title
+
+
+def test_prompts_and_tasks_may_be_called_anything(folder):
+    header, records = read_header(folder), read_records(folder)
+    odd = "a|b `c` <i>d</i>\n*e*\x00\x1b&amp; ~f~"
+    records = [replace(r, prompt=r.prompt + odd, task=r.task + odd) for r in records]
+    summary = summarise(header | {"stores": {"my|store": 1}}, records)
+    lines = markdown(summary).split("\n")
+    widths = [[len(re.split(r"(?<!\\)\|", line)) for line in lines[i : i + 3]] for i, line in enumerate(lines)]
+    tables = [w for i, w in enumerate(widths) if lines[i + 1 : i + 2] and lines[i + 1].startswith("|---")]
+    assert len(tables) > 5 and all(head == rule == row for head, rule, row in tables)
+    assert r"a\|b \`c\` \<i>d\</i> \*e\* \&amp; \~f\~" in "\n".join(lines)
+    assert "".join(lines).isprintable()
+    assert "a|b `c` <i>d</i> *e* &amp; ~f~" in "".join(ElementTree.fromstring(speedups(summary)).itertext())
 
 
 def test_answer_files_read_as_spec_bench_reads_them(folder):
