@@ -47,7 +47,7 @@ def read_prompts(what: str, limit: int | None = None, tasks: Sequence[str] | Non
     spec_bench = what.startswith(SPEC_BENCH)
     path = Path(what.removeprefix(SPEC_BENCH)).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise TraceError("a file of prompts in UTF-8", f"other bytes in {path}", "Convert the file.") from error
     except OSError as error:
@@ -103,6 +103,7 @@ def _are_turns(turns: Any) -> TypeGuard[list[str]]:
 def _object(line: str, number: int, path: Path) -> dict[str, Any]:
     try:
         row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is neither a prompt nor a name
     except ValueError:
         row = None
     if not isinstance(row, dict):

@@ -85,13 +85,18 @@ def test_only_some_tasks():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "no json", "[1]", '{"text": 1}', '{"turns": []}', '{"prompt": ""}', '{"prompt": "a", "prediction": 7}']
+    "text",
+    [
+        *("", "no json", "[1]", '{"text": 1}', '{"turns": []}', '{"prompt": ""}', '{"prompt": "a", "prediction": 7}'),
+        '{"prompt": "\\ud800"}',
+        '{"prompt": "a", "id": "\\udfff"}',
+    ],
 )
 def test_other_files_are_refused_with_the_line(tmp_path, text):
     (tmp_path / "p.jsonl").write_text(text)
     with pytest.raises(TraceError, match=r"p\.jsonl") as refused:
         read_prompts(str(tmp_path / "p.jsonl"))
-    assert text in str(refused.value)
+    assert text in str(refused.value).replace("\\\\", "\\")
     with pytest.raises(TraceError):
         read_prompts(str(tmp_path / "absent.jsonl"))
 
@@ -124,3 +129,9 @@ def test_two_prompts_of_one_name_are_refused(tmp_path):
     path.write_text('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n')
     with pytest.raises(TraceError, match="'a' more than once"):
         read_prompts(str(path))
+
+
+def test_only_a_newline_ends_a_line_of_prompts(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "one\u2028two\u0085three"}\r\n{"prompt": "four"}\n', encoding="utf-8")
+    assert [prompt.turns for prompt in read_prompts(str(path))] == [("one\u2028two\u0085three",), ("four",)]
