@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from retrieve_spec._version import __version__
 from retrieve_spec.datastore.addresses import explain_remote_errors, folder_of
 from retrieve_spec.datastore.card import public_manifest, put_card, told_of, without_lists
@@ -133,9 +135,9 @@ def _is_known(folder: Path, url: str, version: int) -> bool:
 
 
 def _remember(folder: Path, url: str, version: int, content: str) -> None:
-    seen = json.dumps(_seen(folder) | {url: {"version": version, "content": content}}, indent=1).encode()
-    with explain_write_errors(folder):
-        replace_file(folder / REMOTES, seen)
+    with explain_write_errors(folder), FileLock(folder / f"{REMOTES}.lock"):  # others push the store elsewhere
+        seen = _seen(folder) | {url: {"version": version, "content": content}}
+        replace_file(folder / REMOTES, json.dumps(seen, indent=1).encode())
 
 
 def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = False) -> ChangeReport:

@@ -147,6 +147,14 @@ def test_of_two_that_push_at_once_one_is_told(store, tmp_path, place, request):
     assert contents(tmp_path / "t") == contents(winner)
 
 
+def test_a_store_is_pushed_to_several_places_at_once(store, tmp_path):
+    urls = [f"file://{tmp_path}/remote-{number}" for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        reports = list(pool.map(lambda url: push_datastore(store, url), urls))
+    assert [(report.url, report.version) for report in reports] == [(url, 1) for url in urls]
+    assert set(json.loads((store / share.REMOTES).read_bytes())) == set(urls)
+
+
 def test_a_disk_without_links_is_pulled_to(store, url, tmp_path, monkeypatch):
     push_datastore(store, url)
     pull_datastore(url, tmp_path / "t")
