@@ -156,7 +156,8 @@ class HuggingFaceBackend:
 
     def guide(self, infill: Any, grammars: Grammars, beginnings: Beginnings) -> None:
         """Give what makes logits processors: of ``infill`` samplers, of grammars, of texts that were begun."""
-        self._infill, self._grammars, self._beginnings = infill, grammars, beginnings
+        self._infill, self._grammars = infill, grammars
+        self._beginnings = beginnings if beginnings.possible else None  # nothing is begun then, to warm up neither
 
     def new_cache(self) -> Any:
         """An empty key-value cache."""

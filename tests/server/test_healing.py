@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import string
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 
+from retrieve_spec.config import ServeConfig
 from retrieve_spec.sampling.acceptance import ProcessorSampler
 from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sampling.samplers import make_sampler
 from retrieve_spec.sampling.text import RowText
 from retrieve_spec.server.healing import Beginnings
+from retrieve_spec.server.run import assemble
 from retrieve_spec.server.text import TextCodec
 
 
@@ -66,6 +70,14 @@ def test_vocabularies_that_spell_no_bytes_are_left_alone():
     beginnings = Beginnings(TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend)))
     assert not beginnings.possible
     assert beginnings.of("    ab") == ""
+
+
+def test_a_model_whose_vocabulary_spells_no_bytes_tries_requests_of_every_kind(tiny, caplog):
+    letters = {letter: number for number, letter in enumerate(f"▁{string.printable}")}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    assemble(tiny, PreTrainedTokenizerFast(tokenizer_object=backend), "tiny", ServeConfig())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("seed", [None, 7])
