@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.applications import Starlette
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.errors import RetrieveSpecError, ServeError, in_a_line
+from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.attached import Attached
 from retrieve_spec.server.connections import BoundedConnection
@@ -147,7 +147,7 @@ def assemble(
 
         try:
             prepare_store(tokenizer, prepared)
-        except (OSError, RetrieveSpecError) as error:
+        except Exception as error:  # tokenizers raise what they like; without a store there is enough to draft from
             log.warning("a store of the workspace may not be written either: %s", in_a_line(error))
         workspace.follower = WorkspaceStore(workspace, tokenizer, attach)
     return Served(service, metrics, provenance)

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import watchfiles
 from filelock import FileLock
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
@@ -25,6 +26,8 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import ServeError, StoreLockedError
 from retrieve_spec.server import workspace_store
 from retrieve_spec.server.provenance import Provenance
+from retrieve_spec.server.run import assemble
+from retrieve_spec.server.text import _SENTINEL
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.server.workspace_store import (
     WorkspaceStore,
@@ -542,6 +545,15 @@ def test_a_small_store_is_prepared_with_and_gone_then(tokenizer, tmp_path, monke
     found = []
     workspace_store.prepare_store(tokenizer, lambda store: found.append(len(list(store.documents()))))
     assert found == [1] and not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_that_refuses_a_text_costs_the_store_and_not_the_server(tiny, folder, caplog):
+    letters = [("</s>", 0.0), *((letter, -1.0) for letter in f"▁a{_SENTINEL}")]
+    backend = Tokenizer(models.Unigram(letters, unk_id=None))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert assemble(tiny, tokenizer, "tiny", ServeConfig(), workspaces=[folder]).service.workspace is not None
+    assert "unk_id" in caplog.text
 
 
 def test_forget_finds_a_folder_in_every_store(folder, tmp_path, tokenizer):
