@@ -86,9 +86,14 @@ def create_app(
     config = service.config
     middleware = [Middleware(Guard, keys=keys, origins=config.origins, host=config.host)]
     if config.origins:
-        methods = ("GET", "POST", "DELETE")
         middleware.append(
-            Middleware(CORSMiddleware, allow_origins=config.origins, allow_methods=methods, allow_headers=_HEADERS)
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.origins,
+                allow_methods=("GET", "HEAD", "POST", "DELETE"),
+                allow_headers=_HEADERS,
+                allow_private_network=True,  # Chrome asks for pages from elsewhere that call this machine
+            )
         )
 
     async def plain(request: Request, error: Exception) -> Response:

@@ -318,6 +318,11 @@ def test_browser_pages_of_other_origins_are_refused(live, say):
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == "http://localhost:3000"
     assert server.client.options("/infill", headers={**preflight, "Origin": "https://evil.example"}).status_code == 403
+    private = {**preflight, "Access-Control-Request-Private-Network": "true"}
+    allowed = server.client.options("/infill", headers=private)
+    assert (allowed.status_code, allowed.headers["access-control-allow-private-network"]) == (200, "true")
+    head = {**preflight, "Access-Control-Request-Method": "HEAD"}
+    assert server.client.options("/health", headers=head).status_code == 200
     assert "access-control-allow-origin" not in server.post("/infill", INFILL).headers
 
 
