@@ -86,14 +86,15 @@ def create_app(
     config = service.config
     middleware = [Middleware(Guard, keys=keys, origins=config.origins, host=config.host)]
     if config.origins:
-        middleware.append(
+        middleware.insert(  # in front, so that the page can read why it is refused
+            0,
             Middleware(
                 CORSMiddleware,
                 allow_origins=config.origins,
                 allow_methods=("GET", "HEAD", "POST", "DELETE"),
                 allow_headers=_HEADERS,
                 allow_private_network=True,  # Chrome asks for pages from elsewhere that call this machine
-            )
+            ),
         )
 
     async def plain(request: Request, error: Exception) -> Response:

@@ -18,8 +18,7 @@ from retrieve_spec.errors import ServeError
 
 _DRAINED = 16 << 20
 _SMALL = 64 << 10
-OPEN = "/health"
-OPEN_PATHS = frozenset({OPEN, "/v1/health"})
+OPEN_PATHS = frozenset({"/health", "/v1/health"})
 """What answers without a key."""
 
 
@@ -117,9 +116,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        preflight = scope["method"] == "OPTIONS" and "origin" in headers
-        refusal = self._refuse(OPEN if preflight else scope["path"], headers)
+        refusal = self._refuse(scope["path"], Headers(scope=scope))
         await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
     def _refuse(self, path: str, headers: Headers) -> Refusal | None:

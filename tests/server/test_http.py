@@ -304,6 +304,15 @@ def test_users_do_not_share_memory(live, say):
     assert len(server.service.memory("two").chunks) == 0
 
 
+def test_a_page_that_may_call_can_read_that_its_key_is_wrong(live, say):
+    server = live(say("x"), config=ServeConfig(origins=("http://localhost:3000",)), keys=(b"one",))
+    page = {"Origin": "http://localhost:3000", "Authorization": "Bearer two"}
+    refused = server.client.post("/infill", json=INFILL, headers=page)
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, page["Origin"])
+    preflight = {"Origin": page["Origin"], "Access-Control-Request-Method": "POST"}
+    assert server.client.options("/infill", headers=preflight).status_code == 200  # browsers send no key with it
+
+
 def test_browser_pages_of_other_origins_are_refused(live, say):
     server = live(say("x"), config=ServeConfig(origins=("http://localhost:3000",)))
     page = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
@@ -317,7 +326,8 @@ def test_browser_pages_of_other_origins_are_refused(live, say):
     allowed = server.client.options("/infill", headers=preflight)
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == "http://localhost:3000"
-    assert server.client.options("/infill", headers={**preflight, "Origin": "https://evil.example"}).status_code == 403
+    refused = server.client.options("/infill", headers={**preflight, "Origin": "https://evil.example"})
+    assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
     private = {**preflight, "Access-Control-Request-Private-Network": "true"}
     allowed = server.client.options("/infill", headers=private)
     assert (allowed.status_code, allowed.headers["access-control-allow-private-network"]) == (200, "true")
