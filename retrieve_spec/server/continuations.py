@@ -141,13 +141,18 @@ def key_starts(left: str) -> list[int]:
 
 
 def scan_texts(left: str, texts: Sequence[str], starts: Sequence[int], limit: int) -> list[Continuation]:
-    """Continuations found by plain search in a few short texts, most relevant first; longest match wins."""
+    """Continuations found by plain search in a few short texts, most relevant first; longest match wins.
+
+    A bounded number of places is looked at, so that a text which repeats itself (``AAAA…``) holds nobody up.
+    """
+    places = _LOOKED_AT
     for start in starts:
         key = left[start:]
         found: dict[str, Continuation] = {}
         for text in texts:
             at = text.rfind(key)
-            while at >= 0 and len(found) < limit:
+            while at >= 0 and len(found) < limit and places:
+                places -= 1
                 piece = _piece(text, at + len(key))
                 if piece and (at == 0 or not (text[at - 1].isalnum() or text[at - 1] == "_")):
                     found.setdefault(piece, Continuation(piece, len(key)))

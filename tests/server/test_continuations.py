@@ -45,6 +45,19 @@ def test_scan_finds_the_longest_match(texts, left):
     assert max((hit.matched for hit in found), default=0) == naive(left, texts)
 
 
+def test_a_text_that_repeats_itself_is_looked_at_in_few_places():
+    class Counted(str):
+        looks = 0
+
+        def rfind(self, *args):
+            self.looks += 1
+            return super().rfind(*args)
+
+    text = Counted("A" * 20_000)
+    assert scan_texts('data = "AAAA', [text], key_starts('data = "AAAA'), 4) == []
+    assert text.looks < 2000
+
+
 def test_keys_begin_at_words_and_are_not_too_short():
     left = "result = compute(alpha, be"
     assert [left[start:] for start in key_starts(left)] == [
