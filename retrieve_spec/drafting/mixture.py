@@ -19,6 +19,7 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import request, step
 from retrieve_spec.kernels.compiled_code import compiling_logged
 from retrieve_spec.kernels.phrases import BOUNDARY
+from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.session import FOLLOWED, SessionMemory
 
@@ -123,6 +124,7 @@ class MixtureDrafter(OpenSources):
         """Compile the kernels, or load them from Numba's cache, before the first token depends on it."""
         if self.dense is not None:
             self.dense.prepare()
+        SuffixAutomaton(16).extend(np.arange(99, dtype=np.int32))  # grows, as no short trial does
         trial = MixtureDrafter(self.config, session=SessionMemory(), datastores=self.stores.stores)
         text = np.arange(12, dtype=np.int32) % 4
         trial.start(text, text)

@@ -13,6 +13,7 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels import automaton_growth
 from retrieve_spec.kernels.sampling import gumbel_argmax, noise_key, uniform
 from retrieve_spec.kernels.source_table import TAIL
 from retrieve_spec.sources import SOURCE_NAMES
@@ -537,3 +538,10 @@ def test_passes_that_nobody_asked_a_draft_for_are_read_as_text():
     trees = [drafter.propose(Budget(8, 8)) for drafter in (asked, unasked)]
     assert trees[0].token_ids[:8].tolist() == trees[1].token_ids[:8].tolist() == np.tile(np.arange(9), 2)[1:9].tolist()
     assert asked.context.root()[1] == unasked.context.root()[1] == 100
+
+
+def test_the_kernel_that_long_texts_need_is_prepared_too(monkeypatch):
+    called, rehash = [], automaton_growth.rehash
+    monkeypatch.setattr(automaton_growth, "rehash", lambda *arrays: called.append(arrays) or rehash(*arrays))
+    MixtureDrafter(SpeculationConfig()).prepare()
+    assert called
