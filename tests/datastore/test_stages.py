@@ -139,7 +139,7 @@ def test_a_worker_that_answers_something_else_is_named(tokenizer, many, tmp_path
 def test_errors_of_workers_are_those_of_the_library(tokenizer, many, tmp_path):
     work = WorkFolder(tmp_path / "t")
     work.store.mkdir()
-    work.begin({"config": {}, "tokenizer": "none.json", "sources": []}, [{"files": []}, {"files": []}])
+    work.begin({"verb": "build", "config": {}, "tokenizer": "none.json", "sources": []}, [{"files": []}, {"files": []}])
     with pytest.raises(BuildError, match=r"tokenizer\.json"), pool.Pool(2) as run:
         run(Stages(work), "tokens", [0, 1], 1, print)
 

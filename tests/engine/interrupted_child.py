@@ -7,6 +7,7 @@ line of JSON.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -72,4 +73,5 @@ def main(recorded_pass: Any, memory: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
     main(sys.argv[1], sys.argv[2])
