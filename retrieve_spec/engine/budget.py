@@ -284,10 +284,12 @@ class Rest:
         Passes until drafts are looked for again, at most, where looks are cheap. Where they are not, rests double.
     few
         How many are asked where more share passes.
+    patience
+        Looks in a row that find nothing before the first rest is thought of.
     """
 
-    def __init__(self, longest: int = 8, few: int = 8) -> None:
-        self._longest, self._few = longest, few
+    def __init__(self, longest: int = 8, few: int = 8, patience: int = 0) -> None:
+        self._longest, self._few, self._patience = longest, few, patience
         self._left = self._misses = self._looks = 0
         self._pays = False
 
@@ -301,11 +303,12 @@ class Rest:
         """Be told whether the drafts that were looked for pay, and what `share` of a plain pass the look took."""
         self._pays = pays
         self._misses = 0 if pays else self._misses + 1
+        misses = max(self._misses - self._patience, 0)
         if share < _LOSS:
-            self._left = min(self._misses // 2, self._longest)
+            self._left = min(misses // 2, self._longest)
         else:
             longest = max(self._longest, min(math.ceil(share / _LOSS), _MOST_RESTS))
-            self._left = min((1 << min(self._misses, _MOST_RESTS)) // 4, longest)
+            self._left = min((1 << min(misses, _MOST_RESTS)) // 4, longest)
 
     def samples(self, sequences: int) -> bool:
         """Whether some of so many sequences are asked in place of all."""

@@ -16,7 +16,7 @@ _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 _FIRST_LEARNED, _LEARNED_EVERY = 64, 4
 """Steps with drafts over about as many rows that are all learned from; then one of four, as learning takes time, where
 drafts are so long that there is no doubt of them. The first ones may be slow, as where kernels are compiled beside."""
-_MISSES = 4
+_PATIENCE = 4
 """Looks in a row which find nothing that pays, behind which steps rest: a few say little of the next one. Resting no
 sooner is worth one per cent for a lone sampled request."""
 _HOPE_EVERY, _LEAST_HOPE, _MOST = 4, 2.0, 64
@@ -56,8 +56,7 @@ class Pace:
         self._rows: dict[tuple[int, bool], _Rows] = {}
         self._now: tuple[int, bool, _Rows] = 0, False, _Rows(CostModel())
         self._step: tuple[_Rows, int, int] | None = None
-        self._rest = Rest()
-        self._misses = 0
+        self._rest = Rest(patience=_PATIENCE)
         self._hopes = False
 
     def measured(self, seconds: float) -> None:
@@ -112,9 +111,7 @@ class Pace:
             known.hope = _LEAST_HOPE if nodes else min(2.0 * known.hope, _MOST)
             known.patience = min(2 * known.patience, _MOST) if nodes else known.patience
         elif looked:
-            self._misses = 0 if nodes else self._misses + 1
-            if not 0 < self._misses <= _MISSES:
-                self._rest.looked(nodes > 0)
+            self._rest.looked(nodes > 0)
             known.nodes = nodes
         self._step = known, nodes, context
 
