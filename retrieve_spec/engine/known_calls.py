@@ -21,8 +21,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from retrieve_spec.verify.steps import Captured, capture
 
-__all__ = ["Captured", "KnownCalls", "capture"]
-
 _MOST = 64
 """Kinds of calls that are remembered."""
 _LISTS = ("logits_processor", "stopping_criteria")

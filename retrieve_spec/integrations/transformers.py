@@ -22,12 +22,12 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from retrieve_spec.acceleration import prepare
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.drafter import Drafter
-from retrieve_spec.engine.known_calls import capture
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.calls import BEFORE, decode_prepared, seeded
 from retrieve_spec.generation.calls import generate as accelerated_generate
 from retrieve_spec.generation.request import from_captured, reason_from_arguments
+from retrieve_spec.verify.steps import capture
 
 FOLDER = str(Path(__file__).parent / "recipe")
 """Folder for `custom_generate=`, as a repository has it; what a model's own repository needs is the folder in it."""

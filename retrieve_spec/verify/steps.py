@@ -91,9 +91,7 @@ class SingleSteps:
     ) -> SingleSteps:
         """A text (rows, L) that has been read with these arguments and outputs; their cache stays as it is."""
         after = kwargs_behind(model, outputs, {**model_kwargs, "use_cache": True})
-        steps = cls(model, text, _separate(after), row)
-        steps._first = False
-        return steps
+        return cls(model, text, _separate(after), row, first=False)
 
     def feed(self, token: int | None = None) -> torch.Tensor:
         """(vocab,) logits behind the prompt, or behind one more token."""

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 import retrieve_spec as rs
-from retrieve_spec.engine.known_calls import Captured, KnownCalls, capture
+from retrieve_spec.engine.known_calls import KnownCalls
+from retrieve_spec.verify.steps import Captured, capture
 
 PAD = 5
 
