@@ -7,6 +7,7 @@ import inspect
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -579,7 +580,6 @@ def test_threads_share_passes(tiny: Any, prompt: torch.Tensor, recorded_pass: An
     expected = [answer_of(tiny, ids) for ids in prompts]
     rs.accelerate(tiny, draft="off", recorded_pass=recorded_pass)
     engine = tiny.speculation.engine
-    results: list[bool] = []
     together = threading.Barrier(6)
 
     def wait_for_others(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -587,17 +587,12 @@ def test_threads_share_passes(tiny: Any, prompt: torch.Tensor, recorded_pass: An
             time.sleep(0.01)
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    def ask(i: int) -> None:
+    def ask(i: int) -> bool:
         together.wait()
-        answer = answer_of(tiny, prompts[i], stopping_criteria=[wait_for_others])
-        results.append(torch.equal(answer, expected[i]))
+        return torch.equal(answer_of(tiny, prompts[i], stopping_criteria=[wait_for_others]), expected[i])
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 6
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(ask, range(6))) == [True] * 6
     assert engine.steps < 6 * 24, "steps that took several along"
 
 
@@ -606,19 +601,15 @@ def test_seeds_in_threads_hold_where_the_original_draws(tiny: Any, prompt: torch
     rs.accelerate(tiny, draft="off")
     options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12, "min_new_tokens": 12, "num_beams": 2}
     expected = [tiny.generate(prompt, seed=seed, **options) for seed in range(3)]
-    before, results = torch.get_rng_state(), []
+    before = torch.get_rng_state()
     together = threading.Barrier(3)
 
-    def ask(seed: int) -> None:
+    def ask(seed: int) -> list[bool]:
         together.wait()
-        results.extend(torch.equal(tiny.generate(prompt, seed=seed, **options), expected[seed]) for _ in range(3))
+        return [torch.equal(tiny.generate(prompt, seed=seed, **options), expected[seed]) for _ in range(3)]
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 9
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(ask, range(3))) == [[True] * 3] * 3
     assert torch.equal(torch.get_rng_state(), before)
 
 
