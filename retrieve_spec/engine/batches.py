@@ -16,6 +16,8 @@ from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
 from retrieve_spec.errors import raise_interruption
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.shared_pass import forward_together
+from retrieve_spec.sampling.acceptance import Warpers
+from retrieve_spec.sampling.device_acceptance import DeviceSampler, read_sampled
 from retrieve_spec.sampling.pass_logits import PassLogits, read_side_by_side
 from retrieve_spec.verify.padded_batch import PaddedRow
 from retrieve_spec.verify.verifier import Ran, VerifierOutput
@@ -81,22 +83,35 @@ def look_all(batch: list[Sequence]) -> list[Sequence]:
     """Let sequences look at the logits of their pass: once for all that look for the same."""
     if len(batch) == 1:
         return each(batch, Sequence.look)
-    alike: dict[int, list[Sequence]] = {}
+    alike: dict[tuple[int, Warpers | None], list[Sequence]] = {}
     for sequence in batch:
-        if sequence.sampler.reads_plainly:
-            alike.setdefault(sequence.top_k, []).append(sequence)
+        sampler = sequence.sampler
+        if sampler.reads_plainly:
+            alike.setdefault((sequence.top_k, None), []).append(sequence)
+        elif isinstance(sampler, DeviceSampler) and (rules := sampler.alike(sequence.text)) is not None:
+            alike.setdefault((sequence.top_k, rules), []).append(sequence)
     read: dict[int, PassLogits] = {}
-    for top_k, together in alike.items():
+    for (top_k, rules), together in alike.items():
         if len(together) == 1:
             continue  # it reads alone
         try:
-            found = read_side_by_side([sequence.seen.every_logit for sequence in together], top_k)
+            found = _read(together, top_k, rules)
         except Exception as error:
             raise_interruption(error)
             logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
             continue
         read.update(zip(map(id, together), found, strict=True))
     return each(batch, Sequence.look, [read.get(id(sequence)) for sequence in batch])
+
+
+def _read(batch: list[Sequence], top_k: int, rules: Warpers | None) -> list[PassLogits]:
+    """What sequences look for in the logits of their pass, chosen by the same `rules`, or plainly."""
+    parts = [sequence.seen.every_logit for sequence in batch]
+    if rules is None:
+        return read_side_by_side(parts, top_k)
+    noises = [noise for sequence in batch if (noise := sequence.sampler.noise_at(sequence.text)) is not None]
+    seen = [sequence.seen for sequence in batch]
+    return read_sampled(parts, [each.first_row for each in seen], [each.tree for each in seen], noises, rules, top_k)
 
 
 def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> None:
