@@ -14,6 +14,7 @@ where vLLM is installed (docs/vllm.md); suffix decoding is left out where it can
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -28,8 +29,10 @@ from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import harness
-import measuring
-from checkout import ROOT
+from harness import ROOT
+
+sys.path.insert(1, str(ROOT / "tools" / "compare"))
+from sources import Skipped, arctic_folder
 
 FOLDERS = [ROOT / "retrieve_spec", ROOT / "tests", ROOT / "scripts"]
 METHODS = {"none": 0, "ngram": 8, "suffix": 16, "ours": 16, "store": 16}
@@ -278,12 +281,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     engines: dict[str, Connection] = {}
     processes = []
-    with measuring.suffix_decoding():
-        for name in dict.fromkeys(["none", *args.method]):
-            engines[name], theirs = spawn.Pipe()
-            processes.append(spawn.Process(target=engine, args=(name, args, theirs), daemon=True))
-            processes[-1].start()
-            theirs.close()
+    with contextlib.suppress(Skipped):  # then vLLM names what it misses
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(arctic_folder())])
+    for name in dict.fromkeys(["none", *args.method]):
+        engines[name], theirs = spawn.Pipe()
+        processes.append(spawn.Process(target=engine, args=(name, args, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
     for name in list(engines):
         try:
             engines[name].recv()

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import checkout  # noqa: F401
+from harness import ROOT
 from tokenizers import Tokenizer
 
 from retrieve_spec.bench.replay import Replay, read_trace
@@ -40,7 +40,7 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.reference_model import load_model, reference_path
 
-FOLDER = Path(__file__).resolve().parent.parent / "tests" / "bench" / "guard"
+FOLDER = ROOT / "tests" / "bench" / "guard"
 ANSWERS, BASELINE = FOLDER / "answers.jsonl", FOLDER / "baseline.json"
 ALLOWED_LOSS, ALLOWED_WORK = 0.01, 0.1
 OPERATIONS = "kernel operations"

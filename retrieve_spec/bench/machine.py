@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
-import resource
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -58,13 +55,13 @@ def summary(facts: dict[str, Any]) -> str:
 def _other_work(facts: dict[str, Any]) -> str:
     """What else the machine did; figures measured one after another find the load that the one before left."""
     load, others, cores = facts.get("load", 0.0), facts.get("others"), facts["cores"]
-    said = [f"load {load} at the start"] if load > BUSY_LOAD * cores else []
+    notes = [f"load {load} at the start"] if load > BUSY_LOAD * cores else []
     if others is not None:
-        said.append(f"other processes took {others:.2f} cores meanwhile")
+        notes.append(f"other processes took {others:.2f} cores meanwhile")
     busy = load > BUSY_LOAD * cores if others is None else others > BUSY_OTHERS * cores
     if busy:
-        return f", busy ({', '.join(said)}: times are for orientation only)"
-    return f" ({', '.join(said)})" if said else ""
+        return f", busy ({', '.join(notes)}: times are for orientation only)"
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 class OtherWork:
@@ -90,45 +87,6 @@ def _other_seconds() -> tuple[float, float] | None:
     except (OSError, ValueError):
         return None
     return time.monotonic(), busy - sum(os.times()[:4])
-
-
-def reset_peak_memory() -> None:
-    """Let `peak_memory_bytes` count from here on, where the system can."""
-    import torch
-
-    with contextlib.suppress(OSError):  # then the peak is the process's since it began
-        Path("/proc/self/clear_refs").write_text("5")
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_memory_bytes() -> dict[str, int]:
-    """Largest resident memory of this process, and of the GPU, since the last reset."""
-    import torch
-
-    peak = {"resident": _peak_resident()}
-    if torch.cuda.is_available():
-        peak["gpu"] = torch.cuda.max_memory_allocated()
-    return peak
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now, 0 where the system does not tell."""
-    return _status("VmRSS:")
-
-
-def _status(name: str) -> int:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _peak_resident() -> int:
-    if peak := _status("VmHWM:"):
-        return peak
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def folder_bytes(folder: str | os.PathLike[str]) -> int:

@@ -280,10 +280,6 @@ def _load(path: Path, name: str) -> Any:
     return module
 
 
-def _not_adapted() -> Any:
-    raise Skipped("the package index has no distribution of this name")
-
-
 PEERS: dict[str, Callable[[], Any]] = {
     "transformers prompt lookup": TransformersLookup,
     "llama-cpp-python prompt lookup": LlamaLookup,
@@ -295,6 +291,5 @@ PEERS: dict[str, Callable[[], Any]] = {
     f"vllm suffix{KEPT}": VllmSuffix,
     f"suffix-decoding tree{KEPT}": lambda: ArcticSuffix(tree=True, keep=True),
     f"suffix-decoding tree, wide{KEPT}": lambda: ArcticSuffix(tree=True, keep=True, factor=4.0, least=0.0),
-    "dejavuu": _not_adapted,
 }
 """Factories of the peers by name."""
