@@ -25,7 +25,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import harness
 from peers import GIVEN, KEPT, PEERS, PHRASES, ArcticSuffix, ours
-from sources import ARCTIC, LLAMA, VLLM, Skipped
+from sources import ARCTIC, VLLM, Skipped
 from tokenizers import Tokenizer
 from workload import Workload, build_store, read_workload
 
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         tokenizer = next((own for pattern, own in native if fnmatch.fnmatch(path.name, pattern)), args.tokenizer)
         files[path.stem] = measure_file(path, args, tokenizer)
     limits = {name: getattr(args, name) for name in ("nodes", "limit", "tokens")}
-    return {"peers": [ARCTIC, VLLM, LLAMA], **limits, "files": files}
+    return {"peers": [ARCTIC, VLLM], **limits, "files": files}
 
 
 def main() -> None:
