@@ -26,10 +26,8 @@ def machine_facts() -> dict[str, Any]:
 
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gb": round(_memory_bytes() / 2**30, 1),
         "torch_threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0,
         "python": platform.python_version(),
@@ -95,20 +93,10 @@ def folder_bytes(folder: str | os.PathLike[str]) -> int:
 
 
 def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
-
-
-def _memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or "unknown"
 
 
 def _version(name: str) -> str:
@@ -121,14 +109,14 @@ def _version(name: str) -> str:
 def _commit() -> str:
     """Commit of the checkout this package is in, with a plus sign when files differ from it; empty without one."""
     folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return ""
     try:
-        if not (folder / ".git").exists():
-            return ""
         commit = _git(folder, "rev-parse", "--short=10", "HEAD")
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED)
-        return commit + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return ""
+    return commit + ("+" if changed else "")
 
 
 def _git(folder: Path, *words: str) -> str:
