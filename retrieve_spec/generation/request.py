@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import GenerationMixin
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from retrieve_spec.engine.rows import Prepared, extras_of, padding_in_front, why_not_together
@@ -252,6 +253,8 @@ def _reason_from_captured(model: Any, captured: Captured, interface: ModelInterf
         return alone or _TOO_MANY
     if why := _why_not_shaped(model, captured, interface):
         return why
+    if kwargs.get(interface.mask_name) is not None and _slides_in_its_own_way(kwargs.get(interface.cache_name)):
+        return "the window of the model's cache slides over the padding"
     positions = kwargs.get(interface.positions_name)
     if kwargs.get("use_cache") is False:
         return "the cache is switched off"
@@ -300,6 +303,16 @@ def _held(cache: Any) -> Iterator[int]:
     for layer in decoder_cache(cache).layers:
         if getattr(layer, "keys", None) is not None and layer.keys.numel():
             yield layer.get_seq_length()
+
+
+def _slides_in_its_own_way(cache: Any) -> bool:
+    """Whether a cache has layers of a model's own kind that slide a window over the rows and over their mask.
+
+    There each single step sees other padding than the one before it; a pass over several tokens sees one.
+    """
+    layers = getattr(decoder_cache(cache), "layers", ())
+    slide = [type(layer) for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    return any(kind is not DynamicSlidingWindowLayer for kind in slide)
 
 
 def _check_embedded(model: Any, inputs: VerifierInputs) -> None:

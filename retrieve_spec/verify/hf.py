@@ -122,10 +122,8 @@ class HFVerifier:
             self.whole_prompts = True  # such layers do not look at the mask of a lone token
         self._kind = CallKind.of(self.model.config, self.inputs, self.past + self._uncached)
         self._steps = None
-        by_cache = cache_mode(self.cache)
-        self._mode_here = weaker(self._model_mode, by_cache)
-        # Layers of a model's own kind may look up who is padding by where they keep a row, which moves with each token.
-        if self.inputs.is_padded and not (self.interface.takes_padding and by_cache[0] == "tree"):
+        self._mode_here = weaker(self._model_mode, cache_mode(self.cache))
+        if self.inputs.is_padded and not self.interface.takes_padding:
             self._mode_here = "plain", _PADDED
         if self.kinds is not None and (known := self.kinds.known.get(self._kind)) is not None:
             self._mode_here = weaker(self._mode_here, known)

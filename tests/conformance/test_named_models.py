@@ -40,14 +40,14 @@ def test_padded_rows_of_vision_models_with_text_alone(name: str) -> None:
 
 @pytest.mark.parametrize("padding", [0, 3, 8])
 def test_a_padded_row_in_layers_of_a_kind_of_their_own(padding: int) -> None:
-    """A window that slides over the mask of the padding, too: each single step moves it on by one token."""
+    """Their window slides over the mask of the padding, too: each single step moves it on by one token."""
     model = build("unlimited_ocr", "image")
     inputs, options = padded(model, padding=padding), GREEDY | {"max_new_tokens": 40}
     wanted = model.generate(**inputs, **options)
     rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "right", vocab=200), nodes=12)
     assert torch.equal(model.generate(**inputs, **options), wanted)
     assert (model.speculation.last.tokens_per_pass > 2) == (not padding)
-    assert ("padding in front" in model.speculation.last.reason) == bool(padding)
+    assert ("slides over the padding" in model.speculation.last.reason) == bool(padding)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("git", "delegated"), ("exaone4_5", "tree")])

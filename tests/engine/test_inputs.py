@@ -205,7 +205,7 @@ def test_what_plain_generate_refuses_is_refused(kind: int, recorded_pass: Any, r
                 yield name, ids | given
 
     assert difference(plain, ours, variations(), do_sample=False) == []
-    if kind == 0:
+    if kind == 0 and length == 10:
         assert difference(plain, ours, variations(), do_sample=True) == []
 
 
