@@ -29,7 +29,7 @@ from retrieve_spec.drafting.drafter import Drafter, Layer
 from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
-from retrieve_spec.engine.threads import PassThreads, PromptThreads, some_of_a_pass, using
+from retrieve_spec.engine.threads import PassThreads, some_of_a_pass, using
 from retrieve_spec.errors import ConfigError, TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated
@@ -157,7 +157,7 @@ def prepare(
     speculation.ranks = Ranks.of(model)
     speculation.engine.in_step = speculation.ranks is not None
     if threads is not None:
-        speculation.engine.threads, speculation.engine.prompt_threads = threads, PromptThreads.beginning_as(threads)
+        speculation.engine.threads = threads
         speculation.engine.costs.threads = threads.lowered_to(threads.chosen)
     text_config = model.config.get_text_config(decoder=True)
     speculation.new_cache = functools.partial(new_cache, model)

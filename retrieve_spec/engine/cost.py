@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as Many
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.pass_cost import learn_passes
 
 _KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -30,6 +32,11 @@ _SPEED = 0.15**2
 """Variance by which the machine's speed changes from pass to pass."""
 _MEMORY = 0.5 ** (1.0 / 512)
 """How much of what was measured is still believed a pass later."""
+
+
+_PATH_RATE, _MOST_SHARE = 0.1, 4.0
+"""How fast what a path costs is learned, and what it costs at most, in plain passes."""
+_LEFT_OVER_RATE = 0.1
 
 
 class CostModel:
@@ -196,3 +203,91 @@ def _never_falling(values: NDArray[np.float64], variances: NDArray[np.float64]) 
             weights[-1] += weight
             counts[-1] += count
     return np.repeat([s / w for s, w in zip(sums, weights, strict=True)], counts)
+
+
+class Costs:
+    """What passes cost, by the number of sequences in them and of nodes that these draft together.
+
+    A pass in which none drafts may take another way through the model, so that its cost is no point of a line through
+    those of others. Numbers of sequences within an eighth of one another share what is measured. What is not measured
+    yet is taken from fewer sequences: the last token of one more costs what one more node does. Passes with a number of
+    threads that is new are taken to be as steep as those with another.
+
+    Attributes
+    ----------
+    alone
+        Cost of passes over one sequence.
+    path_share
+        What one more path of a tree costs beyond its nodes, as a share of a plain pass: models with recurrent state
+        carry a state along each. None where paths cost nothing of their own.
+    left_over
+        Seconds that a drafted pass over one sequence leaves to the one behind it if that drafts nothing, running mean:
+        where states stay behind the text, it is no plain pass.
+    """
+
+    def __init__(self) -> None:
+        self.threads = 0
+        self.path_share: float | None = None
+        self.left_over = 0.0
+        self._models: dict[int, dict[int, CostModel]] = {}  # by threads, then by sequences
+
+    @property
+    def alone(self) -> CostModel:
+        """Cost of passes over one sequence."""
+        return self.of(1)
+
+    @alone.setter
+    def alone(self, cost: CostModel) -> None:
+        self._models.setdefault(self.threads, {})[1] = cost
+
+    def of(self, sequences: int, threads: int | None = None) -> CostModel:
+        """Cost of passes over so many sequences, with another number of threads if one is given."""
+        models = self._models.setdefault(self.threads if threads is None else threads, {})
+        if not models:
+            measured = (others[1] for others in self._models.values() if 1 in others and others[1].measured)
+            models[1] = CostModel(next(measured, None))
+        sequences = _alike(sequences)
+        if sequences not in models:
+            fewer = max(count for count in models if count < sequences)
+            models[sequences] = CostModel(models[fewer], more=sequences - fewer)
+        return models[sequences]
+
+    def seconds(self, sequences: int, context: int) -> NDArray[np.float32]:
+        """(MAX_NODES + 1,) seconds of a step over so many sequences with 0 … MAX_NODES nodes."""
+        seconds = self.of(sequences).seconds(context, MAX_NODES)
+        if sequences == 1 and self.left_over:
+            seconds = seconds + np.float32(self.left_over)
+            seconds[0] -= np.float32(self.left_over)
+        return seconds
+
+    @property
+    def path_seconds(self) -> float:
+        """Seconds that one more path of a tree costs beyond its nodes."""
+        return self.path_share * float(self.alone.seconds(1, 0)[0]) if self.path_share else 0.0
+
+    def without_paths(self, trees: Many[DraftTree], nodes: int, context: int, seconds: float) -> float:
+        """Seconds of a pass over `trees`, which took `seconds`, had each been a chain; learns what paths cost."""
+        if self.path_share is None or not (more := sum(max(tree.paths - 1, 0) for tree in trees)):
+            return seconds
+        if len(trees) == 1:
+            curve = self.alone.seconds(context, MAX_NODES) - self.alone.overhead
+            share = (seconds - float(curve[min(nodes, MAX_NODES)])) / (more * float(curve[0]))
+            self.path_share += _PATH_RATE * (min(max(share, 0.0), _MOST_SHARE) - self.path_share)
+        return seconds - min(more * self.path_seconds, seconds / 2)
+
+    def is_plain(self, nodes: int, drafted_before: bool, context: int, seconds: float) -> bool:
+        """Whether a pass over one sequence is what such a pass costs; learns what the one before it has left over."""
+        if self.path_share is None:
+            return True
+        if nodes:
+            self.left_over -= _LEFT_OVER_RATE * self.left_over
+        elif drafted_before and self.alone.measured:
+            usual = float(self.alone.seconds(context, 0)[0]) - self.alone.overhead
+            self.left_over += _LEFT_OVER_RATE * min(max(seconds - usual, 0.0), usual)
+        return bool(nodes) or not drafted_before
+
+
+def _alike(sequences: int) -> int:
+    """The least of the numbers of sequences that share what is measured: the first four binary digits of one."""
+    digits = max(sequences.bit_length() - 4, 0)
+    return sequences >> digits << digits

@@ -15,12 +15,10 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.change import ChangeReport
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Drafter, Preparable
-from retrieve_spec.engine.budget import Costs
 from retrieve_spec.engine.company import Company
-from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.cost import CostModel, Costs
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
-from retrieve_spec.engine.known_calls import KnownCalls
 from retrieve_spec.engine.report import GenerationReport, together
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError
@@ -49,8 +47,6 @@ class Speculation:
         Takes the model's sequences from pass to pass; says which of them share passes.
     drafters
         What drafts for them.
-    known_calls
-        What the original `generate` prepares, without asking it anew for calls like earlier ones.
     last
         Report of the generation that ended last, None before the first.
     model_key
@@ -97,7 +93,6 @@ class Speculation:
         self.drafters = Drafters(config, datastores, drafter, model_key, tokenizer, vocabulary)
         self.engine = Engine(Costs())
         self.company = Company(self.engine)
-        self.known_calls = KnownCalls()
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -18,7 +18,7 @@ from retrieve_spec.engine.rows import Prepared
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.streaming import StreamerFeed
-from retrieve_spec.errors import ConfigError, in_a_line, interruptions_as_they_are
+from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.generation.arguments import check_arguments, row_predictions
 from retrieve_spec.generation.logprobs import check_call, of_original
 from retrieve_spec.generation.outputs import result_of
@@ -36,7 +36,6 @@ _SEEDING = threading.RLock()
 
 
 @functools.wraps(GenerationMixin.generate)
-@interruptions_as_they_are()
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an accelerated model."""
     if not isinstance(getattr(self, "speculation", None), Speculation):

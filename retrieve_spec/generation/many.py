@@ -18,7 +18,7 @@ from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.shared_prompt import SharedPrompts
-from retrieve_spec.errors import ConfigError, interruptions_as_they_are, raise_interruption
+from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.arguments import as_inputs, known_ids, row_predictions
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
 from retrieve_spec.generation.finished import Completion, Finished
@@ -77,8 +77,7 @@ class Requests(Iterator[Finished]):
         self._finished = self._in_order(self._as_completed())
 
     def __next__(self) -> Finished:
-        with interruptions_as_they_are():
-            return next(self._finished)
+        return next(self._finished)
 
     def __enter__(self) -> Requests:
         return self
@@ -134,7 +133,6 @@ class Requests(Iterator[Finished]):
             try:
                 made = self._begin(index, request)
             except Exception as error:  # of this request alone
-                raise_interruption(error)
                 self._over.append(Finished(index, request, error=error))
                 made = []
             yield from made
@@ -187,6 +185,8 @@ class Requests(Iterator[Finished]):
         job.running -= 1
         if sequence.error is not None:
             self._speculation.engine.leave(*job.sequences)
+            if not isinstance(sequence.error, Exception):  # as KeyboardInterrupt from a processor
+                raise sequence.error
         if job.running:
             return
         self._speculation.ended(*job.sequences)
@@ -214,7 +214,6 @@ class Requests(Iterator[Finished]):
         try:
             rows, both = delegate(self._model, arguments, own["seed"], own["return_logprobs"])
         except Exception as error:  # of this request alone
-            raise_interruption(error)
             return Finished(index, request, error=error)
         ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
         noted_rows = [None] * len(rows) if both is None else both.cpu().numpy()

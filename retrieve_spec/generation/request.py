@@ -23,7 +23,7 @@ from retrieve_spec.verify.cache import seq_length
 from retrieve_spec.verify.extras import CACHE_NAMES
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
-from retrieve_spec.verify.steps import Captured
+from retrieve_spec.verify.steps import Captured, capture
 from retrieve_spec.verify.tensor_parallel import why_in_step
 from retrieve_spec.verify.verifier import VerifierInputs
 
@@ -92,7 +92,7 @@ def prepare(
         arguments["stopping_criteria"] = StoppingCriteriaList(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
-    captured = model.speculation.known_calls.captured(model, generate, arguments)
+    captured: Captured = generate(**{**arguments, "custom_generate": capture})
     return from_captured(model, captured, interface, arguments, alone)
 
 

@@ -65,11 +65,6 @@ class RecordedVerifier(OverAnother):
         self.pool = pool
 
     @property
-    def takes_back(self) -> bool:
-        """Whether a pass can begin again (`Verifier.takes_back`)."""
-        return not self.not_recorded or self.own.takes_back
-
-    @property
     def pass_kind(self) -> PassKind:
         """What runs the model in this generation."""
         return self.own.pass_kind if self.not_recorded else "recorded"

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.engine.budget import Costs, fewer_paths
-from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.budget import fewer_paths
+from retrieve_spec.engine.cost import CostModel, Costs
 
 
 def linear(nodes: int, context: int) -> float:
