@@ -210,8 +210,7 @@ class Costs:
 
     A pass in which none drafts may take another way through the model, so that its cost is no point of a line through
     those of others. Numbers of sequences within an eighth of one another share what is measured. What is not measured
-    yet is taken from fewer sequences: the last token of one more costs what one more node does. Passes with a number of
-    threads that is new are taken to be as steep as those with another.
+    yet is taken from fewer sequences: the last token of one more costs what one more node does.
 
     Attributes
     ----------
@@ -226,31 +225,30 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self.threads = 0
         self.path_share: float | None = None
         self.left_over = 0.0
-        self._models: dict[int, dict[int, CostModel]] = {}  # by threads, then by sequences
+        self._models = {1: CostModel()}  # by sequences
 
     @property
     def alone(self) -> CostModel:
         """Cost of passes over one sequence."""
-        return self.of(1)
+        return self._models[1]
 
     @alone.setter
     def alone(self, cost: CostModel) -> None:
-        self._models.setdefault(self.threads, {})[1] = cost
+        self._models[1] = cost
 
-    def of(self, sequences: int, threads: int | None = None) -> CostModel:
-        """Cost of passes over so many sequences, with another number of threads if one is given."""
-        models = self._models.setdefault(self.threads if threads is None else threads, {})
-        if not models:
-            measured = (others[1] for others in self._models.values() if 1 in others and others[1].measured)
-            models[1] = CostModel(next(measured, None))
+    def of(self, sequences: int) -> CostModel:
+        """Cost of passes over so many sequences."""
         sequences = _alike(sequences)
-        if sequences not in models:
-            fewer = max(count for count in models if count < sequences)
-            models[sequences] = CostModel(models[fewer], more=sequences - fewer)
-        return models[sequences]
+        if sequences not in self._models:
+            fewer = max(count for count in self._models if count < sequences)
+            self._models[sequences] = CostModel(self._models[fewer], more=sequences - fewer)
+        return self._models[sequences]
+
+    def doubt(self) -> None:
+        """Be less sure of what was learned: passes run in another way from now on."""
+        self._models = {sequences: CostModel(model) for sequences, model in self._models.items()}
 
     def seconds(self, sequences: int, context: int) -> NDArray[np.float32]:
         """(MAX_NODES + 1,) seconds of a step over so many sequences with 0 … MAX_NODES nodes."""
@@ -259,6 +257,35 @@ class Costs:
             seconds = seconds + np.float32(self.left_over)
             seconds[0] -= np.float32(self.left_over)
         return seconds
+
+    def expected(self, sequences: int, nodes: int, context: int) -> float:
+        """Seconds of a step over so many sequences and drafted nodes."""
+        return float(self.of(sequences).seconds(context, MAX_NODES)[min(nodes, MAX_NODES)])
+
+    def learn(
+        self, trees: Many[DraftTree], nodes: int, context: int, seconds: Many[float], drafted_before: bool
+    ) -> None:
+        """Learn from a pass.
+
+        Parameters
+        ----------
+        trees
+            What its sequences drafted.
+        nodes
+            Rows of it beyond a last token of each, padding included.
+        context
+            Tokens in front, of all sequences.
+        seconds
+            Of drafting, the model's forward, commits and learning.
+        drafted_before
+            Whether the pass before it verified a draft.
+        """
+        drafted, forward, committed, learned = seconds
+        if self.path_share is not None:  # what a commit takes is the price of the draft
+            forward, committed = forward + committed, 0.0
+        if len(trees) > 1 or self.is_plain(nodes, drafted_before, context, forward):
+            forward = self.without_paths(trees, nodes, context, forward)
+            self.of(len(trees)).observe(nodes, context, forward, drafted + committed + learned)
 
     @property
     def path_seconds(self) -> float:

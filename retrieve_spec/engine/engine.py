@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import FEW_ROOTS, MAX_NODES, PASS
+from retrieve_spec.config import FEW_ROOTS, PASS
 from retrieve_spec.engine.batches import each, kept_bytes, pads, passes_over, read_logits_all, verify_all
 from retrieve_spec.engine.budget import Backoff, fewer_paths, gain, room, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.cost import Costs
@@ -79,7 +79,8 @@ class Engine:
                     self._pass(batch)
         except BaseException as error:  # from what they share: nobody knows what their caches hold
             for sequence in going:
-                sequence.fail(error)
+                if not sequence.is_over:
+                    sequence.fail(error)
             raise
 
     def _pass(self, batch: list[Sequence]) -> None:
@@ -144,33 +145,20 @@ class Engine:
             sequence.steps.append(self.steps)
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
             sequence.log.note(sequence.seen.tree, sequence.seen.walked, share, sequence.text.length)
-        if not usual or not (self._chooses_threads or any(sequence.lent.drafts for sequence in batch)):
-            return  # it says nothing new of such passes, or nobody asks
+        threads = self.threads if self.threads is not None and self.threads.most > 1 else None
+        if not usual or (threads is None and not any(sequence.lent.drafts for sequence in batch)):
+            return  # it says nothing of such passes, or nobody asks
         trees = [sequence.seen.tree for sequence in batch]
         nodes = more + (len(batch) * max(map(len, trees)) if pads(batch) else sum(map(len, trees)))
         context = sum(sequence.text.length for sequence in batch)
-        drafted, forward, committed, learned = seconds
-        if self.costs.path_share is not None:  # what a commit takes is the price of the draft
-            forward, committed = forward + committed, 0.0
-        if len(batch) > 1 or self.costs.is_plain(nodes, drafted_before, context, forward):
-            forward = self.costs.without_paths(trees, nodes, context, forward)
-            self._learn_cost(len(batch), nodes, context, forward, drafted + committed + learned)
-
-    @property
-    def _chooses_threads(self) -> bool:
-        """Whether times of passes decide how many threads the next ones use."""
-        return self.threads is not None and self.threads.most > 1
-
-    def _learn_cost(self, sequences: int, nodes: int, context: int, forward: float, around: float) -> None:
-        """Enter a pass over so many sequences with `nodes` drafted nodes behind `context` tokens, in seconds."""
-        used = self.costs.threads
-        if self.threads is not None:
-            used = self.threads.lowered_to(self.threads.next)
-            if self._chooses_threads:
-                curve = self.costs.of(sequences).seconds(context, MAX_NODES)
-                self.threads.observe(forward + around, float(curve[min(nodes, MAX_NODES)]))
-            self.costs.threads = self.threads.lowered_to(self.threads.chosen)
-        self.costs.of(sequences, used).observe(nodes, context, forward, around)
+        if threads is not None:
+            is_trial, chosen = threads.comparing, threads.chosen
+            threads.observe(sum(seconds), self.costs.expected(len(batch), nodes, context))
+            if threads.chosen != chosen:
+                self.costs.doubt()
+            if is_trial:
+                return  # it says nothing of passes to come
+        self.costs.learn(trees, nodes, context, seconds, drafted_before)
 
     def run(
         self, sequences: Iterable[Sequence], rows: int = 0

@@ -84,10 +84,6 @@ class PassThreads:
             return self._other
         return self.chosen
 
-    def lowered_to(self, number: int) -> int:
-        """The number, 0 where it is the user's setting."""
-        return 0 if number == self.most else number
-
     @classmethod
     def of_torch(cls) -> Self | None:
         """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked."""

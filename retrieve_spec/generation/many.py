@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.rows import DelegatedCall
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.shared_prompt import SharedPrompts
 from retrieve_spec.errors import ConfigError
@@ -64,7 +65,7 @@ class Requests(Iterator[Finished]):
     ) -> None:
         self._model, self._common, self._kept_order = model, common, order == "given"
         self._speculation = speculation_of(model)
-        self._rows = 1 if self._speculation.why_alone() else rows  # they would only wait for one another
+        self._rows = 1 if self._speculation.batching_blocker() else rows  # they would only wait for one another
         self._prompts = SharedPrompts(self._speculation.interface.cache_name)
         self._given = enumerate(requests)
         self._under_way: dict[int, _UnderWay] = {}
@@ -153,9 +154,10 @@ class Requests(Iterator[Finished]):
             own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
         if own["return_logprobs"]:
             check_decoder(model, arguments)
-        prepared = prepare_call(model, arguments, speculation.why_alone())
-        if isinstance(prepared, str):
-            self._apart = index, request, (arguments, own, prepared)
+        try:
+            prepared = prepare_call(model, arguments, speculation.batching_blocker())
+        except DelegatedCall as why:
+            self._apart = index, request, (arguments, own, str(why))
             return []
         predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
         sequences = sequences_of(speculation, prepared, predictions, together=self._prompts, **own)

@@ -98,7 +98,7 @@ class RecordedVerifier(OverAnother):
         positions = inputs.model_kwargs.get("position_ids")
         if positions is not None and len(positions[..., -1].unique()) > 1:
             return "positions differ from axis to axis"
-        if self._state is not None and not self._state.holds(self.model):
+        if self._state is not None and not self._state.holds():
             return "the model has changed since this generation was set up"
         return ""
 

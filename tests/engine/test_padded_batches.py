@@ -47,7 +47,7 @@ def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: py
     if name == "right":
         assert report.passes < 12
     assert torch.equal(tiny.generate(**inputs, **options, draft="off"), plain)
-    assert tiny.speculation.company._padded.rows.held.owners == []
+    assert tiny.speculation.compatibility._padded.rows.held.owners == []
 
 
 @pytest.mark.parametrize("recorded_pass", ["always", "off"])
@@ -107,7 +107,7 @@ def test_families(model_type: str, extra: dict[str, Any], monkeypatch: pytest.Mo
     plain = model.generate(**inputs, **options)
     script(model, monkeypatch, plain, "branchy", recorded_pass="off")
     assert torch.equal(model.generate(**inputs, **options), plain)
-    assert (model.speculation.why_alone(), model.speculation.last.rows) == ("", 3)
+    assert (model.speculation.batching_blocker(), model.speculation.last.rows) == ("", 3)
     assert model.speculation.last.tokens_per_pass > 3.5
 
 
@@ -138,7 +138,7 @@ def test_families_with_recurrent_state(
     plain = model.generate(**inputs, **options)
     script(model, monkeypatch, free, name, recorded_pass="off")
     assert torch.equal(model.generate(**inputs, **options), plain)
-    assert (model.speculation.why_alone(), model.speculation.last.rows) == ("", 4)
+    assert (model.speculation.batching_blocker(), model.speculation.last.rows) == ("", 4)
     assert model.speculation.last.tokens_per_pass > 4
     assert torch.equal(model.generate(**inputs, **options, draft="off"), plain)
 
@@ -303,7 +303,7 @@ def test_a_pass_that_cannot_be_shared_is_taken_alone(tiny: Any, monkeypatch: pyt
     inputs, options = left_padded(), {"max_new_tokens": 9, "do_sample": False}
     plain = tiny.generate(**inputs, **options)
     rs.accelerate(tiny, recorded_pass="off")
-    assert not tiny.speculation.why_alone()
+    assert not tiny.speculation.batching_blocker()
     whole, calls = PaddedBatch.forward, 0
 
     def failing(self: Any, *given: Any) -> Any:

@@ -324,12 +324,12 @@ def test_rests_grow_while_drafts_do_not_pay_and_end_when_they_do() -> None:
     for _ in range(12):
         rest.looked(False)
         passes = 0
-        while rest.takes():
+        while rest.rests():
             passes += 1
         taken.append(passes)
     assert taken == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4]
     rest.looked(True)
-    assert not rest.takes()
+    assert not rest.rests()
 
 
 @pytest.mark.parametrize(("share", "longest"), [(0.01, 8), (0.3, 15), (1.0, 50), (9.0, 64)])
@@ -337,7 +337,7 @@ def test_rests_are_longer_where_looks_take_longer(share: float, longest: int) ->
     rest = Backoff()
     for _ in range(20):
         rest.looked(False, share)
-    assert sum(rest.takes() for _ in range(100)) == longest
+    assert sum(rest.rests() for _ in range(100)) == longest
 
 
 def test_a_few_of_many_are_asked_until_drafts_pay() -> None:
