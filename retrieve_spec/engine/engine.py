@@ -27,7 +27,6 @@ from retrieve_spec.engine.reading import read_all
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, autocast_key
 from retrieve_spec.engine.step_lock import StepLock
 from retrieve_spec.engine.threads import PassThreads, using
-from retrieve_spec.recorded.cuda.pass_pool import PassPool
 
 
 class Engine:
@@ -40,8 +39,6 @@ class Engine:
 
     Attributes
     ----------
-    pool
-        Captured passes over several sequences.
     steps
         Taken so far.
     in_step
@@ -55,7 +52,6 @@ class Engine:
         self.threads: PassThreads | None = None
         self.steps = 0
         self.in_step = False
-        self.pool: PassPool | None = None
         self._sequences: list[Sequence] = []
         self._backoff = Backoff()
         self._lock, self._process = StepLock(), os.getpid()
@@ -69,9 +65,7 @@ class Engine:
             with torch.inference_mode(False), torch.no_grad():
                 if self._backoff.samples(len(going)):
                     each([s for s in going if s.is_reading], lambda sequence: sequence.lent.wait())
-                # Captured passes take one token in front of a draft.
-                most = FEW_ROOTS if self.pool is None else 1
-                each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(most))
+                each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(FEW_ROOTS))
                 decoding = [s for s in going if not s.is_reading and not s.is_over]
                 reading = [s for s in going if s.is_reading and not s.is_over]
                 read_all(reading, PASS.prompt_piece if decoding else 0, self.threads)
@@ -90,7 +84,7 @@ class Engine:
         roots = sum(len(sequence.root_ids) for sequence in batch)
         times.append(perf_counter())
         with using(self.threads):
-            batch, usual = verify_all(batch, self.pool)
+            batch, usual = verify_all(batch)
             batch = read_logits_all(batch)  # waits for the device: its time is the pass's
         times.append(perf_counter())
         batch = each(batch, Sequence.accept)

@@ -32,7 +32,7 @@ from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.sampling.text import RowText
 from retrieve_spec.verify.batch_prompt import RowPrompt
-from retrieve_spec.verify.verifier import Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Ran, Verifier, VerifierInputs, VerifierOutput
 
 NO_DRAFT = DraftTree()
 
@@ -253,6 +253,10 @@ class Sequence:
         A pass that is `borrowed` from another sequence has left nothing in the cache.
         """
         self.seen = SeenPass(self.tree, output, first_row, is_committed=borrowed)
+        self.report.ran[output.ran.value] = self.report.ran.get(output.ran.value, 0) + 1
+        graphs = getattr(self.verifier, "graphs", None)
+        if graphs is not None and output.ran is Ran.EAGER:
+            self.report.eager_reason = graphs.problem
 
     @property
     def wants_hidden(self) -> Layer | None:

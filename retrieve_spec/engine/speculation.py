@@ -92,7 +92,7 @@ class Speculation:
         self._make_verifier: Callable[[], Verifier] = passes
         self.drafters = Drafters(config, datastores, drafter, model_key, tokenizer, vocabulary)
         self.engine = Engine(Costs())
-        self.compatibility = BatchCompatibility(self.engine)
+        self.compatibility = BatchCompatibility()
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

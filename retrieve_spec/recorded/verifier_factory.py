@@ -58,8 +58,8 @@ class _Known:
 
     def release(self) -> None:
         """Give back what is kept for the next generation in this state."""
-        if self.recording is not None and self.recording.pool is not None:
-            self.recording.pool.clear()
+        if self.recording is not None and self.recording.graphs is not None:
+            self.recording.graphs.clear()
 
 
 class VerifierFactory:
@@ -133,8 +133,8 @@ class VerifierFactory:
             own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.kinds, packed)
             own.pass_reason = "autocast is on" if autocast else known.why
             return own
-        if known.recording.pool is not None and known.state.has_moved():
-            known.recording.pool.clear()  # captured graphs kept addresses
+        if known.recording.graphs is not None and known.state.has_moved():
+            known.recording.graphs.clear()  # they kept addresses
         return known.recording(known.state, found.kinds)
 
     def assume_frozen(self) -> None:
@@ -191,6 +191,7 @@ class VerifierFactory:
         known = _Known(ModelState(self._model, names), finding, recording, why)
         if recording is None and finding.mode != "plain":
             known.packed = self._pack(finding)
+        finding.texts.clear()
         return known
 
     def _probe(self) -> tuple[Finding, dict[str, Any]]:
@@ -217,7 +218,7 @@ class VerifierFactory:
         if not len(packed):
             return None
         own = HFVerifier(self._model, finding.interface, finding.mode, around=packed)
-        if why := check_verifier(self._model, finding.interface, own, finding.mode):
+        if why := check_verifier(self._model, own, finding.mode, finding.texts):
             logger.debug("layers are not packed: %s", why)
             return None
         return packed
