@@ -29,7 +29,7 @@ from retrieve_spec.drafting.drafter import Drafter, Layer
 from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
-from retrieve_spec.engine.threads import PassThreads, PromptThreads, some_of_a_pass, using
+from retrieve_spec.engine.threads import PassThreads, some_of_a_pass, using
 from retrieve_spec.errors import ConfigError, TokenizerMismatchError, UnsupportedModelError
 from retrieve_spec.forks import survive_forks
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated
@@ -149,16 +149,13 @@ def prepare(
     check_stores(stores)
     threads = _choose_threads(model)
     with using(threads):
-        finding = _find_mode(model)
-        passes = VerifierFactory(model, config, _wanted_layer(drafter, stores, config), _find_mode, finding)
-    known = embedded_tokens(model)
+        passes = VerifierFactory(model, config, _wanted_layer(drafter, stores, config), _find_mode)
+    finding, known = passes.finding, embedded_tokens(model)
     speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model), known)
     speculation.check_stores = check_stores
     speculation.ranks = Ranks.of(model)
     speculation.engine.in_step = speculation.ranks is not None
-    if threads is not None:
-        speculation.engine.threads, speculation.engine.prompt_threads = threads, PromptThreads.beginning_as(threads)
-        speculation.engine.costs.threads = threads.lowered_to(threads.chosen)
+    speculation.engine.threads = threads
     text_config = model.config.get_text_config(decoder=True)
     speculation.new_cache = functools.partial(new_cache, model)
     speculation.bytes_per_token = _bytes_per_token(text_config, model.dtype)

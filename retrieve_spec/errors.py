@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
 _SIGNATURE = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]*[^\s'\".,:;)]")
@@ -27,29 +26,6 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """What to do about an unknown name: "Did you mean …?" with the one most like it, empty where none is."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"Did you mean {close[0]!r}?" if close else ""
-
-
-def raise_interruption(error: BaseException) -> None:
-    """Raise what interrupted compiled code, if that is what an error tells of.
-
-    Numba runs Python to hand out an array. Ctrl-C that came meanwhile is raised there, and Python makes a `SystemError`
-    of it ("returned a result with an exception set"), and one of that for each array behind it.
-    """
-    cause: BaseException | None = error
-    while isinstance(cause, SystemError):
-        cause = cause.__cause__
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause from None
-
-
-@contextlib.contextmanager
-def interruptions_as_they_are() -> Iterator[None]:
-    """Let Ctrl-C in compiled code be the `KeyboardInterrupt` that it is elsewhere."""
-    try:
-        yield
-    except SystemError as error:
-        raise_interruption(error)
-        raise
 
 
 class RetrieveSpecError(Exception):
@@ -111,10 +87,6 @@ class RequestError(RetrieveSpecError, KeyError):
 
 class DistributionError(RetrieveSpecError, RuntimeError):
     """Scores to sample from are NaN, infinite or all -inf: the model overflowed, or processors left no token."""
-
-
-class InterruptedPassError(RetrieveSpecError, RuntimeError):
-    """Another generation's interruption cut a pass short where the model's state cannot be taken back."""
 
 
 class RankError(RetrieveSpecError, RuntimeError):

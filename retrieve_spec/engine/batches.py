@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
-from retrieve_spec.errors import raise_interruption
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.shared_pass import forward_together
 from retrieve_spec.sampling.acceptance import Warpers
@@ -29,17 +28,17 @@ def passes_over(sequences: Many[Sequence]) -> Iterator[list[Sequence]]:
     """Divide sequences into those that one pass serves, `config.PASS.batch_rows` at most."""
     shared: dict[object, list[Sequence]] = {}
     for sequence in sequences:
-        company = _company(sequence)
-        if company is None:
+        passes = _shared_passes(sequence)
+        if passes is None:
             yield [sequence]
         else:
-            shared.setdefault((id(company), sequence.wants_hidden), []).append(sequence)
+            shared.setdefault((id(passes), sequence.wants_hidden), []).append(sequence)
     for together in shared.values():
         for first in range(0, len(together), PASS.batch_rows):
             yield together[first : first + PASS.batch_rows]
 
 
-def _company(sequence: Sequence) -> object:
+def _shared_passes(sequence: Sequence) -> object:
     """The recorded pass, or the padded batch, that a sequence can share with others, or None."""
     verifier = sequence.verifier
     if not isinstance(verifier, (PaddedRow, RecordedVerifier)) or (sequence.is_reading and not verifier.packs_prompts):
@@ -56,7 +55,7 @@ def pads(batch: Many[Sequence]) -> bool:
     return len(batch) > 1 and isinstance(batch[0].verifier, PaddedRow)
 
 
-def verify_all(batch: list[Sequence], trees: Many[DraftTree]) -> tuple[list[Sequence], bool]:
+def verify_all(batch: list[Sequence]) -> tuple[list[Sequence], bool]:
     """Verify the trees of a batch in one pass.
 
     Returns
@@ -67,22 +66,18 @@ def verify_all(batch: list[Sequence], trees: Many[DraftTree]) -> tuple[list[Sequ
         Whether it took as long as such passes do: one whose graph was captured takes longer.
     """
     if len(batch) == 1:
-        batch = each(batch, Sequence.verify, trees)
+        batch = each(batch, Sequence.verify)
         return batch, not any(sequence.seen.output.ran is Ran.CAPTURED for sequence in batch if sequence.seen.output)
     roots = [sequence.root_ids for sequence in batch]
     keeps = [1] * len(batch) if any(len(ids) > 1 for ids in roots) else None
-    outputs = _together(batch, roots, trees, keeps)
+    outputs = _together(batch, roots, [sequence.tree for sequence in batch], keeps)
     if outputs is None:
-        return each(batch, Sequence.verify, trees), False
-    for sequence, tree, output in zip(batch, trees, outputs, strict=True):
-        sequence.saw(tree, output)
-    return batch, outputs[0].ran is not Ran.CAPTURED
+        return each(batch, Sequence.verify), False
+    return each(batch, Sequence.saw, outputs), outputs[0].ran is not Ran.CAPTURED
 
 
-def look_all(batch: list[Sequence]) -> list[Sequence]:
-    """Let sequences look at the logits of their pass: once for all that look for the same."""
-    if len(batch) == 1:
-        return each(batch, Sequence.look)
+def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
+    """Let sequences read the logits of their pass: once for all that look for the same."""
     alike: dict[Warpers | None, list[Sequence]] = {}
     for sequence in batch:
         sampler = sequence.sampler
@@ -96,12 +91,11 @@ def look_all(batch: list[Sequence]) -> list[Sequence]:
             continue  # it reads alone
         try:
             found = _read(together, rules)
-        except Exception as error:
-            raise_interruption(error)
+        except Exception:
             logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
             continue
         read.update(zip(map(id, together), found, strict=True))
-    return each(batch, Sequence.look, [read.get(id(sequence)) for sequence in batch])
+    return each(batch, Sequence.read_logits, [read.get(id(sequence)) for sequence in batch])
 
 
 def _read(batch: list[Sequence], rules: Warpers | None) -> list[PassLogits]:
@@ -142,8 +136,7 @@ def _together(
             return rows[0].batch.forward(rows, roots, trees, batch[0].wants_hidden, keeps)
         verifiers = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, RecordedVerifier)]
         return forward_together(verifiers, roots, trees, batch[0].wants_hidden, keeps)
-    except Exception as error:
-        raise_interruption(error)
+    except Exception:
         logger.debug("a pass over %d sequences failed; each is tried alone", len(batch), exc_info=True)
     return None
 
@@ -155,8 +148,7 @@ def each(sequences: Many[Sequence], act: Callable[..., object], *given: Many[Any
         try:
             act(sequence, *own)
             going.append(sequence)
-        except Exception as error:
-            raise_interruption(error)
+        except BaseException as error:
             sequence.fail(error)
     return going
 
@@ -166,7 +158,7 @@ def kept_bytes(sequences: Many[Sequence]) -> int:
 
     Those that share passes of the model's own forward take as much as the longest of them each.
     """
-    each_of = [sequence.bytes_per_token * (sequence.text.length + PASS.cache_block) for sequence in sequences]
+    each_of = [sequence.limits.bytes_per_token * (sequence.text.length + PASS.cache_block) for sequence in sequences]
     padded = [size for size, sequence in zip(each_of, sequences, strict=True) if _is_padded(sequence)]
     return sum(each_of) - sum(padded) + len(padded) * max(padded, default=0)
 

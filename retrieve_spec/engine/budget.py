@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.cost import CostModel
 
 Seconds = NDArray[np.float32]
 _DOUBT = 4.0
@@ -28,98 +27,6 @@ _LOSS, _MOST_RESTS = 0.02, 64
 """Share of the passes' time that looks which find nothing may take, and passes without a look at most."""
 _IMPATIENCE = 4.0
 """How much more a row counts that needs more passes to its end: this power of their number."""
-
-_PATH_RATE, _MOST_SHARE = 0.1, 4.0
-"""How fast what a path costs is learned, and what it costs at most, in plain passes."""
-_LEFT_OVER_RATE = 0.1
-
-
-class Costs:
-    """What passes cost, by the number of sequences in them and of nodes that these draft together.
-
-    A pass in which none drafts may take another way through the model, so that its cost is no point of a line through
-    those of others. Numbers of sequences within an eighth of one another share what is measured. What is not measured
-    yet is taken from fewer sequences: the last token of one more costs what one more node does. Passes with a number of
-    threads that is new are taken to be as steep as those with another.
-
-    Attributes
-    ----------
-    alone
-        Cost of passes over one sequence.
-    path_share
-        What one more path of a tree costs beyond its nodes, as a share of a plain pass: models with recurrent state
-        carry a state along each. None where paths cost nothing of their own.
-    left_over
-        Seconds that a drafted pass over one sequence leaves to the one behind it if that drafts nothing, running mean:
-        where states stay behind the text, it is no plain pass.
-    """
-
-    def __init__(self) -> None:
-        self.threads = 0
-        self.path_share: float | None = None
-        self.left_over = 0.0
-        self._models: dict[int, dict[int, CostModel]] = {}  # by threads, then by sequences
-
-    @property
-    def alone(self) -> CostModel:
-        """Cost of passes over one sequence."""
-        return self.of(1)
-
-    @alone.setter
-    def alone(self, cost: CostModel) -> None:
-        self._models.setdefault(self.threads, {})[1] = cost
-
-    def of(self, sequences: int, threads: int | None = None) -> CostModel:
-        """Cost of passes over so many sequences, with another number of threads if one is given."""
-        models = self._models.setdefault(self.threads if threads is None else threads, {})
-        if not models:
-            measured = (others[1] for others in self._models.values() if 1 in others and others[1].measured)
-            models[1] = CostModel(next(measured, None))
-        sequences = _alike(sequences)
-        if sequences not in models:
-            fewer = max(count for count in models if count < sequences)
-            models[sequences] = CostModel(models[fewer], more=sequences - fewer)
-        return models[sequences]
-
-    def seconds(self, sequences: int, context: int) -> Seconds:
-        """(MAX_NODES + 1,) seconds of a step over so many sequences with 0 … MAX_NODES nodes."""
-        seconds = self.of(sequences).seconds(context, MAX_NODES)
-        if sequences == 1 and self.left_over:
-            seconds = seconds + np.float32(self.left_over)
-            seconds[0] -= np.float32(self.left_over)
-        return seconds
-
-    @property
-    def path_seconds(self) -> float:
-        """Seconds that one more path of a tree costs beyond its nodes."""
-        return self.path_share * float(self.alone.seconds(1, 0)[0]) if self.path_share else 0.0
-
-    def without_paths(self, trees: Many[DraftTree], nodes: int, context: int, seconds: float) -> float:
-        """Seconds of a pass over `trees`, which took `seconds`, had each been a chain; learns what paths cost."""
-        if self.path_share is None or not (more := sum(max(tree.paths - 1, 0) for tree in trees)):
-            return seconds
-        if len(trees) == 1:
-            curve = self.alone.seconds(context, MAX_NODES) - self.alone.overhead
-            share = (seconds - float(curve[min(nodes, MAX_NODES)])) / (more * float(curve[0]))
-            self.path_share += _PATH_RATE * (min(max(share, 0.0), _MOST_SHARE) - self.path_share)
-        return seconds - min(more * self.path_seconds, seconds / 2)
-
-    def is_plain(self, nodes: int, drafted_before: bool, context: int, seconds: float) -> bool:
-        """Whether a pass over one sequence is what such a pass costs; learns what the one before it has left over."""
-        if self.path_share is None:
-            return True
-        if nodes:
-            self.left_over -= _LEFT_OVER_RATE * self.left_over
-        elif drafted_before and self.alone.measured:
-            usual = float(self.alone.seconds(context, 0)[0]) - self.alone.overhead
-            self.left_over += _LEFT_OVER_RATE * min(max(seconds - usual, 0.0), usual)
-        return bool(nodes) or not drafted_before
-
-
-def _alike(sequences: int) -> int:
-    """The least of the numbers of sequences that share what is measured: the first four binary digits of one."""
-    digits = max(sequences.bit_length() - 4, 0)
-    return sequences >> digits << digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +179,7 @@ def gain(trees: Many[DraftTree], seconds: Seconds, worths: NDArray[np.float64], 
     return saved - float(seconds[min(nodes, len(seconds) - 1)])
 
 
-class Rest:
+class Backoff:
     """Passes over several sequences without drafts, the more the longer drafting has not paid.
 
     Looking for drafts takes time, too: where many are sampled at a high temperature it is all that drafting would do.
@@ -293,7 +200,7 @@ class Rest:
         self._left = self._misses = self._looks = 0
         self._pays = False
 
-    def takes(self) -> bool:
+    def rests(self) -> bool:
         """Whether the next pass goes without drafts; to be asked once a pass."""
         rests = self._left > 0
         self._left -= rests

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as Many
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.pass_cost import learn_passes
 
 _KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -30,6 +32,11 @@ _SPEED = 0.15**2
 """Variance by which the machine's speed changes from pass to pass."""
 _MEMORY = 0.5 ** (1.0 / 512)
 """How much of what was measured is still believed a pass later."""
+
+
+_PATH_RATE, _MOST_SHARE = 0.1, 4.0
+"""How fast what a path costs is learned, and what it costs at most, in plain passes."""
+_LEFT_OVER_RATE = 0.1
 
 
 class CostModel:
@@ -196,3 +203,118 @@ def _never_falling(values: NDArray[np.float64], variances: NDArray[np.float64]) 
             weights[-1] += weight
             counts[-1] += count
     return np.repeat([s / w for s, w in zip(sums, weights, strict=True)], counts)
+
+
+class Costs:
+    """What passes cost, by the number of sequences in them and of nodes that these draft together.
+
+    A pass in which none drafts may take another way through the model, so that its cost is no point of a line through
+    those of others. Numbers of sequences within an eighth of one another share what is measured. What is not measured
+    yet is taken from fewer sequences: the last token of one more costs what one more node does.
+
+    Attributes
+    ----------
+    alone
+        Cost of passes over one sequence.
+    path_share
+        What one more path of a tree costs beyond its nodes, as a share of a plain pass: models with recurrent state
+        carry a state along each. None where paths cost nothing of their own.
+    left_over
+        Seconds that a drafted pass over one sequence leaves to the one behind it if that drafts nothing, running mean:
+        where states stay behind the text, it is no plain pass.
+    """
+
+    def __init__(self) -> None:
+        self.path_share: float | None = None
+        self.left_over = 0.0
+        self._models = {1: CostModel()}  # by sequences
+
+    @property
+    def alone(self) -> CostModel:
+        """Cost of passes over one sequence."""
+        return self._models[1]
+
+    @alone.setter
+    def alone(self, cost: CostModel) -> None:
+        self._models[1] = cost
+
+    def of(self, sequences: int) -> CostModel:
+        """Cost of passes over so many sequences."""
+        sequences = _alike(sequences)
+        if sequences not in self._models:
+            fewer = max(count for count in self._models if count < sequences)
+            self._models[sequences] = CostModel(self._models[fewer], more=sequences - fewer)
+        return self._models[sequences]
+
+    def doubt(self) -> None:
+        """Be less sure of what was learned: passes run in another way from now on."""
+        self._models = {sequences: CostModel(model) for sequences, model in self._models.items()}
+
+    def seconds(self, sequences: int, context: int) -> NDArray[np.float32]:
+        """(MAX_NODES + 1,) seconds of a step over so many sequences with 0 … MAX_NODES nodes."""
+        seconds = self.of(sequences).seconds(context, MAX_NODES)
+        if sequences == 1 and self.left_over:
+            seconds = seconds + np.float32(self.left_over)
+            seconds[0] -= np.float32(self.left_over)
+        return seconds
+
+    def expected(self, sequences: int, nodes: int, context: int) -> float:
+        """Seconds of a step over so many sequences and drafted nodes."""
+        return float(self.of(sequences).seconds(context, MAX_NODES)[min(nodes, MAX_NODES)])
+
+    def learn(
+        self, trees: Many[DraftTree], nodes: int, context: int, seconds: Many[float], drafted_before: bool
+    ) -> None:
+        """Learn from a pass.
+
+        Parameters
+        ----------
+        trees
+            What its sequences drafted.
+        nodes
+            Rows of it beyond a last token of each, padding included.
+        context
+            Tokens in front, of all sequences.
+        seconds
+            Of drafting, the model's forward, commits and learning.
+        drafted_before
+            Whether the pass before it verified a draft.
+        """
+        drafted, forward, committed, learned = seconds
+        if self.path_share is not None:  # what a commit takes is the price of the draft
+            forward, committed = forward + committed, 0.0
+        if len(trees) > 1 or self.is_plain(nodes, drafted_before, context, forward):
+            forward = self.without_paths(trees, nodes, context, forward)
+            self.of(len(trees)).observe(nodes, context, forward, drafted + committed + learned)
+
+    @property
+    def path_seconds(self) -> float:
+        """Seconds that one more path of a tree costs beyond its nodes."""
+        return self.path_share * float(self.alone.seconds(1, 0)[0]) if self.path_share else 0.0
+
+    def without_paths(self, trees: Many[DraftTree], nodes: int, context: int, seconds: float) -> float:
+        """Seconds of a pass over `trees`, which took `seconds`, had each been a chain; learns what paths cost."""
+        if self.path_share is None or not (more := sum(max(tree.paths - 1, 0) for tree in trees)):
+            return seconds
+        if len(trees) == 1:
+            curve = self.alone.seconds(context, MAX_NODES) - self.alone.overhead
+            share = (seconds - float(curve[min(nodes, MAX_NODES)])) / (more * float(curve[0]))
+            self.path_share += _PATH_RATE * (min(max(share, 0.0), _MOST_SHARE) - self.path_share)
+        return seconds - min(more * self.path_seconds, seconds / 2)
+
+    def is_plain(self, nodes: int, drafted_before: bool, context: int, seconds: float) -> bool:
+        """Whether a pass over one sequence is what such a pass costs; learns what the one before it has left over."""
+        if self.path_share is None:
+            return True
+        if nodes:
+            self.left_over -= _LEFT_OVER_RATE * self.left_over
+        elif drafted_before and self.alone.measured:
+            usual = float(self.alone.seconds(context, 0)[0]) - self.alone.overhead
+            self.left_over += _LEFT_OVER_RATE * min(max(seconds - usual, 0.0), usual)
+        return bool(nodes) or not drafted_before
+
+
+def _alike(sequences: int) -> int:
+    """The least of the numbers of sequences that share what is measured: the first four binary digits of one."""
+    digits = max(sequences.bit_length() - 4, 0)
+    return sequences >> digits << digits

@@ -15,6 +15,7 @@ from retrieve_spec.datastore.provenance import sourced_runs
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.families import Family, families
+from retrieve_spec.engine.lent_drafter import LentDrafter
 from retrieve_spec.engine.limits import limits_of
 from retrieve_spec.engine.rows import Prepared, rows_of
 from retrieve_spec.engine.sequence import Sequence
@@ -86,23 +87,28 @@ def sequences_of(
             log_probs=return_logprobs,
             device=row.ids.device,
         )
+        read = row.inputs.input_ids[0].cpu().numpy().astype(np.int32) if context_ids is None else context_ids
         sequence = Sequence(
             row.inputs,
             verifier,
-            lend,
+            LentDrafter(lend, read, prediction, on_pass, may_wait),
             sampler,
             stopper,
-            limits_of(prepared, speculation.config, speculation.interface, stopper, most, row.padding, len(rows)),
+            limits_of(
+                prepared,
+                speculation.config,
+                speculation.interface,
+                stopper,
+                most,
+                row.padding,
+                len(rows),
+                speculation.bytes_per_token,
+            ),
             ids=row.ids,
-            prediction_ids=prediction,
-            context_ids=context_ids,
-            on_pass=on_pass,
             on_end=give_back,
             waits_for_reader=prepared.callers_cache,
-            bytes_per_token=speculation.bytes_per_token,
             prompt=RowPrompt(batch, row.index) if batch is not None else together.of(row.inputs) if together else None,
             call=call,
-            may_wait=may_wait,
         )
         made.append(sequence)
     return made
@@ -138,7 +144,7 @@ def loan(
             drafters.give_back(drafter, sequence.lent.spoiled)
         said_all = sequence.stopped and sequence.error is None and not claim.forgotten
         if claim.lent and family is not None and said_all:
-            family.remember(sequence.text.new_ids)  # of equal answers one is kept: done twice it is the same
+            family.remember(sequence.text.new_ids)
         claim.lent.clear()
         sequence.report.provenance = sourced_runs(sequence.report.origins, stores)
 

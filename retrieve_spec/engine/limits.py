@@ -1,4 +1,4 @@
-"""Limits: how much one pass of a sequence may draft."""
+"""Limits: how much one pass of a sequence may draft, and what its cache takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from retrieve_spec.verify.interface import ModelInterface
 
 @dataclass(slots=True)
 class Limits:
-    """How much one pass of a sequence may draft.
+    """How much one pass of a sequence may draft, and what its cache takes.
 
     Attributes
     ----------
@@ -38,6 +38,8 @@ class Limits:
         Positions that the model was made for; 0 where it does not say.
     padding
         Tokens in front of the text that take no positions.
+    bytes_per_token
+        Memory that keys and values of a token take.
     """
 
     nodes: int | None
@@ -51,6 +53,7 @@ class Limits:
     most_nodes: int = MAX_NODES
     positions: int = 0
     padding: int = 0
+    bytes_per_token: int = 0
 
 
 def limits_of(
@@ -61,6 +64,7 @@ def limits_of(
     nodes: int | None,
     padding: int = 0,
     rows: int = 1,
+    bytes_per_token: int = 0,
 ) -> Limits:
     """How much a pass of a row may draft, one of so many of a call; `padding` tokens in front take no positions."""
     inputs = prepared.inputs
@@ -79,4 +83,5 @@ def limits_of(
         provenance=config.provenance,
         positions=interface.max_positions,
         padding=padding - unseen,
+        bytes_per_token=bytes_per_token,
     )

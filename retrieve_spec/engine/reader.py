@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,32 +27,23 @@ class Reader:
 
     def __init__(self, goes_along: bool = False) -> None:
         self._goes_along = goes_along
-        self._pieces: list[NDArray[np.int32]] = []
-        self._taken = 0
+        self._pieces: deque[NDArray[np.int32]] = deque()
         self.asking = 0
-
-    @property
-    def shown(self) -> int:
-        """Passes that were shown."""
-        return len(self._pieces)
 
     @property
     def has_pieces(self) -> bool:
         """Whether there is something to take."""
-        return len(self._pieces) > self._taken
+        return len(self._pieces) > 0
 
     @property
     def is_near(self) -> bool:
         """Whether the next pass may come."""
-        waiting = len(self._pieces) - self._taken
-        return self.asking > 0 and not waiting if self._goes_along else waiting < RUN_AHEAD
+        return self.asking > 0 and not self._pieces if self._goes_along else len(self._pieces) < RUN_AHEAD
 
-    def show(self, token_ids: NDArray[np.int32], place: int) -> None:
-        """Show what pass `place` made visible, (t,) int32; none of a prompt's piece. Done twice it is the same."""
-        if len(self._pieces) == place:
-            self._pieces.append(token_ids)
+    def show(self, token_ids: NDArray[np.int32]) -> None:
+        """Show what a pass made visible, (t,) int32; none of a prompt's piece."""
+        self._pieces.append(token_ids)
 
     def take(self) -> NDArray[np.int32]:
         """The visible tokens of the oldest pass that was not taken."""
-        self._taken += 1
-        return self._pieces[self._taken - 1]
+        return self._pieces.popleft()

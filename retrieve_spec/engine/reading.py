@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from retrieve_spec.config import PASS
 from retrieve_spec.engine.batches import each, pads, passes_over, read_together
 from retrieve_spec.engine.sequence import Sequence
-from retrieve_spec.engine.threads import PromptThreads, using
+from retrieve_spec.engine.threads import PassThreads, using
 
 _FEW = 32
 """Tokens for which a longer prompt does not join a pass."""
 
 
-def read_all(sequences: list[Sequence], most: int = 0, threads: PromptThreads | None = None) -> None:
+def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | None = None) -> None:
     """Let sequences read their prompts.
 
     Parameters
@@ -41,7 +41,7 @@ def read_all(sequences: list[Sequence], most: int = 0, threads: PromptThreads | 
         sequences = [s for s in sequences if s.is_reading and not (s.is_open and s.limits.prefill_chunk)]
 
 
-def _read(batch: list[Sequence], most: int, threads: PromptThreads | None) -> int:
+def _read(batch: list[Sequence], most: int, threads: PassThreads | None) -> int:
     """One pass over pieces of the prompts of some of a batch; how many tokens that were."""
     began = perf_counter()
     pieces = _pieces(batch, most)
@@ -51,8 +51,6 @@ def _read(batch: list[Sequence], most: int, threads: PromptThreads | None) -> in
     seconds = perf_counter() - began
     for sequence in batch:
         sequence.report.prefill_ms += seconds * 1e3 / len(batch)
-    if threads is not None:
-        threads.observe_reading(seconds, tokens)
     return tokens
 
 

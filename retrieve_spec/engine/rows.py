@@ -24,6 +24,10 @@ from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 from retrieve_spec.verify.verifier import VerifierInputs
 
 
+class DelegatedCall(Exception):
+    """A call is left to the original `generate`; the message says why."""
+
+
 @dataclass(slots=True)
 class Prepared:
     """What `generate` prepared for decoding.
@@ -130,33 +134,38 @@ def extras_of(prepared: Prepared, cache_name: str) -> list[str]:
     return [name for name, value in parts.items() if name not in OF_TEXT | {cache_name} and not says_nothing(value)]
 
 
-def why_not_together(prepared: Prepared, cache_name: str) -> str:
-    """Why a prepared batch is left to the original `generate`; empty when its rows can be decoded together."""
+def check_batch(prepared: Prepared, cache_name: str) -> None:
+    """Look whether the rows of a prepared batch can be decoded together.
+
+    Raises
+    ------
+    DelegatedCall
+        They cannot.
+    """
     kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
     extras = extras_of(prepared, cache_name)
     if "encoder_outputs" in extras:  # a row is no text with something beside it
-        return f"a batch is given {', '.join(extras)}"
+        raise DelegatedCall(f"a batch is given {', '.join(extras)}")
     if prepared.callers_cache:
-        return "a batch goes on from a cache that was given"
+        raise DelegatedCall("a batch goes on from a cache that was given")
     if (positions := kwargs.get("position_ids")) is not None and positions.shape[-2] != len(prepared.inputs.input_ids):
-        return "a batch brings its own positions"
+        raise DelegatedCall("a batch brings its own positions")
     if type(kwargs.get(cache_name)) is not DynamicCache or kwargs[cache_name].offloading:
-        return f"a batch is kept in a {type(kwargs.get(cache_name)).__name__}"
+        raise DelegatedCall(f"a batch is kept in a {type(kwargs.get(cache_name)).__name__}")
     others = [p for p in prepared.processors if type(p) not in _ROW_BY_ROW]
     others += [c for c in criteria if type(c) not in _STOPS]
     if others:
         kind = type(others[0]).__name__
-        return f"a {kind} may tell the rows of a batch apart: generate_many calls it for each request"
+        raise DelegatedCall(f"a {kind} may tell the rows of a batch apart: generate_many calls it for each request")
     kinds = {type(criterion) for criterion in criteria}
     if kinds & {StopStringCriteria, MaxTimeCriteria} and EosTokenCriteria not in kinds:
-        return "rows of a batch go on behind where they stop: there is no end-of-text token"
+        raise DelegatedCall("rows of a batch go on behind where they stop: there is no end-of-text token")
     padding = padding_in_front(prepared.inputs)
     if padding is None:
-        return "a row of a batch has no text"
+        raise DelegatedCall("a row of a batch has no text")
     mask = kwargs.get("attention_mask")
     if extras and mask is not None and int(mask.bool().sum()) != sum(mask.shape[1] - many for many in padding):
-        return f"a batch with padding inside is given {', '.join(extras)}"
-    return ""
+        raise DelegatedCall(f"a batch with padding inside is given {', '.join(extras)}")
 
 
 def padding_in_front(inputs: VerifierInputs) -> list[int] | None:

@@ -1,7 +1,7 @@
 """Shared prompt: what the first of several sequences with one prompt has read, for the others to start from.
 
 Keys and values are copied when a sequence first writes behind them, and never before. Nobody waits for a reader that
-has ended, and what an interruption cut short can be done again.
+has ended.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SharedPrompt:
         if rows is not None:
             self._rows, self._first_row = rows, first_row
             hidden = None if output.hidden is None else output.hidden.clone()
-            self._output = VerifierOutput(output.logits.clone(), hidden)  # the last: without it nothing is kept
+            self._output = VerifierOutput(output.logits.clone(), hidden)
 
     def taken(self, inputs: VerifierInputs) -> tuple[VerifierInputs, tuple[VerifierOutput, int] | None]:
         """What a sequence with these inputs starts from.

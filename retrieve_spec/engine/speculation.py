@@ -15,12 +15,10 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.change import ChangeReport
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Drafter, Preparable
-from retrieve_spec.engine.budget import Costs
-from retrieve_spec.engine.company import Company
-from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.batch_compatibility import BatchCompatibility
+from retrieve_spec.engine.cost import CostModel, Costs
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
-from retrieve_spec.engine.known_calls import KnownCalls
 from retrieve_spec.engine.report import GenerationReport, together
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError
@@ -45,12 +43,10 @@ class Speculation:
     mode, reason
         How drafts are verified ("tree", "chain" or "plain") and why not better; "delegated" where calls with text
         alone are left to the original `generate`.
-    engine, company
+    engine, compatibility
         Takes the model's sequences from pass to pass; says which of them share passes.
     drafters
         What drafts for them.
-    known_calls
-        What the original `generate` prepares, without asking it anew for calls like earlier ones.
     last
         Report of the generation that ended last, None before the first.
     model_key
@@ -96,8 +92,7 @@ class Speculation:
         self._make_verifier: Callable[[], Verifier] = passes
         self.drafters = Drafters(config, datastores, drafter, model_key, tokenizer, vocabulary)
         self.engine = Engine(Costs())
-        self.company = Company()
-        self.known_calls = KnownCalls()
+        self.compatibility = BatchCompatibility()
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -126,18 +121,19 @@ class Speculation:
     def invalidate(self) -> None:
         """Look at the model anew at the next generation: probe and record it again.
 
-        Needed after edits that torch does not count: docs/verifier.md says which.
+        Needed after what torch does not count: edits of weights through `.data`, NumPy or another process, patched
+        functions and classes, values behind several containers or closures.
         """
         with self.engine.alone():
             self._passes.invalidate()
 
-    def let_be(self) -> None:
+    def assume_frozen(self) -> None:
         """Promise that nobody edits the model from now on: one that is recorded is not looked at before generations.
 
         For programs that hold the model themselves, as the server does. `invalidate` takes the promise back.
         """
         with self.engine.alone():
-            self._passes.let_be()
+            self._passes.assume_frozen()
 
     @property
     def cost(self) -> CostModel:
@@ -231,7 +227,7 @@ class Speculation:
         """Verifiers for the sequences of one call, which may share passes with others' where they go `together`."""
         with self.engine.alone():  # probing and recording a model that has changed
             if together:
-                return self.company.verifiers(self._make_verifier, count, recorded)
+                return self.compatibility.verifiers(self._make_verifier, count, recorded)
             return [self._make_verifier() for _ in range(count)]
 
     def ended(self, *sequences: Sequence) -> None:
@@ -243,11 +239,11 @@ class Speculation:
         steps = set().union(*(sequence.steps for sequence in sequences))
         self.last = together([sequence.report for sequence in sequences], 1 + len(steps))
 
-    def why_alone(self) -> str:
+    def batching_blocker(self) -> str:
         """Why several sequences cannot be verified in one pass; empty when they can."""
         if self.drafters.given is not None:
             return "the drafter that was given serves one text"
         if self.interface.rope_switch:
             return "rotary frequencies change with the length of a text"
         with self.engine.alone():
-            return self.company.why_alone(self._make_verifier())
+            return self.compatibility.batching_blocker(self._make_verifier())

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.errors import interruptions_as_they_are
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,7 @@ class Stream(Iterator[Piece]):
         self._pieces, self._report = pieces, report
 
     def __next__(self) -> Piece:
-        with interruptions_as_they_are():
-            return next(self._pieces)
+        return next(self._pieces)
 
     def __enter__(self) -> Stream:
         return self

@@ -36,8 +36,6 @@ _TOLERATED, _ALARM = 0.15, 1.0
 _SHARE = 1 / 32
 """Of the time of all passes, how much trials of more threads may lose: one pass that waits for a taken core can take as
 long as a whole answer."""
-_SHORT = 32
-"""Tokens of a prompt's pass below which its time says nothing of longer ones."""
 _ROWS, _LAYERS, _WEIGHTS = 8, 16, 1 << 26
 """Rows, and at most about as many layers and weights, of what is multiplied before the first pass."""
 
@@ -85,10 +83,6 @@ class PassThreads:
         if self._other and len(self._scores[self._other]) <= len(self._scores[self.chosen]):
             return self._other
         return self.chosen
-
-    def lowered_to(self, number: int) -> int:
-        """The number, 0 where it is the user's setting."""
-        return 0 if number == self.most else number
 
     @classmethod
     def of_torch(cls) -> Self | None:
@@ -183,31 +177,6 @@ class PassThreads:
             self.chosen = self._other
         self._other, self._scores = 0, {}
         self._interval = self._wait = _NEXT_TRIAL if changed else min(max(2 * self._interval, _NEXT_TRIAL), _LAST_TRIAL)
-
-
-class PromptThreads(PassThreads):
-    """The same choice for passes that read prompts, by what a token of theirs takes: no cost model covers them."""
-
-    def __init__(self, most: int, set_threads: Callable[[int], object] = bool) -> None:
-        super().__init__(most, set_threads)
-        self._token_seconds = 0.0
-
-    @classmethod
-    def beginning_as(cls, other: PassThreads) -> Self:
-        """The choice for prompts, which begins with what was chosen for other passes."""
-        threads = cls(other.most, other._set)
-        threads.chosen = other.chosen
-        return threads
-
-    def observe_reading(self, seconds: float, tokens: int) -> None:
-        """Learn from a pass over so many tokens that ran with `next` threads."""
-        if tokens < _SHORT:
-            return
-        taken = seconds / (tokens + _SHORT)  # as if some more: a pass has a part that does not grow
-        usual = self._token_seconds or taken
-        if not self.comparing:
-            self._token_seconds = usual + (taken - usual) / 8
-        self.observe(taken, usual)
 
 
 def using(threads: PassThreads | None) -> contextlib.AbstractContextManager[None]:

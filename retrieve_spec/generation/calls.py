@@ -14,11 +14,11 @@ import torch
 from transformers import GenerationMixin
 
 from retrieve_spec.engine.joining import sequences_of
-from retrieve_spec.engine.rows import Prepared
+from retrieve_spec.engine.rows import DelegatedCall, Prepared
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.streaming import StreamerFeed
-from retrieve_spec.errors import ConfigError, in_a_line, interruptions_as_they_are
+from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.generation.arguments import check_arguments, row_predictions
 from retrieve_spec.generation.logprobs import check_call, of_original
 from retrieve_spec.generation.outputs import result_of
@@ -36,7 +36,6 @@ _SEEDING = threading.RLock()
 
 
 @functools.wraps(GenerationMixin.generate)
-@interruptions_as_they_are()
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an accelerated model."""
     own = {name: kwargs.pop(name, None) for name in _OWN_OPTIONS}
@@ -46,13 +45,13 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     if reason := own_generate(self):  # its arguments are its own, too
         if own["return_logprobs"]:
             raise ConfigError("to return log-probabilities", reason, "Leave out return_logprobs=True.")
-        with seeded(own["seed"], self):
-            output, reason = decode_inside(
-                self, original(self), args, kwargs, lambda prepared: decode_prepared(self, prepared, own, {})
-            )
-        if not reason:
-            return output
-        speculation.delegated(reason)
+        try:
+            with seeded(own["seed"], self):
+                return decode_inside(
+                    self, original(self), args, kwargs, lambda prepared: decode_prepared(self, prepared, own, {})
+                )
+        except DelegatedCall as why:
+            speculation.delegated(str(why))
         with seeded(own["seed"], self):
             return original(self)(*args, **kwargs)
     arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
@@ -62,14 +61,17 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     speculation.drafter(own["draft"])  # an unknown preset is an error
     if own["return_logprobs"]:
         check_call(self, arguments)
-    prepared = _prepared(self, arguments, "" if is_one_row(self, arguments) else speculation.why_alone())
-    if isinstance(prepared, str):
-        speculation.delegated(prepared)
-        with seeded(own["seed"], self):
-            if own["return_logprobs"]:
-                return of_original(self, original(self), arguments)
-            return original(self)(*args, **kwargs)
-    return decode_prepared(self, prepared, own, arguments)
+    prepared: Prepared | None = None
+    try:
+        prepared = _prepared(self, arguments, "" if is_one_row(self, arguments) else speculation.batching_blocker())
+    except DelegatedCall as why:
+        speculation.delegated(str(why))
+    if prepared is not None:
+        return decode_prepared(self, prepared, own, arguments)
+    with seeded(own["seed"], self):
+        if own["return_logprobs"]:
+            return of_original(self, original(self), arguments)
+        return original(self)(*args, **kwargs)
 
 
 def decode_prepared(model: Any, prepared: Prepared, own: dict[str, Any], arguments: dict[str, Any]) -> Any:
@@ -98,15 +100,23 @@ def seeded(seed: int | None, model: Any) -> Iterator[None]:
         yield
 
 
-def prepare_call(model: Any, arguments: dict[str, Any], alone: str = "it asks for more than one row") -> Prepared | str:
-    """Prepare a call, or say why the original `generate` decodes it; `alone`: why more than one row would be."""
-    return own_generate(model) or _prepared(model, arguments, alone)
+def prepare_call(model: Any, arguments: dict[str, Any], alone: str = "it asks for more than one row") -> Prepared:
+    """Prepare a call; `alone`: why more than one row would be left to the original `generate`.
+
+    Raises
+    ------
+    DelegatedCall
+        The original `generate` decodes it.
+    """
+    if why := own_generate(model):
+        raise DelegatedCall(why)
+    return _prepared(model, arguments, alone)
 
 
-def _prepared(model: Any, arguments: dict[str, Any], alone: str) -> Prepared | str:
+def _prepared(model: Any, arguments: dict[str, Any], alone: str) -> Prepared:
     """The same of a model whose class has no `generate` of its own."""
     if model.speculation.engine.is_stepping:
-        return "it is asked for in the middle of another generation"
+        raise DelegatedCall("it is asked for in the middle of another generation")
     return prepare(model, original(model), model.speculation.interface, arguments, alone)
 
 
@@ -135,10 +145,12 @@ def why_delegated(model: Any) -> str:
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 1}
         # One that was set on the model is not ours to call.
         of_class = types.MethodType(GenerationMixin.generate, model)
-        prepared = prepare(model, of_class, model.speculation.interface, arguments)
+        prepare(model, of_class, model.speculation.interface, arguments)
+    except DelegatedCall as why:
+        return str(why)
     except Exception as error:  # whatever a model says to a prompt without what it is made for
         return f"a prompt of text alone fails ({in_a_line(error)})"
-    return prepared if isinstance(prepared, str) else ""
+    return ""
 
 
 def speculation_of(model: Any) -> Speculation:

@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.rows import DelegatedCall
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.shared_prompt import SharedPrompts
-from retrieve_spec.errors import ConfigError, interruptions_as_they_are, raise_interruption
+from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.arguments import as_inputs, known_ids, row_predictions
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
 from retrieve_spec.generation.finished import Completion, Finished
@@ -64,7 +65,7 @@ class Requests(Iterator[Finished]):
     ) -> None:
         self._model, self._common, self._kept_order = model, common, order == "given"
         self._speculation = speculation_of(model)
-        self._rows = 1 if self._speculation.why_alone() else rows  # they would only wait for one another
+        self._rows = 1 if self._speculation.batching_blocker() else rows  # they would only wait for one another
         self._prompts = SharedPrompts(self._speculation.interface.cache_name)
         self._given = enumerate(requests)
         self._under_way: dict[int, _UnderWay] = {}
@@ -77,8 +78,7 @@ class Requests(Iterator[Finished]):
         self._finished = self._in_order(self._as_completed())
 
     def __next__(self) -> Finished:
-        with interruptions_as_they_are():
-            return next(self._finished)
+        return next(self._finished)
 
     def __enter__(self) -> Requests:
         return self
@@ -134,7 +134,6 @@ class Requests(Iterator[Finished]):
             try:
                 made = self._begin(index, request)
             except Exception as error:  # of this request alone
-                raise_interruption(error)
                 self._over.append(Finished(index, request, error=error))
                 made = []
             yield from made
@@ -155,9 +154,10 @@ class Requests(Iterator[Finished]):
             own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
         if own["return_logprobs"]:
             check_decoder(model, arguments)
-        prepared = prepare_call(model, arguments, speculation.why_alone())
-        if isinstance(prepared, str):
-            self._apart = index, request, (arguments, own, prepared)
+        try:
+            prepared = prepare_call(model, arguments, speculation.batching_blocker())
+        except DelegatedCall as why:
+            self._apart = index, request, (arguments, own, str(why))
             return []
         predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
         sequences = sequences_of(speculation, prepared, predictions, together=self._prompts, **own)
@@ -187,6 +187,8 @@ class Requests(Iterator[Finished]):
         job.running -= 1
         if sequence.error is not None:
             self._speculation.engine.leave(*job.sequences)
+            if not isinstance(sequence.error, Exception):  # as KeyboardInterrupt from a processor
+                raise sequence.error
         if job.running:
             return
         self._speculation.ended(*job.sequences)
@@ -214,7 +216,6 @@ class Requests(Iterator[Finished]):
         try:
             rows, both = delegate(self._model, arguments, own["seed"], own["return_logprobs"])
         except Exception as error:  # of this request alone
-            raise_interruption(error)
             return Finished(index, request, error=error)
         ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
         noted_rows = [None] * len(rows) if both is None else both.cpu().numpy()

@@ -13,17 +13,13 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from retrieve_spec.engine.rows import Prepared
-from retrieve_spec.generation.request import from_captured, reason_from_arguments, setting
+from retrieve_spec.engine.rows import DelegatedCall, Prepared
+from retrieve_spec.generation.request import check_arguments_decoded, from_captured, setting
 from retrieve_spec.verify.steps import capture, sample_tokens
 
 Decode = Callable[[Prepared], Any]
 _UNHEARD = ("streamer", "assistant_model", "custom_generate")
 """Arguments of which what decodes inside does not hear."""
-
-
-class _LeftError(Exception):
-    """A call must be decoded by the model itself; says why."""
 
 
 def own_generate(model: Any) -> str:
@@ -54,8 +50,8 @@ def why_not_inside(model: Any) -> str:
 
 def decode_inside(
     model: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], decode: Decode
-) -> tuple[Any, str]:
-    """Let a class's own `generate` run with another way of decoding inside: what it returns, or why it cannot be.
+) -> Any:
+    """Let a class's own `generate` run with another way of decoding inside; what it returns.
 
     Parameters
     ----------
@@ -63,34 +59,37 @@ def decode_inside(
         The class's `generate`, as it was before.
     decode
         Decodes a prepared call and returns what `generate` would.
+
+    Raises
+    ------
+    DelegatedCall
+        The class has to decode by itself.
     """
     speculation = model.speculation
     arguments = _by_name(own, args, kwargs)
-    if why := _why_left(model, arguments):
-        return None, why
+    _check_decoded_inside(model, arguments)
     decoded: list[bool] = []
 
     def inside(model_inside: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
         if model_inside is not model:
-            raise _LeftError(f"{type(model).__name__} lets a {type(model_inside).__name__} decode")
+            raise DelegatedCall(f"{type(model).__name__} lets a {type(model_inside).__name__} decode")
         captured = capture(model, input_ids, **prepared)
-        if why := reason_from_arguments(model, {"generation_config": captured.generation_config}, ""):
-            raise _LeftError(why)
-        alone = "" if len(input_ids) == 1 else speculation.why_alone()
+        check_arguments_decoded(model, {"generation_config": captured.generation_config}, "")
+        alone = "" if len(input_ids) == 1 else speculation.batching_blocker()
         found = from_captured(model, captured, speculation.interface, arguments, alone)
-        if isinstance(found, str):
-            raise _LeftError(found)
         decoded.append(True)
         return decode(found)
 
     drawn = _noise(model)
     try:
         output = own(*args, **kwargs, custom_generate=inside)
-    except _LeftError as left:
+    except DelegatedCall:
         for device, state in drawn.items():  # the class begins again
             torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state, device)
-        return None, str(left)
-    return output, "" if decoded else own_generate(model)
+        raise
+    if not decoded:
+        raise DelegatedCall(own_generate(model))
+    return output
 
 
 def _noise(model: Any) -> dict[str, torch.Tensor]:
@@ -116,13 +115,13 @@ def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return found
 
 
-def _why_left(model: Any, arguments: dict[str, Any]) -> str:
-    """Why a call is left to the model, as far as its arguments tell."""
+def _check_decoded_inside(model: Any, arguments: dict[str, Any]) -> None:
+    """Look whether the decoding inside of a call is ours, as far as its arguments tell; else raise `DelegatedCall`."""
     if model.speculation.mode == "delegated":
-        return str(model.speculation.reason)
+        raise DelegatedCall(model.speculation.reason)
     if model.speculation.engine.is_stepping:
-        return "it is asked for in the middle of another generation"
+        raise DelegatedCall("it is asked for in the middle of another generation")
     unheard = any(arguments.get(name) is not None for name in _UNHEARD)
     if unheard or setting(model, arguments, "stop_strings") is not None:
-        return own_generate(model)
-    return reason_from_arguments(model, arguments, "")
+        raise DelegatedCall(own_generate(model))
+    check_arguments_decoded(model, arguments, "")

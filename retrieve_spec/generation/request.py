@@ -1,4 +1,4 @@
-"""Requests: what the original `generate` prepares for decoding, or the reason to leave the call to it.
+"""Requests: what the original `generate` prepares for decoding, unless the call is left to it (`DelegatedCall`).
 
 The original `generate` prepares: it merges generation configs, builds masks, positions, cache, processors and stopping
 criteria, then hands them to our callable (`custom_generate`), which only takes them down.
@@ -17,7 +17,7 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from retrieve_spec.engine.rows import Prepared, extras_of, padding_in_front, why_not_together
+from retrieve_spec.engine.rows import DelegatedCall, Prepared, check_batch, extras_of, padding_in_front
 from retrieve_spec.errors import PromptError, UnknownTokenError
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.recorded.recorded_verifier import own_forward
@@ -26,7 +26,7 @@ from retrieve_spec.verify.cache import decoder_cache, seq_length
 from retrieve_spec.verify.extras import CACHE_NAMES, TOKEN_TYPES
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
-from retrieve_spec.verify.steps import Captured
+from retrieve_spec.verify.steps import Captured, capture
 from retrieve_spec.verify.tensor_parallel import why_in_step
 from retrieve_spec.verify.verifier import VerifierInputs
 
@@ -63,8 +63,8 @@ _FIXED = ("static", "sliding_window", "hybrid_chunked")
 
 def prepare(
     model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], alone: str = _TOO_MANY
-) -> Prepared | str:
-    """Let the original `generate` prepare a call; return why it should also decode it where ours cannot.
+) -> Prepared:
+    """Let the original `generate` prepare a call.
 
     Parameters
     ----------
@@ -77,6 +77,8 @@ def prepare(
 
     Raises
     ------
+    DelegatedCall
+        It should also decode it.
     PromptError
         The prompt has no tokens.
     UnknownTokenError
@@ -87,9 +89,7 @@ def prepare(
         del arguments["mm_token_type_ids"]
     if _is_fixed_and_unseen(model, arguments):
         arguments["cache_implementation"] = "dynamic"
-    reason = reason_from_arguments(model, arguments, alone)
-    if reason:
-        return reason
+    check_arguments_decoded(model, arguments, alone)
     tokenizer = arguments.pop("tokenizer", None)
     arguments.pop("streamer", None)
     stop_strings = setting(model, arguments, "stop_strings")
@@ -98,17 +98,23 @@ def prepare(
         arguments["stopping_criteria"] = StoppingCriteriaList(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
-    captured = model.speculation.known_calls.captured(model, generate, arguments)
+    captured: Captured = generate(**{**arguments, "custom_generate": capture})
     return from_captured(model, captured, interface, arguments, alone)
 
 
 def from_captured(
     model: Any, captured: Captured, interface: ModelInterface, arguments: dict[str, Any], alone: str
-) -> Prepared | str:
-    """What sequences of a call start from, given what `generate` prepared of it; else why it should decode it."""
+) -> Prepared:
+    """What sequences of a call start from, given what `generate` prepared of it.
+
+    Raises
+    ------
+    DelegatedCall
+        It should decode it.
+    """
     given_ids = _stand_in_for_embeddings(captured)
     if reason := _reason_from_captured(model, captured, interface, alone):
-        return reason
+        raise DelegatedCall(reason)
     prepared = _as_prepared(captured, interface, any(arguments.get(name) is not None for name in CACHE_NAMES))
     if not extras_of(prepared, interface.cache_name):  # else places of images may have tokens that nobody embeds
         _check_embedded(model, prepared.inputs)
@@ -118,32 +124,32 @@ def from_captured(
     if interface.has_encoder:
         prepared.context_ids = _encoded_ids(model, arguments, captured.input_ids)
     if len(prepared.inputs.input_ids) > 1:
-        why = why_not_together(prepared, interface.cache_name) or _why_not_read(model, prepared, interface)
+        check_batch(prepared, interface.cache_name)
         positions = captured.model_kwargs.get(interface.positions_name)
-        if not why and prepared.batch is None and positions is not None and _axes_differ(positions):
-            return "positions of a batch differ from axis to axis"
-        return why or prepared
+        if extras_of(prepared, interface.cache_name):
+            prepared.batch = _read_batch(model, prepared, interface)
+        elif positions is not None and _axes_differ(positions):
+            raise DelegatedCall("positions of a batch differ from axis to axis")
     return prepared
 
 
-def _why_not_read(model: Any, prepared: Prepared, interface: ModelInterface) -> str:
-    """Let a model read the prompts of a batch that is given more than text; why its rows cannot go on apart."""
-    if not extras_of(prepared, interface.cache_name) or (padding := padding_in_front(prepared.inputs)) is None:
-        return ""
+def _read_batch(model: Any, prepared: Prepared, interface: ModelInterface) -> BatchPrompt:
+    """Let a model read the prompts of a batch that is given more than text."""
     speculation = model.speculation
     own = own_forward(speculation.verifiers()[0])
     if not isinstance(own, HFVerifier):
-        return str(own.reason)
-    batch = BatchPrompt(model, prepared.inputs, padding, interface.cache_name)
+        raise DelegatedCall(own.reason)
+    batch = BatchPrompt(model, prepared.inputs, padding_in_front(prepared.inputs) or [], interface.cache_name)
     with speculation.engine.alone():
         if why := batch.examine(own):
-            return why
+            raise DelegatedCall(why)
         drafter = speculation.drafter()
         batch.read(None if drafter is None else drafter.wants_hidden)
-        if not batch.problem and batch.by_axis and (why := speculation.company.why_alone(own)):
-            return f"positions of a batch differ from axis to axis, and {why}"
-    prepared.batch = batch
-    return batch.problem
+        if not batch.problem and batch.by_axis and (why := speculation.compatibility.batching_blocker(own)):
+            raise DelegatedCall(f"positions of a batch differ from axis to axis, and {why}")
+    if batch.problem:
+        raise DelegatedCall(batch.problem)
+    return batch
 
 
 def _is_all_text(model: Any, arguments: dict[str, Any]) -> bool:
@@ -190,34 +196,41 @@ def is_one_row(model: Any, arguments: dict[str, Any]) -> bool:
     return one and (setting(model, arguments, "num_return_sequences") or 1) == 1
 
 
-def reason_from_arguments(model: Any, arguments: dict[str, Any], alone: str) -> str:
-    """Why a call must be delegated, as far as its arguments tell."""
+def check_arguments_decoded(model: Any, arguments: dict[str, Any], alone: str) -> None:
+    """Look whether a call asks for what is decoded here, as far as its arguments tell.
+
+    Raises
+    ------
+    DelegatedCall
+        It does not.
+    PromptError
+        The prompt has no tokens.
+    """
     if why := why_in_step(model):
-        return why
+        raise DelegatedCall(why)
     preparing = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", model)
     if preparing is not model:
-        return f"a {type(preparing).__name__} prepares the model's inputs"
+        raise DelegatedCall(f"a {type(preparing).__name__} prepares the model's inputs")
     for name, reason in _OTHER_MODES.items():
         value = arguments.get(name)
         if value is not None and value is not False:
-            return reason
+            raise DelegatedCall(reason)
     for name, (neutral, reason) in _OTHER_SETTINGS.items():
         value = setting(model, arguments, name)
         if value is not None and value != neutral and value not in _NEUTRAL.get(name, ()):
-            return reason
+            raise DelegatedCall(reason)
     if alone and (setting(model, arguments, "num_return_sequences") or 1) > 1:
-        return f"several sequences are returned: {alone}"
+        raise DelegatedCall(f"several sequences are returned: {alone}")
     ids = prompt_of(arguments)
     if arguments.get("inputs") is not None and arguments.get("input_ids") is not None:
-        return "the prompt is given twice"
+        raise DelegatedCall("the prompt is given twice")
     if isinstance(ids, torch.Tensor):
         if ids.ndim != 2:
-            return "the prompt is not a batch of token ids"
+            raise DelegatedCall("the prompt is not a batch of token ids")
         if ids.shape[0] > 1 and alone:
-            return alone
+            raise DelegatedCall(alone)
         if ids.shape[1] == 0:
             raise PromptError("a prompt of at least one token", "an empty one", "Give some text to continue.")
-    return ""
 
 
 def _stand_in_for_embeddings(captured: Captured) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.rows import DelegatedCall, Prepared
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.streaming import Piece, Stream, TextDecoder
 from retrieve_spec.errors import ConfigError
@@ -141,8 +142,9 @@ def open_sequence(
     the call is left to the original `generate`.
     """
     arguments = {**as_inputs(input_ids, tokenizer, model), **kwargs, "tokenizer": tokenizer}
-    prepared = prepare_call(model, arguments)
-    if isinstance(prepared, str):
+    try:
+        prepared = prepare_call(model, arguments)
+    except DelegatedCall:
         return None
     read = None if context_ids is None else known_ids(context_ids, "context_ids", model)
     (sequence,) = sequences_of(
@@ -170,9 +172,12 @@ def _runs(
     speculation = speculation_of(model)
     if options["return_logprobs"]:
         check_decoder(model, arguments)
-    prepared = prepare_call(model, arguments)
-    if isinstance(prepared, str):
-        under_way.append(speculation.delegated(prepared))
+    prepared: Prepared | None = None
+    try:
+        prepared = prepare_call(model, arguments)
+    except DelegatedCall as why:
+        under_way.append(speculation.delegated(str(why)))
+    if prepared is None:
         rows, both = delegate(model, arguments, options["seed"], options["return_logprobs"])
         yield rows[0].cpu().numpy().astype(np.int32), None if both is None else both[0].cpu().numpy()
         return

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.engine.budget import Costs, Rest
-from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.budget import Backoff
+from retrieve_spec.engine.cost import CostModel, Costs
 
 _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 """Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
@@ -56,7 +56,7 @@ class Pace:
         self._rows: dict[tuple[int, bool], _Rows] = {}
         self._now: tuple[int, bool, _Rows] = 0, False, _Rows(CostModel())
         self._step: tuple[_Rows, int, int] | None = None
-        self._rest = Rest(patience=_PATIENCE)
+        self._backoff = Backoff(patience=_PATIENCE)
         self._hopes = False
 
     def measured(self, seconds: float) -> None:
@@ -99,7 +99,7 @@ class Pace:
 
     def goes_without(self, rows: int, sampled: bool = False) -> bool:
         """Whether the next step is better taken without a look: drafting did not pay lately, or to measure that."""
-        if self._rest.takes():
+        if self._backoff.rests():
             return True
         known = self._of(rows, sampled)
         return known.since >= (_FIRST_EVERY if known.plain < _FIRST_PLAIN else _PLAIN_EVERY)
@@ -111,7 +111,7 @@ class Pace:
             known.hope = _LEAST_HOPE if nodes else min(2.0 * known.hope, _MOST)
             known.patience = min(2 * known.patience, _MOST) if nodes else known.patience
         elif looked:
-            self._rest.looked(nodes > 0)
+            self._backoff.looked(nodes > 0)
             known.nodes = nodes
         self._step = known, nodes, context
 

@@ -22,11 +22,12 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from retrieve_spec.acceleration import prepare
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.engine.rows import DelegatedCall
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.calls import BEFORE, decode_prepared, seeded
 from retrieve_spec.generation.calls import generate as accelerated_generate
-from retrieve_spec.generation.request import from_captured, reason_from_arguments
+from retrieve_spec.generation.request import check_arguments_decoded, from_captured
 from retrieve_spec.verify.steps import capture
 
 FOLDER = str(Path(__file__).parent / "recipe")
@@ -130,18 +131,19 @@ def _decode(model: Any, input_ids: Any, own: dict[str, Any], arguments: dict[str
     speculation.drafter(own["draft"])  # an unknown preset is an error
     prepared = capture(model, input_ids, **arguments)
     settings = prepared.generation_config
-    why = "it is asked for in the middle of another generation" if speculation.engine.is_stepping else ""
-    if why := why or reason_from_arguments(model, {"generation_config": settings}, ""):
-        speculation.delegated(why)
-    else:
-        alone = "" if len(input_ids) == 1 else speculation.why_alone()
+    try:
+        if speculation.engine.is_stepping:
+            raise DelegatedCall("it is asked for in the middle of another generation")
+        check_arguments_decoded(model, {"generation_config": settings}, "")
+        alone = "" if len(input_ids) == 1 else speculation.batching_blocker()
         cache = speculation.interface.cache_name
         found = from_captured(model, prepared, speculation.interface, {cache: arguments.get(cache)}, alone)
-        if not isinstance(found, str):
-            return decode_prepared(model, found, own, {})
-        speculation.delegated(found)
+        return decode_prepared(model, found, own, {})
+    except DelegatedCall as why:
+        reason = str(why)
+        speculation.delegated(reason)
     method = getattr(type(model), GENERATION_MODES_MAPPING[settings.get_generation_mode()], None)
     if method is None:
-        raise ConfigError("a way to decode that transformers has itself", str(why), "Leave custom_generate out.")
+        raise ConfigError("a way to decode that transformers has itself", reason, "Leave custom_generate out.")
     with seeded(own["seed"], model):
         return method(model, input_ids, **arguments)

@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_wide
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from retrieve_spec.recorded.state_parts import without_ours
+from retrieve_spec.recorded.model_state import without_ours
 from retrieve_spec.recorded.weight_layout import Layout, Layouts, WeightCopies
 
 _LINEAR = functional.linear, nn.Linear.forward
@@ -66,16 +66,14 @@ class PackedLayers:
                 if layout.serves(1) and layout.nbytes >= _LONE_BYTES:
                     self._lone.append(self._all[-1])
         self._copies = WeightCopies(list(enumerate(self._layouts)))
-        self._passes = 0
 
     def __len__(self) -> int:
         return len(self._layouts)
 
-    def follow(self) -> int:
+    def follow(self, closely: bool = False) -> int:
         """Copy weights again that differ from their copies; how many did."""
-        passes, self._passes = self._passes, 0
         with torch.no_grad():
-            return self._copies.follow([layout.tensor for layout in self._layouts], passes)
+            return self._copies.follow([layout.tensor for layout in self._layouts], closely)
 
     @contextlib.contextmanager
     def __call__(self, rows: int) -> Iterator[None]:
@@ -84,7 +82,6 @@ class PackedLayers:
         if not layers or _somebody_watches():
             yield
             return
-        self._passes += 1
         self._threads.add(get_ident())
         try:
             for attributes, ours in layers:

@@ -202,7 +202,6 @@ class RecordedPass:
             raise RecordingError(why)
         layouts = Layouts(PASS.layout_bytes) if layouts is None else layouts
         self._code, self._weights, self._copies = graph_passes.compile_program(program, recording, layouts, fused)
-        self._passes = 0
         self.reads_prompts = graph_passes.packed_share(self._code) > _MOSTLY
         self.rules = recording.log.live_rules()
         self._states = [kinds for _, kinds in sorted(recording.log.states.items())]
@@ -238,11 +237,10 @@ class RecordedPass:
         """Make its GPU the current one, to which kernels and graphs go; nothing on a CPU."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    def follow(self) -> int:
+    def follow(self, closely: bool = False) -> int:
         """Copy weights again that differ from their copies; how many did (`retrieve_spec.recorded.weight_layout`)."""
-        passes, self._passes = self._passes, 0
         with torch.no_grad():
-            return self._copies.follow(self._weights, passes)
+            return self._copies.follow(self._weights, closely)
 
     def run(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, wanted: int | torch.Tensor = 0
@@ -253,7 +251,6 @@ class RecordedPass:
 
         The results are inference tensors: copy them before changing them in place.
         """
-        self._passes += 1
         with torch.inference_mode():
             logits, hidden = self._code(*self._weights, input_ids, position_ids, attend, wanted)
         return logits, hidden

@@ -64,11 +64,6 @@ class RecordedVerifier(OverAnother):
         self.graphs = graphs
 
     @property
-    def takes_back(self) -> bool:
-        """Whether a pass can begin again (`Verifier.takes_back`)."""
-        return not self.not_recorded or self.own.takes_back
-
-    @property
     def pass_kind(self) -> PassKind:
         """What runs the model in this generation."""
         return self.own.pass_kind if self.not_recorded else "recorded"
@@ -102,7 +97,7 @@ class RecordedVerifier(OverAnother):
         positions = inputs.model_kwargs.get("position_ids")
         if positions is not None and len(positions[..., -1].unique()) > 1:
             return "positions differ from axis to axis"
-        if self._state is not None and not self._state.holds(self.model):
+        if self._state is not None and not self._state.holds():
             return "the model has changed since this generation was set up"
         return ""
 

@@ -7,7 +7,7 @@ adapter back and forth records each once; recording again is paid for by generat
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,11 @@ from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_layers import PackedLayers
 from retrieve_spec.recorded.recordable import why_single_steps
-from retrieve_spec.recorded.recorded_pass import RECORDER
-from retrieve_spec.recorded.recording import Recording, try_recording, why_not_recorded, why_unasked
+from retrieve_spec.recorded.recording import Recording, try_recording, why_unasked
 from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import attention_implementation, input_device
-from retrieve_spec.verify.kept_texts import reads_what_it_keeps
-from retrieve_spec.verify.plain import StepVerifier, keeping_texts
+from retrieve_spec.verify.interface import input_device, read_interface
+from retrieve_spec.verify.plain import StepVerifier, held_by, keeping_texts
 from retrieve_spec.verify.probe import Finding, check_verifier
 from retrieve_spec.verify.verifier import PassKind, Verifier
 
@@ -34,10 +32,6 @@ STATES = 8
 """States of a model that are remembered; also, recordings that may follow one another at once."""
 PER_RECORDING = 8
 """Generations that pay for one more recording."""
-
-
-_CHANGING = "a forward changes {}"
-_COPIED = "%d weights have changed since they were copied"
 
 
 @dataclass(slots=True)
@@ -54,6 +48,13 @@ class _Known:
     why: str = ""
     due: bool = False
     packed: PackedLayers | None = None
+
+    def follow(self, closely: bool = False) -> None:
+        """Copy weights again that differ from their copies (`WeightCopies.follow`)."""
+        if self.recording is not None:
+            self.recording.recorded.follow(closely)
+        if self.packed is not None:
+            self.packed.follow(closely)
 
     def release(self) -> None:
         """Give back what is kept for the next generation in this state."""
@@ -74,8 +75,6 @@ class VerifierFactory:
         The layer whose hidden states are recorded.
     find_mode
         Probes the model as it is.
-    finding
-        What it found just now.
 
     Attributes
     ----------
@@ -85,16 +84,17 @@ class VerifierFactory:
         Copies of its weights.
     """
 
+    finding: Finding
+
     def __init__(
-        self, model: Any, config: SpeculationConfig, layer: Layer, find_mode: Callable[[Any], Finding], finding: Finding
+        self, model: Any, config: SpeculationConfig, layer: Layer, find_mode: Callable[[Any], Finding]
     ) -> None:
         self._model, self._config, self._layer, self._find_mode = model, config, layer, find_mode
         self.layouts = Layouts(PASS.layout_bytes, sum(weight.nbytes for weight in model.parameters()))
-        self._credit = float(STATES)
-        self._is_let_be = False
-        self.finding = finding
+        self._is_frozen = False
         self._known: list[_Known] = []
-        self._examine(finding)
+        self._credit = STATES + 1.0
+        self._examine()
 
     @property
     def pass_kind(self) -> PassKind:
@@ -121,90 +121,53 @@ class VerifierFactory:
         """A verifier for a generation that begins now."""
         self._credit = min(self._credit + 1 / PER_RECORDING, STATES)
         autocast = torch.is_autocast_enabled(input_device(self._model).type)
-        if self._is_let_be and not autocast and (recording := self.recording) is not None:
+        if self._is_frozen and not autocast and (recording := self.recording) is not None:
             return recording(None, self._known[0].finding.kinds)
         known = self._current()
-        if autocast:
-            known = _Known(known.state, known.finding, None, "autocast is on")
-        if known.finding.mode == "plain":
-            return StepVerifier(self._model, known.finding.reason)
-        if known.recording is None:
-            found, packed = known.finding, known.packed
-            if packed is not None and (copied := packed.follow()):
-                logger.debug(_COPIED, copied)
+        found = known.finding
+        if found.mode == "plain":
+            return StepVerifier(self._model, found.reason)
+        known.follow()
+        if known.recording is None or autocast:
+            packed = None if autocast else known.packed
             own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.kinds, packed)
-            own.pass_reason = known.why
+            own.pass_reason = "autocast is on" if autocast else known.why
             return own
         if known.recording.graphs is not None and known.state.has_moved():
             known.recording.graphs.clear()  # they kept addresses
-        if copied := known.recording.recorded.follow():
-            logger.debug(_COPIED, copied)
-        return known.recording(known.state, known.finding.kinds)
+        return known.recording(known.state, found.kinds)
 
-    def let_be(self) -> None:
+    def assume_frozen(self) -> None:
         """Take a model that is recorded for what it is, without a look at it and its weights before generations."""
-        self._is_let_be = True
+        self._is_frozen = True
 
     def invalidate(self) -> None:
         """Forget what was found and recorded: the next generation looks at the model anew, whatever that costs."""
-        self._is_let_be = False
+        self._is_frozen = False
         self._known.clear()
         self._credit = float(STATES)
 
     def _current(self) -> _Known:
         """What is known of the model's state, found out now if need be."""
-        for known in self._known:
-            if known.state.holds(self._model):
-                break
-        else:
-            if not self._known or not self._only_texts_differ():
-                return self._examine()
-            known = self._known[0]
+        known = next((known for known in self._known if known.state.holds()), None)
+        if known is None or (known.due and self._credit >= 1):
+            return self._examine()
         if known is not self._known[0]:
+            known.follow(closely=True)  # adapters are merged into weights without being counted
             self._known[0].release()
             self._known.remove(known)
             self._known.insert(0, known)
-        return self._examine() if known.due and self._credit >= 1 else known
+        return known
 
-    def _only_texts_differ(self) -> bool:
-        """Whether the model, as last seen, has changed in nothing but what it keeps of texts; no longer followed then.
-
-        It stays recorded where its passes do not read that: else the recording might have read what a text had left.
-        """
-        known = self._known[0]
-        kept = known.state.let_go(self._model)
-        if kept and (known.recording is None or self._reads(known, kept)):
-            known.release()
-            known.recording, known.why = None, known.why or _CHANGING.format(kept[0])
-        return bool(kept)
-
-    def _reads(self, known: _Known, kept: list[str]) -> bool:
-        """Whether passes of the model read what it keeps of texts."""
-        names = frozenset(name.rpartition(".")[2] for name in kept)
-        with keeping_texts(self._model):  # the call at hand may have been prepared already
-            return reads_what_it_keeps(self._model, known.finding.interface, names)
-
-    def _examine(self, finding: Finding | None = None) -> _Known:
+    def _examine(self) -> _Known:
         """Probe the model, record it if it may be, and remember both for its state."""
         if why := why_single_steps(self._model):  # for this call only: nothing to remember
-            return _Known(ModelState(self._model), Finding("plain", why, self.finding.interface))
-        if self._known and logger.isEnabledFor(logging.DEBUG):
-            logger.debug("the model has changed: %s", ", ".join(self._known[0].state.changes(self._model)[:5]))
+            self.finding = Finding("plain", why, read_interface(self._model))
+            return _Known(ModelState(self._model), self.finding)
+        if self._known:
+            logger.debug("the model has changed: %s", ", ".join(list(self._known[0].state.changes())[:5]))
         with keeping_texts(self._model), torch.autocast(input_device(self._model).type, enabled=False):
-            if finding is not None:
-                known = _Known(ModelState(self._model), finding)
-            elif self._credit < 1:
-                finding = Finding("plain", "the model changes too often to be probed each time", self.finding.interface)
-                known = _Known(ModelState(self._model), finding, due=True)
-            else:
-                self._credit -= 1
-                known = self._probe()
-            known.why = known.why or known.state.problem
-            if not known.why:
-                self._record(known)
-            if known.recording is None and known.finding.mode != "plain":
-                known.packed = self._pack(known.finding)
-            known.finding.texts.clear()
+            known = self._find_out()
         self.finding = known.finding
         for other in self._known:
             other.release()
@@ -212,14 +175,40 @@ class VerifierFactory:
         self._known = [known, *others[: STATES - 1]]
         return known
 
-    def _probe(self) -> _Known:
-        """Probe the model; what its forward changes each time is not followed, and keeps it from being recorded."""
+    def _find_out(self) -> _Known:
+        """Probe the model, and record it if it may be."""
+        if self._credit < 1:
+            why = "the model changes too often to be probed each time"
+            return _Known(ModelState(self._model), Finding("plain", why, read_interface(self._model)), due=True)
+        self._credit -= 1
+        finding, changing = self._probe()
+        names = {name.rpartition(".")[2] for name in changing}
+        recording = None
+        why = next((f"a forward changes {name}" for name, value in changing.items() if not _is_text(value)), "")
+        if not why:
+            self._disturb_texts(names)
+            recording, why = try_recording(self._model, finding, self._config, self._layer, self.layouts)
+        known = _Known(ModelState(self._model, names), finding, recording, why)
+        if recording is None and finding.mode != "plain":
+            known.packed = self._pack(finding)
+        finding.texts.clear()
+        return known
+
+    def _probe(self) -> tuple[Finding, dict[str, Any]]:
+        """What a probe finds, and what forwards change each time: the first may make what then stays."""
         for _ in range(2):
-            state = ModelState(self._model)
+            before = ModelState(self._model)
             finding = self._find_mode(self._model)
-            if state.holds(self._model) or state.let_go(self._model):
-                return _Known(state, finding)
-        return _Known(state, finding, None, _CHANGING.format(state.settle(self._model)[0]))
+            changing = before.changes()
+            if all(map(_is_text, changing.values())):
+                break
+        return finding, changing
+
+    def _disturb_texts(self, names: Collection[str]) -> None:
+        """Let other numbers stand in what the model keeps of texts, so that a recording that reads them disagrees."""
+        for module, name, value in held_by(self._model):
+            if name in names:
+                setattr(module, name, value + 1)
 
     def _pack(self, finding: Finding) -> PackedLayers | None:
         """Layers that multiply by copies of their weights in passes of the model's own forward, if these agree."""
@@ -234,16 +223,7 @@ class VerifierFactory:
             return None
         return packed
 
-    def _record(self, known: _Known) -> None:
-        """Record the model in the state it is in, and look whether it still is."""
-        known.why = why_not_recorded(self._model, known.finding, self._config)
-        if known.why:
-            return
-        with attention_implementation(self._model, RECORDER):  # transformers notes on the class that it can be set
-            pass
-        known.state = ModelState(self._model)
-        known.recording, known.why = try_recording(self._model, known.finding, self._config, self._layer, self.layouts)
-        kept = known.state.let_go(self._model)
-        changing = kept if kept and self._reads(known, kept) else known.state.settle(self._model)
-        if changing:
-            known.recording, known.why = None, _CHANGING.format(changing[0])
+
+def _is_text(value: Any) -> bool:
+    """Whether an attribute that a forward changes may be what it keeps of a text: a tensor, or nothing."""
+    return value is None or isinstance(value, torch.Tensor)

@@ -3,25 +3,23 @@
 MKL packs a row-major weight anew at every call. oneDNN can keep it packed: with 4 … 64 rows that is two to four times
 as fast where measured, and which of the two is used for how many rows is measured here, per shape of weight.
 
-A copy does not follow its weight by itself. Before a generation every weight's storage, version counter and wrapped
-diagonal are compared with what they were, and as many checksums of whole weights as the passes since have paid for.
+A copy does not follow its weight by itself. Before a generation every weight's storage and version counter are compared
+with what they were.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional
 
-from retrieve_spec.kernels.checksum import checksum, is_diagonal, read_diagonal
-from retrieve_spec.recorded.state_parts import place, storage_ref, version_of
+from retrieve_spec.recorded.model_state import place, storage_ref, version_of
 
 _ROWS = (1, 2, 4, 16, 64)
 """Numbers of rows that are tried; from the largest of them on, one answer holds."""
@@ -34,8 +32,6 @@ _TWIN_BYTES = 1 << 22
 _WINS = 0.95
 _Layers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """A weight as it lies, packed, and as a column-major copy."""
-PASSES_PER_CHECK = 32
-"""Passes in which every copied weight is compared with its checksum once."""
 
 
 class Layout:
@@ -58,25 +54,20 @@ class Layout:
 
     def _note(self) -> None:
         """Take down what the weight is like at the moment it is copied."""
-        words = self._words()
         self._place, self._version = place(self.weight), version_of(self.weight)
         self._storage = storage_ref(self.weight)  # its name is not given to another one meanwhile
-        self._sample = np.empty(max(words.shape), np.uint32)
-        read_diagonal(words, self._sample)
-        self._checksum = checksum(words.reshape(-1))
+        self._sample = self._diagonal()
 
-    def _words(self) -> NDArray[np.uint32]:
-        """(out, d) the weight's numbers as they lie in memory."""
-        return self.weight.detach().numpy().view(np.uint32)
+    def _diagonal(self) -> torch.Tensor:
+        """The weight's wrapped diagonal, which meets every row and every column."""
+        rows, columns = self.weight.shape
+        at = torch.arange(max(rows, columns))
+        return self.weight.detach()[at % rows, at % columns]
 
-    def looks_current(self) -> bool:
-        """Whether storage, version counter and wrapped diagonal are those of the copy."""
+    def is_current(self, closely: bool = False) -> bool:
+        """Whether storage and version counter of the weight are those of the copy; `closely`: its diagonal, too."""
         same = self._place == place(self.weight) and self._version == version_of(self.weight)
-        return same and bool(is_diagonal(self._words(), self._sample))
-
-    def is_current(self) -> bool:
-        """Whether every number of the weight is that of the copy."""
-        return bool(checksum(self._words().reshape(-1)) == self._checksum)
+        return same and (not closely or torch.equal(self._sample, self._diagonal()))
 
     def serves(self, rows: int) -> bool:
         """Whether so many rows are multiplied by the copy."""
@@ -111,30 +102,15 @@ class WeightCopies:
 
     def __init__(self, layouts: Sequence[tuple[int, Layout]]) -> None:
         self._layouts = layouts
-        self._nbytes = sum(layout.nbytes for _, layout in layouts)
-        self._next = 0
-        self._owed = 0.0
 
-    def follow(self, inputs: list[torch.Tensor], passes: int) -> int:
-        """Copy again what has changed, and put the copies into `inputs`; how many were.
-
-        `passes` since the last time pay for checksums: all weights in `PASSES_PER_CHECK` of them.
-        """
-        stale = {id(layout): layout for _, layout in self._layouts if not layout.looks_current()}
-        stale |= {id(layout): layout for layout in self._due(passes) if not layout.is_current()}
+    def follow(self, inputs: list[torch.Tensor], closely: bool = False) -> int:
+        """Copy again what has changed (`Layout.is_current`), and put the copies into `inputs`; how many were."""
+        stale = {id(layout): layout for _, layout in self._layouts if not layout.is_current(closely)}
         for layout in stale.values():
             layout.copy_again()
         for at, layout in self._layouts:
             inputs[at] = layout.tensor  # another recording may have copied it again
         return len(stale)
-
-    def _due(self, passes: int) -> Iterable[Layout]:
-        """The next weights whose checksum is paid for."""
-        self._owed = min(self._owed + passes * self._nbytes / PASSES_PER_CHECK, self._nbytes)
-        while self._layouts and self._owed >= (layout := self._layouts[self._next][1]).nbytes:
-            self._owed -= layout.nbytes
-            self._next = (self._next + 1) % len(self._layouts)
-            yield layout
 
 
 def packed_linear(
@@ -176,7 +152,7 @@ class Layouts:
             layout = self._choose(weight)
             if layout is not None:
                 self._of_weight[id(weight)] = layout
-        elif not layout.is_current():
+        elif not layout.is_current(closely=True):
             layout.copy_again()
         return layout
 

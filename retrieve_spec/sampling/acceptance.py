@@ -241,11 +241,10 @@ class ProcessorSampler(HostReading):
         input_ids = text.tensor()
         raw = logits.logits[row : row + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)
         scores = self._processed = self._processors(input_ids, raw)
-        at = text.length - text.prompt_length  # where an interruption lets the walk choose again, in the same place
         if self.scores is not None:
-            self.scores[at:] = [scores]
+            self.scores.append(scores)
         if self.raw is not None:
-            self.raw[at:] = [raw]
+            self.raw.append(raw)
         if self._seed is None:
             return int(torch.argmax(scores, dim=-1))
         host = np.ascontiguousarray(scores[0].detach().float().cpu().numpy())
@@ -288,23 +287,20 @@ def walk(
     text: RowText,
     stop: Callable[[RowText, int, tuple[Any, ...] | None], bool],
     path: list[int] | None = None,
-    begun: int | None = None,
 ) -> Walk:
     """Follow the target's own choices down a tree, appending each to `text` (modified in place).
 
     `first_row` is the row of `logits` that follows the root; row `first_row + 1 + i` follows node i. Accepted nodes
-    are appended to `path`, which tells how far the walk got when a processor or a criterion raises; with the same
-    `path`, and `begun`, the length of the text before it, a walk goes on from there.
+    are appended to `path`, which tells how far the walk got when a processor or a criterion raises.
     """
     path = [] if path is None else path
-    begun = text.length if begun is None else begun
+    begun, at = text.length, ROOT
     while True:
-        at = path[-1] if path else ROOT
-        if text.length - begun == len(path):
-            text.append(sampler.choose(logits, first_row + 1 + at, text))
-        token = text.last
+        token = sampler.choose(logits, first_row + 1 + at, text)
+        text.append(token)
         stopped = stop(text, token, tuple(sampler.scores) if sampler.scores is not None else None)
         child = ROOT if stopped or not len(tree) else find_child(tree.parent, tree.token_ids, at, token)
         if child < 0:
             return Walk(np.array(path, np.int32), text.ids[begun:].astype(np.int32), stopped)
+        at = child
         path.append(child)

@@ -12,10 +12,7 @@ from retrieve_spec.sampling.text import RowText
 
 
 class LogProbSampler:
-    """Chooses what another sampler chooses, and notes how probable that was; no row of logits is kept.
-
-    What an interruption lets the walk choose again is noted in the same place again.
-    """
+    """Chooses what another sampler chooses, and notes how probable that was; no row of logits is kept."""
 
     def __init__(self, chooser: Sampler) -> None:
         self.chooser = chooser
@@ -27,7 +24,7 @@ class LogProbSampler:
         """Return the other sampler's choice."""
         token = self.chooser.choose(logits, row, text)
         raw = log_softmax_at(logits.logits[row], token)
-        self._noted[text.length - text.prompt_length :] = [(self.chooser.log_prob(logits, row, text, token), raw)]
+        self._noted.append((self.chooser.log_prob(logits, row, text, token), raw))
         return token
 
     def log_probs(self, first: int = 0, count: int | None = None) -> NDArray[np.float32]:

@@ -199,17 +199,14 @@ class HuggingFaceBackend:
         """What reading a prompt costs, by reading one twice as long as is measured."""
         ids, cache = self._some_ids(), self.new_cache()
         count = len(ids)
-        with using(self._engine.prompt_threads):
+        with using(self._engine.threads):
             self.prefill(cache, ids)
             begun = perf_counter()
             self.prefill(cache, ids)
         return ReadingCost((perf_counter() - begun) / count, self.cache_bytes(cache) / (2 * count))
 
     def warm_up(self, end_ids: frozenset[int]) -> None:
-        """Answer requests of every kind, several at once, so that no client's is the first that needs some kernel.
-
-        What `generate` prepares for a kind is asked of it until a second prompt, of another length, was seen.
-        """
+        """Answer requests of every kind, several at once, so that no client's is the first that needs some kernel."""
         ids, cache = self._some_ids(), self.new_cache()
         self.prefill(cache, ids)
         for more in (ids[:1], ids[:_PIECE]):

@@ -83,7 +83,7 @@ def build_service(
     served = assemble(
         model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores, session=session
     )
-    model.speculation.let_be()  # nobody else has it
+    model.speculation.assume_frozen()  # nobody else has it
     return served
 
 

@@ -86,7 +86,7 @@ class HFVerifier:
         self._derived = DerivedPositions(interface.places) if interface.places else None
         self._take_cache(None)
         self._was_recording: list[bool] = []
-        self._asked = self._records = self._dirty = False  # layers to record their past, and some do
+        self._asked = self._records = False  # layers to record their past, and some do
         self._steps: StepVerifier | None = None  # takes the text on where its kind of call allows no drafts
         self.pass_reason = ""
 
@@ -98,12 +98,6 @@ class HFVerifier:
     def fresh(self) -> HFVerifier:
         """Another verifier that knows what this one does of the model, for another text."""
         return HFVerifier(self.model, self.interface, *self._model_mode, self.kinds, self.around)
-
-    @property
-    def takes_back(self) -> bool:
-        """Whether rows are all that a pass leaves behind (`Verifier.takes_back`)."""
-        reads_more = bool(self.inputs.extras.kind) and self._fed < self._uncached  # what it begins with goes on once
-        return self._steps is None and self._kept is not None and self._kept.grows_by_rows and not reads_more
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation; the mode may weaken when the cache cannot be rolled back, or by the kind of call."""
@@ -131,7 +125,6 @@ class HFVerifier:
         self._was_recording = recording(self._rows) if self._rows is not None else []
         self._asked = self._records = any(self._was_recording)
         self._pending = (0, 0, self.past, 0)  # root tokens and nodes of the last pass, and what was fed before it
-        self._dirty = False  # whether a pass may have left rows that were not committed
         for hooked in (self._state, self._derived):
             if hooked is not None:
                 hooked.attach()
@@ -154,13 +147,12 @@ class HFVerifier:
             return self._steps.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
         nodes = 0 if tree is None else len(tree)
         if self._kept is not None:
-            self._kept.begin(self._dirty)
+            self._kept.begin()
         reading = self._fed < self._uncached
         by_rows = self._kept is not None and self._kept.grows_by_rows
         if not self._asked and self._rows is not None and (nodes or (by_rows and not reading)):
             record_past(self._rows)
             self._asked, self._records = True, any(recording(self._rows))
-        self._dirty = True
         if reading:
             kwargs = self.inputs.reading(self.cache, self.past, self._fed, len(root_ids), keep)
         else:
@@ -226,7 +218,7 @@ class HFVerifier:
         twin._take_cache(apart(self.cache))
         twin.inputs = copy.copy(self.inputs)
         twin.mode, twin.reason = twin._model_mode = twin._mode_here = (mode, "")
-        twin.past, twin._fed, twin._dirty = past, self._uncached, False
+        twin.past, twin._fed = past, self._uncached
         twin._asked = twin._records = False
         return twin
 
@@ -239,7 +231,6 @@ class HFVerifier:
             if self._kept is not None and (nodes or self._records):
                 self._kept.commit(path, nodes)
         self.past, self._fed = past + roots + len(path), fed + roots + len(path)
-        self._dirty = False
         if self.interface.scale_step and self._model_mode[0] == "tree":
             room = -self.past % self.interface.scale_step
             here = self._mode_here[0]
@@ -247,11 +238,9 @@ class HFVerifier:
 
     def lend(self) -> tuple[Any, int]:
         """The cache between two passes, and how many tokens it has seen; `resume` when it has seen more."""
-        if self._kept is not None and self._dirty:
-            self._kept.settle()
         if self._state is not None:
             self._state.settle(self._rows)
-        self._pending, self._dirty = (0, 0, self.past, self._fed), False
+        self._pending = (0, 0, self.past, self._fed)
         return self.cache, self.past
 
     def resume(self, past: int) -> None:
@@ -268,8 +257,6 @@ class HFVerifier:
 
     def finish(self) -> Any:
         """Return the cache as plain `generate` leaves it."""
-        if self._kept is not None and self._dirty and self._steps is None:
-            self._kept.settle()
         if self._state is not None and self._returns_cache:
             self._state.settle(self._rows)
         for hooked in (self._state, self._derived):

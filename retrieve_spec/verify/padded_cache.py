@@ -31,16 +31,6 @@ class Owner(Protocol):
 
 
 @dataclass(slots=True)
-class _Moves:
-    """What a commit does to the cache: the same if it is done again."""
-
-    rows: NDArray[np.int64]  # (moved,), where they go
-    columns: NDArray[np.int64]
-    copies: list[tuple[torch.Tensor, torch.Tensor] | None]  # by layer, (moved, heads, width) keys and values
-    lengths: list[int]
-
-
-@dataclass(slots=True)
 class Held:
     """The cache, whose rows it holds, how many tokens of each, and columns of the longest."""
 
@@ -51,13 +41,10 @@ class Held:
     width: int = 0  # columns of the last pass
     nodes: list[tuple[int, int]] = field(default_factory=list)  # root tokens and nodes of each row in it
     accepted: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by row, columns of the pass that stay
-    moves: _Moves | None = None
 
 
 class PaddedCache:
     """The rows of texts that share passes.
-
-    Whatever instant an exception hits, the next call finishes commits that were begun and drops what was not committed.
 
     Attributes
     ----------
@@ -105,8 +92,6 @@ class PaddedCache:
     def _copy(self, row: Owner, target: DynamicCache) -> int:
         """Let a cache hold what a row holds, what it has committed included; how many tokens that are."""
         held, at = self.held, self.place(row)
-        if held.moves is not None:  # a commit was cut short: all have committed
-            self.settle()
         kept = np.concatenate([np.arange(held.lengths[at]), held.accepted.get(at, _NO_COLUMNS)])
         _copy_row(held.cache, target, at, kept)
         return len(kept)
@@ -132,43 +117,26 @@ class PaddedCache:
         return next(i for i, owner in enumerate(self.held.owners) if owner is row)
 
     def settle(self) -> None:
-        """Finish the commits of the last pass, and drop what was not committed."""
+        """Move what was accepted in the last pass to the ends of the rows, and drop the columns of the pass."""
         held = self.held
-        if held.moves is None:
-            held.moves = self._moves()
-        moves = held.moves
-        columns = max(moves.lengths, default=0)
-        for layer, copies in zip(held.cache.layers, moves.copies, strict=True):
-            if copies is None:
-                continue
-            for name, copy in zip(("keys", "values"), copies, strict=True):
-                part = getattr(layer, name)
-                if len(moves.rows):
-                    rows, places = (torch.from_numpy(index).to(part.device) for index in (moves.rows, moves.columns))
-                    part[rows, :, places] = copy
-                setattr(layer, name, part.narrow(-2, 0, min(columns, part.shape[-2])))
-        held.lengths, held.columns = moves.lengths, columns
-        held.accepted, held.nodes = {}, []
-        held.moves = None
-
-    def _moves(self) -> _Moves:
-        """Copies of what was accepted in the last pass, and where it goes."""
-        held = self.held
-        lengths, rows, sources, places = list(held.lengths), [], [], []
+        rows, sources, places = [_NO_COLUMNS], [_NO_COLUMNS], [_NO_COLUMNS]
         for at, kept in held.accepted.items():
             rows.append(np.full(len(kept), at, np.int64))
             sources.append(kept)
-            places.append(np.arange(lengths[at], lengths[at] + len(kept)))
-            lengths[at] += len(kept)
-        whole = [np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in (rows, sources, places)]
-        copies: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+            places.append(np.arange(held.lengths[at], held.lengths[at] + len(kept)))
+            held.lengths[at] += len(kept)
+        held.columns = max(held.lengths, default=0)
         for layer in held.cache.layers:
             if not _holds(layer):
-                copies.append(None)
                 continue
-            row, column = (torch.from_numpy(index).to(layer.keys.device) for index in whole[:2])
-            copies.append((layer.keys[row, :, column], layer.values[row, :, column]))
-        return _Moves(whole[0], whole[2], copies, lengths)
+            row, source, place = (
+                torch.from_numpy(np.concatenate(index)).to(layer.keys.device) for index in (rows, sources, places)
+            )
+            for name in ("keys", "values"):
+                part = getattr(layer, name)
+                part[row, :, place] = part[row, :, source]
+                setattr(layer, name, part.narrow(-2, 0, min(held.columns, part.shape[-2])))
+        held.accepted, held.nodes = {}, []
 
     def hold(self, rows: Sequence[Owner]) -> list[int]:
         """Hold the parts of exactly these rows, without what they have not committed; where each of them is."""

@@ -28,7 +28,6 @@ class StepVerifier:
         self.mode: Mode = "plain"
         self.reason = reason
         self.whole_prompts = True
-        self.takes_back = False
         self.pass_kind: PassKind = "plain"
         self.pass_reason = reason
         self._takes_logits_to_keep = model._supports_logits_to_keep()

@@ -111,8 +111,7 @@ class Verifier(Protocol):
     """Runs the target model over draft trees and keeps its cache in step with the text.
 
     One generation calls `start` once, then `forward` and `commit` in turn, then `finish`. Between a `commit` and the
-    next `forward` the cache holds every token of the row but the last emitted one. Where an interruption cut `start`,
-    `commit` or `finish` short, or came right behind, the same call can be made again.
+    next `forward` the cache holds every token of the row but the last emitted one.
     """
 
     @property
@@ -129,10 +128,6 @@ class Verifier(Protocol):
     @property
     def reason(self) -> str:
         """Why the mode is not "tree"; empty when it is."""
-
-    @property
-    def takes_back(self) -> bool:
-        """Whether `forward` can be called again where it was cut short: it takes back what was not committed."""
 
     @property
     def pass_kind(self) -> PassKind:
@@ -194,11 +189,6 @@ class OverAnother:
     def reason(self) -> str:
         """Why that is no tree."""
         return self.own.reason
-
-    @property
-    def takes_back(self) -> bool:
-        """Whether a pass can begin again."""
-        return self.own.takes_back
 
     @property
     def pass_kind(self) -> PassKind:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from retrieve_spec.drafting.drafter import VerifiedPass
-from retrieve_spec.engine.budget import Costs
-from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.cost import CostModel, Costs
 from retrieve_spec.engine.engine import Engine
+from retrieve_spec.engine.lent_drafter import LentDrafter
 from retrieve_spec.engine.sequence import Limits, Sequence
 from retrieve_spec.sampling.acceptance import GreedySampler, Sampler
 from retrieve_spec.sampling.stopping import Stopper
@@ -27,7 +27,6 @@ class MockVerifier:
         self.whole_prompts = mode == "plain"
         self.cache: list[int] = []
         self.passes: list[int] = []
-        self.fail_at = -1
         self._pending: tuple[list[int], Any] | None = None
 
     def start(self, inputs: VerifierInputs) -> None:
@@ -35,8 +34,6 @@ class MockVerifier:
 
     def forward(self, root_ids: Any, tree: Any = None, *, keep: int = 1, want_hidden: Any = None) -> VerifierOutput:
         assert self._pending is None, "forward before commit"
-        if len(self.passes) == self.fail_at:
-            raise KeyboardInterrupt
         self.passes.append(0 if tree is None else len(tree))
         roots = [int(token) for token in root_ids]
         contexts = [self.cache + roots[: len(roots) - i] for i in reversed(range(keep))]
@@ -94,11 +91,10 @@ def sequence(
     return Sequence(
         VerifierInputs(torch.tensor([prompt]), max_length=max_length),
         verifier,
-        lambda: drafter or "drafting is off",
+        LentDrafter(lambda: drafter or "drafting is off", np.array(prompt, np.int32), None, on_pass),
         sampler or GreedySampler(),
         stopper,
         Limits(**{"nodes": 8, "max_depth": 100, "max_length": max_length} | limits),
-        on_pass=on_pass,
     )
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.engine.budget import Costs, fewer_paths
-from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.budget import fewer_paths
+from retrieve_spec.engine.cost import CostModel, Costs
 
 
 def linear(nodes: int, context: int) -> float:
@@ -227,27 +227,14 @@ def test_what_paths_cost_is_learned_from_passes_over_trees() -> None:
     assert costs.alone.seconds(100, 4)[[0, 4]] == pytest.approx([1.0, 2.0], rel=0.05)
 
 
-def test_each_number_of_threads_has_a_price_of_its_own() -> None:
-    costs = Costs()
-    for threads, plain, wide in ((0, 1.0, 8.0), (1, 2.0, 3.0)):
-        for _ in range(60):
-            for nodes, seconds in ((0, plain), (32, wide)):
-                costs.of(1, threads).observe(nodes, 100, seconds)
-                costs.of(1, threads).seconds(100, 32)
-    assert costs.alone.seconds(100, 32)[[0, 32]] == pytest.approx([1.0, 8.0], rel=0.05)
-    costs.threads = 1
-    assert costs.alone.seconds(100, 32)[[0, 32]] == pytest.approx([2.0, 3.0], rel=0.05)
-    assert costs.of(4).seconds(100, 32)[0] < 3.0  # what four cost begins with what one costs with as many threads
-
-
-def test_another_number_of_threads_begins_with_how_steep_passes_were() -> None:
+def test_after_a_change_one_pass_says_what_all_take() -> None:
     costs = Costs()
     for _ in range(60):
         for nodes, seconds in ((0, 1.0), (64, 4.0)):
             costs.alone.observe(nodes, 100, seconds)
             costs.alone.seconds(100, 64)
-    costs.threads = 1
-    costs.alone.observe(0, 100, 3.0)  # one pass says what all take
+    costs.doubt()
+    costs.alone.observe(0, 100, 3.0)
     assert costs.alone.seconds(100, 64)[[0, 64]] == pytest.approx([3.0, 12.0], rel=0.1)
 
 

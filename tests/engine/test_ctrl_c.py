@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from batch_rows import left_padded, script
-from numba import njit
-from numpy.typing import NDArray
+from interrupting import ctrl_c, python_handles_it
 from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
@@ -74,54 +71,26 @@ def test_sigint_ends_a_call_promptly_and_leaves_the_model_usable(recorded_pass: 
     assert len(rs.RolloutMemory(memory)) == 1, "what the whole calls said"
 
 
-@njit(nogil=True)
-def _busy(ids: NDArray[np.int64], rounds: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Arrays, as kernels hand them out: a signal that came meanwhile is raised where Numba makes an object of one."""
-    for i in range(rounds):
-        ids[0] = (ids[0] * 31 + i) % 1000003
-    return ids, ids[:1]
-
-
-@contextlib.contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Ctrl-C in so many seconds of computing."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGVTALRM, interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
 def hit(verb: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a drafter busy with compiled code at one call of a `verb`, until Ctrl-C comes in the middle of it."""
+    """Let Ctrl-C come in the middle of one call of a `verb` of a drafter."""
     method: Callable[..., Any] = getattr(ScriptedDrafter, verb)
     calls = 0
-    _busy(np.ones(1, np.int64), 1)  # compiled
 
-    def busy(drafter: ScriptedDrafter, *given: Any) -> Any:
+    def interrupted(drafter: ScriptedDrafter, *given: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
-            with _alarm(0.02):
-                _busy(np.ones(1, np.int64), 1 << 26)
+            ctrl_c()
         return method(drafter, *given)
 
-    monkeypatch.setattr(ScriptedDrafter, verb, busy)
+    monkeypatch.setattr(ScriptedDrafter, verb, interrupted)
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals there")
 @pytest.mark.parametrize(("verb", "call"), [("start", 1), ("propose", 3), ("observe", 3), ("finish", 1)])
 @pytest.mark.parametrize("door", ["generate", "batch", "many", "stream"])
-def test_ctrl_c_in_compiled_code_is_ctrl_c(
+def test_ctrl_c_while_a_drafter_works_comes_behind_the_pass(
     tiny: Any, prompt: torch.Tensor, door: str, verb: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python makes a SystemError of it, which is no failure of one sequence that the others may go on from."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
     inputs = left_padded((9, 4, 12)) if door == "batch" else {"input_ids": prompt, "attention_mask": prompt * 0 + 1}
     plain = tiny.generate(**inputs, **options)
@@ -132,7 +101,7 @@ def test_ctrl_c_in_compiled_code_is_ctrl_c(
     }
     with monkeypatch.context() as patch:
         hit(verb, call, patch)
-        with pytest.raises(KeyboardInterrupt):
+        with python_handles_it(), pytest.raises(KeyboardInterrupt):
             calls.get(door, lambda: tiny.generate(**inputs, **options))()
     assert not tiny.speculation.engine._sequences
     assert torch.equal(tiny.generate(**inputs, **options), plain)

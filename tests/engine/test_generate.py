@@ -20,8 +20,6 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 import retrieve_spec as rs
 from retrieve_spec import errors
-from retrieve_spec.engine.engine import Engine
-from retrieve_spec.engine.sequence import Sequence
 
 BARE = GPT2Model(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1))
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -615,51 +613,6 @@ def test_seeds_in_threads_hold_where_the_original_draws(tiny: Any, prompt: torch
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(ask, range(3))) == [[True] * 3] * 3
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_who_joins_beside_a_lone_step_waits_for_the_next(tiny: Any, prompt: Any, monkeypatch: Any) -> None:
-    """A step that has found one sequence goes on with that one: another has not read its prompt yet."""
-    prompts = prompt, prompt.roll(1, 1)
-    expected = [answer_of(tiny, ids) for ids in prompts]
-    rs.accelerate(tiny, nodes=8, recorded_pass="always")
-    engine, main = tiny.speculation.engine, threading.current_thread()
-    joins, may_join, found = threading.Event(), threading.Event(), []
-    join, only_decodes = Engine.join, Sequence.only_decodes.fget
-
-    def joined_in_between(self: Engine, sequence: Sequence) -> None:
-        if threading.current_thread() is not main:
-            joins.set()
-            assert may_join.wait(60)
-        join(self, sequence)
-
-    def looked_at(self: Sequence) -> bool:
-        only = only_decodes(self)
-        if other.ident is None:
-            other.start()
-        if only and joins.is_set() and not may_join.is_set():
-            may_join.set()
-            ends = time.monotonic() + 60
-            while len(engine._sequences) < 2 and time.monotonic() < ends:
-                time.sleep(0.001)
-            found.append(len(engine._sequences))
-        return only
-
-    class Slow:
-        """A streamer that lets the other come as far as joining, between steps."""
-
-        def put(self, _: Any) -> None:
-            joins.wait(1)
-
-        def end(self) -> None: ...
-
-    monkeypatch.setattr(Engine, "join", joined_in_between)
-    monkeypatch.setattr(Sequence, "only_decodes", property(looked_at))
-    answers: list[torch.Tensor] = []
-    other = threading.Thread(target=lambda: answers.append(answer_of(tiny, prompts[1])))
-    answers.append(answer_of(tiny, prompts[0], streamer=Slow()))
-    other.join()
-    assert found == [2]
-    assert [any(torch.equal(answer, wanted) for answer in answers) for wanted in expected] == [True, True]
 
 
 def test_datastores_are_given_as_folders_or_open(tmp_path, reference_model, reference_tokenizer) -> None:

@@ -1,51 +1,24 @@
-"""An exception at any instant: a caller's cache holds whole rows of the text, and other sequences go on."""
+"""Ctrl-C at any line, and other exceptions: a caller's cache holds whole rows of the text, other sequences go on."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from pathlib import Path
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from interrupting import CtrlCAt, ctrl_c, python_handles_it
 from scripted_drafter import ScriptedDrafter
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import retrieve_spec as rs
+from retrieve_spec.errors import ConfigError
 
 GREEDY = {"do_sample": False, "max_new_tokens": 14}
-PACKAGE = str(Path(rs.__file__).parent)
-
-
-class InterruptAt:
-    """Ctrl-C at the n-th line that is executed in the library and in caches, or at none of them.
-
-    Signals are handled where Python calls or jumps back, not between any two lines: who drives is left out.
-    """
-
-    def __init__(self, line: int) -> None:
-        self.left = line
-
-    def __enter__(self) -> InterruptAt:
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: Any, event: str, argument: Any) -> Any:
-        name = frame.f_code.co_filename
-        traced = name.startswith(PACKAGE) or name.endswith("cache_utils.py")
-        return self._line if traced and frame.f_code.co_name not in ("alone", "leave") else None
-
-    def _line(self, frame: Any, event: str, argument: Any) -> Any:
-        if event == "line" and self.left > 0:
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._line
 
 
 def windowed() -> Any:
@@ -70,7 +43,7 @@ def test_a_callers_cache_is_whole_whenever_an_interruption_comes(
 
     def interrupted(line: int) -> tuple[DynamicCache, int]:
         cache = DynamicCache(config=model.config)
-        with InterruptAt(line) as trace:
+        with CtrlCAt(line) as trace:
             try:
                 model.generate(prompt, past_key_values=cache, **GREEDY)
             except KeyboardInterrupt:
@@ -93,10 +66,6 @@ def test_a_callers_cache_is_whole_whenever_an_interruption_comes(
         assert torch.equal(rest, whole), line
 
 
-def interrupt(*arguments: Any) -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])
 def test_an_interruption_ends_the_generation_it_hit_alone(
     tiny: Any, prompt: torch.Tensor, recorded_pass: Any, monkeypatch: pytest.MonkeyPatch
@@ -104,11 +73,11 @@ def test_an_interruption_ends_the_generation_it_hit_alone(
     """Wherever in a step that serves several streams it comes."""
     others = [prompt.flip(1), prompt[:, :5]]
     expected = [tiny.generate(ids, **GREEDY)[0, ids.shape[1] :].tolist() for ids in others]
-    for line in range(20, 2200, 110):
+    for line in range(20, 5200, 260):
         rs.accelerate(tiny, recorded_pass=recorded_pass, nodes=8)
         streams = [rs.generate_stream(tiny, ids, **GREEDY) for ids in others]
         shown = [next(stream).token_ids.tolist() for stream in streams]
-        with InterruptAt(line), contextlib.suppress(KeyboardInterrupt):
+        with CtrlCAt(line), contextlib.suppress(KeyboardInterrupt):
             tiny.generate(prompt, **GREEDY)
         for i in (0, 1):
             for piece in streams[i]:
@@ -143,3 +112,81 @@ def test_a_sequence_fails_alone(tiny: Any, prompt: torch.Tensor, recorded_pass: 
         of_bad += [token for piece in bad for token in piece.token_ids.tolist()]
     assert len(of_bad) < 5
     assert torch.equal(tiny.generate(prompt, **GREEDY)[0, 12:], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+def test_ctrl_c_spares_what_other_threads_read(tiny: Any, prompt: torch.Tensor, recorded_pass: str) -> None:
+    """Whoever of them runs the pass."""
+    others = [prompt.flip(1), prompt[:, :5]]
+    options = GREEDY | {"max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0}
+    expected = [tiny.generate(ids, **options) for ids in others]
+    rs.accelerate(tiny, recorded_pass=recorded_pass, nodes=4)
+    said: list[Any] = [None, None]
+
+    def ask(i: int) -> None:
+        said[i] = tiny.generate(others[i], **options)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for passes in range(1, 8):
+        with python_handles_it(), contextlib.suppress(KeyboardInterrupt):
+            for n, _ in enumerate(rs.generate_stream(tiny, prompt, **options)):
+                if n == passes:
+                    ctrl_c()
+    for thread in threads:
+        thread.join(300)
+    assert [torch.equal(ours, wanted) for ours, wanted in zip(said, expected, strict=True)] == [True, True]
+    assert not tiny.speculation.engine._sequences
+
+
+@contextlib.contextmanager
+def handled_by(handler: Any) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGINT) == handler, "it is in place again"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_somebody_else_is_called_behind_the_pass(tiny: Any, prompt: torch.Tensor) -> None:
+    whole = tiny.generate(prompt, **GREEDY)
+    rs.accelerate(tiny, nodes=4)
+    heard: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        heard.append(len(tiny.speculation.engine._sequences))
+
+    hook = tiny.model.layers[0].register_forward_pre_hook(ctrl_c)
+    with handled_by(note):
+        assert torch.equal(tiny.generate(prompt, **GREEDY), whole), "it does not raise"
+    assert len(heard) > 1
+    with handled_by(signal.SIG_IGN):
+        assert torch.equal(tiny.generate(prompt, **GREEDY), whole)
+    hook.remove()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_pass(tiny: Any, prompt: torch.Tensor) -> None:
+    rs.accelerate(tiny, nodes=4)
+    whole = tiny.generate(prompt, **GREEDY)
+    reached: list[int] = []
+
+    def twice(*_: Any) -> None:
+        for n in range(9):
+            ctrl_c()
+            reached.append(n)
+
+    hook = tiny.model.layers[0].register_forward_pre_hook(twice)
+    with python_handles_it(), pytest.raises(KeyboardInterrupt):
+        tiny.generate(prompt, **GREEDY)
+    hook.remove()
+    assert reached == [0]
+    assert not tiny.speculation.engine._sequences
+    assert torch.equal(tiny.generate(prompt, **GREEDY), whole)
+
+
+def test_a_call_from_inside_of_what_is_done_alone_is_refused(tiny: Any) -> None:
+    rs.accelerate(tiny, nodes=4)
+    with tiny.speculation.engine.alone(), pytest.raises(ConfigError, match="inside a pass"):
+        tiny.speculation.invalidate()

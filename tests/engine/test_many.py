@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from batch_rows import small_model
+from interrupting import ctrl_c, python_handles_it
 from scripted_drafter import ScriptedDrafter
 from transformers import LogitsProcessor
 
@@ -224,11 +225,11 @@ def test_an_interruption_leaves_the_model_usable(tiny: Any, monkeypatch: pytest.
         nonlocal calls
         calls += 1
         if calls == 5:
-            raise KeyboardInterrupt
+            ctrl_c()
         step(batch)
 
     monkeypatch.setattr(tiny.speculation.engine, "_pass", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with python_handles_it(), pytest.raises(KeyboardInterrupt):
         list(rs.generate_many(tiny, requests, max_new_tokens=20))
     assert tiny.speculation.engine._sequences == []
     finished = list(rs.generate_many(tiny, requests, max_new_tokens=20))

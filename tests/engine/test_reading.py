@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batch_rows import KINDS, left_padded, script, small_model
+from interrupting import ctrl_c, python_handles_it
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
@@ -118,10 +119,10 @@ def test_an_interrupted_reading_leaves_the_others_going(
         nonlocal calls
         calls += 1
         if calls == 1 and at == "before":
-            raise KeyboardInterrupt
+            ctrl_c()
         out = together(*given, **named)
         if calls == 1 and at == "after":
-            raise KeyboardInterrupt
+            ctrl_c()
         return out
 
     accept, taken = Sequence.accept, 0
@@ -130,7 +131,7 @@ def test_an_interrupted_reading_leaves_the_others_going(
         nonlocal taken
         taken += 1
         if taken == 2 and at == "accept":
-            raise KeyboardInterrupt
+            ctrl_c()
         accept(self)
 
     others = list(prepared._sequences())
@@ -139,7 +140,7 @@ def test_an_interrupted_reading_leaves_the_others_going(
     with monkeypatch.context() as patch:
         patch.setattr(batches, "_together", interrupted)
         patch.setattr(Sequence, "accept", accepting)
-        with pytest.raises(KeyboardInterrupt):
+        with python_handles_it(), pytest.raises(KeyboardInterrupt):
             speculation.engine.advance(others[:1])
     speculation.engine.leave(others[0])
     for sequence in others[1:]:

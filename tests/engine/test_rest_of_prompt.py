@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from batch_rows import script, small_model
+from interrupting import ctrl_c, python_handles_it
 from transformers import DynamicCache
 
 import retrieve_spec as rs
@@ -81,8 +82,8 @@ def test_other_caches_are_read_as_before_and_the_text_is_the_same(
     assert torch.equal(model.generate(PROMPT, past_key_values=read(model, 60 - rest), **OPTIONS), expected)
 
 
-def test_a_pass_that_is_cut_short_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C amid the pass that reads the rest of one prompt, while another sequence shares it."""
+def test_ctrl_c_in_a_shared_pass_ends_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Amid the pass that reads the rest of one prompt, while another sequence shares it."""
     model = small_model("llama")
     expected = model.generate(PROMPT, **OPTIONS)
     script(model, monkeypatch, expected, "branchy", recorded_pass="always")
@@ -92,8 +93,8 @@ def test_a_pass_that_is_cut_short_begins_again(monkeypatch: pytest.MonkeyPatch) 
     engine.join(mine)
     recorded = mine.verifier.recorded
     run = recorded.run
-    monkeypatch.setattr(recorded, "run", _interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(recorded, "run", lambda *given, **named: (ctrl_c(), run(*given, **named))[1])
+    with python_handles_it(), pytest.raises(KeyboardInterrupt):
         engine.advance([mine])
     monkeypatch.setattr(recorded, "run", run)
     engine.leave(mine)
@@ -112,7 +113,3 @@ def test_a_copied_cache_is_left_alone() -> None:
     twin = copy.deepcopy(cache)
     first, second = (model.generate(PROMPT, past_key_values=held, **OPTIONS) for held in (cache, twin))
     assert torch.equal(first, second)
-
-
-def _interrupt(*_given: Any, **_named: Any) -> None:
-    raise KeyboardInterrupt

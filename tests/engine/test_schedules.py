@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interrupting import ctrl_c, python_handles_it
 
 import retrieve_spec as rs
 from retrieve_spec.engine import batches
@@ -44,10 +45,10 @@ class Interruptions:
         def passed(*given: Any, **named: Any) -> Any:
             when, self.when = self.when, ""
             if when == "before":
-                raise KeyboardInterrupt
+                ctrl_c()
             out = together(*given, **named)
             if when == "behind":
-                raise KeyboardInterrupt
+                ctrl_c()
             return out
 
         patch.setattr(batches, "_together", passed)
@@ -84,7 +85,8 @@ def schedule(model: Any, draw: np.random.Generator, interruptions: Interruptions
         interruptions.when = str(draw.choice(["", "before", "behind"], p=[0.92, 0.04, 0.04]))
         asking = [s for _, s in live if draw.random() < 0.8] or [live[0][1]]
         try:
-            engine.advance(asking)
+            with python_handles_it():
+                engine.advance(asking)
         except KeyboardInterrupt:
             engine.leave(asking[0])
         for which, sequence in list(live):

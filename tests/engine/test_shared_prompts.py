@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interrupting import ctrl_c, python_handles_it
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
 
 import retrieve_spec as rs
@@ -138,8 +139,8 @@ def test_requests_with_one_prompt(tiny: Any, recorded: str, read: list[int]) -> 
     assert read == [25] * 3, "two prompts, and the one whose reading failed once more"
 
 
-def test_an_interrupted_start_begins_again(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut short between the prompt's pass and the first token, the others' texts stay what they are."""
+def test_ctrl_c_between_a_prompt_and_its_first_token(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other's text stays what it is."""
     rs.accelerate(tiny, recorded_pass="off", draft="off")
     ids = prompt_of(9)
     expected = tiny.generate(ids, num_return_sequences=3, **OPTIONS)
@@ -149,14 +150,14 @@ def test_an_interrupted_start_begins_again(tiny: Any, monkeypatch: pytest.Monkey
         nonlocal calls
         calls += 1
         if calls == 3:
-            raise KeyboardInterrupt
+            ctrl_c()
         accept(self)
 
     monkeypatch.setattr(Sequence, "accept", interrupted)
-    engine, mine = tiny.speculation.engine, rs.generate_stream(tiny, prompt_of(3), max_new_tokens=2, do_sample=False)
+    engine, mine = tiny.speculation.engine, rs.generate_stream(tiny, prompt_of(3), max_new_tokens=9, do_sample=False)
     next(mine)
     calls = 0
-    with pytest.raises(KeyboardInterrupt):
+    with python_handles_it(), pytest.raises(KeyboardInterrupt):
         tiny.generate(ids, num_return_sequences=3, **OPTIONS)
     assert len(engine._sequences) == 1
     mine.close()

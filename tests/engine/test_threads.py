@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import retrieve_spec as rs
-from retrieve_spec.engine.threads import PassThreads, PromptThreads
+from retrieve_spec.engine.threads import PassThreads
 from retrieve_spec.openmp import loaded_libgomp
 
 pytestmark = pytest.mark.threads
@@ -116,7 +116,6 @@ def test_threads_are_chosen_before_the_first_pass_by_work_done_for_it(cores, bus
     threads.settle(multiply)
     assert (threads.chosen, threads.comparing, setting) == (chosen, False, [cores])
     assert len(work) <= 24
-    assert PromptThreads.beginning_as(threads).chosen == chosen
 
 
 def test_a_model_is_looked_at_with_the_threads_that_are_faster(tiny, monkeypatch):
@@ -129,7 +128,7 @@ def test_a_model_is_looked_at_with_the_threads_that_are_faster(tiny, monkeypatch
     rs.accelerate(tiny, draft="off")
     assert set(seen) == {begun.most + 1}
     assert torch.get_num_threads() == begun.most
-    assert tiny.speculation.engine.prompt_threads.chosen == begun.most + 1
+    assert tiny.speculation.engine.threads.chosen == begun.most + 1
 
 
 def test_one_thread_stays_one():
@@ -186,26 +185,6 @@ def test_a_report_says_how_many_threads_passes_used(tiny, prompt):
     tiny.generate(prompt, max_new_tokens=8, do_sample=False)
     chosen = tiny.speculation.engine.threads
     assert tiny.speculation.last.threads == (0 if chosen is None else chosen.chosen)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_prompts_are_read_with_the_threads_that_are_faster(seed):
-    machine, threads, used = Machine(2, seed), PromptThreads(2), []
-
-    def read(prompts: int) -> None:
-        for _ in range(prompts):
-            tokens = int(machine.random.integers(1, 600))
-            used.append(threads.next)
-            threads.observe_reading(machine.seconds(threads.next, tokens), tokens)
-
-    read(200)
-    assert threads.chosen == 2 and used.count(1) <= 8
-    machine.busy = 1
-    read(30)
-    assert threads.chosen == 1
-    machine.busy = 0
-    read(400)
-    assert threads.chosen == 2
 
 
 def test_torch_is_asked_where_its_folder_is_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

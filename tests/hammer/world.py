@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import functools
 import gc
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,12 +17,10 @@ from transformers import DynamicCache
 import retrieve_spec as rs
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "conformance"))
+sys.path += [str(ROOT), str(ROOT / "conformance")]
 from families import FAMILIES, VOCAB, build  # noqa: E402
+from interrupting import CtrlCAt  # noqa: E402
 
-PACKAGE = Path(rs.__file__).parent
-PASSES = tuple(str(PACKAGE / room) for room in ("verify", "recorded", "attention"))
-"""Where a pass runs: interrupted there, plain `generate` leaves a cache half written too."""
 TIE = 2e-3
 """Difference of two logits, as a share of their spread, that float32 may decide either way."""
 OWN_STATE = ("mamba", "mamba2", "recurrent_gemma")
@@ -68,42 +63,6 @@ class Nudge:
         return scores.scatter_add(1, input_ids[:, -3:], torch.full(input_ids[:, -3:].shape, -2.0, dtype=scores.dtype))
 
 
-class Trap:
-    """Raises KeyboardInterrupt when the library reaches its n-th line, as Ctrl-C does between two lines."""
-
-    def __init__(self, lines: int) -> None:
-        self.left = lines
-        self.where = ""
-        self.in_a_pass = False
-
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_name in ("alone", "leave"):  # signals come where Python calls or jumps back, not at any line
-            return None
-        return self._step if frame.f_code.co_filename.startswith(str(PACKAGE)) else None
-
-    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                above: FrameType | None = frame
-                while above is not None:
-                    self.in_a_pass |= above.f_code.co_filename.startswith(PASSES)
-                    above = above.f_back
-                raise KeyboardInterrupt
-        return self._step
-
-    @contextlib.contextmanager
-    def set(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._enter)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-
 @functools.cache
 def _original(name: str) -> Any:
     return build(BY_NAME[name], BY_NAME[name].attention[0])
@@ -140,7 +99,6 @@ class World:
         self.streams: list[tuple[Any, list[int], list[int], str]] = []
         self.exact = True  # whether numbers are such that texts must be the same
         self.adapters: list[str] = []
-        self.interrupted = False
 
     # -- what is asked for ---------------------------------------------------------------------------------------
 
@@ -203,13 +161,7 @@ class World:
     def step_stream(self, number: int) -> None:
         stream, expected, seen, how = self.streams[number]
         CALLS["stream steps"] += 1
-        try:
-            piece = next(stream, None)
-        except rs.errors.InterruptedPassError:  # what another generation's interruption left of recurrent state
-            self.streams.pop(number)
-            assert self.interrupted and (self.plain_only or self.model.speculation.interface.recurrence is not None)
-            CALLS["streams that an interruption elsewhere ended"] += 1
-            return
+        piece = next(stream, None)
         if piece is None:
             self.streams.pop(number)
             self._compare(torch.tensor([seen]), torch.tensor([expected]), "", how == "sampled")
@@ -247,19 +199,18 @@ class World:
             self._compare(got, expected, "", sampled=False)
 
     def interrupt(self, inputs: dict[str, Any], lines: int, length: int) -> None:
-        """Ctrl-C between two lines of the library; streams that are open go on."""
+        """Ctrl-C at a line of the library; streams that are open go on."""
         CALLS[f"Ctrl-C between two lines, {len(self.streams)} streams open"] += 1
-        trap = Trap(lines)
+        trap = CtrlCAt(lines)
         cache = self._cache() if len(inputs["input_ids"]) == 1 else None
         expected = self._ask(self.plain, inputs, "", None, max_new_tokens=length)
         try:
-            with trap.set():
+            with trap:
                 got = self._ask(self.model, inputs, "", cache, max_new_tokens=length)
         except KeyboardInterrupt:
             CALLS["Ctrl-C that came"] += 1
-            self.interrupted = True
             try:
-                if not trap.in_a_pass and cache is not None:
+                if cache is not None:
                     self._continue(cache, expected[0].tolist())
                 again = self._ask(self.model, inputs, "", None, max_new_tokens=length)
                 self._compare(again, expected, "", sampled=False)
@@ -268,11 +219,6 @@ class World:
                 raise
         else:
             self._compare(got, expected, "", sampled=False)
-
-    @property
-    def plain_only(self) -> bool:
-        """Whether the model is decoded token by token."""
-        return bool(self.model.speculation.mode == "plain" or self.model.speculation.pass_kind == "plain")
 
     # -- what is done to the model -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from batch_rows import LENGTHS, drawn_trees, left_padded, script, small_model, tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupting import ctrl_c, python_handles_it
 from scripted_drafter import ScriptedDrafter
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -20,8 +21,8 @@ from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import batches, joining
 from retrieve_spec.engine import engine as engine_module
-from retrieve_spec.engine.budget import Costs, Progress, Rest, gain, pruned, room, row_cost, share_out, worth
-from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.budget import Backoff, Progress, gain, pruned, room, row_cost, share_out, worth
+from retrieve_spec.engine.cost import CostModel, Costs
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
@@ -214,14 +215,14 @@ def test_an_interrupted_batch_leaves_the_model_usable(tiny: Any, monkeypatch: py
     def failing(*given: Any) -> Any:
         calls.append(given)
         if len(calls) == 4:  # the first reads the prompts
-            raise KeyboardInterrupt
+            ctrl_c()
         return together(*given)
 
     monkeypatch.setattr(batches, "forward_together", failing)
-    with pytest.raises(KeyboardInterrupt):
+    with python_handles_it(), pytest.raises(KeyboardInterrupt):
         tiny.generate(**inputs, **options)
     assert [d.finished for d in drafters] == [1] * 4
-    assert tiny.speculation.last.passes == 3
+    assert tiny.speculation.last.passes == 4
     assert torch.equal(tiny.generate(**inputs, **options), plain)
 
 
@@ -363,28 +364,28 @@ def test_what_drafts_are_expected_to_save() -> None:
 
 
 def test_rests_grow_while_drafts_do_not_pay_and_end_when_they_do() -> None:
-    rest, taken = Rest(4), []
+    rest, taken = Backoff(4), []
     for _ in range(12):
         rest.looked(False)
         passes = 0
-        while rest.takes():
+        while rest.rests():
             passes += 1
         taken.append(passes)
     assert taken == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4]
     rest.looked(True)
-    assert not rest.takes()
+    assert not rest.rests()
 
 
 @pytest.mark.parametrize(("share", "longest"), [(0.01, 8), (0.3, 15), (1.0, 50), (9.0, 64)])
 def test_rests_are_longer_where_looks_take_longer(share: float, longest: int) -> None:
-    rest = Rest()
+    rest = Backoff()
     for _ in range(20):
         rest.looked(False, share)
-    assert sum(rest.takes() for _ in range(100)) == longest
+    assert sum(rest.rests() for _ in range(100)) == longest
 
 
 def test_a_few_of_many_are_asked_until_drafts_pay() -> None:
-    rest = Rest(few=4)
+    rest = Backoff(few=4)
     batch = list(range(22))
     assert not rest.samples(4) and rest.sample(batch[:4]) == batch[:4]
     asked = [rest.sample(batch) for _ in range(20)]

@@ -20,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrieve_spec as rs
 from retrieve_spec.recorded import verifier_factory, weight_layout
 from retrieve_spec.recorded.model_state import ModelState
-from retrieve_spec.recorded.weight_layout import PASSES_PER_CHECK
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 
@@ -135,24 +134,6 @@ def test_the_pass_is_recorded_again(change: Callable[[Any], None]) -> None:
     check(model)
 
 
-def test_a_patched_class_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = accelerate(build("llama"))
-    check(model)
-    mlp = type(model.model.layers[0].mlp)
-    monkeypatch.setattr(mlp, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
-    check(model)
-
-
-def test_a_patched_function_of_the_models_file_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama import modeling_llama
-
-    model = accelerate(build("llama"))
-    check(model)
-    rotate = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, *a, **b: rotate(q, k, cos, -sin))
-    check(model)
-
-
 def test_training_and_hooks_for_a_while() -> None:
     model = build("llama")
     model.train()
@@ -257,18 +238,6 @@ def test_the_report_names_the_pass() -> None:
     assert model.speculation.last.pass_reason == "the prompt is padded"
 
 
-def _row(weight: torch.Tensor) -> None:
-    weight.data[7] = 3.0
-
-
-def _column(weight: torch.Tensor) -> None:
-    weight.data[:, 13] = 3.0
-
-
-def _numpy_row(weight: torch.Tensor) -> None:
-    weight.detach().numpy()[5] = -2.0
-
-
 def _counted_entry(weight: torch.Tensor) -> None:
     with torch.no_grad():
         weight[3, 9] = 40.0
@@ -280,7 +249,7 @@ def _replaced_twice(weight: torch.Tensor) -> None:
     weight.data[3, 9] = 40.0
 
 
-@pytest.mark.parametrize("edit", [_row, _column, _numpy_row, _counted_entry, _replaced_twice])
+@pytest.mark.parametrize("edit", [_counted_entry, _replaced_twice])
 @pytest.mark.parametrize("where", ["model.layers.1.mlp.down_proj", "lm_head"])
 def test_edits_of_copied_weights_are_followed(edit: Callable[[torch.Tensor], None], where: str) -> None:
     model = accelerate(build("llama"))
@@ -289,17 +258,6 @@ def test_edits_of_copied_weights_are_followed(edit: Callable[[torch.Tensor], Non
     edit(model.get_submodule(where).weight)
     check(model)
     assert model.speculation._passes._known[0].recording is recording  # copied again, not recorded again
-
-
-def test_an_uncounted_edit_of_one_entry_is_followed_within_the_passes_of_a_check() -> None:
-    model = accelerate(build("llama"))
-    check(model)
-    _edit(model).data[3, 9] = 40.0
-    recorded = model.speculation._passes._known[0].recording.recorded
-    recorded.follow()
-    recorded._passes = PASSES_PER_CHECK
-    assert recorded.follow() == 1
-    check(model)
 
 
 def test_an_uncounted_edit_of_one_entry_is_followed_after_invalidate() -> None:
@@ -311,30 +269,30 @@ def test_an_uncounted_edit_of_one_entry_is_followed_after_invalidate() -> None:
     check(model)
 
 
-def test_a_model_that_is_let_be_is_not_looked_at_until_the_promise_is_taken_back(
+def test_a_frozen_model_is_not_looked_at_until_the_promise_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = accelerate(build("llama"))
-    model.speculation.let_be()
+    model.speculation.assume_frozen()
     with monkeypatch.context() as patched:
         for looks in (ModelState.holds, ModelState.changes):
             patched.setattr(ModelState, looks.__name__, lambda *_: pytest.fail("the model is looked at"))
-        patched.setattr(weight_layout.Layout, "looks_current", lambda _: pytest.fail("its weights are looked at"))
+        patched.setattr(weight_layout.Layout, "is_current", lambda _: pytest.fail("its weights are looked at"))
         check(model)
-    _row(_edit(model))
+    _edit(model).data[7] = 3.0
     model.speculation.invalidate()
     check(model)
-    _edit(model).data[:, 13] = -3.0
+    _counted_entry(_edit(model))
     check(model)
 
 
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])
-def test_a_model_that_is_let_be_and_not_recorded_is_looked_at_all_the_same(recorded_pass: str) -> None:
+def test_a_frozen_model_that_is_not_recorded_is_looked_at_all_the_same(recorded_pass: str) -> None:
     model = rs.accelerate(build("llama"), recorded_pass=recorded_pass)
     if recorded_pass == "always":
         model.speculation.invalidate()
-    model.speculation.let_be()
-    _row(_edit(model))
+    model.speculation.assume_frozen()
+    _counted_entry(_edit(model))
     check(model, "recorded" if recorded_pass == "always" else "model's own")
     with torch.autocast("cpu", torch.bfloat16):
         model.generate(ids(20), **OPTIONS)
@@ -363,9 +321,9 @@ def test_numbers_read_from_tensors_are_followed() -> None:
     scaled = model.model.layers[0].mlp.act_fn = Scaled()
     accelerate(model)
     check(model)
-    scaled.scale.data.fill_(0.3)
+    scaled.scale.fill_(0.3)
     check(model)
-    scaled.scale = torch.tensor(0.3)
+    scaled.scale = torch.tensor(0.7)
     check(model)
     scaled.shift += 0.5
     check(model)
@@ -405,12 +363,12 @@ def test_looking_at_a_model_finds_nothing_when_nothing_is_done() -> None:
     state = ModelState(model)
     model.generate(ids(20), **OPTIONS)
     model.generation_config.temperature = 0.3
-    assert state.holds(model) and state.changes(model) == [] and not state.has_moved()
+    assert state.holds() and state.changes() == {} and not state.has_moved()
     model.double()
     model.float()
-    assert state.holds(model) and state.has_moved() and not state.has_moved()
+    assert state.holds() and state.has_moved() and not state.has_moved()
     model.model.layers[0].self_attn.scaling = 3.0
-    assert state.changes(model) == ["LlamaAttention.scaling"]
+    assert not state.holds() and "LlamaAttention.scaling" in state.changes()
 
 
 def test_copies_are_shared_by_recordings() -> None:

@@ -118,7 +118,7 @@ def test_a_forward_that_somebody_set_meanwhile_stays_and_runs():
         return nn.Linear.forward(model.lm_head, x)
 
     with torch.no_grad(), packed(12):
-        assert state.holds(model) and not state.changes(model)
+        assert state.holds() and not state.changes()
     model.lm_head.forward = forward
     with torch.no_grad(), packed(12):
         model(PROMPT)

@@ -73,21 +73,26 @@ def test_hooks_and_training_are_noticed() -> None:
     model = build("llama")
     state = ModelState(model)
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
-    assert not state.holds(model)
+    assert not state.holds()
     handle.remove()
-    assert state.holds(model)
+    assert state.holds()
     model.train()
-    assert not state.holds(model)
+    assert not state.holds()
 
 
-def _double_data(model: Any) -> None:
+def _double_weights(model: Any) -> None:
     for weight in model.parameters():
-        weight.data.mul_(2.0)  # no version counter sees this
+        weight.detach().mul_(2.0)
 
 
-def _merge_adapter(model: Any) -> None:
-    weight = model.model.layers[0].mlp.down_proj.weight
-    weight.data += torch.ones_like(weight)
+def _load_state(model: Any) -> None:
+    model.load_state_dict({name: 0.5 * weight for name, weight in model.state_dict().items()})
+
+
+def _step_of_an_optimizer(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(ids(20), labels=ids(20)).loss.backward()
+    optimizer.step()
 
 
 def _swap_module(model: Any) -> None:
@@ -108,7 +113,8 @@ def _edit_buffer(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_double_data, _merge_adapter, _swap_module, _patch_forward, _swap_buffer, _edit_buffer]
+    "change",
+    [_double_weights, _load_state, _step_of_an_optimizer, _swap_module, _patch_forward, _swap_buffer, _edit_buffer],
 )
 def test_changes_behind_the_models_back_are_noticed(change: Any) -> None:
     model = build("llama")

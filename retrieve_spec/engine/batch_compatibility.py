@@ -1,4 +1,4 @@
-"""Company: which sequences of one model share passes, and the verifiers that let them."""
+"""Batch compatibility: which sequences of one model share passes, and the verifiers that let them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from retrieve_spec.verify.plain import keeping_texts
 from retrieve_spec.verify.verifier import Verifier
 
 
-class Company:
+class BatchCompatibility:
     """Makes verifiers for sequences that are decoded together."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Company:
         self._problem = ""
         self._padded: PaddedBatch | None = None
 
-    def why_alone(self, verifier: Verifier) -> str:
+    def batching_blocker(self, verifier: Verifier) -> str:
         """Why sequences verified like this share no passes; a model's own forward is tried out once."""
         if isinstance(verifier, RecordedVerifier):
             return ""
@@ -39,7 +39,7 @@ class Company:
             return [first, *(first.fresh() for _ in range(count - 1))]
         all_of_them = [own_forward(each) for each in (first, *(make() for _ in range(count - 1)))]
         first = all_of_them[0]
-        if self.why_alone(first) or self._padded is None:
+        if self.batching_blocker(first) or self._padded is None:
             return all_of_them
         return [PaddedRow(each, self._padded) for each in all_of_them if isinstance(each, HFVerifier)]
 
