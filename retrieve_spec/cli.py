@@ -38,7 +38,6 @@ COMMANDS = {
     "push": ("retrieve_spec.cli_share", "Bring a datastore to a remote."),
     "pull": ("retrieve_spec.cli_share", "Bring a datastore from a remote."),
     "sync": ("retrieve_spec.cli_sync", "Make a datastore say what folders say."),
-    "convert": ("retrieve_spec.cli_store", "Bring a datastore of the format before up to this one."),
     "catalog": ("retrieve_spec.cli_store_read", "Make the database of a datastore's documents."),
     "retokenize": ("retrieve_spec.cli_store", "Rewrite a datastore for another tokenizer."),
     "serve": ("retrieve_spec.cli_serve", "Serve completions to editors over HTTP."),

@@ -21,14 +21,7 @@ _TEXT_INDEXES = ("both", "exact", "ngram")
 _DENSE_INDEXES = ("auto", "flat", "ivf-pq", "hnsw")
 
 _RESUME = click.option("--resume", is_flag=True, help="Continue an interrupted run with the options it began with.")
-_CLUSTER = click.option(
-    "--cluster",
-    default="",
-    metavar="local:N|ray[:ADDRESS]|slurm:PARTITION",
-    help="Run the stages there (extra 'cluster', or Ray); all machines see the folder of the store, or STORE is an "
-    "address.",
-)
-_RUN = ("max_tokens", "workers", "cluster", "resume")
+_RUN = ("max_tokens", "workers", "resume")
 """Options that `build` and `add` hand on as they are."""
 _WORKERS = click.option("--workers", type=WholeRange(min=1), metavar="N", help="Processes; all CPUs by default.")
 
@@ -117,8 +110,13 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 )
 @click.option("--max-vectors", type=WholeRange(min=1), metavar="N", help="Dense keys at most; all by default.")
 @click.option("--thin", is_flag=True, help="No dense keys where the longest match elsewhere predicts the next token.")
+@click.option(
+    "--part",
+    type=(WholeRange(min=0), WholeRange(min=1)),
+    metavar="RANK COUNT",
+    help="Read only part RANK, from 0, of COUNT; `merge` joins the stores of all parts.",
+)
 @_WORKERS
-@_CLUSTER
 @_RESUME
 @QUIET
 @JSON
@@ -133,15 +131,15 @@ def build(
     dims: int,
     max_vectors: int | None,
     thin: bool,
+    part: tuple[int, int] | None,
     quiet: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Build a datastore in the folder STORE; with --cluster also at an address (s3://…, gs://…, hf://…).
+    """Build a datastore in the folder STORE.
 
-    A SOURCE is a file, a folder, an address of one, JSON Lines, Parquet, .ds files of datatrove, text compressed with
-    gzip or zstd, or - for standard input. Of a folder, what git ignores and generated files stay out, of every SOURCE
-    secrets do (--admit).
+    A SOURCE is a file, a folder, an address of one, JSON Lines, Parquet, text compressed with gzip or zstd, or - for
+    standard input. Of a folder, what git ignores and generated files stay out, of every SOURCE secrets do (--admit).
     """
     from dataclasses import replace
 
@@ -172,7 +170,9 @@ def build(
         raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
     with _bars(quiet, dense is not None or resume):
         run = {name: options[name] for name in _RUN}
-        report = build_datastore(store, sources, tokenizer, config=config, progress=not quiet, recipe=name, **run)
+        report = build_datastore(
+            store, sources, tokenizer, config=config, part=part, progress=not quiet, recipe=name, **run
+        )
     print_report(report, store, as_json, options["left_out"])
 
 
@@ -180,12 +180,11 @@ def build(
 @STORE
 @_source_options
 @_WORKERS
-@_CLUSTER
 @_RESUME
 @QUIET
 @JSON
 def add(store: Path | str, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Add documents to the datastore STORE, a folder or an address (s3://…); texts it already holds are skipped."""
+    """Add documents to the datastore STORE; texts it already holds are skipped."""
     from retrieve_spec.datastore.build import add_documents
 
     sources = _sources(options)
@@ -240,17 +239,6 @@ def compact(store: Path | str, resume: bool, quiet: bool, as_json: bool) -> None
     with _bars(quiet, _has_dense(store)):
         report = compact_datastore(store, resume=resume, progress=not quiet)
     print_report(report, store, as_json)
-
-
-@click.command(short_help="Bring a datastore of the format before up to this one.")
-@STORE
-@QUIET
-@JSON
-def convert(store: Path | str, quiet: bool, as_json: bool) -> None:
-    """Bring STORE, which the version before wrote, up to the format of this one; its arrays stay."""
-    from retrieve_spec.datastore.convert import convert_datastore
-
-    print_report(convert_datastore(store, progress=not quiet), store, as_json)
 
 
 @click.command(short_help="Rewrite a datastore for another tokenizer.")

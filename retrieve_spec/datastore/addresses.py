@@ -52,6 +52,9 @@ def folder_of(path: str | os.PathLike[str], verb: str) -> Path:
         When it is an address.
     """
     if isinstance(path, str) and is_address(path):
+        if verb == "build":
+            remedy = f"Build a folder, then `retrieve-spec push FOLDER {path}`."
+            raise BuildError("a folder to build", f"the address {path}", remedy)
         then = {"push": "push that", "pull": f"`retrieve-spec push FOLDER {path}`"}
         first = f"Run `retrieve-spec pull {path} FOLDER`" + (": the address comes first" if verb == "pull" else "")
         done = then.get(verb, f"{verb} that, and `retrieve-spec push FOLDER {path}`")

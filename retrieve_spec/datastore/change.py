@@ -27,7 +27,7 @@ from retrieve_spec.datastore.work import WorkFolder, drop_stale_files, put_segme
 from retrieve_spec.errors import BuildError, ConfigError, RetrieveSpecError, StoreLockedError
 
 LOCK = "lock"
-_SHORT = ("remove", "sync", "pull", "convert")
+_SHORT = ("remove", "sync", "pull")
 """Changes that are run again instead of being resumed."""
 
 

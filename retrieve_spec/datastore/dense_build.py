@@ -222,8 +222,8 @@ def _transform(change: _Change, record: DenseRecord, encoder: HiddenStates, part
             if segment.dense is not None:
                 return segment.dense.transform
         total = min(sample, sum(int(taken.sum()) for _, _, taken in parts))
-        with change.watch.stage("fitting", total, "pos") as bar:
-            states = sample_states(encoder, parts, sample, bar.update)
+        with change.watch.stage("fitting", total, "pos") as advance:
+            states = sample_states(encoder, parts, sample, advance)
             fitted, kept = fit_transform(states, size, record.dims)
         replace_file(work.path / "dense-fit.json", json.dumps({"variance_kept": round(kept, 4)}).encode())
         replace_file(path, b"".join(a.tobytes() for a in (fitted.mean, fitted.scale, fitted.components)))
@@ -233,8 +233,8 @@ def _transform(change: _Change, record: DenseRecord, encoder: HiddenStates, part
 
 def _build_one(change: _Change, entry: SegmentEntry, part: Part, transform: Transform, encoder: HiddenStates) -> None:
     work, watch = change.work, change.watch
-    with watch.stage("embedding", int(part[2].sum()), "pos") as bar:
-        keys, positions = write_keys(work.path, entry.name, encoder, transform, *part, bar.update)
+    with watch.stage("embedding", int(part[2].sum()), "pos") as advance:
+        keys, positions = write_keys(work.path, entry.name, encoder, transform, *part, advance)
     report: dict[str, Any] = {"vectors": len(keys), "positions": int(_possible(part[0]))}
     files: dict[str, FileEntry] = {}
     if len(keys):

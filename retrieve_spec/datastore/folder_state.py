@@ -75,7 +75,7 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
         if changes[0] >= racy:
             changes = 0, changes[1]
         kind, compression = kind_of(name)
-        if kind in ("text", "ds") and not compression:
+        if kind == "text" and not compression:
             text = entries.read(Path(place))
             said = ("", str(text), None) if isinstance(text, Reason) else (text_hash(text), "", own_licence(text))
             now.files[name] = (found.st_size, *changes, *said)

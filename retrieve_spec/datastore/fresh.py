@@ -26,7 +26,7 @@ from retrieve_spec.datastore.manifest import (
     incomplete,
     tokenizer_name,
 )
-from retrieve_spec.datastore.work import GONE, INPUTS, LOGS, STDIN_COPY, WorkFolder
+from retrieve_spec.datastore.work import GONE, INPUTS, STDIN_COPY, WorkFolder
 from retrieve_spec.errors import BuildError
 
 _OURS = {
@@ -34,8 +34,8 @@ _OURS = {
         rf"{LOCK}|{WORK}|{SEGMENTS}|{SKIPPED}|{TOMBSTONES}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"
     ),
     WORK: re.compile(
-        rf"(?:plan|cut|(?:shard|segment|dense|keys|error)-[\w-]+)\.(?:json|bin)(?:\.tmp)?|{STDIN_COPY}|{INPUTS}"
-        rf"|segment-\d+|(?:shard|segment)-\d+\.[0-9a-f]{{8}}|{TOMBSTONES}|{LOGS}|pull"
+        rf"(?:plan|cut|(?:shard|segment|dense|keys)-[\w-]+)\.(?:json|bin)(?:\.tmp)?|{STDIN_COPY}|{INPUTS}"
+        rf"|segment-\d+|{TOMBSTONES}|pull"
     ),
     SEGMENTS: re.compile(rf"[0-9a-f]{{32}}(?:{re.escape(GONE)})?"),
     TOMBSTONES: re.compile(r"[0-9a-f]{32}-[0-9a-f]{12}-\w+\.bin"),

@@ -6,8 +6,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +21,6 @@ from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, refused
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.datastore.records import Text, content_of
 from retrieve_spec.datastore.sources import STDIN, Source
-from retrieve_spec.datastore.tokenised import Decoder
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -110,17 +109,8 @@ def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
-def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer, decoder: Callable[[], Decoder]) -> Tokenised:
-    ids: NDArray[np.uint32] | None = None
-    if isinstance(text.content, np.ndarray):
-        read = text.content.nbytes
-        ids, content = decoder().decode(text.content, f"{text.file.location} (document {text.path})")
-        text = replace(text, content=content)
+def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer) -> Tokenised:
     content, size, skip = gate.read(text)
-    if ids is not None:
-        size = read
-        if not skip and (plain := decoder().plain(ids)) != content:  # a token inside must not cut a secret in two
-            skip = gate.read(replace(text, content=plain))[2]
     licence, source = text.file.licence, gate.source.path
     if gate.rule is not None and not skip:
         is_file = source != STDIN and text.path == text.file.path and not is_address(text.file.location)
@@ -130,7 +120,7 @@ def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer, decoder: Callable[[]
         skip = refused(gate.rule, licence) or ""
     if skip:
         return Tokenised(text.path, licence, source, "", np.empty(0, np.uint32), size, skip)
-    ids = encode(tokenizer, content) if ids is None else ids
+    ids = encode(tokenizer, content)
     return Tokenised(text.path, licence, source, text_hash(content), ids, size, "" if len(ids) else Reason.EMPTY)
 
 
@@ -160,10 +150,8 @@ def tokenise(
     def gate(number: int) -> Gate:
         return Gate(sources[number], limit)
 
-    decoder = lru_cache(1)(lambda: Decoder(tokenizer))
-
     def work(group: list[Text]) -> list[Tokenised]:
-        return [_tokenise(text, gate(text.file.source), tokenizer, decoder) for text in group]
+        return [_tokenise(text, gate(text.file.source), tokenizer) for text in group]
 
     yield from (result for group in ordered_map(work, _groups(texts), workers) for result in group)
 

@@ -226,18 +226,13 @@ def read_content(store: Path) -> bytes:
         raise _missing(store) from error
 
 
-def checked_body(store: Path, version: int) -> dict[str, Any]:
-    """JSON object of a store's manifest, of one format; errors are those of `read_manifest`."""
-    return _checked(read_content(store), store / MANIFEST, version, store)
-
-
 def manifest_of(content: bytes, place: str | Path) -> Manifest:
     """The manifest that a store, or a file at some place, holds; errors are those of `read_manifest`."""
     path = place / MANIFEST if isinstance(place, Path) else place
-    return _from_json(_checked(content, path, FORMAT_VERSION, place))
+    return _from_json(_checked(content, path))
 
 
-def _checked(content: bytes, path: object, version: int, store: object) -> dict[str, Any]:
+def _checked(content: bytes, path: object) -> dict[str, Any]:
     try:
         raw = json.loads(content)
     except ValueError as error:
@@ -245,15 +240,9 @@ def _checked(content: bytes, path: object, version: int, store: object) -> dict[
     found = raw.get("format") if isinstance(raw, dict) else None
     if not isinstance(found, int):
         raise StoreCorruptError(f"a store manifest in {path}", "JSON without a format version", _REBUILD)
-    if found != version:
-        remedy = _REBUILD
-        if found > FORMAT_VERSION:
-            remedy = "Upgrade retrieve-spec to read it."
-        elif found == FORMAT_VERSION - 1:
-            remedy = f"Convert it with `retrieve-spec convert {store}`."
-        elif found == FORMAT_VERSION:
-            remedy = "It needs no conversion."
-        raise StoreVersionError(f"format {version} in {path}", f"format {found}", remedy)
+    if found != FORMAT_VERSION:
+        remedy = "Upgrade retrieve-spec to read it." if found > FORMAT_VERSION else _REBUILD
+        raise StoreVersionError(f"format {FORMAT_VERSION} in {path}", f"format {found}", remedy)
     recorded = raw.pop("checksum", None)
     if recorded != _checksum(raw):
         raise StoreCorruptError(

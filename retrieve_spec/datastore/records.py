@@ -12,12 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
-import numpy as np
 import zstandard
-from numpy.typing import NDArray
 
-from retrieve_spec.datastore import tokenised
-from retrieve_spec.datastore.addresses import IrregularFileError, exists, open_file
+from retrieve_spec.datastore.addresses import IrregularFileError, open_file
 from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
@@ -28,12 +25,11 @@ _PACKED = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text still to be read and encoded: `content` for a record (token ids where it is tokenised), otherwise the file
-    itself."""
+    """A text still to be read and encoded: `content` for a record, otherwise the file itself."""
 
     file: SourceFile
     path: str
-    content: bytes | str | NDArray[np.uint32] | None = None
+    content: bytes | str | None = None
     skip: str = ""
 
 
@@ -51,8 +47,6 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
                 yield Text(file, file.path, skip=file.skip)
             elif file.kind == "jsonl":
                 yield from _json_lines(file, limit)
-            elif file.kind == "ds":
-                yield from _tokenised(file)
             else:
                 yield from _parquet(file, sources[file.source].field)
         except BuildError:  # a remote that cannot be reached any more, among others
@@ -117,15 +111,6 @@ def _reason(error: Exception) -> Reason:
     return Reason.GONE if isinstance(error, FileNotFoundError) else Reason.UNREADABLE
 
 
-def _tokenised(file: SourceFile) -> Iterator[Text]:
-    layout = tokenised.Layout(*file.layout)
-    try:
-        for number, ids in enumerate(tokenised.documents(file.location, file.start, file.end, layout), file.start + 1):
-            yield Text(file, f"{file.path}#{number}", ids)
-    except tokenised.TokenisedFileError:  # its plan was made from files that belonged together
-        yield Text(file, file.path, skip=Reason.CHANGING if exists(file.location) else Reason.GONE)
-
-
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
     with _opened(file) as stream:
         number = file.line
@@ -184,7 +169,6 @@ def _field(record: Any, field: str) -> Any:
 def content_of(text: Text, field: str, limit: int) -> tuple[str, int, str]:
     """Content of a record, of a compressed or a remote file, bytes read and reason to skip."""
     content = text.content
-    assert not isinstance(content, np.ndarray), "decoded before"
     if content is None:
         try:
             with _opened(text.file) as stream:

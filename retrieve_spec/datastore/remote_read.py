@@ -65,10 +65,10 @@ def verify_remote(url: str, *, progress: bool = False) -> dict[str, Any]:
     remote, _, manifest = read_remote(url)
     files = list(files_of(manifest))
     size = sum(file.bytes for _, file in files)
-    with progress_bar("verifying", size, "B", progress) as bar, explain_remote_errors(url):
+    with progress_bar("verifying", size, "B", progress) as advance, explain_remote_errors(url):
         for place, file in files:
             for block in remote.blocks(place, file):
-                bar.update(len(block))
+                advance(len(block))
     return {
         "segments": len(manifest.segments),
         "documents": manifest.documents,

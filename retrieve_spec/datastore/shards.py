@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore import tokenised
 from retrieve_spec.datastore.addresses import is_address, open_file
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, entry_of
@@ -65,12 +64,7 @@ def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
 
 
 def _parts(file: SourceFile) -> Iterator[SourceFile]:
-    """A file, or the parts of a large file of JSON Lines and of a tokenised one."""
-    if file.kind == "ds" and not file.skip:
-        layout = tokenised.layout_of(file.location)
-        for first, end, size in tokenised.cuts(file.location, layout, SHARD_BYTES):
-            yield replace(file, start=first, end=end, size=size, layout=astuple(layout))
-        return
+    """A file, or the parts of a large file of JSON Lines."""
     remote = is_address(file.location)  # read where it is needed, not here
     if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES or remote:
         yield file

@@ -99,10 +99,10 @@ def push_datastore(
         files = list(files_of(manifest))
         missing = [(place, file) for place, file in files if there_sizes.get(place) != file.bytes]
         total = sum(file.bytes for _, file in missing)
-        with progress_bar("pushing", total, "B", progress) as bar:
+        with progress_bar("pushing", total, "B", progress) as advance:
             for place, file in missing:
                 with _explain_lost(folder / place):
-                    remote.send(folder / place, place, file, bar.update)
+                    remote.send(folder / place, place, file, advance)
         if not remote.says(manifest):
             version += 1
             put_card(remote, told_of(store, manifest), manifest)
@@ -201,16 +201,16 @@ def _assemble(work: WorkFolder, remote: Remote, there: Manifest, mine: Manifest 
     held = {entry.name for entry in mine.segments} if mine else set()
     wanted = [(folder / place, place, file) for place, file in files_of(there)]
     missing = [one for one in wanted if not (one[0].exists() and one[0].stat().st_size == one[2].bytes)]
-    with progress_bar("pulling", sum(file.bytes for *_, file in missing), "B", progress) as bar:
+    with progress_bar("pulling", sum(file.bytes for *_, file in missing), "B", progress) as advance:
         for target, place, file in missing:
             target.parent.mkdir(parents=True, exist_ok=True)
             own = work.store / place
             if place.split("/")[1:2] and place.split("/")[1] in held and own.is_file():
                 link_file(own, target, file)
-                bar.update(file.bytes)
+                advance(file.bytes)
                 continue
             with explain_remote_errors(remote.url):
-                remote.fetch(place, target, file, bar.update)
+                remote.fetch(place, target, file, advance)
     write_manifest(folder, there)
     return folder
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.cut import Choice, Cut, SegmentCut
+from retrieve_spec.datastore.cut import Choice, Cut
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.files import replace_file
@@ -94,8 +93,7 @@ class Stages:
         documents: list[tuple[Any, ...]] = []
         skipped: list[tuple[str, str, str]] = []
         size = tokens = 0
-        written = self.work.path / f"shard-{rank:06d}.{secrets.token_hex(4)}"  # another machine may still be at it
-        with written.open("wb") as file:
+        with (self.work.path / f"shard-{rank:06d}.bin").open("wb") as file:
             for result in results:
                 size += result.bytes
                 if result.skip:
@@ -106,7 +104,6 @@ class Stages:
                     tokens += len(part)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(written, self.work.path / f"shard-{rank:06d}.bin")
         content = {"documents": documents, "skipped": skipped, "bytes": size, "tokens": tokens}
         replace_file(self.work.path / f"shard-{rank:06d}.json", json.dumps(content).encode())
         return size, len(documents), tokens
@@ -167,7 +164,7 @@ class Stages:
 
     def segment(self, rank: int) -> Done:
         """Index one segment of the cut."""
-        part = part_of(self.work, rank)
+        part = Cut.from_json(json.loads((self.work.path / CUT).read_bytes())).segments[rank]
         rows: list[Row] = []
         ids = np.empty(part.tokens + part.documents, np.uint32)
         at = 0
@@ -179,14 +176,12 @@ class Stages:
                 found = shard.ids(first, end)
                 ids[at : at + len(found)] = found
                 at += len(found)
-        folder = self.work.path / f"segment-{rank:06d}.{secrets.token_hex(4)}"
+        folder = self.work.path / f"segment-{rank:06d}"
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         handed = [ids]
         del ids
         files, origins = write_segment(folder, handed.pop(), rows, self.config)
-        target = self.work.path / f"segment-{rank:06d}"
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(folder, target)
         record = {
             "files": {name: asdict(entry) for name, entry in files.items()},
             "origins": origins,
@@ -200,15 +195,6 @@ class Stages:
         """Whether a segment is still to be indexed."""
         return not _record_of(self.work, rank).exists()
 
-    def outcome(self, stage: str, rank: int) -> Done | None:
-        """What a rank of a stage did, None where it is not done."""
-        place = {"tokens": self.work.path / f"shard-{rank:06d}.json", "segment": _record_of(self.work, rank)}[stage]
-        if not place.exists():
-            return None
-        record = json.loads(place.read_bytes())
-        documents = record["documents"]
-        return record.get("bytes", 0), documents if stage == "segment" else len(documents), record["tokens"]
-
     def entry(self, rank: int) -> SegmentEntry:
         """Entry of an indexed segment, under its number in the work folder."""
         record = json.loads(_record_of(self.work, rank).read_bytes())
@@ -219,11 +205,6 @@ class Stages:
 def _kept_tokenizer(path: Path, modified_ns: int) -> Tokenizer:
     """A store's tokenizer, kept for the next change: a large one takes longer to load than a small change to make."""
     return load_tokenizer(path)
-
-
-def part_of(work: WorkFolder, rank: int) -> SegmentCut:
-    """Documents of one segment of the cut."""
-    return Cut.from_json(json.loads((work.path / CUT).read_bytes())).segments[rank]
 
 
 def run_rank(stages: Stages, stage: str, rank: int) -> Done:

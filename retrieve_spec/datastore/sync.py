@@ -232,7 +232,6 @@ def _file(roots: Sequence[Path], sources: tuple[Source, ...], number: int, name:
     location = roots[number] / name
     size = location.stat().st_size if location.exists() else 0
     kind, compression = kind_of(name)
-    kind = "text" if kind == "ds" else kind
     return SourceFile(number, readable(name), str(location), size, kind, compression, "", sources[number].licence)
 
 

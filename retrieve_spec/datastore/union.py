@@ -46,7 +46,7 @@ def unite(
     known: set[bytes] = set()
     entries: list[SegmentEntry] = []
     skipped: list[tuple[str, str, str]] = []
-    with watch.stage("joining", sum(store.manifest.bytes for store in opened), "B") as bar:
+    with watch.stage("joining", sum(store.manifest.bytes for store in opened), "B") as advance:
         for store, segment, entry, removed in _segments(opened):
             copies, listed = _copies(segment, removed, known)
             skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
@@ -61,7 +61,7 @@ def unite(
                 files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
                 taken = counted(entry, segment, {*removed, *copies}, files)
                 entries.append(renumbered(taken, len(entries)))
-            bar.update(sum(file.bytes for file in entry.files.values()))
+            advance(sum(file.bytes for file in entry.files.values()))
     if not entries:
         work.end()
         raise nothing_to_index((), {}, 0)

@@ -73,10 +73,10 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
     listed = (event["listed"] for event in manifest.history if "listed" in event)
     files += [(f"{SKIPPED}/{one['name']}", FileEntry(one["bytes"], one["sha256"])) for one in listed]
     size = sum(entry.bytes for _, entry in files)
-    with progress_bar("checksums", size, "B", progress) as bar:
+    with progress_bar("checksums", size, "B", progress) as advance:
         for place, entry in files:
             check_content(store.path / place, entry)
-            bar.update(entry.bytes)
+            advance(entry.bytes)
     if tokenizer_fingerprint(store.tokenizer) != manifest.fingerprint:
         raise StoreCorruptError(f"tokenizer {manifest.fingerprint[7:19]}", "another one in the store")
     queries = 0

@@ -20,7 +20,6 @@ from retrieve_spec.datastore.manifest import PLAN, SEGMENTS, SKIPPED, TOMBSTONES
 
 INPUTS = "inputs.jsonl"
 STDIN_COPY = "stdin"
-LOGS = "cluster"
 GONE = ".gone"
 
 
