@@ -141,7 +141,7 @@ def add_documents(
     read_manifest(store)
 
     def make_plan() -> tuple[dict[str, Any], Inputs]:
-        settings = checked(config or config_of(manifest), manifest.fingerprint)
+        settings = checked(config or config_of(manifest), store / manifest.tokenizer_name)
         plan, inputs = plan_of(work, as_sources(sources, licence), settings, max_tokens)
         return plan | {"tokenizer": manifest.tokenizer_name}, inputs
 

@@ -172,7 +172,7 @@ def _summary(reports: list[dict[str, Any]], work: WorkFolder) -> dict[str, Any]:
 def _build(change: _Change) -> None:
     config, manifest = change.config, change.manifest
     model, tokenizer = load_model(config.model)
-    _check_tokenizer(config, tokenizer, manifest.fingerprint)
+    _check_tokenizer(config, tokenizer, tokenizer_fingerprint(change.work.store / manifest.tokenizer_name))
     old = None if change.fresh else manifest.dense
     begun = change.work.path / _RECORD
     known = DenseRecord(**json.loads(begun.read_bytes())) if begun.exists() else old

@@ -115,7 +115,7 @@ def compact_datastore(
     def make_plan() -> tuple[dict[str, Any], Inputs]:
         _check_texts([store])
         plan = {
-            "config": asdict(checked(config_of(manifest), manifest.fingerprint)),
+            "config": asdict(checked(config_of(manifest), store / manifest.tokenizer_name)),
             "tokenizer": manifest.tokenizer_name,
             "vocabulary": manifest.vocabulary,
         }
@@ -187,7 +187,7 @@ def _plan_merge(work: WorkFolder, stores: list[Path], names: list[str]) -> tuple
         raise BuildError("at least one store to merge", "none", "Give the folders of the stores.")
     manifests = [read_manifest(store) for store in stores]
     for store, manifest in zip(stores, manifests, strict=True):
-        check_tokenizer(store, manifest, manifests[0].fingerprint)
+        check_tokenizer(store, manifest, stores[0] / manifests[0].tokenizer_name)
     if not any(manifest.segments for manifest in manifests):
         raise nothing_to_index((), {}, 0)
     dense = common_dense(stores, manifests)
@@ -202,7 +202,7 @@ def _plan_merge(work: WorkFolder, stores: list[Path], names: list[str]) -> tuple
         "places": [os.path.abspath(store) for store in stores],  # to resume from any folder
         "tokenizer": tokenizer,
         "vocabulary": max(manifest.vocabulary for manifest in manifests),
-        "config": asdict(checked(config, manifests[0].fingerprint)),
+        "config": asdict(checked(config, work.store / tokenizer)),
         "indexed_anew": dense is not None,
     }
     shards = (segment_shards(store, manifest) for store, manifest in zip(stores, manifests, strict=True))

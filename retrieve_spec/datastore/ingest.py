@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from retrieve_spec.datastore.addresses import is_address
 from retrieve_spec.datastore.documents import text_hash
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, refused
+from retrieve_spec.datastore.fingerprint import PIECE_CHARS, encode
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.datastore.records import Text, content_of
 from retrieve_spec.datastore.sources import STDIN, Source
@@ -26,8 +27,6 @@ _A = TypeVar("_A")
 _B = TypeVar("_B")
 GROUP = 32
 """Texts handed to a worker at once."""
-PIECE_CHARS = 1 << 20
-"""Longer texts are encoded in pieces, cut at line ends, so that memory stays bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +91,6 @@ class Gate:
             name = Path(file.location).stem if file.compression else os.path.basename(file.location)
             skip = entries.content("" if text.content is not None else name, content) or ""
         return content, size, str(skip)
-
-
-def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
-    """Encode a text without special tokens, (n,) uint32."""
-    parts = []
-    start = 0
-    while start < len(text):
-        end = start + PIECE_CHARS
-        if end < len(text):
-            end = text.find("\n", end, end + PIECE_CHARS) + 1 or end
-        # A batch of one releases the interpreter lock and stays in its thread.
-        encoded = tokenizer.encode_batch_fast([text[start:end]], add_special_tokens=False)[0]
-        parts.append(np.array(encoded.ids, np.uint32))
-        start = end
-    return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
 def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer) -> Tokenised:

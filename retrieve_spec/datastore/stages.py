@@ -27,8 +27,8 @@ from retrieve_spec.datastore.cut import Choice, Cut
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.datastore.fingerprint import load_tokenizer
-from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map, tokenise
+from retrieve_spec.datastore.fingerprint import encode, load_tokenizer
+from retrieve_spec.datastore.ingest import Tokenised, ordered_map, tokenise
 from retrieve_spec.datastore.manifest import SegmentEntry, entry_of
 from retrieve_spec.datastore.records import texts_of
 from retrieve_spec.datastore.segment import write_segment

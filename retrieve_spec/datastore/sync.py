@@ -19,7 +19,6 @@ from retrieve_spec.datastore.build import build_datastore, checked, grow
 from retrieve_spec.datastore.change import ChangeReport, Inputs, begin_change, existing_manifest, publish, writer
 from retrieve_spec.datastore.cut import small_size
 from retrieve_spec.datastore.entry_filter import admitted_parts, refused
-from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.folder_state import FOLLOWED_BYTES, FolderState, look, read_state, write_state
 from retrieve_spec.datastore.fresh import config_of
 from retrieve_spec.datastore.licences import LicenceRule, allow_list
@@ -103,7 +102,7 @@ def sync_datastore(
     if existing_manifest(store) is None:
         built = build_datastore(store, list(sources), tokenizer, config=config, workers=workers, progress=progress)
     elif tokenizer is not None:
-        check_tokenizer(store, read_manifest(store), tokenizer_fingerprint(tokenizer))
+        check_tokenizer(store, read_manifest(store), tokenizer)
     with writer(store) as work:
         report = _synchronised(work, roots, sources, workers, progress)
         while (group := _small(manifest := read_manifest(store))) is not None:
@@ -247,7 +246,7 @@ def _change(
 ) -> ChangeReport:
     """Publish a store without some documents and with those of some files, in one change."""
     manifest = opened.manifest
-    config = checked(config_of(manifest), manifest.fingerprint)
+    config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
     plan = {
         "verb": "sync",
         "sources": [asdict(source) for source in sources],
@@ -282,7 +281,7 @@ def _merge(work: WorkFolder, manifest: Manifest, group: Sequence[SegmentEntry], 
     """Make fewer segments of several: one, or as few as have room for all of their text."""
     plan = {
         "verb": "sync",
-        "config": asdict(checked(config_of(manifest), manifest.fingerprint)),
+        "config": asdict(checked(config_of(manifest), work.store / manifest.tokenizer_name)),
         "tokenizer": manifest.tokenizer_name,
         "vocabulary": manifest.vocabulary,
     }

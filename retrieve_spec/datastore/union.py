@@ -42,7 +42,7 @@ def unite(
         Show bars on standard error.
     """
     watch = Stopwatch(progress)
-    opened = [open_datastore(store, tokenizer=manifest.fingerprint) for store in stores]
+    opened = [open_datastore(store, tokenizer=work.store / manifest.tokenizer_name) for store in stores]
     known: set[bytes] = set()
     entries: list[SegmentEntry] = []
     skipped: list[tuple[str, str, str]] = []

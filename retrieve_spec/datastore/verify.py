@@ -15,7 +15,6 @@ from retrieve_spec.datastore.addresses import is_address
 from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import FileEntry, check_content
-from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, SKIPPED, SegmentEntry, content_name, files_of, read_manifest
 from retrieve_spec.datastore.ngrams import NgramTable, build_grams, suffix_beginnings
 from retrieve_spec.datastore.progress import progress_bar
@@ -77,8 +76,6 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
         for place, entry in files:
             check_content(store.path / place, entry)
             advance(entry.bytes)
-    if tokenizer_fingerprint(store.tokenizer) != manifest.fingerprint:
-        raise StoreCorruptError(f"tokenizer {manifest.fingerprint[7:19]}", "another one in the store")
     queries = 0
     for part in manifest.segments:
         folder = store.path / SEGMENTS / part.name
