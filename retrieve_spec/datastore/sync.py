@@ -28,14 +28,13 @@ from retrieve_spec.datastore.shards import file_shards, segment_shards
 from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, kind_of, readable
 from retrieve_spec.datastore.stages import part_hash
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written
+from retrieve_spec.datastore.watching import watch_changes
 from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError, StoreLockedError
 
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
 _REWRITTEN = 900_000
-_LOOK_MS = 500
-"""How often a watcher looks whether a store that another process was writing to is free."""
 _PART = re.compile(r"(.*)#part([1-9][0-9]{0,9})", re.DOTALL)
 """Name of a part of a long text; a file may be called so too."""
 
@@ -308,16 +307,10 @@ def watch_folders(
     BuildError
         When watchfiles is not installed; otherwise as `sync_datastore`.
     """
-    try:
-        from watchfiles import watch
-    except ImportError as error:
-        raise BuildError(
-            "to watch folders", "watchfiles is not installed", "Run: pip install 'retrieve-spec[serve]'"
-        ) from error
-    inside = os.path.join(folder_of(path, "sync").resolve(), "")
+    inside = folder_of(path, "sync").resolve()
     due = True  # at first only once the folders are watched: what changes meanwhile is not missed
-    for changes in watch(*map(_root, folders), raise_interrupt=True, yield_on_timeout=True, rust_timeout=_LOOK_MS):
-        due |= any(not os.path.join(place, "").startswith(inside) for _, place in changes)
+    for changes in watch_changes(*map(_root, folders)):
+        due |= any(not place.is_relative_to(inside) for place in changes)
         if due:
             with suppress(StoreLockedError):
                 report = sync_datastore(path, folders, **options)
