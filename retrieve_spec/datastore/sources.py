@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from retrieve_spec.datastore.addresses import explain_remote_errors, is_address, public_name, reach
+from retrieve_spec.datastore.content_rules import generated_name, secret_name
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
-from retrieve_spec.datastore.generated import generated_name
 from retrieve_spec.datastore.git_rules import passed_over
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
-from retrieve_spec.datastore.secret_rules import secret_name
 from retrieve_spec.errors import BuildError
 
 STDIN = "-"
