@@ -17,6 +17,8 @@ from retrieve_spec._version import __version__
 from retrieve_spec.datastore.entry_filter import RULES
 from retrieve_spec.datastore.manifest import (
     MANIFEST,
+    PLAN,
+    WORK,
     Manifest,
     SegmentEntry,
     content_name,
@@ -128,14 +130,13 @@ def explain_write_errors(store: Path) -> Iterator[None]:
     except OSError as error:
         reason = getattr(error, "strerror", None) or str(error)
         folder = os.path.realpath(store)  # which links that lead to each other do not upset
+        there = "; the store is as it was" if os.path.exists(store / MANIFEST) else ""
+        if os.path.exists(store / WORK / PLAN):
+            there += "; continue the change with --resume, or run it again"
         if isinstance(error.filename, str) and not Path(os.path.realpath(error.filename)).is_relative_to(folder):
-            remedy = "Check who may read it; the store is as it was, and --resume continues an interrupted change."
-            raise BuildError(f"to use {error.filename}", reason, remedy) from error
-        raise BuildError(
-            f"to write to {store}",
-            reason,
-            "Check permissions and free space; the store is as it was, and --resume continues an interrupted change.",
-        ) from error
+            raise BuildError(f"to use {error.filename}", reason, f"Check who may read it{there}.") from error
+        remedy = f"Check permissions and free space{there or ', or choose another place'}."
+        raise BuildError(f"to write to {store}", reason, remedy) from error
 
 
 @contextmanager

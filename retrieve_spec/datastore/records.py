@@ -7,7 +7,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
@@ -15,7 +15,7 @@ from typing import IO, Any
 import zstandard
 
 from retrieve_spec.datastore.addresses import IrregularFileError, open_file
-from retrieve_spec.datastore.entry_filter import Reason
+from retrieve_spec.datastore.entry_filter import Reason, decoded, is_utf16
 from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
 
@@ -42,17 +42,24 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
         When a Parquet file is met and pyarrow is not installed.
     """
     for file in files:
+        read = 0
         try:
-            if file.skip or file.kind == "text":
-                yield Text(file, file.path, skip=file.skip)
-            elif file.kind == "jsonl":
-                yield from _json_lines(file, limit)
-            else:
-                yield from _parquet(file, sources[file.source].field)
+            for text in _texts_in(file, sources[file.source].field, limit):
+                yield text
+                read += 1
         except BuildError:  # a remote that cannot be reached any more, among others
             raise
         except _READ_ERRORS as error:
-            yield Text(file, file.path, skip=_reason(error))
+            yield Text(file, file.path, skip=Reason.DAMAGED if read else _reason(error))
+
+
+def _texts_in(file: SourceFile, field: str, limit: int) -> Iterator[Text]:
+    if file.skip or file.kind == "text":
+        yield Text(file, file.path, skip=file.skip)
+    elif file.kind == "jsonl":
+        yield from _json_lines(file, limit)
+    else:
+        yield from _parquet(file, field)
 
 
 class _Zstandard(io.RawIOBase):
@@ -89,17 +96,17 @@ class _Zstandard(io.RawIOBase):
 
 
 @contextmanager
-def _opened(file: SourceFile) -> Iterator[IO[bytes]]:
+def _opened(file: SourceFile) -> Iterator[Any]:
     with open_file(file.location, listed=True) as raw:
         if file.compression == "gz":
-            yield gzip.GzipFile(fileobj=raw)  # type: ignore[misc]
+            yield gzip.GzipFile(fileobj=raw)
         elif file.compression == "zst":
             yield io.BufferedReader(_Zstandard(raw))
         else:
             yield raw
 
 
-_READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError)
+_READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstandard.ZstdError)
 
 
 def _reason(error: Exception) -> Reason:
@@ -113,22 +120,31 @@ def _reason(error: Exception) -> Reason:
 
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
     with _opened(file) as stream:
-        number = file.line
+        if not file.end and is_utf16(stream.peek(2)):
+            lines = io.TextIOWrapper(stream, "utf-16", newline="\n")
+            yield from _records(file, limit, lambda most: lines.readline(most).encode())
+            return
         if file.end and stream.seek(0, io.SEEK_END) < file.end:
             yield Text(file, file.path, skip=Reason.CHANGING)  # since it was cut into parts
             return
         if file.end:
             stream.seek(file.start)
         end = file.end or (0 if file.compression else file.size)  # what is written behind it meanwhile may never end
-        while (not end or stream.tell() < end) and (line := stream.readline(limit + 1)):
-            number += 1
-            name = f"{file.path}#{number}"
-            if len(line) > limit:
-                while line and not line.endswith(b"\n"):
-                    line = stream.readline(limit)
-                yield Text(file, name, skip=Reason.LARGE)
-            elif line.strip():
-                yield Text(file, name, line)
+        yield from _records(file, limit, lambda most: stream.readline(most) if not end or stream.tell() < end else b"")
+
+
+def _records(file: SourceFile, limit: int, readline: Callable[[int], bytes]) -> Iterator[Text]:
+    """Records of a file of JSON Lines, whose lines are read up to so many bytes at once."""
+    number = file.line
+    while line := readline(limit + 1):
+        number += 1
+        name = f"{file.path}#{number}"
+        if len(line) > limit:
+            while line and not line.endswith(b"\n"):
+                line = readline(limit)
+            yield Text(file, name, skip=Reason.LARGE)
+        elif line.strip():
+            yield Text(file, name, line)
 
 
 def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
@@ -157,7 +173,7 @@ def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
                         continue
                     yield Text(file, name, value) if isinstance(value, str) else Text(file, name, skip="no text")
     except pyarrow.ArrowException as error:
-        yield Text(file, file.path, skip=_reason(error))
+        raise OSError(str(error)) from error
 
 
 def _field(record: Any, field: str) -> Any:
@@ -193,12 +209,9 @@ def _decode(content: bytes | str, limit: int) -> tuple[str, int, str]:
     if size > limit:
         return "", size, Reason.LARGE
     if isinstance(content, bytes):
-        if b"\0" in content:
-            return "", size, Reason.BINARY
-        try:
-            content = content.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            return "", size, Reason.ENCODING
+        content = decoded(content)
+        if isinstance(content, Reason):
+            return "", size, content
     try:
         content.encode()
     except UnicodeEncodeError:  # lone surrogates from JSON escapes

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.datastore.addresses import is_address, open_file
 from retrieve_spec.datastore.documents import Row
+from retrieve_spec.datastore.entry_filter import is_utf16
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, entry_of
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.sources import STDIN, SourceFile
@@ -71,8 +72,10 @@ def _parts(file: SourceFile) -> Iterator[SourceFile]:
         return
     try:
         cuts = list(_line_cuts(file.location))
-    except OSError:
-        yield file  # reading it will say so
+    except OSError:  # reading it will say so
+        cuts = []
+    if len(cuts) < 2:
+        yield file
         return
     for (start, line), (end, _) in pairwise(cuts):
         yield replace(file, start=start, end=end, line=line, size=end - start)
@@ -85,6 +88,8 @@ def _line_cuts(path: str) -> Iterator[tuple[int, int]]:
     yield 0, 0
     with open_file(path, listed=True) as file:
         while block := file.read(_BLOCK):
+            if not at and is_utf16(block):  # whose lines do not end where these bytes stand
+                return
             while wanted < at + len(block) and (end := block.find(b"\n", wanted - at)) >= 0:
                 yield at + end + 1, lines + block.count(b"\n", 0, end + 1)
                 wanted = at + end + 1 + SHARD_BYTES
