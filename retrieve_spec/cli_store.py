@@ -54,7 +54,7 @@ def _bars(quiet: bool, loads_model: bool) -> AbstractContextManager[None]:
 
 def _has_dense(*stores: Path | str) -> bool:
     """Whether a change of these stores runs the model of their dense indexes."""
-    from retrieve_spec.datastore.remote_read import manifest_at
+    from retrieve_spec.datastore.remote import manifest_at
 
     return any(manifest_at(store).dense is not None for store in stores)
 

@@ -34,13 +34,12 @@ from numba import njit
 from retrieve_spec.bench.machine import resident_bytes
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.automaton import build_automaton
+from retrieve_spec.datastore.build import first_manifest, write_tokenizer
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer
-from retrieve_spec.datastore.fresh import first_manifest, write_tokenizer
-from retrieve_spec.datastore.ingest import tokenise
+from retrieve_spec.datastore.ingest import texts_of, tokenise
 from retrieve_spec.datastore.manifest import SegmentEntry, content_name, read_manifest, write_manifest
-from retrieve_spec.datastore.records import texts_of
 from retrieve_spec.datastore.segment import write_segment
 from retrieve_spec.datastore.sources import Source, list_files
 from retrieve_spec.datastore.store import Datastore, open_datastore
@@ -203,10 +202,10 @@ def many_segments(folder: Path, text: np.ndarray) -> dict[str, Any]:
 PLANNER = """
 import sys, time
 from pathlib import Path
-from retrieve_spec.datastore.edit import segment_shards
+from retrieve_spec.datastore.shards import segment_shards
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.stages import Stages
-from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.datastore.change import WorkFolder
 store = Path(sys.argv[1])
 manifest = read_manifest(store)
 plan = {"config": manifest.config, "tokenizer": manifest.tokenizer_name, "vocabulary": manifest.vocabulary}

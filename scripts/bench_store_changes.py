@@ -29,7 +29,7 @@ import harness
 import numpy as np
 
 from retrieve_spec.datastore.manifest import SegmentEntry, read_manifest, write_manifest
-from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.datastore.segment import suffix_array
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import threading
@@ -14,31 +15,40 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
+    WorkFolder,
     begin_or_resume,
-    existing_manifest,
+    check_folder,
+    check_not_begun,
     finished,
     nothing_to_index,
     publish,
     report_of,
     writer,
 )
-from retrieve_spec.datastore.cut import Cut
 from retrieve_spec.datastore.entry_filter import admitted_parts
-from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-from retrieve_spec.datastore.fresh import check_folder, check_not_begun, config_of, first_manifest, write_tokenizer
+from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
+from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.licences import allow_list
-from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, read_manifest
+from retrieve_spec.datastore.manifest import (
+    Manifest,
+    SegmentEntry,
+    config_of,
+    existing_manifest,
+    read_manifest,
+    tokenizer_name,
+)
 from retrieve_spec.datastore.progress import Stopwatch
-from retrieve_spec.datastore.shards import file_shards
+from retrieve_spec.datastore.shards import Cut, file_shards
 from retrieve_spec.datastore.sources import Source, check_sources, list_files
 from retrieve_spec.datastore.stages import Done, Stages, run_rank
 from retrieve_spec.datastore.store import open_as_written
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
 SPAWN_WORK = 1 << 24
@@ -187,6 +197,37 @@ def plan_of(
     check_sources(sources)
     plan = {"sources": [asdict(source) for source in sources], "config": asdict(config), "max_tokens": max_tokens}
     return plan, file_shards(work, list_files(sources, work.store))
+
+
+def write_tokenizer(store: Path, tokenizer: Any) -> str:
+    """Put a copy of a tokenizer into a store, without truncation and padding; returns its file name.
+
+    Raises
+    ------
+    BuildError
+        When none is given, or it is none of the `tokenizers` library.
+    """
+    if tokenizer is None:
+        raise BuildError(
+            "a tokenizer", "none", "Give --tokenizer: the model folder, or tokenizer.json, that drafts are for."
+        )
+    backend = Tokenizer.from_str(load_tokenizer(tokenizer).to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    content = backend.to_str().encode()
+    name = tokenizer_name(FileEntry(len(content), hashlib.sha256(content).hexdigest()))
+    replace_file(store / name, content)
+    return name
+
+
+def first_manifest(store: Path, name: str) -> Manifest:
+    """Manifest of a store without segments, for the copy of the tokenizer that lies in it under a name."""
+    tokenizer = store / name
+    backend = load_tokenizer(tokenizer)
+    vocabulary = max(backend.get_vocab().values(), default=0) + 1
+    return Manifest(
+        tokenizer_fingerprint(backend), FileEntry(tokenizer.stat().st_size, sha256_of(tokenizer)), vocabulary
+    )
 
 
 def live_hashes(store: Path) -> Iterator[str]:

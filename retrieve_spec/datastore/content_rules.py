@@ -6,6 +6,7 @@ import fnmatch
 import os
 import re
 from functools import cache
+from typing import Any
 
 from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
 from detect_secrets.plugins.base import RegexBasedDetector
@@ -87,7 +88,7 @@ def secret_text(text: str) -> bool:
 
 @cache
 def _detectors() -> tuple[RegexBasedDetector, ...]:
-    kinds = get_mapping_from_secret_type_to_class().values()
+    kinds: Any = get_mapping_from_secret_type_to_class().values()
     return tuple(kind() for kind in kinds if issubclass(kind, RegexBasedDetector) and kind.__name__ not in _GUESSES)
 
 

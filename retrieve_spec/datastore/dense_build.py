@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import DenseConfig
+from retrieve_spec.datastore.change import WorkFolder
 from retrieve_spec.datastore.dense import (
     INDEX,
     POSITIONS,
@@ -33,19 +34,18 @@ from retrieve_spec.datastore.dense_keys import (
     check_layer,
     choose_windows,
     fit_transform,
+    hard_positions,
     is_written,
     prefix_of,
     sample_states,
     windows_of,
     write_keys,
 )
-from retrieve_spec.datastore.dense_thin import hard_positions
 from retrieve_spec.datastore.files import FileEntry, entries_of, replace_file, write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, DenseRecord, Manifest, SegmentEntry
 from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.segment import Segment, open_segment
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError, TokenizerMismatchError
 from retrieve_spec.reference_model import REFERENCE, load_config_and_tokenizer, load_model
 

@@ -9,34 +9,28 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from retrieve_spec.config import DenseConfig
 from retrieve_spec.datastore.addresses import folder_of
-from retrieve_spec.datastore.build import checked, grow
+from retrieve_spec.datastore.build import checked, first_manifest, grow, write_tokenizer
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
+    WorkFolder,
     begin_change,
     begin_or_resume,
-    existing_manifest,
+    check_folder,
+    check_not_begun,
     finished,
     nothing_to_index,
     writer,
 )
 from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.datastore.fresh import (
-    check_folder,
-    check_not_begun,
-    common_dense,
-    config_of,
-    first_manifest,
-    write_tokenizer,
-)
-from retrieve_spec.datastore.manifest import read_manifest
-from retrieve_spec.datastore.remote_read import local_folder
+from retrieve_spec.datastore.manifest import Manifest, config_of, existing_manifest, read_manifest
+from retrieve_spec.datastore.remote import local_folder
 from retrieve_spec.datastore.removal import choose_documents, remove_chosen
 from retrieve_spec.datastore.shards import check_text, conversion_shards, segment_shards
 from retrieve_spec.datastore.store import check_tokenizer, open_as_written
 from retrieve_spec.datastore.union import unite
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
 
@@ -190,7 +184,7 @@ def _plan_merge(work: WorkFolder, stores: list[Path], names: list[str]) -> tuple
         check_tokenizer(store, manifest, stores[0] / manifests[0].tokenizer_name)
     if not any(manifest.segments for manifest in manifests):
         raise nothing_to_index((), {}, 0)
-    dense = common_dense(stores, manifests)
+    dense = _common_dense(stores, manifests)
     if dense is not None:
         _check_texts(stores)
     widest = max(range(len(stores)), key=lambda i: manifests[i].vocabulary)  # added tokens stay out of fingerprints
@@ -207,6 +201,26 @@ def _plan_merge(work: WorkFolder, stores: list[Path], names: list[str]) -> tuple
     }
     shards = (segment_shards(store, manifest) for store, manifest in zip(stores, manifests, strict=True))
     return plan, chain.from_iterable(shards)
+
+
+def _common_dense(stores: list[Path], manifests: list[Manifest]) -> DenseConfig | None:
+    """Settings of the dense indexes of stores to merge, None where none has any.
+
+    Raises
+    ------
+    BuildError
+        When they differ in model, layer or dims.
+    """
+    dense = [(s, m, m.dense) for s, m in zip(stores, manifests, strict=True) if m.dense is not None]
+    for store, _, record in dense:
+        if replace(record, model="") != replace(dense[0][2], model=""):
+            raise BuildError(
+                f"stores with dense indexes of one model, layer and number of dims, as {dense[0][0]} "
+                f"({dense[0][2].model}, layer {dense[0][2].layer}, {dense[0][2].dims} dims)",
+                f"{store} ({record.model}, layer {record.layer}, {record.dims} dims)",
+                "Build one of them again with the other's `--dense`, `--layer` and `--dims`.",
+            )
+    return config_of(dense[0][1]).dense if dense else None
 
 
 def retokenize_datastore(

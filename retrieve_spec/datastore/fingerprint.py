@@ -134,6 +134,7 @@ def _pipeline(tokenizer: Any) -> dict[str, Any]:
     content = json.loads(load_tokenizer(tokenizer).to_str())
     model = content["model"]
     vocabulary = model.pop("vocab")
+    pieces: dict[str, tuple[Any, ...]]
     if isinstance(vocabulary, list):  # Unigram: pieces and their scores, in the order of their ids
         pieces = {piece: (number, score) for number, (piece, score) in enumerate(vocabulary)}
     else:

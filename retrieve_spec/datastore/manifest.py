@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.files import FileEntry, entries_of, explain_read_errors, replace_file
-from retrieve_spec.errors import StoreCorruptError, StoreIncompleteError, StoreNotFoundError, StoreVersionError
+from retrieve_spec.errors import (
+    BuildError,
+    RetrieveSpecError,
+    StoreCorruptError,
+    StoreIncompleteError,
+    StoreNotFoundError,
+    StoreVersionError,
+)
 
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
@@ -20,6 +31,7 @@ PLAN = "plan.json"
 SEGMENTS = "segments"
 TOMBSTONES = "tombstones"
 SKIPPED = "skipped"
+GONE = ".gone"
 _ESCAPED = "backslashreplace"
 """How paths that are not UTF-8 are written: as JSON escapes them."""
 MOST_EVENTS = 32
@@ -297,3 +309,62 @@ def incomplete(store: Path, expected: str) -> StoreIncompleteError:
 
 
 _REBUILD = "Restore it from a copy, or build the store again."
+
+
+def existing_manifest(store: Path) -> Manifest | None:
+    """Manifest of a store, or None where none was ever finished."""
+    return read_manifest(store) if (store / MANIFEST).exists() else None
+
+
+def config_of(manifest: Manifest) -> StoreConfig:
+    """Settings of the store's first build; without dense indexes where the store has none any more."""
+    config = StoreConfig(**manifest.config)
+    return config if manifest.dense is not None else replace(config, dense=None)
+
+
+@contextmanager
+def explain_write_errors(store: Path) -> Iterator[None]:
+    """Turn a full disk, a quota or missing permission into a `BuildError` that says so."""
+    try:
+        yield
+    except RetrieveSpecError:  # some are OSErrors too
+        raise
+    except OSError as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        folder = os.path.realpath(store)  # which links that lead to each other do not upset
+        there = "; the store is as it was" if os.path.exists(store / MANIFEST) else ""
+        if os.path.exists(store / WORK / PLAN):
+            there += "; continue the change with --resume, or run it again"
+        if isinstance(error.filename, str) and not Path(os.path.realpath(error.filename)).is_relative_to(folder):
+            raise BuildError(f"to use {error.filename}", reason, f"Check who may read it{there}.") from error
+        remedy = f"Check permissions and free space{there or ', or choose another place'}."
+        raise BuildError(f"to write to {store}", reason, remedy) from error
+
+
+def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
+    """Delete what no manifest lists: left by an interrupted change, or replaced by one."""
+    segments = manifest.segments if manifest else ()
+    _keep(store / SEGMENTS, {entry.name for entry in segments})
+    _keep(store / TOMBSTONES, {name for entry in segments for name in entry.tombstones})
+    events = manifest.history if manifest else ()
+    _keep(store / SKIPPED, {event["listed"]["name"] for event in events if "listed" in event})
+
+
+def _keep(folder: Path, names: set[str]) -> None:
+    for path in _entries(folder):
+        if path.name in names:
+            continue
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+        elif path.suffix == GONE:
+            shutil.rmtree(path, ignore_errors=True)
+        else:  # at once: half a folder must not be taken for the segment of that name
+            gone = path.with_suffix(GONE)
+            shutil.rmtree(gone, ignore_errors=True)
+            os.rename(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from sorted(folder.iterdir())

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.catalog import write_catalog
-from retrieve_spec.datastore.change import ChangeReport, publish
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, publish
 from retrieve_spec.datastore.dense import INDEX
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import check_content
-from retrieve_spec.datastore.fresh import config_of
-from retrieve_spec.datastore.manifest import TOMBSTONES, SegmentEntry
+from retrieve_spec.datastore.manifest import TOMBSTONES, SegmentEntry, config_of
 from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.segment import Segment, write_arrays
 from retrieve_spec.datastore.shards import check_text
@@ -34,7 +33,6 @@ from retrieve_spec.datastore.tombstones import (
     tombstones_of,
     write_tombstones,
 )
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
 Chosen = dict[str, set[int]]

@@ -23,18 +23,16 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.cut import Choice, Cut
+from retrieve_spec.datastore.change import WorkFolder
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.fingerprint import encode, load_tokenizer
-from retrieve_spec.datastore.ingest import Tokenised, ordered_map, tokenise
+from retrieve_spec.datastore.ingest import Tokenised, ordered_map, texts_of, tokenise
 from retrieve_spec.datastore.manifest import SegmentEntry, entry_of
-from retrieve_spec.datastore.records import texts_of
 from retrieve_spec.datastore.segment import write_segment
-from retrieve_spec.datastore.shards import SegmentShard, Shard, WrittenShard
+from retrieve_spec.datastore.shards import Choice, Cut, SegmentShard, Shard, WrittenShard
 from retrieve_spec.datastore.sources import Source, SourceFile
-from retrieve_spec.datastore.work import WorkFolder
 
 CUT = "cut.json"
 _SEPARATOR = np.zeros(1, np.uint32)

@@ -27,6 +27,7 @@ from retrieve_spec.datastore.fingerprint import (
 )
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, manifest_of, read_content
 from retrieve_spec.datastore.ngrams import ContextFilter, NgramTable, filter_contexts
+from retrieve_spec.datastore.remote import local_folder
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.tombstones import tombstones_of
 from retrieve_spec.errors import StoreCorruptError, StoreNotFoundError, TokenizerMismatchError
@@ -189,11 +190,7 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     """
     if not isinstance(path, str | os.PathLike):
         raise StoreNotFoundError("the folder of a datastore, or its address", repr(path)[:60], "Give its path.")
-    if isinstance(path, str) and "://" in path:
-        from retrieve_spec.datastore.remote_read import local_folder  # imports what opening a folder need not wait for
-
-        path = local_folder(path)
-    return _opened(Path(path), tokenizer, as_written=False)
+    return _opened(local_folder(path), tokenizer, as_written=False)
 
 
 def open_as_written(path: str | os.PathLike[str]) -> Datastore:

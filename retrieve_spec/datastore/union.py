@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.change import ChangeReport, nothing_to_index, publish, report_of
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, nothing_to_index, publish, report_of
 from retrieve_spec.datastore.files import FileEntry, sha256_of, sync_folder
 from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, Manifest, SegmentEntry, content_name
 from retrieve_spec.datastore.progress import Stopwatch
@@ -20,7 +20,6 @@ from retrieve_spec.datastore.removal import counted
 from retrieve_spec.datastore.segment import Segment
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.datastore.tombstones import COPIES, DOCUMENTS, RANKS, tombstones_of, write_tombstones
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import StoreCorruptError
 
 

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.change import ChangeReport, existing_manifest, writer
-from retrieve_spec.datastore.manifest import MANIFEST, read_manifest
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, writer
+from retrieve_spec.datastore.manifest import MANIFEST, existing_manifest, read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import Datastore, check_tokenizer
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 from retrieve_spec.sources.session import SessionMemory
 

@@ -64,7 +64,7 @@ def test_what_is_completed_is_not_in_the_store(monkeypatch):
         kept["exclude"] = set(recipe.sources[0].exclude)
         raise demo.StoreError("space", "none", "Make some.")
 
-    monkeypatch.setattr("retrieve_spec.datastore.cached.open_or_build", build)
+    monkeypatch.setattr("retrieve_spec.datastore.recipes.open_or_build", build)
     said = []
     assert demo.stdlib_store(None, said.append, False) is None
     assert "Make some." in said[-1]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.change import WorkFolder
 from retrieve_spec.datastore.verify import verify_datastore
-from retrieve_spec.datastore.work import WorkFolder
 
 
 def planned_then(damage, sources, tokenizer, store, monkeypatch):

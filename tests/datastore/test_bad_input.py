@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shutil
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -247,7 +248,7 @@ def test_records_in_utf_16_cut_short(tokenizer, tmp_path):
 
 
 def test_a_place_where_no_store_can_be(texts, tokenizer, tmp_path):
-    for place in (tmp_path / "texts" / "a.txt" / "s", tmp_path / ("s" * 300)):
+    for place in (tmp_path / "texts" / "a.txt" / "s", Path("/proc/s")):
         with pytest.raises(BuildError, match="choose another place") as told:
             build_datastore(place, str(texts), tokenizer)
         assert "resume" not in str(told.value) and "the store is" not in str(told.value)

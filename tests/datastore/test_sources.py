@@ -13,8 +13,7 @@ import zstandard
 from retrieve_spec.datastore import ingest, shards, stages
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.entry_filter import Reason
-from retrieve_spec.datastore.ingest import encode, tokenise
-from retrieve_spec.datastore.records import texts_of
+from retrieve_spec.datastore.ingest import encode, texts_of, tokenise
 from retrieve_spec.datastore.sources import Source, glob, list_files
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import BuildError

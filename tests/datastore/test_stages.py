@@ -17,15 +17,14 @@ from test_build import contents, digest
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import build, shards, stages
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.cut import _Hashes
+from retrieve_spec.datastore.change import WorkFolder
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import Manifest, read_manifest
-from retrieve_spec.datastore.shards import SegmentShard, segment_shards
+from retrieve_spec.datastore.shards import SegmentShard, _Hashes, segment_shards
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.stages import Stages
 from retrieve_spec.datastore.verify import verify_datastore
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError, StoreCorruptError
 
 SMALL = StoreConfig(segment_tokens=200)
