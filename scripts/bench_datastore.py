@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import os
 import shutil
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from retrieve_spec.datastore.build import first_manifest, write_tokenizer
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer
-from retrieve_spec.datastore.ingest import texts_of, tokenise
+from retrieve_spec.datastore.ingest import tokenise
 from retrieve_spec.datastore.manifest import SegmentEntry, content_name, read_manifest, write_manifest
 from retrieve_spec.datastore.segment import write_segment
 from retrieve_spec.datastore.sources import Source, list_files
@@ -57,9 +56,8 @@ LIMIT = 1 << 26
 def read_corpus(folder: str, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Encode Python source: token ids with a 0 after each document, and where documents start."""
     sources = (Source(folder, include=("**/*.py",)),)
-    files = texts_of(list_files(sources), sources, LIMIT)
     parts, seen, total = [], set(), 0
-    for result in tokenise(files, sources, load_tokenizer("reference"), os.cpu_count() or 1, LIMIT):
+    for result in tokenise(list_files(sources), sources, load_tokenizer("reference"), LIMIT):
         if result.skip or result.sha256 in seen or total >= limit:
             continue
         seen.add(result.sha256)

@@ -119,21 +119,3 @@ def open_regular(path: str, flags: int) -> int:
         os.close(handle)
         raise IrregularFileError(errno.EINVAL, "not a regular file", path)
     return handle
-
-
-def size_of(location: str) -> int:
-    """Bytes of a file, by its path or its address."""
-    if not is_address(location):
-        return os.stat(location).st_size
-    with explain_remote_errors(location):
-        fs, place = reach(location)
-        return int(fs.info(place)["size"])
-
-
-def exists(location: str) -> bool:
-    """Whether there is a file, by its path or its address."""
-    if not is_address(location):
-        return os.path.exists(location)
-    with explain_remote_errors(location):
-        fs, place = reach(location)
-        return bool(fs.exists(place))

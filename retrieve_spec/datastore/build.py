@@ -51,7 +51,7 @@ from retrieve_spec.datastore.stages import Done, Stages, run_rank
 from retrieve_spec.datastore.store import open_as_written
 from retrieve_spec.errors import BuildError
 
-SPAWN_WORK = 1 << 24
+SPAWN_WORK = 1 << 23
 """Bytes to read, or four times the tokens to sort, from which the start of other processes is worth its second."""
 
 

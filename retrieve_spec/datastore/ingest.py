@@ -8,14 +8,12 @@ import io
 import json
 import os
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import numpy as np
 import zstandard
@@ -25,7 +23,7 @@ from tokenizers import Tokenizer
 from retrieve_spec.datastore.addresses import IrregularFileError, is_address, open_file
 from retrieve_spec.datastore.documents import text_hash
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, decoded, is_utf16, refused
-from retrieve_spec.datastore.fingerprint import PIECE_CHARS, encode
+from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.datastore.sources import STDIN, Source, SourceFile
 from retrieve_spec.errors import BuildError
@@ -230,12 +228,6 @@ def _decode(content: bytes | str, limit: int) -> tuple[str, int, str]:
     return content, size, ""
 
 
-_A = TypeVar("_A")
-_B = TypeVar("_B")
-GROUP = 32
-"""Texts handed to a worker at once."""
-
-
 @dataclass(frozen=True, slots=True)
 class Tokenised:
     """A document as token ids, or the reason (`skip`) why there are none.
@@ -316,60 +308,21 @@ def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer) -> Tokenised:
 
 
 def tokenise(
-    texts: Iterator[Text], sources: tuple[Source, ...], tokenizer: Tokenizer, workers: int, limit: int
+    files: Iterable[SourceFile], sources: tuple[Source, ...], tokenizer: Tokenizer, limit: int
 ) -> Iterator[Tokenised]:
-    """Read and encode texts in threads; results come in the order of the texts.
+    """Read and encode files, one result per text, in order.
 
     Parameters
     ----------
-    texts, sources
-        What `texts_of` goes through.
+    files, sources, limit
+        As for `texts_of`.
     tokenizer
-        Backend; encodes outside the interpreter lock.
-    workers
-        Threads.
-    limit
-        Longest text in bytes.
-
-    Yields
-    ------
-    Tokenised
-        One per text.
+        Backend.
     """
 
     @cache
     def gate(number: int) -> Gate:
         return Gate(sources[number], limit)
 
-    def work(group: list[Text]) -> list[Tokenised]:
-        return [_tokenise(text, gate(text.file.source), tokenizer) for text in group]
-
-    yield from (result for group in ordered_map(work, _groups(texts), workers) for result in group)
-
-
-def _groups(texts: Iterator[Text]) -> Iterator[list[Text]]:
-    group: list[Text] = []
-    weight = 0
-    for text in texts:
-        group.append(text)
-        weight += text.file.size if text.content is None else len(text.content)
-        if len(group) == GROUP or weight > PIECE_CHARS:
-            yield group
-            group, weight = [], 0
-    if group:
-        yield group
-
-
-def ordered_map(function: Callable[[_A], _B], items: Iterator[_A], workers: int) -> Iterator[_B]:
-    """Apply a function in threads with a bounded number in flight; results in order."""
-    waiting: deque[Future[_B]] = deque()
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    for text in texts_of(files, sources, limit):
+        yield _tokenise(text, gate(text.file.source), tokenizer)

@@ -48,18 +48,15 @@ def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chos
     """
     if not paths and not where:
         raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
+    patterns = [glob(path) for path in paths]
     if where:
         return _matching(store, where, paths)
-    exact = [path for path in paths if not set(path) & set("*?")]
-    patterns = [glob(path) for path in paths]
     chosen: Chosen = {}
     for segment in store.segments:
-        numbers = {number for path in exact for number in segment.documents.numbers_of(path)}
-        if any("/" not in path for path in paths) or len(exact) < len(paths):
-            named = ((number, segment.documents.path(number)) for number in range(len(segment.documents)))
-            numbers |= {number for number, path in named if any(pattern.fullmatch(path) for pattern in patterns)}
-        chosen[segment.name] = numbers - set(segment.removed)
-    return {name: numbers for name, numbers in chosen.items() if numbers}
+        for number, path, *_ in segment.documents.texts():
+            if path in paths or any(pattern.fullmatch(path) for pattern in patterns):
+                chosen.setdefault(segment.name, set()).add(number)
+    return chosen
 
 
 def _matching(store: Datastore, where: str, paths: Sequence[str]) -> Chosen:

@@ -11,12 +11,12 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,27 +116,18 @@ def conversion_shards(store: Path, manifest: Manifest) -> Iterator[dict[str, Any
                 first = end
 
 
-class Shard(Protocol):
-    """Documents with their tokens, in order."""
-
-    @property
-    def rows(self) -> list[Row]:
-        """All documents."""
-
-    @property
-    def left_out(self) -> frozenset[int]:
-        """Numbers of those that do not count."""
-
-    @property
-    def skipped(self) -> list[tuple[str, str, str]]:
-        """(path, source, reason) of what was no document."""
-
-    def ids(self, first: int, end: int) -> NDArray[np.uint32]:
-        """Token ids of the documents ``[first, end)``, each with an entry for its separator after it."""
-
-
 class WrittenShard:
-    """A shard whose tokens an earlier stage wrote into the work folder."""
+    """A shard whose tokens an earlier stage wrote into the work folder.
+
+    Attributes
+    ----------
+    rows
+        All documents, in order.
+    left_out
+        Numbers of those that do not count.
+    skipped
+        ``(path, source, reason)`` of what was no document.
+    """
 
     left_out: frozenset[int] = frozenset()
 
@@ -148,7 +139,7 @@ class WrittenShard:
         self._starts = np.cumsum([0, *(row.tokens + 1 for row in self.rows)], dtype=np.int64)
 
     def ids(self, first: int, end: int) -> NDArray[np.uint32]:
-        """See `Shard`."""
+        """Token ids of the documents ``[first, end)``, each with an entry for its separator after it."""
         a, b = int(self._starts[first]), int(self._starts[end])
         found = np.fromfile(self._path, "<u4", b - a, offset=4 * a)
         if len(found) != b - a:
@@ -157,7 +148,7 @@ class WrittenShard:
 
 
 class SegmentShard:
-    """A shard that is a segment of a store, without the documents that count as removed."""
+    """A shard that is a segment of a store, without what counts as removed there; otherwise as `WrittenShard`."""
 
     skipped: list[tuple[str, str, str]] = []  # noqa: RUF012 (never altered)
 
@@ -174,13 +165,13 @@ class SegmentShard:
 
     @cached_property
     def left_out(self) -> frozenset[int]:
-        """See `Shard`."""
+        """As of a `WrittenShard`."""
         found = tombstones_of(self.store, self.entry)
         return frozenset(number for array in found.values() if array is not found["ranks"] for number in array.tolist())
 
     @cached_property
     def rows(self) -> list[Row]:
-        """See `Shard`; of the files only the document table is checked."""
+        """As of a `WrittenShard`; of the files only the document table is checked."""
         check_text(self.segment, self.store)
         check_files(self.store, self.entry, text=False)
         return [Row(d.path, d.licence, d.source, d.sha256, d.tokens) for d in self.segment.documents]
@@ -193,10 +184,13 @@ class SegmentShard:
             self._checked = True
 
     def ids(self, first: int, end: int) -> NDArray[np.uint32]:
-        """See `Shard`."""
+        """As of a `WrittenShard`."""
         self.check()
         starts = self.segment.document_starts
         return self.segment.ids_of(self.segment.tokens[int(starts[first]) : int(starts[end])])
+
+
+Shard = WrittenShard | SegmentShard
 
 
 def check_text(segment: Segment, store: Path, remedy: str = "Build it again from sources.") -> None:
@@ -257,42 +251,19 @@ def small_size(limit: int) -> int:
     return min(limit, _PIECES * _PIECE) // _SMALL_SHARE
 
 
-class _Hashes:
-    """A set of content hashes that takes 14 bytes for each: rows of those whose first two bytes are the same."""
-
-    def __init__(self) -> None:
-        self._rows: dict[bytes, bytearray] = {}
-
-    def __contains__(self, digest: str) -> bool:
-        first, rest = self._split(digest)
-        row = self._rows.get(first, b"")
-        at = row.find(rest)
-        while at >= 0 and at % len(rest):  # across two of them
-            at = row.find(rest, at + 1)
-        return at >= 0
-
-    def add(self, digest: str) -> None:
-        """Add one that is not in it."""
-        first, rest = self._split(digest)
-        self._rows.setdefault(first, bytearray()).extend(rest)
-
-    def _split(self, digest: str) -> tuple[bytes, bytes]:
-        key = bytes.fromhex(digest[: 2 * _KEY])
-        return key[:2], key[2:]
+def _key(digest: str) -> bytes:
+    return bytes.fromhex(digest[: 2 * _KEY])
 
 
 class Choice:
     """Goes through shards in order and chooses documents: each text once, up to a limit of tokens.
 
-    It is the one step that knows of all documents, and holds about 25 bytes of each.
+    It is the one step that knows of all documents, and holds their hashes.
     """
 
     def __init__(self, known: Iterable[str], most: int | None) -> None:
         self.most, self.full = most, False
-        self._known: Set[str] = known if isinstance(known, Set) else frozenset()
-        self._seen = _Hashes()
-        for digest in () if known is self._known else known:
-            self._seen.add(digest)
+        self._seen = {_key(digest) for digest in known}
         self._total = 0
         self._chosen: list[tuple[int, NDArray[np.uint32], NDArray[np.uint32]]] = []  # shard, numbers, tokens
         self._skipped: list[tuple[str, str, str]] = []
@@ -306,13 +277,13 @@ class Choice:
         for number, row in enumerate(shard.rows):
             if number in left_out:
                 continue
-            if row.sha256 in self._known or row.sha256 in self._seen:
+            if (key := _key(row.sha256)) in self._seen:
                 self._skipped.append((row.path, row.source, "duplicate"))
                 continue
             if self.most is not None and self._total + row.tokens > self.most:
                 self.full = True
                 break
-            self._seen.add(row.sha256)
+            self._seen.add(key)
             self._total += row.tokens
             numbers.append(number)
             lengths.append(row.tokens)

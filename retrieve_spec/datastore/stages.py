@@ -28,7 +28,7 @@ from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.fingerprint import encode, load_tokenizer
-from retrieve_spec.datastore.ingest import Tokenised, ordered_map, texts_of, tokenise
+from retrieve_spec.datastore.ingest import Tokenised, tokenise
 from retrieve_spec.datastore.manifest import SegmentEntry, entry_of
 from retrieve_spec.datastore.segment import write_segment
 from retrieve_spec.datastore.shards import Choice, Cut, SegmentShard, Shard, WrittenShard
@@ -47,16 +47,16 @@ class Stages:
     ----------
     work
         The folder; its plan names the tokenizer, the settings and the sources.
-    threads
-        Threads that read and encode within one rank.
+    workers
+        How many shards are read at once at least.
     """
 
-    def __init__(self, work: WorkFolder, threads: int = 1) -> None:
+    def __init__(self, work: WorkFolder, workers: int = 1) -> None:
         plan = work.plan()
         assert plan is not None, "a change in progress"
         self.work, self.plan = work, plan
         self.config = StoreConfig(**plan["config"])
-        self._threads = threads
+        self._workers = workers
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:
@@ -108,9 +108,7 @@ class Stages:
 
     def _read(self, record: dict[str, Any]) -> Iterator[Tokenised]:
         files = [SourceFile(**file) for file in record["files"]]
-        limit = self.config.document_bytes
-        texts = texts_of(files, self._sources, limit)
-        return tokenise(texts, self._sources, self._tokenizer, self._threads, limit)
+        return tokenise(files, self._sources, self._tokenizer, self.config.document_bytes)
 
     def _converted(self, record: dict[str, Any]) -> Iterator[Tokenised]:
         """Documents of a segment, encoded by another tokenizer."""
@@ -118,16 +116,12 @@ class Stages:
         shard.check()
         old = load_tokenizer(shard.store / self.plan["tokenizer_before"])
         rows = shard.rows
-        numbers = (number for number in range(*record["documents"]) if number not in shard.left_out)
-
-        def convert(number: int) -> Tokenised:
-            row, ids = rows[number], shard.segment.text_ids(number)
-            text = old.decode(ids.tolist(), skip_special_tokens=False)
-            encoded = encode(self._tokenizer, text)
-            skip = "" if len(encoded) else Reason.EMPTY
-            return Tokenised(row.path, row.licence, row.source, row.sha256, encoded, 4 * len(ids), skip)
-
-        return ordered_map(convert, numbers, self._threads)
+        for number in range(*record["documents"]):
+            if number not in shard.left_out:
+                row, ids = rows[number], shard.segment.text_ids(number)
+                encoded = encode(self._tokenizer, old.decode(ids.tolist(), skip_special_tokens=False))
+                skip = "" if len(encoded) else Reason.EMPTY
+                yield Tokenised(row.path, row.licence, row.source, row.sha256, encoded, 4 * len(ids), skip)
 
     def shard(self, rank: int) -> Shard:
         """A shard, when its tokens are there."""
@@ -151,7 +145,7 @@ class Stages:
         chosen = Choice(known, self.plan.get("max_tokens"))
         first = 0
         while first < self.shards and not chosen.full:
-            ranks = range(first, min(first + chosen.expected(first, 4 * self._threads), self.shards))
+            ranks = range(first, min(first + chosen.expected(first, 4 * self._workers), self.shards))
             run([rank for rank in ranks if self.needs_tokens(rank)])
             for rank in ranks:
                 chosen.take(rank, self.shard(rank))

@@ -9,7 +9,6 @@ import shutil
 import time
 from functools import partial
 
-import numpy as np
 import pytest
 from byte_tokenizers import byte_tokenizer
 from test_build import contents, digest
@@ -21,7 +20,7 @@ from retrieve_spec.datastore.change import WorkFolder
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import Manifest, read_manifest
-from retrieve_spec.datastore.shards import SegmentShard, _Hashes, segment_shards
+from retrieve_spec.datastore.shards import SegmentShard, segment_shards
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.stages import Stages
 from retrieve_spec.datastore.verify import verify_datastore
@@ -238,21 +237,3 @@ def damage(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def test_hashes_are_a_set():
-    """Also of keys that stand across two others where these stand beside each other."""
-    zeros, ones = "00" * 13 + "01", "01" + "00" * 13
-    keys = ["0000" + zeros, "0000" + "00" * 14, "0001" + zeros, "0100" + ones]
-    held = _Hashes()
-    for i, key in enumerate(keys):
-        assert key not in held
-        held.add(key)
-        assert all(known in held for known in keys[: i + 1]) and not any(later in held for later in keys[i + 1 :])
-    assert "0000" + ones not in held
-    random = np.random.default_rng(0)
-    many = {random.bytes(32).hex() for _ in range(300)}
-    for key in many:
-        held.add("0000" + key)
-    assert all("0000" + key in held for key in many)
-    assert not any("0000" + random.bytes(32).hex() in held for _ in range(300))
