@@ -1,16 +1,18 @@
-"""Commands that change a datastore: each is one library call, reported as text or JSON."""
+"""Commands that change or share a datastore: each is one library call, reported as text or JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from retrieve_spec.cli_common import PLACE, WholeRange, loading_bars
+from retrieve_spec.cli_common import PLACE, WholeRange, counted, loading_bars
 from retrieve_spec.cli_store_read import ADMIT, JSON, LEFT_OUT, LICENCES, QUIET, STATED, STORE, print_report
 
 if TYPE_CHECKING:
@@ -258,3 +260,79 @@ def retokenize(
         raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
     report = retokenize_datastore(store, tokenizer, workers=workers, resume=resume, progress=not quiet)
     print_report(report, store, as_json)
+
+
+@click.command(short_help="Make a datastore say what folders say.")
+@STORE
+@click.argument("folders", nargs=-1, required=True, metavar="FOLDER...")
+@click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'; once.")
+@LICENCES
+@STATED
+@ADMIT
+@LEFT_OUT
+@click.option("--watch", is_flag=True, help="Go on whenever something changes, until interrupted.")
+@QUIET
+@JSON
+def sync(
+    store: Path | str,
+    folders: tuple[str, ...],
+    tokenizer: str | None,
+    licence: str,
+    licences: tuple[str, ...],
+    admit: tuple[str, ...],
+    left_out: bool,
+    watch: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Make STORE say what FOLDERs say: new, changed, moved and deleted files. What git ignores, secrets and generated
+    files stay out (--admit)."""
+    from retrieve_spec.datastore.sync import sync_datastore, watch_folders
+
+    if watch:
+        watch_folders(
+            store,
+            folders,
+            tell=lambda report: print_report(report, store, as_json, left_out),
+            tokenizer=tokenizer,
+            licence=licence,
+            licences=licences,
+            admit=admit,
+        )
+        return
+    report = sync_datastore(
+        store, folders, tokenizer, licence=licence, licences=licences, admit=admit, progress=not quiet
+    )
+    print_report(report, store, as_json, left_out)
+
+
+@click.command(short_help="Bring a datastore to a remote.")
+@STORE
+@click.argument("url")
+@click.option("--keep-paths", is_flag=True, help="Let places of this machine go with it.")
+@QUIET
+@JSON
+def push(store: Path | str, url: str, keep_paths: bool, quiet: bool, as_json: bool) -> None:
+    """Make URL (s3://…, gs://…, hf://…, file://…) hold what STORE holds; only what is missing there travels."""
+    from retrieve_spec.datastore.share import push_datastore
+
+    report = push_datastore(store, url, keep_paths=keep_paths, progress=not quiet)
+    if as_json:
+        click.echo(json.dumps(asdict(report)))
+        return
+    click.echo(
+        f"push: {counted(report.files, 'file')}, {report.bytes / 1e6:,.1f} MB; {report.kept:,} were there; "
+        f"{url} is at version {report.version}."
+    )
+
+
+@click.command(short_help="Bring a datastore from a remote.")
+@click.argument("url")
+@STORE
+@QUIET
+@JSON
+def pull(url: str, store: Path | str, quiet: bool, as_json: bool) -> None:
+    """Bring what URL holds into STORE, which is made when there is none; only what is missing here travels."""
+    from retrieve_spec.datastore.share import pull_datastore
+
+    print_report(pull_datastore(url, store, progress=not quiet), store, as_json)

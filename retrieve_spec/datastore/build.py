@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -351,7 +352,10 @@ class Workers:
             for done in as_completed(waiting):
                 yield done.result()
         except BrokenProcessPool as error:
-            remedy = "Often memory ran out: continue with --resume and fewer processes."
+            remedy = (
+                "Where memory ran out, continue with --resume and fewer processes; "
+                'a script that builds needs `if __name__ == "__main__":`.'
+            )
             raise BuildError(f"to finish stage {stage!r}", f"a worker process ended: {error}", remedy) from error
 
 
@@ -360,7 +364,8 @@ def _run_rank(store: Path, stage: str, rank: int) -> Done:
 
 
 def _follow_parent() -> None:
-    """Let this worker end when the process that started it does, however that ends."""
+    """Let this worker end at Ctrl-C, and when the process that started it does, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_wait_for_parent, daemon=True).start()
 
 

@@ -164,16 +164,11 @@ class EntryFilter:
         real: dict[str, bool] = {}
         for root, top in zip(self.roots, self._tops, strict=True):
             start = len(top)
-            last: str | None = None
-            own, outside = False, None
             for name, left, status in look_through(root, everything="ignored" in self._admit):
-                folder = name.rpartition(os.sep)[0]
-                if folder != last:  # most files lie in the folder of the one before
-                    last, own, outside = folder, self._is_own(name), self._outside(name, real)
-                if own:
+                if self._is_own(name):
                     continue
                 if left is None:
-                    yield name, outside or self._look(name, status, name[start:] in named)
+                    yield name, self._outside(name, real) or self._look(name, status, name[start:] in named)
                 elif left is not Left.STORE:
                     yield name, _LEFT[left]
 

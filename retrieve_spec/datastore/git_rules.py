@@ -84,8 +84,6 @@ def look_through(root: Path, *, everything: bool = False, only: Collection[str] 
     closed = _closed(base, special)
     shut = tuple(closed)
     told: set[str] = set()
-    last: tuple[str, bool | None] = "", None
-    passed = ""
     for place, left in closed.items():
         yield place, left, None
     for name, tracked in found.items():
@@ -106,9 +104,7 @@ def look_through(root: Path, *, everything: bool = False, only: Collection[str] 
             place = f"{base}{name}/"
             if os.path.islink(base + name) or not os.path.exists(place + ".git"):
                 continue
-        folder = (name if nested else name.rpartition("/")[0], tracked and not nested)
-        if folder != last:  # most files lie in the folder of the one before
-            last, passed = folder, passed_over(folder[0], tracked=bool(folder[1]))
+        passed = passed_over(name if nested else name.rpartition("/")[0], tracked=tracked and not nested)
         if passed:
             if passed not in told:
                 told.add(passed)

@@ -43,10 +43,17 @@ RACY_NS = 2_000_000_000
 
 @dataclass(slots=True)
 class FolderState:
-    """What files said, six things each: bytes, times of the last change in nanoseconds by the file itself (0: look
-    again) and by the system, SHA-256 or "", reason it is left out or "", licence by its own lines or None without any.
-    Files that hold several texts have a seventh, of each of these its name behind that of the file, and the last three.
-    And the parts of the filter that did not count."""
+    """What the files of a folder said.
+
+    Attributes
+    ----------
+    files
+        Of each file by name: bytes, times of the last change in nanoseconds by the file itself (0: look again) and by
+        the system, and of each of its texts the name behind that of the file, SHA-256 or "", reason it is left out or
+        "", licence by its own lines or None without any.
+    admit
+        Parts of the filter that did not count.
+    """
 
     files: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     admit: tuple[str, ...] = ()
@@ -65,44 +72,33 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
         Where the store is, which is no part of the folder.
     """
     entries = source.entry_filter(Path(source.path), FOLLOWED_BYTES, store)
-    gate = Gate(
-        replace(source, licences=()), FOLLOWED_BYTES
-    )  # licences are looked at afterwards: files beside may change
-    admit = source.admit
+    gate = Gate(replace(source, licences=()), FOLLOWED_BYTES)  # licences are looked at later: files beside may change
     racy = time.time_ns() - RACY_NS
-    now = FolderState(admit=admit)
+    now = FolderState(admit=source.admit)
     start = len(os.path.join(entries.roots[0], ""))
-    same = before.files if before.admit == admit else {}
-    for place, found in entries.entries({name for name, said in same.items() if said[3]}):
+    same = before.files if before.admit == source.admit else {}
+    for place, found in entries.entries({name for name, said in same.items() if any(text[1] for text in said[3])}):
         name = place[start:]
         if isinstance(found, Reason):
-            now.files[name] = (0, 0, 0, "", str(found), None)
+            now.files[name] = (0, 0, 0, [["", "", str(found), None]])
             continue
         known = same.get(name)
         # The system's time tells another file that was put in place of one with its bytes and its time.
-        changes = found.st_mtime_ns, found.st_ctime_ns
-        if known is not None and known[1:3] == changes and known[0] == found.st_size:
+        if known is not None and known[:3] == (found.st_size, found.st_mtime_ns, found.st_ctime_ns):
             now.files[name] = known
             continue
-        if changes[0] >= racy:
-            changes = 0, changes[1]
-        kind, compression = kind_of(name)
-        if kind == "text" and not compression:
-            text = entries.read(Path(place))
-            said = ("", str(text), None) if isinstance(text, Reason) else (text_hash(text), "", own_licence(text))
-            now.files[name] = (found.st_size, *changes, *said)
-        else:
-            file = SourceFile(0, name, place, found.st_size, kind, compression)
-            now.files[name] = (found.st_size, *changes, "", "", None, list(map(list, _texts(gate, file))))
+        modified = 0 if found.st_mtime_ns >= racy else found.st_mtime_ns
+        file = SourceFile(0, name, place, found.st_size, *kind_of(name))
+        now.files[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(gate, file)))
     return now
 
 
-def _texts(gate: Gate, file: SourceFile) -> Iterator[tuple[str, str, str, str | None]]:
+def _texts(gate: Gate, file: SourceFile) -> Iterator[list[Any]]:
     """Name behind that of the file, SHA-256 or "", reason or "", own licence, of every text that a file holds."""
     for text in texts_of([file], (gate.source,), gate.limit):
         content, _, skip = gate.read(text)
         behind = text.path[len(file.path) :]
-        yield (behind, "", skip, None) if skip else (behind, text_hash(content), "", own_licence(content))
+        yield [behind, "", skip, None] if skip else [behind, text_hash(content), "", own_licence(content)]
 
 
 def read_state(store: Path) -> dict[str, FolderState]:
@@ -229,17 +225,18 @@ def _synchronised(
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
     for number, root in enumerate(roots):
-        source, said = sources[number], str(root)
-        state = found[said] = look(source, states.get(said, FolderState()), work.store)
+        source, place = sources[number], str(root)
+        state = found[place] = look(source, states.get(place, FolderState()), work.store)
         rule = LicenceRule([root], source.licences, source.licence) if source.licences else None
-        for name, behind, digest, reason, own in _said(state):
+        said = ((name, *text) for name in sorted(state.files) for text in state.files[name][3])
+        for name, behind, digest, reason, own in said:
             if rule is not None and digest:
                 path = None if behind else root / name  # records are not under the licence of their collection
                 reason = str(refused(rule, rule.licence(path, own)) or "")
             if digest and not reason:
                 wanted.add(number, name, behind, digest)
             else:
-                skipped.append((readable(name) + behind, said, reason))
+                skipped.append((readable(name) + behind, place, reason))
     gone, held = _compare(opened, [str(root) for root in roots], wanted)
     fresh = sorted({place for digest, place in wanted.first.items() if digest not in held})
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
@@ -251,17 +248,6 @@ def _synchronised(
     if {root: states.get(root) for root in found} != found:
         write_state(work.store, states | found)
     return report
-
-
-def _said(state: FolderState) -> Iterator[tuple[str, str, str, str, str | None]]:
-    """File, name of the text behind it, SHA-256 or "", reason or "", own licence, of every text of a folder."""
-    for name in sorted(state.files):
-        *_, digest, reason, own = state.files[name][:6]
-        texts = state.files[name][6:]
-        if not texts:
-            yield name, "", digest, reason, own
-        for text in texts[0] if texts else ():
-            yield name, *text
 
 
 class _Wanted:
