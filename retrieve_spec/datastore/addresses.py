@@ -51,14 +51,13 @@ def folder_of(path: str | os.PathLike[str], verb: str) -> Path:
     BuildError
         When it is an address.
     """
-    if isinstance(path, str) and is_address(path):
-        if verb == "build":
-            remedy = f"Build a folder, then `retrieve-spec push FOLDER {path}`."
-            raise BuildError("a folder to build", f"the address {path}", remedy)
-        then = {"push": "push that", "pull": f"`retrieve-spec push FOLDER {path}`"}
-        first = f"Run `retrieve-spec pull {path} FOLDER`" + (": the address comes first" if verb == "pull" else "")
-        done = then.get(verb, f"{verb} that, and `retrieve-spec push FOLDER {path}`")
-        raise BuildError(f"a folder to {verb}", f"the address {path}", f"{first}, then {done}.")
+    if is_address(path):
+        remedies = {
+            "build": f"Build a folder, then `retrieve-spec push FOLDER {path}`.",
+            "pull": f"Give the address first: `retrieve-spec pull {path} FOLDER`.",
+        }
+        other = f"Run `retrieve-spec pull {path} FOLDER`, {verb} that, and `retrieve-spec push FOLDER {path}`."
+        raise BuildError(f"a folder to {verb}", f"the address {path}", remedies.get(verb, other))
     return Path(path)
 
 

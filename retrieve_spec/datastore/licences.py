@@ -56,6 +56,9 @@ _COPYRIGHT = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _END = "END OF TERMS AND CONDITIONS"
+_BRACKETS = re.compile(r"\( ([^()]*) \)")
+_YES, _NO = "yes", "no"
+"""What a part of an expression in brackets comes to."""
 _VERSIONED = re.compile(r"([AL]?GPL-\d\.\d|GFDL-\d\.\d)(\+?)")
 
 
@@ -98,35 +101,17 @@ def allows(allowed: Sequence[str], expression: str) -> bool:
 
     An exception only adds permissions, and "or later" includes the version it names.
     """
-    words = expression.split()
+    while inner := _BRACKETS.search(expression):
+        expression = expression.replace(inner[0], _YES if allows(allowed, inner[1]) else _NO)
+    sides = (side.split(" AND ") for side in expression.split(" OR "))
+    return any(all(_is_allowed(allowed, licence) for licence in side) for side in sides)
 
-    def either() -> bool:
-        found = both()
-        while words and words[0] == "OR":
-            words.pop(0)
-            found = both() or found
-        return found
 
-    def both() -> bool:
-        found = one()
-        while words and words[0] == "AND":
-            words.pop(0)
-            found = one() and found
-        return found
-
-    def one() -> bool:
-        name = words.pop(0)
-        if name == "(":
-            found = either()
-            words.pop(0)
-            return found
-        names = {name, name.removesuffix("-or-later") + "-only"}
-        if words and words[0] == "WITH":
-            names |= {f"{name} WITH {words[1]}" for name in names}
-            del words[:2]
-        return not names.isdisjoint(allowed)
-
-    return expression != UNKNOWN and either()
+def _is_allowed(allowed: Sequence[str], licence: str) -> bool:
+    name, _, exception = licence.partition(" WITH ")
+    names = {name, name.removesuffix("-or-later") + "-only"}
+    names |= {f"{one} WITH {exception}" for one in names}
+    return licence == _YES or not names.isdisjoint(allowed)
 
 
 def own_licence(text: str) -> str | None:

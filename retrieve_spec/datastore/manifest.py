@@ -34,6 +34,7 @@ SKIPPED = "skipped"
 GONE = ".gone"
 _ESCAPED = "backslashreplace"
 """How paths that are not UTF-8 are written: as JSON escapes them."""
+_REBUILD = "Restore it from a copy, or build the store again."
 MOST_EVENTS = 32
 """Changes that a history keeps."""
 
@@ -308,9 +309,6 @@ def incomplete(store: Path, expected: str) -> StoreIncompleteError:
     )
 
 
-_REBUILD = "Restore it from a copy, or build the store again."
-
-
 def existing_manifest(store: Path) -> Manifest | None:
     """Manifest of a store, or None where none was ever finished."""
     return read_manifest(store) if (store / MANIFEST).exists() else None
@@ -351,7 +349,7 @@ def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
 
 
 def _keep(folder: Path, names: set[str]) -> None:
-    for path in _entries(folder):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name in names:
             continue
         if not path.is_dir():
@@ -363,8 +361,3 @@ def _keep(folder: Path, names: set[str]) -> None:
             shutil.rmtree(gone, ignore_errors=True)
             os.rename(path, gone)
             shutil.rmtree(gone, ignore_errors=True)
-
-
-def _entries(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from sorted(folder.iterdir())
