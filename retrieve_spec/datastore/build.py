@@ -115,13 +115,16 @@ def build_datastore(
     """
     store = folder_of(path, "build")
     wished = as_sources(sources, licence) if not resume else ()
+    rank, count = part or (0, 1)
+    if not 0 <= rank < count:
+        raise BuildError(f"a part from 0 to {count - 1} of {count}", f"{rank}", "Number the parts from 0.")
 
     def make_plan() -> tuple[dict[str, Any], Inputs]:
         check_not_begun(store, work)
         settings = checked(config or StoreConfig(), tokenizer)
         plan, inputs = plan_of(work, wished, settings, max_tokens)
-        inputs = islice(inputs, part[0], None, part[1]) if part else inputs
-        return plan | {"recipe": recipe, "tokenizer": write_tokenizer(store, tokenizer)}, inputs
+        plan |= {"recipe": recipe, "part": part, "tokenizer": write_tokenizer(store, tokenizer)}
+        return plan, islice(inputs, rank, None, count)
 
     if not resume:
         check_folder(store)

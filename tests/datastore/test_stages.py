@@ -186,6 +186,9 @@ def test_parts_that_machines_build_are_merged(many, tokenizer, tmp_path):
     for rank, part in enumerate(parts):
         build_datastore(part, str(many), tokenizer, part=(rank, 3))
     assert all(0 < len(contents(part)) < 27 for part in parts)
+    assert [read_manifest(part).history[0]["part"] for part in parts] == [[0, 3], [1, 3], [2, 3]]
+    with pytest.raises(BuildError, match="Number the parts from 0"):
+        build_datastore(tmp_path / "part3", str(many), tokenizer, part=(3, 3))
     merge_datastores(tmp_path / "merged", parts)
     verify_datastore(tmp_path / "merged")
     assert sorted(contents(tmp_path / "merged").values()) == sorted(contents(tmp_path / "whole").values())
