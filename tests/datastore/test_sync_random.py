@@ -151,7 +151,7 @@ def test_a_store_that_followed_every_change_says_what_there_is(tokenizer, tmp_pa
         report = sync_datastore(store, [folder.root], workers=1)
         monkeypatch.setattr(sync, "text_hash", text_hash)
         afresh = look(Source(str(folder.root), max_bytes=FOLLOWED_BYTES), FolderState(), store)
-        said = [(readable(name) + behind, *rest) for name, behind, *rest in sync._said(afresh)]
+        said = [(readable(name) + behind, *rest) for name, one in afresh.files.items() for behind, *rest in one[3]]
         texts = {name: digest for name, digest, _, _ in said if digest}
         held = {document.path: document.sha256 for document in open_datastore(store).documents()}
         assert set(held.values()) == set(texts.values()) and len(held) == len(set(held.values())), number
