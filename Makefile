@@ -14,13 +14,12 @@ KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py tests
 CENSUS_TESTS = tests/conformance tests/hammer
 KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!triton)|import naive_|from naive_" -r tests --include="test_*.py")
 THREAD_TESTS = $(shell grep -l "pytest\.mark\.threads" -r tests --include="test_*.py")
-CLUSTER_TESTS = cluster remote_build share addresses tokenised kill_sharing
 # As many processes as tests/conftest.py finds room for, which share the tests out among themselves.
 BESIDE = -n auto --dist worksteal
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-fast hammer test-lowest test-cluster test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-fast hammer test-lowest test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -63,11 +62,6 @@ hammer: setup-test
 ## make test-lowest the same with the oldest packages that pyproject.toml allows, in an environment of their own
 test-lowest:
 	$(MAKE) test-fast VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
-
-## make test-cluster builds on local workers, Ray and tasks as Slurm starts them; installs these
-test-cluster: setup-test
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) datatrove ray $(PIP_ARGS)
-	$(BIN)/python -m pytest $(CLUSTER_TESTS:%=tests/datastore/test_%.py) $(ARGS)
 
 ## make test-trl    the rollout function in TRL's own trainer, in an environment of its own
 test-trl:

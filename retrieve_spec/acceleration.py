@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
-from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.readahead import read_ahead
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.drafting.drafter import Drafter, Layer
@@ -197,7 +196,7 @@ def _open_store(store: Any, tokenizer: Any) -> Datastore:
     if isinstance(store, (str, os.PathLike)):
         return open_datastore(store, tokenizer=tokenizer)
     if tokenizer is not None and isinstance(store, Datastore):
-        check_tokenizer(store.path, store.manifest, tokenizer_fingerprint(tokenizer))
+        check_tokenizer(store.path, store.manifest, tokenizer)
     if not hasattr(store, "segments"):
         raise ConfigError("a datastore's folder, or an open one", repr(store)[:60], "Give its path.")
     return store  # type: ignore[no-any-return]

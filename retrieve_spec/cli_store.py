@@ -1,16 +1,18 @@
-"""Commands that change a datastore: each is one library call, reported as text or JSON."""
+"""Commands that change or share a datastore: each is one library call, reported as text or JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from retrieve_spec.cli_common import PLACE, WholeRange, loading_bars
+from retrieve_spec.cli_common import PLACE, WholeRange, counted, loading_bars
 from retrieve_spec.cli_store_read import ADMIT, JSON, LEFT_OUT, LICENCES, QUIET, STATED, STORE, print_report
 
 if TYPE_CHECKING:
@@ -21,14 +23,7 @@ _TEXT_INDEXES = ("both", "exact", "ngram")
 _DENSE_INDEXES = ("auto", "flat", "ivf-pq", "hnsw")
 
 _RESUME = click.option("--resume", is_flag=True, help="Continue an interrupted run with the options it began with.")
-_CLUSTER = click.option(
-    "--cluster",
-    default="",
-    metavar="local:N|ray[:ADDRESS]|slurm:PARTITION",
-    help="Run the stages there (extra 'cluster', or Ray); all machines see the folder of the store, or STORE is an "
-    "address.",
-)
-_RUN = ("max_tokens", "workers", "cluster", "resume")
+_RUN = ("max_tokens", "workers", "resume")
 """Options that `build` and `add` hand on as they are."""
 _WORKERS = click.option("--workers", type=WholeRange(min=1), metavar="N", help="Processes; all CPUs by default.")
 
@@ -61,7 +56,7 @@ def _bars(quiet: bool, loads_model: bool) -> AbstractContextManager[None]:
 
 def _has_dense(*stores: Path | str) -> bool:
     """Whether a change of these stores runs the model of their dense indexes."""
-    from retrieve_spec.datastore.remote_read import manifest_at
+    from retrieve_spec.datastore.remote import manifest_at
 
     return any(manifest_at(store).dense is not None for store in stores)
 
@@ -117,8 +112,13 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 )
 @click.option("--max-vectors", type=WholeRange(min=1), metavar="N", help="Dense keys at most; all by default.")
 @click.option("--thin", is_flag=True, help="No dense keys where the longest match elsewhere predicts the next token.")
+@click.option(
+    "--part",
+    type=(WholeRange(min=0), WholeRange(min=1)),
+    metavar="RANK COUNT",
+    help="Read only part RANK, from 0, of COUNT; `merge` joins the stores of all parts.",
+)
 @_WORKERS
-@_CLUSTER
 @_RESUME
 @QUIET
 @JSON
@@ -133,15 +133,15 @@ def build(
     dims: int,
     max_vectors: int | None,
     thin: bool,
+    part: tuple[int, int] | None,
     quiet: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Build a datastore in the folder STORE; with --cluster also at an address (s3://…, gs://…, hf://…).
+    """Build a datastore in the folder STORE.
 
-    A SOURCE is a file, a folder, an address of one, JSON Lines, Parquet, .ds files of datatrove, text compressed with
-    gzip or zstd, or - for standard input. Of a folder, what git ignores and generated files stay out, of every SOURCE
-    secrets do (--admit).
+    A SOURCE is a file, a folder, an address of one, JSON Lines, Parquet, text compressed with gzip or zstd, or - for
+    standard input. Of a folder, what git ignores and generated files stay out, of every SOURCE secrets do (--admit).
     """
     from dataclasses import replace
 
@@ -172,7 +172,9 @@ def build(
         raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
     with _bars(quiet, dense is not None or resume):
         run = {name: options[name] for name in _RUN}
-        report = build_datastore(store, sources, tokenizer, config=config, progress=not quiet, recipe=name, **run)
+        report = build_datastore(
+            store, sources, tokenizer, config=config, part=part, progress=not quiet, recipe=name, **run
+        )
     print_report(report, store, as_json, options["left_out"])
 
 
@@ -180,12 +182,11 @@ def build(
 @STORE
 @_source_options
 @_WORKERS
-@_CLUSTER
 @_RESUME
 @QUIET
 @JSON
 def add(store: Path | str, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Add documents to the datastore STORE, a folder or an address (s3://…); texts it already holds are skipped."""
+    """Add documents to the datastore STORE; texts it already holds are skipped."""
     from retrieve_spec.datastore.build import add_documents
 
     sources = _sources(options)
@@ -242,17 +243,6 @@ def compact(store: Path | str, resume: bool, quiet: bool, as_json: bool) -> None
     print_report(report, store, as_json)
 
 
-@click.command(short_help="Bring a datastore of the format before up to this one.")
-@STORE
-@QUIET
-@JSON
-def convert(store: Path | str, quiet: bool, as_json: bool) -> None:
-    """Bring STORE, which the version before wrote, up to the format of this one; its arrays stay."""
-    from retrieve_spec.datastore.convert import convert_datastore
-
-    print_report(convert_datastore(store, progress=not quiet), store, as_json)
-
-
 @click.command(short_help="Rewrite a datastore for another tokenizer.")
 @STORE
 @click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'.")
@@ -270,3 +260,79 @@ def retokenize(
         raise click.UsageError("Give --tokenizer: the model, or tokenizer.json, that drafts are for.")
     report = retokenize_datastore(store, tokenizer, workers=workers, resume=resume, progress=not quiet)
     print_report(report, store, as_json)
+
+
+@click.command(short_help="Make a datastore say what folders say.")
+@STORE
+@click.argument("folders", nargs=-1, required=True, metavar="FOLDER...")
+@click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'; once.")
+@LICENCES
+@STATED
+@ADMIT
+@LEFT_OUT
+@click.option("--watch", is_flag=True, help="Go on whenever something changes, until interrupted.")
+@QUIET
+@JSON
+def sync(
+    store: Path | str,
+    folders: tuple[str, ...],
+    tokenizer: str | None,
+    licence: str,
+    licences: tuple[str, ...],
+    admit: tuple[str, ...],
+    left_out: bool,
+    watch: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Make STORE say what FOLDERs say: new, changed, moved and deleted files. What git ignores, secrets and generated
+    files stay out (--admit)."""
+    from retrieve_spec.datastore.sync import sync_datastore, watch_folders
+
+    if watch:
+        watch_folders(
+            store,
+            folders,
+            tell=lambda report: print_report(report, store, as_json, left_out),
+            tokenizer=tokenizer,
+            licence=licence,
+            licences=licences,
+            admit=admit,
+        )
+        return
+    report = sync_datastore(
+        store, folders, tokenizer, licence=licence, licences=licences, admit=admit, progress=not quiet
+    )
+    print_report(report, store, as_json, left_out)
+
+
+@click.command(short_help="Bring a datastore to a remote.")
+@STORE
+@click.argument("url")
+@click.option("--keep-paths", is_flag=True, help="Let places of this machine go with it.")
+@QUIET
+@JSON
+def push(store: Path | str, url: str, keep_paths: bool, quiet: bool, as_json: bool) -> None:
+    """Make URL (s3://…, gs://…, hf://…, file://…) hold what STORE holds; only what is missing there travels."""
+    from retrieve_spec.datastore.share import push_datastore
+
+    report = push_datastore(store, url, keep_paths=keep_paths, progress=not quiet)
+    if as_json:
+        click.echo(json.dumps(asdict(report)))
+        return
+    click.echo(
+        f"push: {counted(report.files, 'file')}, {report.bytes / 1e6:,.1f} MB; {report.kept:,} were there; "
+        f"{url} is at version {report.version}."
+    )
+
+
+@click.command(short_help="Bring a datastore from a remote.")
+@click.argument("url")
+@STORE
+@QUIET
+@JSON
+def pull(url: str, store: Path | str, quiet: bool, as_json: bool) -> None:
+    """Bring what URL holds into STORE, which is made when there is none; only what is missing here travels."""
+    from retrieve_spec.datastore.share import pull_datastore
+
+    print_report(pull_datastore(url, store, progress=not quiet), store, as_json)

@@ -51,7 +51,7 @@ LEFT_OUT = click.option("--left-out", is_flag=True, help="List everything that w
 @JSON
 def info(store: Path | str, as_json: bool) -> None:
     """Show what a datastore holds; reads its manifest only."""
-    from retrieve_spec.datastore.remote_read import manifest_at
+    from retrieve_spec.datastore.remote import manifest_at
 
     manifest = manifest_at(store)
     if as_json:

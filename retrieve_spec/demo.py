@@ -208,8 +208,7 @@ def stdlib_store(tokenizer: PreTrainedTokenizerBase, console: Console) -> Datast
 
     None where nothing can be written.
     """
-    from retrieve_spec.datastore.cached import open_or_build
-    from retrieve_spec.datastore.recipes import load_recipe
+    from retrieve_spec.datastore.recipes import load_recipe, open_or_build
 
     path = cache_dir() / "stores" / f"python-stdlib-{platform.python_version()}-{__version__}"
     completed = [prompt.name.partition(" ")[0] for prompt in builtin(SEEN_FILES, ("seen",))]

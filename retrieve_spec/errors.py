@@ -53,6 +53,10 @@ class RetrieveSpecError(Exception):
         self.got = got
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[type[RetrieveSpecError], tuple[str, str, str]]:
+        """Its parts, so that worker processes can raise it."""
+        return type(self), (self.expected, self.got, self.remedy)
+
 
 class ConfigError(RetrieveSpecError, ValueError):
     """An option has a value outside its range, or options contradict each other."""

@@ -51,11 +51,13 @@ def folder_of(path: str | os.PathLike[str], verb: str) -> Path:
     BuildError
         When it is an address.
     """
-    if isinstance(path, str) and is_address(path):
-        then = {"push": "push that", "pull": f"`retrieve-spec push FOLDER {path}`"}
-        first = f"Run `retrieve-spec pull {path} FOLDER`" + (": the address comes first" if verb == "pull" else "")
-        done = then.get(verb, f"{verb} that, and `retrieve-spec push FOLDER {path}`")
-        raise BuildError(f"a folder to {verb}", f"the address {path}", f"{first}, then {done}.")
+    if is_address(path):
+        remedies = {
+            "build": f"Build a folder, then `retrieve-spec push FOLDER {path}`.",
+            "pull": f"Give the address first: `retrieve-spec pull {path} FOLDER`.",
+        }
+        other = f"Run `retrieve-spec pull {path} FOLDER`, {verb} that, and `retrieve-spec push FOLDER {path}`."
+        raise BuildError(f"a folder to {verb}", f"the address {path}", remedies.get(verb, other))
     return Path(path)
 
 
@@ -116,21 +118,3 @@ def open_regular(path: str, flags: int) -> int:
         os.close(handle)
         raise IrregularFileError(errno.EINVAL, "not a regular file", path)
     return handle
-
-
-def size_of(location: str) -> int:
-    """Bytes of a file, by its path or its address."""
-    if not is_address(location):
-        return os.stat(location).st_size
-    with explain_remote_errors(location):
-        fs, place = reach(location)
-        return int(fs.info(place)["size"])
-
-
-def exists(location: str) -> bool:
-    """Whether there is a file, by its path or its address."""
-    if not is_address(location):
-        return os.path.exists(location)
-    with explain_remote_errors(location):
-        fs, place = reach(location)
-        return bool(fs.exists(place))

@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
+import hashlib
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import tokenised
-from retrieve_spec.datastore.addresses import is_address
+from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
+    WorkFolder,
     begin_or_resume,
-    existing_manifest,
+    check_folder,
+    check_not_begun,
     finished,
     nothing_to_index,
     publish,
     report_of,
     writer,
 )
-from retrieve_spec.datastore.cut import Cut
 from retrieve_spec.datastore.entry_filter import admitted_parts
-from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-from retrieve_spec.datastore.fresh import check_folder, check_not_begun, config_of, first_manifest, write_tokenizer
+from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
+from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.licences import allow_list
-from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, read_manifest
-from retrieve_spec.datastore.pool import Pool, Runner
-from retrieve_spec.datastore.progress import Bar, Stopwatch
-from retrieve_spec.datastore.shards import file_shards
-from retrieve_spec.datastore.sources import Source, SourceFile, check_sources, list_files
-from retrieve_spec.datastore.stages import Done, Stages
+from retrieve_spec.datastore.manifest import (
+    Manifest,
+    SegmentEntry,
+    config_of,
+    existing_manifest,
+    read_manifest,
+    tokenizer_name,
+)
+from retrieve_spec.datastore.progress import Stopwatch
+from retrieve_spec.datastore.shards import Cut, file_shards
+from retrieve_spec.datastore.sources import Source, check_sources, list_files
+from retrieve_spec.datastore.stages import Done, Stages, run_rank
 from retrieve_spec.datastore.store import open_as_written
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
-if TYPE_CHECKING:
-    from retrieve_spec.datastore.exchange import Exchange
+SPAWN_WORK = 1 << 23
+"""Bytes to read, or four times the tokens to sort, from which the start of other processes is worth its second."""
 
 
 def build_datastore(
@@ -51,7 +65,7 @@ def build_datastore(
     licence: str = "",
     max_tokens: int | None = None,
     workers: int | None = None,
-    cluster: str = "",
+    part: tuple[int, int] | None = None,
     resume: bool = False,
     progress: bool = False,
     recipe: str = "",
@@ -61,8 +75,7 @@ def build_datastore(
     Parameters
     ----------
     path
-        Folder to create, or an address that fsspec reaches (``s3://…``), for a build on a `cluster` whose machines
-        share no folder: files travel through there.
+        Folder to create.
     sources
         Files, folders, checkouts, or `Source` objects with options; not needed to resume.
     tokenizer
@@ -74,10 +87,11 @@ def build_datastore(
     max_tokens
         Stop before the document that would exceed this.
     workers
-        Processes that read, encode and index; all CPUs by default. The store is the same for any number.
-    cluster
-        Where the stages run instead: ``local[:WORKERS]``, ``ray[:ADDRESS]`` or ``slurm:PARTITION`` (all
-        machines see the store and the sources under the same paths). The store is the same as well.
+        Processes that read, encode and index; all CPUs by default. The store is the same for any number. Large builds
+        start them, so a script calls this below ``if __name__ == "__main__":``.
+    part
+        ``(rank, count)``: read only one of `count` parts of the sources, numbered from 0. Many machines make a store
+        each, which `merge_datastores` joins.
     resume
         Continue an interrupted build with the options it was begun with.
     progress
@@ -99,20 +113,18 @@ def build_datastore(
     StoreLockedError
         When another process is writing there.
     """
-    store = Path(path)
+    store = folder_of(path, "build")
     wished = as_sources(sources, licence) if not resume else ()
-    runner_of(cluster, 1)  # wrong ones are found out before anything is begun
-    if is_address(path):
-        from retrieve_spec.datastore.remote_change import build_remote
-
-        settings = checked(config or StoreConfig(), tokenizer)
-        return build_remote(
-            str(path), wished, tokenizer, settings, cluster, max_tokens, resume=resume, progress=progress, recipe=recipe
-        )
+    rank, count = part or (0, 1)
+    if not 0 <= rank < count:
+        raise BuildError(f"a part from 0 to {count - 1} of {count}", f"{rank}", "Number the parts from 0.")
 
     def make_plan() -> tuple[dict[str, Any], Inputs]:
         check_not_begun(store, work)
-        return first_plan(work, wished, tokenizer, checked(config or StoreConfig(), tokenizer), max_tokens, recipe)
+        settings = checked(config or StoreConfig(), tokenizer)
+        plan, inputs = plan_of(work, wished, settings, max_tokens)
+        plan |= {"recipe": recipe, "part": part, "tokenizer": write_tokenizer(store, tokenizer)}
+        return plan, islice(inputs, rank, None, count)
 
     if not resume:
         check_folder(store)
@@ -121,7 +133,7 @@ def build_datastore(
         if plan is None:
             return finished(work, "build")
         manifest = replace(first_manifest(store, plan["tokenizer"]), config=plan["config"])
-        return grow(work, manifest, plan, workers=workers, progress=progress, cluster=cluster)
+        return grow(work, manifest, plan, workers=workers, progress=progress)
 
 
 def add_documents(
@@ -132,29 +144,19 @@ def add_documents(
     licence: str = "",
     max_tokens: int | None = None,
     workers: int | None = None,
-    cluster: str = "",
     resume: bool = False,
     progress: bool = False,
 ) -> ChangeReport:
     """Add documents to a datastore as new segments; texts it already has are skipped as duplicates.
 
-    Parameters and errors are those of `build_datastore`; the tokenizer is the store's own. A store at an address needs
-    no cluster: new segments are made here otherwise, and sent there (`retrieve_spec.datastore.remote_change`).
+    Parameters and errors are those of `build_datastore`; the tokenizer is the store's own.
     """
-    store = Path(path)
-    runner_of(cluster, 1)
-    if is_address(path):
-        from retrieve_spec.datastore.remote_change import add_remote
-
-        wished = as_sources(sources, licence) if not resume else ()
-        return add_remote(
-            str(path), wished, config, cluster, max_tokens, workers=workers, resume=resume, progress=progress
-        )
+    store = folder_of(path, "add")
     read_manifest(store)
 
     def make_plan() -> tuple[dict[str, Any], Inputs]:
-        settings = checked(config or config_of(manifest), manifest.fingerprint)
-        plan, inputs = plan_of(work, as_sources(sources, licence), settings, max_tokens, manifest.fingerprint)
+        settings = checked(config or config_of(manifest), store / manifest.tokenizer_name)
+        plan, inputs = plan_of(work, as_sources(sources, licence), settings, max_tokens)
         return plan | {"tokenizer": manifest.tokenizer_name}, inputs
 
     with writer(store) as work:
@@ -162,8 +164,7 @@ def add_documents(
         plan = begin_or_resume(work, manifest, "add", resume, make_plan)
         if plan is None:
             return finished(work, "add")
-        known = live_hashes(store)
-        return grow(work, manifest, plan, workers=workers, progress=progress, known=known, cluster=cluster)
+        return grow(work, manifest, plan, workers=workers, progress=progress, known=live_hashes(store))
 
 
 def as_sources(sources: Source | str | list[Source | str] | None, licence: str) -> tuple[Source, ...]:
@@ -193,34 +194,44 @@ def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
     return replace(config, dense=checked_settings(config.dense, tokenizer_fingerprint(tokenizer)))
 
 
-def first_plan(
-    work: WorkFolder,
-    sources: tuple[Source, ...],
-    tokenizer: Any,
-    config: StoreConfig,
-    max_tokens: int | None,
-    recipe: str,
-) -> tuple[dict[str, Any], Inputs]:
-    """Plan of a new store, whose tokenizer is put into its folder, and the inputs."""
-    plan, inputs = plan_of(work, sources, config, max_tokens, tokenizer)
-    return plan | {"recipe": recipe, "tokenizer": write_tokenizer(work.store, tokenizer)}, inputs
-
-
 def plan_of(
-    work: WorkFolder, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None, tokenizer: Any
+    work: WorkFolder, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None
 ) -> tuple[dict[str, Any], Inputs]:
     """Plan of new documents, and the inputs."""
     check_sources(sources)
     plan = {"sources": [asdict(source) for source in sources], "config": asdict(config), "max_tokens": max_tokens}
-    return plan, file_shards(work, _of(tokenizer, list_files(sources, work.store)))
+    return plan, file_shards(work, list_files(sources, work.store))
 
 
-def _of(tokenizer: Any, files: Iterable[SourceFile]) -> Iterator[SourceFile]:
-    """Files, of which the tokenised ones must be those of a tokenizer."""
-    for file in files:
-        if file.kind == "ds" and not file.skip:
-            tokenised.check_tokenizer(file.location, tokenised.layout_of(file.location), tokenizer)
-        yield file
+def write_tokenizer(store: Path, tokenizer: Any) -> str:
+    """Put a copy of a tokenizer into a store, without truncation and padding; returns its file name.
+
+    Raises
+    ------
+    BuildError
+        When none is given, or it is none of the `tokenizers` library.
+    """
+    if tokenizer is None:
+        raise BuildError(
+            "a tokenizer", "none", "Give --tokenizer: the model folder, or tokenizer.json, that drafts are for."
+        )
+    backend = Tokenizer.from_str(load_tokenizer(tokenizer).to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    content = backend.to_str().encode()
+    name = tokenizer_name(FileEntry(len(content), hashlib.sha256(content).hexdigest()))
+    replace_file(store / name, content)
+    return name
+
+
+def first_manifest(store: Path, name: str) -> Manifest:
+    """Manifest of a store without segments, for the copy of the tokenizer that lies in it under a name."""
+    tokenizer = store / name
+    backend = load_tokenizer(tokenizer)
+    vocabulary = max(backend.get_vocab().values(), default=0) + 1
+    return Manifest(
+        tokenizer_fingerprint(backend), FileEntry(tokenizer.stat().st_size, sha256_of(tokenizer)), vocabulary
+    )
 
 
 def live_hashes(store: Path) -> Iterator[str]:
@@ -239,7 +250,6 @@ def grow(
     known: Iterable[str] = (),
     kept: tuple[SegmentEntry, ...] | None = None,
     made: Sequence[SegmentEntry] = (),
-    cluster: str = "",
 ) -> ChangeReport:
     """Make the segments that a plan describes and publish them.
 
@@ -255,12 +265,10 @@ def grow(
         Segments that stay as they are; None for all of the manifest's.
     made
         Segments that lie in the work folder already, under numbers of their own.
-    cluster
-        As for `build_datastore`.
     """
     watch = Stopwatch(progress)
     staying = (*(manifest.segments if kept is None else kept), *made)
-    stages, entries, cut = make_segments(work, watch, workers, known, cluster)
+    stages, entries, cut = make_segments(work, watch, workers, known)
     if not entries and not staying:
         work.end()
         raise nothing_to_index(cut.skipped, plan, stages.shards)
@@ -277,55 +285,95 @@ def grow(
 
 
 def make_segments(
-    work: WorkFolder,
-    watch: Stopwatch,
-    workers: int | None,
-    known: Iterable[str],
-    cluster: str = "",
-    exchange: Exchange | None = None,
+    work: WorkFolder, watch: Stopwatch, workers: int | None, known: Iterable[str]
 ) -> tuple[Stages, list[SegmentEntry], Cut]:
     """Run the stages of a plan; returns them, the new segments and the cut."""
     workers = workers or os.cpu_count() or 1
     stages = Stages(work, workers)
     size = int(stages.plan.get("bytes", 0))
-    with runner_of(cluster, workers, exchange) as run_ranks:
-        with watch.stage("reading", size or None, "B") as bar:
-            tell = _teller(bar)
+    with closing(Workers(stages, workers)) as pool:
+        with watch.stage("reading", size or None, "B") as advance:
 
-            def run(ranks: list[int]) -> None:
-                run_ranks(stages, "tokens", ranks, size, lambda done: tell(done, done[0]))
+            def read(ranks: list[int]) -> None:
+                for bytes_read, _, _ in pool.run("tokens", ranks, size):
+                    advance(bytes_read)
 
-            cut = stages.cut(known, run)
-        with watch.stage("indexing", cut.tokens, "tok") as bar:
-            tell = _teller(bar)
+            cut = stages.cut(known, read)
+        with watch.stage("indexing", cut.tokens, "tok") as advance:
             ranks = [rank for rank in range(len(cut.segments)) if stages.needs_segment(rank)]
-            run_ranks(stages, "segment", ranks, 4 * cut.tokens, lambda done: tell(done, done[2]))
+            for _, _, tokens in pool.run("segment", ranks, 4 * cut.tokens):
+                advance(tokens)
     return stages, [stages.entry(rank) for rank in range(len(cut.segments))], cut
 
 
-def runner_of(cluster: str, workers: int, exchange: Exchange | None = None) -> AbstractContextManager[Runner]:
-    """What runs the ranks of stages inside of a `with`: a cluster, or processes of this machine.
+class Workers:
+    """Runs ranks of stages in processes of this machine, which stay for the next stage; little work in this one.
 
-    Raises
-    ------
-    BuildError
-        When the cluster is none, or what it needs is not installed.
+    Parameters
+    ----------
+    stages
+        The stages of the change.
+    count
+        Processes at most.
     """
-    if not cluster:
-        return Pool(workers)
-    from retrieve_spec.datastore.cluster import cluster_runner
 
-    return cluster_runner(cluster, exchange)
+    def __init__(self, stages: Stages, count: int) -> None:
+        self._stages, self._count = stages, count
+        self._executor: ProcessPoolExecutor | None = None
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def run(self, stage: str, ranks: Sequence[int], size: int) -> Iterator[Done]:
+        """Run some ranks of a stage, and tell what each did.
+
+        Parameters
+        ----------
+        stage
+            `"tokens"` or `"segment"`.
+        ranks
+            Which of its ranks.
+        size
+            How much work it is: bytes to read, or four times the tokens to sort.
+
+        Raises
+        ------
+        BuildError
+            When a worker died, as from a lack of memory.
+        """
+        if self._executor is None and (min(self._count, len(ranks)) < 2 or size < SPAWN_WORK):
+            yield from (run_rank(self._stages, stage, rank) for rank in ranks)
+            return
+        if self._executor is None:
+            context = multiprocessing.get_context("spawn")  # a fork would inherit locks of threads that it lacks
+            self._executor = ProcessPoolExecutor(self._count, context, _follow_parent)
+        store = self._stages.work.store.absolute()
+        waiting = [self._executor.submit(_run_rank, store, stage, rank) for rank in ranks]
+        try:
+            for done in as_completed(waiting):
+                yield done.result()
+        except BrokenProcessPool as error:
+            remedy = (
+                "Where memory ran out, continue with --resume and fewer processes; "
+                'a script that builds needs `if __name__ == "__main__":`.'
+            )
+            raise BuildError(f"to finish stage {stage!r}", f"a worker process ended: {error}", remedy) from error
 
 
-def _teller(bar: Bar) -> Callable[[Done, int], None]:
-    """Tells a bar of finished ranks: units, and documents and tokens beside them."""
-    documents = tokens = 0
+def _run_rank(store: Path, stage: str, rank: int) -> Done:
+    return run_rank(Stages(WorkFolder(store)), stage, rank)
 
-    def tell(done: Done, units: int) -> None:
-        nonlocal documents, tokens
-        documents, tokens = documents + done[1], tokens + done[2]
-        bar.set_postfix_str(f"{documents:,} documents, {tokens:,} tokens", refresh=False)
-        bar.update(units)
 
-    return tell
+def _follow_parent() -> None:
+    """Let this worker end at Ctrl-C, and when the process that started it does, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker"
+    parent.join()
+    os._exit(1)

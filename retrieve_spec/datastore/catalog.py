@@ -10,7 +10,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import CATALOG, SKIPPED, SegmentEntry
 from retrieve_spec.datastore.sources import readable
 from retrieve_spec.datastore.store import Datastore, open_datastore
-from retrieve_spec.errors import BuildError
+from retrieve_spec.errors import BuildError, StoreError
 
 _COLUMNS = {
     "id": int,
@@ -68,15 +68,18 @@ def write_catalog(path: str | os.PathLike[str], out: str | os.PathLike[str] | No
     if out is not None and target.exists() and not _is_catalog(target):
         raise BuildError(f"a catalogue or nothing at {target}", "another file", "Give a place where no file is yet.")
     try:
-        _update(store, target)
-    except sqlite3.DatabaseError:  # of another format, or damaged: it is a view
-        _discard(target)
         try:
             _update(store, target)
-        except sqlite3.DatabaseError as error:
+        except sqlite3.DatabaseError:  # of another format, or damaged: it is a view
             _discard(target)
-            remedy = "Check permissions and free space, or give another place."
-            raise BuildError(f"to write {target}", str(error), remedy) from error
+            _update(store, target)
+    except StoreError:  # of the store itself
+        raise
+    except (sqlite3.DatabaseError, OSError) as error:
+        with suppress(OSError):
+            _discard(target)
+        remedy = "Check permissions and free space, or give another place with --out."
+        raise BuildError(f"to write {target}", str(error), remedy) from error
     return target
 
 

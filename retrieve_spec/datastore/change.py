@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,19 +18,32 @@ from filelock import FileLock, Timeout
 
 from retrieve_spec._version import __version__
 from retrieve_spec.datastore.entry_filter import RULES
+from retrieve_spec.datastore.files import replace_file, sync_folder, write_bytes
 from retrieve_spec.datastore.manifest import (
+    CATALOG,
+    GONE,
     MANIFEST,
+    PLAN,
+    SEGMENTS,
+    SKIPPED,
+    TOMBSTONES,
+    WORK,
     Manifest,
     SegmentEntry,
     content_name,
+    drop_stale_files,
+    existing_manifest,
+    explain_write_errors,
+    incomplete,
     read_manifest,
     write_manifest,
 )
-from retrieve_spec.datastore.work import WorkFolder, drop_stale_files, put_segments, put_skipped, put_tombstones
-from retrieve_spec.errors import BuildError, ConfigError, RetrieveSpecError, StoreLockedError
+from retrieve_spec.errors import BuildError, ConfigError, StoreLockedError
 
 LOCK = "lock"
-_SHORT = ("remove", "sync", "pull", "convert")
+INPUTS = "inputs.jsonl"
+STDIN_COPY = "stdin"
+_SHORT = ("remove", "sync", "pull")
 """Changes that are run again instead of being resumed."""
 
 
@@ -119,26 +135,6 @@ def utc_now() -> str:
 
 
 @contextmanager
-def explain_write_errors(store: Path) -> Iterator[None]:
-    """Turn a full disk, a quota or missing permission into a `BuildError` that says so."""
-    try:
-        yield
-    except RetrieveSpecError:  # some are OSErrors too
-        raise
-    except OSError as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        folder = os.path.realpath(store)  # which links that lead to each other do not upset
-        if isinstance(error.filename, str) and not Path(os.path.realpath(error.filename)).is_relative_to(folder):
-            remedy = "Check who may read it; the store is as it was, and --resume continues an interrupted change."
-            raise BuildError(f"to use {error.filename}", reason, remedy) from error
-        raise BuildError(
-            f"to write to {store}",
-            reason,
-            "Check permissions and free space; the store is as it was, and --resume continues an interrupted change.",
-        ) from error
-
-
-@contextmanager
 def writer(store: Path) -> Iterator[WorkFolder]:
     """Be the only writer of a store.
 
@@ -172,11 +168,6 @@ def writer(store: Path) -> Iterator[WorkFolder]:
                     path.unlink()
                 store.rmdir()
             lock.release()
-
-
-def existing_manifest(store: Path) -> Manifest | None:
-    """Manifest of a store, or None where none was ever finished."""
-    return read_manifest(store) if (store / MANIFEST).exists() else None
 
 
 Inputs = Iterable[dict[str, Any]]
@@ -331,3 +322,163 @@ def last_report(manifest: Manifest, verb: str) -> ChangeReport:
     """Report of the change that made a store what it is."""
     event = manifest.history[-1]
     return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))
+
+
+class WorkFolder:
+    """The folder of a change in progress.
+
+    Parameters
+    ----------
+    store
+        Folder of the store.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self.store = store
+        self.path = store / WORK
+
+    def begin(self, plan: dict[str, Any], inputs: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+        """Throw away any earlier work and record what is going to be done, and to which inputs, a line per shard.
+
+        Returns the plan, with the bytes of the files that are going to be read.
+        """
+        size = 0
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        try:
+            with (self.path / INPUTS).open("w", encoding="utf-8", errors="surrogateescape") as file:
+                for line in inputs:
+                    file.write(json.dumps(line) + "\n")
+                    size += sum(each["size"] for each in line.get("files", ()) if not each["skip"])
+                file.flush()
+                os.fsync(file.fileno())
+            plan = plan | {"bytes": size} if size else plan
+            replace_file(self.path / PLAN, json.dumps(plan).encode())
+        except BaseException:
+            self.end()  # nothing was begun
+            raise
+        return plan
+
+    def plan(self) -> dict[str, Any] | None:
+        """What is being done, or None when no change was begun."""
+        try:
+            plan = json.loads((self.path / PLAN).read_bytes())
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        return plan if isinstance(plan, dict) and "verb" in plan else None
+
+    def inputs(self) -> list[tuple[int, int]]:
+        """Where each shard's line stands in the inputs: (offset, bytes)."""
+        places, at = [], 0
+        with (self.path / INPUTS).open("rb") as file:
+            for line in file:
+                places.append((at, len(line)))
+                at += len(line)
+        return places
+
+    def input(self, place: tuple[int, int]) -> dict[str, Any]:
+        """One shard's line of the inputs."""
+        with (self.path / INPUTS).open("rb") as file:
+            file.seek(place[0])
+            line: dict[str, Any] = json.loads(file.read(place[1]))
+        return line
+
+    def end(self) -> None:
+        """Remove the folder; the plan goes first, so that half a removal is no work to resume."""
+        (self.path / PLAN).unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def put_segments(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
+    """Move finished segments, (number in the work folder, name in the store), to their place.
+
+    Some may have been moved before a kill; a segment whose name is there already is the same.
+    """
+    target = work.store / SEGMENTS
+    target.mkdir(exist_ok=True)
+    for number, name in names:
+        folder = work.path / f"segment-{number}"
+        if (target / name).is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder.exists():
+            os.rename(folder, target / name)
+    sync_folder(target)
+
+
+def put_tombstones(work: WorkFolder) -> None:
+    """Move the tombstones that a change wrote to their place."""
+    made = work.path / TOMBSTONES
+    if made.is_dir():
+        target = work.store / TOMBSTONES
+        target.mkdir(exist_ok=True)
+        for path in sorted(made.iterdir()):
+            os.replace(path, target / path.name)
+        sync_folder(target)
+
+
+def put_skipped(store: Path, skipped: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+    """Write the list of what a change left out; returns its record for the history, empty where nothing was."""
+    if not skipped:
+        return {}
+    content = json.dumps(skipped, ensure_ascii=False, indent=0).encode("utf-8", "backslashreplace")
+    folder = store / SKIPPED
+    folder.mkdir(exist_ok=True)
+    written = write_bytes(folder / "list.tmp", content)
+    name = f"{written.sha256[:16]}.json"
+    os.replace(folder / "list.tmp", folder / name)
+    sync_folder(folder)
+    return {"listed": {"name": name, "bytes": written.bytes, "sha256": written.sha256}}
+
+
+_OURS = {
+    "": re.compile(
+        rf"{LOCK}|{WORK}|{SEGMENTS}|{SKIPPED}|{TOMBSTONES}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"
+    ),
+    WORK: re.compile(
+        rf"(?:plan|cut|(?:shard|segment|dense|keys)-[\w-]+)\.(?:json|bin)(?:\.tmp)?|{STDIN_COPY}|{INPUTS}"
+        rf"|segment-\d+|{TOMBSTONES}|pull"
+    ),
+    SEGMENTS: re.compile(rf"[0-9a-f]{{32}}(?:{re.escape(GONE)})?"),
+    TOMBSTONES: re.compile(r"[0-9a-f]{32}-[0-9a-f]{12}-\w+\.bin"),
+    SKIPPED: re.compile(r"[0-9a-f]{16}\.json|list\.tmp"),
+}
+"""Names that an interrupted first build leaves, by folder."""
+
+
+def check_folder(store: Path) -> None:
+    """Check that a folder holds neither a store nor anything that no build made, before even a lock is put there.
+
+    Raises
+    ------
+    BuildError
+        When there is a store, or files that a build might overwrite.
+    """
+    if existing_manifest(store) is not None:
+        raise BuildError(f"to build a datastore at {store}", "there is one", "Use `add`, or choose another folder.")
+    foreign = next(_foreign(store), None)
+    if foreign is not None:
+        raise BuildError(f"an empty folder at {store}", f"one that holds {foreign.name}", "Choose another folder.")
+
+
+def check_not_begun(store: Path, work: WorkFolder) -> None:
+    """Check, as the only writer, that no build was finished meanwhile and none was interrupted.
+
+    Raises
+    ------
+    BuildError
+        When there is a store.
+    StoreIncompleteError
+        When an interrupted build lies there.
+    """
+    check_folder(store)
+    if work.plan() is not None:
+        raise incomplete(store, f"an empty folder at {store}")
+
+
+def _foreign(store: Path) -> Iterator[Path]:
+    """Files in a folder without a manifest that no build made."""
+    for folder, ours in _OURS.items():
+        inside = store / folder
+        for path in sorted(inside.iterdir()) if inside.is_dir() else ():
+            if not ours.fullmatch(path.name):
+                yield path

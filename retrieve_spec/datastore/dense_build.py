@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import DenseConfig
+from retrieve_spec.datastore.change import WorkFolder
 from retrieve_spec.datastore.dense import (
     INDEX,
     POSITIONS,
@@ -33,19 +34,18 @@ from retrieve_spec.datastore.dense_keys import (
     check_layer,
     choose_windows,
     fit_transform,
+    hard_positions,
     is_written,
     prefix_of,
     sample_states,
     windows_of,
     write_keys,
 )
-from retrieve_spec.datastore.dense_thin import hard_positions
 from retrieve_spec.datastore.files import FileEntry, entries_of, replace_file, write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, DenseRecord, Manifest, SegmentEntry
 from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.segment import Segment, open_segment
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError, TokenizerMismatchError
 from retrieve_spec.reference_model import REFERENCE, load_config_and_tokenizer, load_model
 
@@ -172,7 +172,7 @@ def _summary(reports: list[dict[str, Any]], work: WorkFolder) -> dict[str, Any]:
 def _build(change: _Change) -> None:
     config, manifest = change.config, change.manifest
     model, tokenizer = load_model(config.model)
-    _check_tokenizer(config, tokenizer, manifest.fingerprint)
+    _check_tokenizer(config, tokenizer, tokenizer_fingerprint(change.work.store / manifest.tokenizer_name))
     old = None if change.fresh else manifest.dense
     begun = change.work.path / _RECORD
     known = DenseRecord(**json.loads(begun.read_bytes())) if begun.exists() else old
@@ -222,8 +222,8 @@ def _transform(change: _Change, record: DenseRecord, encoder: HiddenStates, part
             if segment.dense is not None:
                 return segment.dense.transform
         total = min(sample, sum(int(taken.sum()) for _, _, taken in parts))
-        with change.watch.stage("fitting", total, "pos") as bar:
-            states = sample_states(encoder, parts, sample, bar.update)
+        with change.watch.stage("fitting", total, "pos") as advance:
+            states = sample_states(encoder, parts, sample, advance)
             fitted, kept = fit_transform(states, size, record.dims)
         replace_file(work.path / "dense-fit.json", json.dumps({"variance_kept": round(kept, 4)}).encode())
         replace_file(path, b"".join(a.tobytes() for a in (fitted.mean, fitted.scale, fitted.components)))
@@ -233,8 +233,8 @@ def _transform(change: _Change, record: DenseRecord, encoder: HiddenStates, part
 
 def _build_one(change: _Change, entry: SegmentEntry, part: Part, transform: Transform, encoder: HiddenStates) -> None:
     work, watch = change.work, change.watch
-    with watch.stage("embedding", int(part[2].sum()), "pos") as bar:
-        keys, positions = write_keys(work.path, entry.name, encoder, transform, *part, bar.update)
+    with watch.stage("embedding", int(part[2].sum()), "pos") as advance:
+        keys, positions = write_keys(work.path, entry.name, encoder, transform, *part, advance)
     report: dict[str, Any] = {"vectors": len(keys), "positions": int(_possible(part[0]))}
     files: dict[str, FileEntry] = {}
     if len(keys):

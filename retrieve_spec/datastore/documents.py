@@ -214,19 +214,5 @@ class DocumentTable:
             raise self._damaged("a hash of every document")
         return found.reshape(-1, DIGEST)
 
-    def numbers_of(self, path: str) -> list[int]:
-        """Documents of one path, removed ones too; reads no other path."""
-        wanted = path.encode("utf-8", "backslashreplace")
-        content, ends = self._arrays[PATHS].tobytes(), self._arrays[PATH_ENDS]
-        found = []
-        at = content.find(wanted)
-        while at >= 0:
-            number = int(np.searchsorted(ends, at, side="right"))
-            start = int(ends[number - 1]) if number else 0
-            if at == start and number < len(ends) and int(ends[number]) == at + len(wanted):
-                found.append(number)
-            at = content.find(wanted, at + 1)
-        return found
-
     def _damaged(self, expected: str) -> StoreCorruptError:
         return StoreCorruptError(f"{expected} in the document table of segment {self.segment}", "none")

@@ -9,34 +9,28 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from retrieve_spec.config import DenseConfig
 from retrieve_spec.datastore.addresses import folder_of
-from retrieve_spec.datastore.build import checked, grow
+from retrieve_spec.datastore.build import checked, first_manifest, grow, write_tokenizer
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
+    WorkFolder,
     begin_change,
     begin_or_resume,
-    existing_manifest,
+    check_folder,
+    check_not_begun,
     finished,
     nothing_to_index,
     writer,
 )
 from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.datastore.fresh import (
-    check_folder,
-    check_not_begun,
-    common_dense,
-    config_of,
-    first_manifest,
-    write_tokenizer,
-)
-from retrieve_spec.datastore.manifest import read_manifest
-from retrieve_spec.datastore.remote_read import local_folder
+from retrieve_spec.datastore.manifest import Manifest, config_of, existing_manifest, read_manifest
+from retrieve_spec.datastore.remote import local_folder
 from retrieve_spec.datastore.removal import choose_documents, remove_chosen
 from retrieve_spec.datastore.shards import check_text, conversion_shards, segment_shards
 from retrieve_spec.datastore.store import check_tokenizer, open_as_written
 from retrieve_spec.datastore.union import unite
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
 
@@ -115,7 +109,7 @@ def compact_datastore(
     def make_plan() -> tuple[dict[str, Any], Inputs]:
         _check_texts([store])
         plan = {
-            "config": asdict(checked(config_of(manifest), manifest.fingerprint)),
+            "config": asdict(checked(config_of(manifest), store / manifest.tokenizer_name)),
             "tokenizer": manifest.tokenizer_name,
             "vocabulary": manifest.vocabulary,
         }
@@ -187,10 +181,10 @@ def _plan_merge(work: WorkFolder, stores: list[Path], names: list[str]) -> tuple
         raise BuildError("at least one store to merge", "none", "Give the folders of the stores.")
     manifests = [read_manifest(store) for store in stores]
     for store, manifest in zip(stores, manifests, strict=True):
-        check_tokenizer(store, manifest, manifests[0].fingerprint)
+        check_tokenizer(store, manifest, stores[0] / manifests[0].tokenizer_name)
     if not any(manifest.segments for manifest in manifests):
         raise nothing_to_index((), {}, 0)
-    dense = common_dense(stores, manifests)
+    dense = _common_dense(stores, manifests)
     if dense is not None:
         _check_texts(stores)
     widest = max(range(len(stores)), key=lambda i: manifests[i].vocabulary)  # added tokens stay out of fingerprints
@@ -202,11 +196,31 @@ def _plan_merge(work: WorkFolder, stores: list[Path], names: list[str]) -> tuple
         "places": [os.path.abspath(store) for store in stores],  # to resume from any folder
         "tokenizer": tokenizer,
         "vocabulary": max(manifest.vocabulary for manifest in manifests),
-        "config": asdict(checked(config, manifests[0].fingerprint)),
+        "config": asdict(checked(config, work.store / tokenizer)),
         "indexed_anew": dense is not None,
     }
     shards = (segment_shards(store, manifest) for store, manifest in zip(stores, manifests, strict=True))
     return plan, chain.from_iterable(shards)
+
+
+def _common_dense(stores: list[Path], manifests: list[Manifest]) -> DenseConfig | None:
+    """Settings of the dense indexes of stores to merge, None where none has any.
+
+    Raises
+    ------
+    BuildError
+        When they differ in model, layer or dims.
+    """
+    dense = [(s, m, m.dense) for s, m in zip(stores, manifests, strict=True) if m.dense is not None]
+    for store, _, record in dense:
+        if replace(record, model="") != replace(dense[0][2], model=""):
+            raise BuildError(
+                f"stores with dense indexes of one model, layer and number of dims, as {dense[0][0]} "
+                f"({dense[0][2].model}, layer {dense[0][2].layer}, {dense[0][2].dims} dims)",
+                f"{store} ({record.model}, layer {record.layer}, {record.dims} dims)",
+                "Build one of them again with the other's `--dense`, `--layer` and `--dims`.",
+            )
+    return config_of(dense[0][1]).dense if dense else None
 
 
 def retokenize_datastore(

@@ -5,7 +5,7 @@ The one place where this is decided, for `build`, `add` and `sync` as for a serv
 - what git would not commit stays out: ``.gitignore`` of every folder up to the top of the checkout,
   ``.git/info/exclude``, the user's global file, by git's own listing (`git_rules`); ``.ignore`` files count too, and
   folders of tools, caches, environments and build results stay out;
-- secrets stay out, by name and by content (`secret_rules`);
+- secrets stay out, by name and by content (`content_rules`);
 - generated and minified files stay out;
 - symbolic links stay out, and so does everything behind one: nothing outside the folders is ever read;
 - binaries, large files and texts that are neither UTF-8 nor UTF-16 with a byte order mark stay out;
@@ -27,15 +27,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.generated import generated_name, generated_text
+from retrieve_spec.datastore.content_rules import generated_name, generated_text, secret_name, secret_text
 from retrieve_spec.datastore.git_rules import Left, listed, look_through
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
-from retrieve_spec.datastore.secret_rules import secret_name, secret_text
 from retrieve_spec.errors import BuildError
 
 PARTS = ("ignored", "generated", "secrets")
 """Parts of the filter that can be switched off."""
-RULES = f"{__version__} 2"
+RULES = f"{__version__} 3"
 """Name of these rules; the number changes with what they let in: nothing said under others counts."""
 MAX_BYTES = 256 << 10
 _TRIES = 3
@@ -58,6 +57,7 @@ class Reason(StrEnum):
     BINARY = "binary"
     ENCODING = "neither UTF-8 nor UTF-16 with a byte order mark"
     UNREADABLE = "unreadable"
+    DAMAGED = "unreadable from some place on; the records before it are kept"
     CHANGING = "changed while it was read"
     EMPTY = "empty"
     LICENCE = "under a licence that is not allowed"
@@ -164,16 +164,11 @@ class EntryFilter:
         real: dict[str, bool] = {}
         for root, top in zip(self.roots, self._tops, strict=True):
             start = len(top)
-            last: str | None = None
-            own, outside = False, None
             for name, left, status in look_through(root, everything="ignored" in self._admit):
-                folder = name.rpartition(os.sep)[0]
-                if folder != last:  # most files lie in the folder of the one before
-                    last, own, outside = folder, self._is_own(name), self._outside(name, real)
-                if own:
+                if self._is_own(name):
                     continue
                 if left is None:
-                    yield name, outside or self._look(name, status, name[start:] in named)
+                    yield name, self._outside(name, real) or self._look(name, status, name[start:] in named)
                 elif left is not Left.STORE:
                     yield name, _LEFT[left]
 
@@ -299,14 +294,23 @@ class EntryFilter:
         return data if same else Reason.CHANGING
 
     def _text(self, path: Path, data: bytes) -> str | Reason:
-        wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        if not wide and b"\0" in data[:8192]:
-            return Reason.BINARY
-        try:
-            text = data.decode("utf-16" if wide else "utf-8-sig")
-        except UnicodeDecodeError:
-            return Reason.ENCODING
-        return self.content(path.name, text) or text
+        text = decoded(data)
+        return text if isinstance(text, Reason) else self.content(path.name, text) or text
+
+
+def is_utf16(data: bytes) -> bool:
+    """Whether a file that begins so has a byte order mark of UTF-16."""
+    return data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+
+
+def decoded(data: bytes) -> str | Reason:
+    """Text of a file, without a byte order mark, or why it has none."""
+    if not is_utf16(data) and b"\0" in data[:8192]:
+        return Reason.BINARY
+    try:
+        return data.decode("utf-16" if is_utf16(data) else "utf-8-sig")
+    except UnicodeDecodeError:
+        return Reason.ENCODING
 
 
 def _is_link(folder: str) -> bool:

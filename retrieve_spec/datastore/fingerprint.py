@@ -1,4 +1,4 @@
-"""Tokenizers of stores: the `tokenizers` backend, and a fingerprint of how it maps text to ids."""
+"""Tokenizers of stores: the `tokenizers` backend, and a fingerprint of the pipeline that maps text to ids."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.errors import BuildError
 from retrieve_spec.reference_model import REFERENCE, check_hub_id, copy_if_silent, reference_path
 
 PREFIX = "sha256:"
+PIECE_CHARS = 1 << 20
+"""Longer texts are encoded in pieces, cut at line ends, so that memory stays bounded."""
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+"""Of added tokens: what decides about the text around one."""
 
 
 def load_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -70,10 +76,26 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
     return loaded
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash what decides which id a piece of text gets: vocabulary, merges and normaliser, not names.
+def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
+    """Encode a text without special tokens, (n,) uint32."""
+    parts = []
+    start = 0
+    while start < len(text):
+        end = start + PIECE_CHARS
+        if end < len(text):
+            end = text.find("\n", end, end + PIECE_CHARS) + 1 or end
+        # A batch of one releases the interpreter lock and stays in its thread.
+        encoded = tokenizer.encode_batch_fast([text[start:end]], add_special_tokens=False)[0]
+        parts.append(np.array(encoded.ids, np.uint32))
+        start = end
+    return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
-    Added tokens stay out: chat variants of one model differ in them, and share their stores.
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Hash what decides which ids a text gets: normaliser, pre-tokenizer and model, whatever their names.
+
+    Pipelines that are written differently but do the same are equal. Added tokens that the model's vocabulary lacks
+    stay out: chat variants of one model differ in them, and share their stores.
 
     Parameters
     ----------
@@ -90,17 +112,57 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     BuildError
         When there is no such file, or it is no tokenizer.
     """
-    if isinstance(tokenizer, str) and tokenizer.startswith(PREFIX):
-        return tokenizer
+    if is_fingerprint(tokenizer):
+        return str(tokenizer)
+    content = json.dumps(_pipeline(tokenizer), sort_keys=True, separators=(",", ":"))
+    return PREFIX + hashlib.sha256(content.encode()).hexdigest()
+
+
+def is_fingerprint(tokenizer: Any) -> bool:
+    """Whether something is a fingerprint rather than a tokenizer or its place."""
+    return isinstance(tokenizer, str) and tokenizer.startswith(PREFIX)
+
+
+def pipeline_differences(one: Any, other: Any) -> list[str]:
+    """Parts in which the pipelines of two tokenizers differ, by their names in ``tokenizer.json``."""
+    first, second = _pipeline(one), _pipeline(other)
+    return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+
+
+def _pipeline(tokenizer: Any) -> dict[str, Any]:
+    """The parts of a tokenizer that decide about ids, in one way of writing them."""
     content = json.loads(load_tokenizer(tokenizer).to_str())
     model = content["model"]
-    added = {token["content"] for token in content["added_tokens"]}
-    vocabulary = model["vocab"]
-    pieces = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
+    vocabulary = model.pop("vocab")
+    pieces: dict[str, tuple[Any, ...]]
+    if isinstance(vocabulary, list):  # Unigram: pieces and their scores, in the order of their ids
+        pieces = {piece: (number, score) for number, (piece, score) in enumerate(vocabulary)}
+    else:
+        pieces = {piece: (number,) for piece, number in vocabulary.items()}
+    added = {token["content"]: token for token in content["added_tokens"] if token["content"] in pieces}
+    merges = model.pop("merges", [])
     parts = {
-        "model": model["type"],
-        "vocabulary": sorted((i, piece) for piece, i in pieces if piece not in added),
-        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()],
-        "normalizer": content["normalizer"],
+        "vocab": sorted((*place, piece) for piece, place in pieces.items() if piece not in added),
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+        "added_tokens": sorted(
+            [name, *pieces[name], *(token[flag] for flag in _FLAGS)] for name, token in added.items()
+        ),
+        "normalizer": _steps(content["normalizer"], "normalizers"),
+        "pre_tokenizer": _steps(content["pre_tokenizer"], "pretokenizers"),
+        **_written(model),
     }
-    return PREFIX + hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return {name: part for name, part in parts.items() if part}
+
+
+def _steps(component: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+    """The steps of a normaliser or pre-tokenizer one after another: a sequence of one is that one."""
+    if component is None:
+        return []
+    if component["type"] == "Sequence":
+        return [step for one in component[inner] for step in _steps(one, inner)]
+    return [_written({name: value for name, value in component.items() if name != "trim_offsets"})]
+
+
+def _written(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings but for those that say nothing, which other versions of the library leave out."""
+    return {name: value for name, value in settings.items() if value not in (None, "", 0.0) or name == "unk_id"}

@@ -7,6 +7,7 @@ configuration that would run a program.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,7 +16,9 @@ from enum import Enum
 from operator import attrgetter
 from pathlib import Path
 
-from retrieve_spec.datastore.ignore_files import IgnoreFiles
+from pathspec import GitIgnoreSpec
+
+from retrieve_spec.datastore.addresses import open_regular
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 
 NEVER = frozenset(
@@ -29,6 +32,7 @@ _MACHINERY = frozenset([".git", ".hg", ".svn", "__pycache__"])
 _BUILT = frozenset(["dist", "build", "target", ".idea", ".vscode"])
 """Folders that are looked into only as far as git tracks what they hold."""
 _ENVIRONMENT = "pyvenv.cfg"
+_MARKS = (_ENVIRONMENT, MANIFEST, ".ignore")
 _KEPT = frozenset(["GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"])
 _NAME = attrgetter("name")
 _AT_ONCE = 400
@@ -52,7 +56,7 @@ def list_folder(root: Path) -> Iterator[Path]:
 Entry = tuple[str, Left | None, os.stat_result | None]
 
 
-def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
+def look_through(root: Path, *, everything: bool = False, only: Collection[str] | None = None) -> Iterator[Entry]:
     """(path, None or why it is passed over, its status where it was looked up) of what lies below a folder; a folder,
     told by a slash at its end, stands for all that is in it.
 
@@ -65,21 +69,21 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
         The folder.
     everything
         Whether ignore files and the names of folders count for nothing.
+    only
+        Paths below the folder, and all folders above them, that are looked for; all by default.
     """
     checkout = None if everything else _governing(root)
-    found = None if checkout is None else _git_lists(root)
+    found = None if checkout is None else _git_lists(root, only)
     if found is None:
         rules = None if everything else IgnoreFiles(checkout or root, (".gitignore", ".ignore"), general=True)
-        yield from _walk(str(root), rules, top=True)
+        yield from _walk(str(root), rules, only, top=True)
         return
-    special = [name for name in found if name.endswith((_ENVIRONMENT, MANIFEST, ".ignore"))]
+    special = [name for name in found if name.endswith(_MARKS)]
     own = IgnoreFiles(root, (".ignore",)) if any(name.endswith(".ignore") for name in special) else None
     base = os.path.join(root, "")
     closed = _closed(base, special)
     shut = tuple(closed)
     told: set[str] = set()
-    last: tuple[str, bool | None] = "", None
-    passed = ""
     for place, left in closed.items():
         yield place, left, None
     for name, tracked in found.items():
@@ -100,92 +104,48 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
             place = f"{base}{name}/"
             if os.path.islink(base + name) or not os.path.exists(place + ".git"):
                 continue
-        folder = (name if nested else name.rpartition("/")[0], tracked and not nested)
-        if folder != last:  # most files lie in the folder of the one before
-            last, passed = folder, passed_over(folder[0], tracked=bool(folder[1]))
+        passed = passed_over(name if nested else name.rpartition("/")[0], tracked=tracked and not nested)
         if passed:
             if passed not in told:
                 told.add(passed)
                 yield f"{base}{passed}/", Left.TOOLS, None
-        elif own is not None and own.ignores_name(base + name, folder=nested):
+        elif own is not None and own.ignores(base + name, folder=nested):
             yield place, Left.IGNORED, status
         elif nested:
-            yield from _look_into(place)
+            yield from _look_into(place, only)
         else:
             yield place, None, status
 
 
-def _look_into(folder: str) -> Iterator[Entry]:
+def _look_into(folder: str, only: Collection[str] | None) -> Iterator[Entry]:
     """`look_through` of a checkout that was found inside of a folder, unless what lies in it closes it."""
     try:
         left = _closes(folder, os.listdir(folder))
     except OSError:
         left = Left.UNREADABLE
     if left is None:
-        yield from look_through(Path(folder))
+        yield from look_through(Path(folder), only=only)
     else:
         yield os.path.join(folder, ""), left, None
 
 
-def listed(roots: Sequence[Path], paths: Iterable[Path], *, everything: bool = False) -> set[Path]:
-    """Those of some paths below the roots that `look_through` would let pass."""
-    below: dict[Path, list[Path]] = {}
+def listed(roots: Sequence[Path], paths: Collection[Path], *, everything: bool = False) -> set[Path]:
+    """Those of some paths below the roots that `look_through` of the nearest root lets pass."""
+    below: dict[Path, set[str]] = {}
     for path in paths:
-        root = max((root for root in roots if path.is_relative_to(root)), key=lambda r: len(r.parts), default=None)
-        if root is not None:
-            below.setdefault(root, []).append(path)
-    if everything:
-        stores = dict.fromkeys(below, False)
-        found = ((root, path) for root, group in below.items() for path in group)
-        return {path for root, path in found if _is_seen(path.parent, root) and not _in_store(path.parent, stores)}
-    known: dict[Path, Path | None] = {}
-    return {path for root in below for path in _listed(root, _governing(root), below[root], known, {root: False})}
-
-
-def _listed(
-    top: Path, checkout: Path | None, paths: list[Path], known: dict[Path, Path | None], shut: dict[Path, bool]
-) -> Iterator[Path]:
-    """Those of some paths that `look_through` of a folder would list, under the rules of the checkout it lies in."""
-    inside: dict[Path, list[Path]] = {}
-    for path in paths:
-        inside.setdefault(_outermost(path.parent, top, known), []).append(path)
-    plain = inside.pop(top, [])
-    found = None if checkout is None else _git_allows(checkout, [*plain, *inside])
-    names = (".gitignore", ".ignore") if found is None else (".ignore",)
-    rules = IgnoreFiles(top if found is not None else checkout or top, names, general=found is None)
-
-    def enters(path: Path, folder: Path, *, tracked: bool) -> bool:
-        passed = passed_over(folder.relative_to(top).as_posix(), tracked=tracked) or _is_shut(folder, shut)
-        return not passed and not rules.ignores(path, folder=path == folder)
-
-    for nested, group in inside.items():
-        if found is not None and nested not in found:  # no checkout to git, which has listed what is in it
-            plain += group
-        elif enters(nested, nested, tracked=False):
-            yield from _listed(nested, nested, group, known, shut)
-    for path in plain:
-        if (found is None or path in found) and enters(path, path.parent, tracked=found is not None and found[path]):
-            yield path
-
-
-def _is_seen(folder: Path, root: Path) -> bool:
-    return _MACHINERY.isdisjoint(folder.relative_to(root).parts)
-
-
-def _in_store(folder: Path, known: dict[Path, bool]) -> bool:
-    """Whether a folder, or one above it up to those that are known, is a datastore."""
-    if folder not in known:
-        is_store = _closes(str(folder), [MANIFEST] if (folder / MANIFEST).exists() else []) is Left.STORE
-        known[folder] = is_store or (folder.parent != folder and _in_store(folder.parent, known))
-    return known[folder]
-
-
-def _outermost(folder: Path, top: Path, known: dict[Path, Path | None]) -> Path:
-    """The outermost checkout below a folder that another one lies in, or is; the upper folder itself where none is."""
-    found, inner = top, checkout_of(folder, known)
-    while inner is not None and inner != top and inner.is_relative_to(top):
-        found, inner = inner, checkout_of(inner.parent, known)
-    return found
+        above = [root for root in roots if path.is_relative_to(root)]
+        if above:
+            root = max(above, key=lambda one: len(one.parts))
+            below.setdefault(root, {str(root)}).update(
+                map(str, (path, *path.parents[: len(path.relative_to(root).parts)]))
+            )
+    passed = {
+        Path(place)
+        for root, only in below.items()
+        for place, left, _ in look_through(root, everything=everything, only=only)
+        if left is None
+    }
+    return passed.intersection(paths)
 
 
 def _governing(root: Path) -> Path | None:
@@ -194,7 +154,7 @@ def _governing(root: Path) -> Path | None:
     if checkout is None or checkout == root:
         return checkout
     if _git(checkout, "rev-parse", "--git-dir") is None:
-        ignored = IgnoreFiles(checkout, (".gitignore", ".ignore"), general=True).ignores(root, folder=True)
+        ignored = IgnoreFiles(checkout, (".gitignore", ".ignore"), general=True).ignores(str(root), folder=True)
     else:
         ignored = _git(checkout, "check-ignore", "-q", "--", str(root)) is not None
     return None if ignored else checkout
@@ -219,15 +179,6 @@ def _closed(base: str, names: Iterable[str]) -> dict[str, Left]:
     return closed
 
 
-def _is_shut(folder: Path, known: dict[Path, bool]) -> bool:
-    """Whether a folder, or one above it up to those that are known, is not looked into for what lies in it."""
-    if folder not in known:
-        names = [name for name in (_ENVIRONMENT, MANIFEST) if (folder / name).exists()]
-        above = folder.parent != folder and _is_shut(folder.parent, known)
-        known[folder] = above or _closes(str(folder), names) is not None
-    return known[folder]
-
-
 def passed_over(folder: str, *, tracked: bool) -> str:
     """The outermost folder of a path that is never looked into by its name, "" for none."""
     parts = folder.split("/")
@@ -248,46 +199,36 @@ def checkout_of(folder: Path, known: dict[Path, Path | None] | None = None) -> P
     return known[folder]
 
 
-def _git_lists(folder: Path) -> dict[str, bool | None] | None:
+def _git_lists(folder: Path, only: Collection[str] | None) -> dict[str, bool | None] | None:
     """Whether git tracks it, by path below the folder, of all that is in it; None where git fails.
 
-    What is ignored says None, and folders of which everything is stand for it.
+    What is ignored says None, and folders of which everything is stand for it. Where only some paths are looked for,
+    they are told of, with what closes a folder above them, but nothing that is ignored.
     """
-    asked = (
-        ("ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard"),
-        ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"),
-    )
-    with ThreadPoolExecutor(len(asked)) as pool:  # each goes through the folder
-        out, ignored = pool.map(lambda arguments: _git(folder, *arguments), asked)
-    if out is None or ignored is None:
-        return None
-    left: dict[str, bool | None] = dict.fromkeys(_entries(ignored))
-    left.update(_parsed(out))
-    return left
-
-
-def _entries(out: bytes) -> list[str]:
-    """What git lists, a null byte behind each."""
-    return os.fsdecode(out).split("\0")[:-1]
-
-
-def _git_allows(checkout: Path, paths: Sequence[Path]) -> dict[Path, bool] | None:
-    """Of some paths of a checkout those that are tracked or not ignored, with whether git tracks them."""
-    found: dict[Path, bool] = {}
-    for at in range(0, len(paths), _AT_ONCE):
-        names = [str(path.relative_to(checkout)) for path in paths[at : at + _AT_ONCE]]
-        out = _git(
-            checkout, "--literal-pathspecs", "ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard",
-            "--", *names,
-        )  # fmt: skip
+    tracked = ("ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard")
+    if only is None:
+        ignored = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
+        with ThreadPoolExecutor(2) as pool:  # each goes through the folder
+            answers = list(pool.map(lambda arguments: _git(folder, *arguments), (ignored, tracked)))
+    else:
+        base = os.path.join(folder, "")
+        inside = [name[len(base) :] for name in only if name.startswith(base)]
+        folders = [name for name in inside if os.path.isdir(base + name)]
+        nested = [name for name in folders if os.path.exists(f"{base}{name}/.git")]
+        beneath = tuple(f"{name}/" for name in nested)  # git tells of a checkout where nothing in it is asked for
+        marks = [f"{name}/{mark}" for name in folders for mark in _MARKS]
+        files = set(inside).difference(folders)
+        specs = [name for name in (*files, *marks, *nested) if not name.startswith(beneath)] + list(_MARKS)
+        groups = (specs[at : at + _AT_ONCE] for at in range(0, len(specs), _AT_ONCE))
+        literal = ("--literal-pathspecs", *tracked, "--")
+        answers = [b"", *(_git(folder, *literal, *group) for group in groups)]
+    left: dict[str, bool | None] = {}
+    for out in answers:
         if out is None:
             return None
-        found |= {checkout / name: tracked for name, tracked in _parsed(out)}
-    return found
-
-
-def _parsed(out: bytes) -> Iterator[tuple[str, bool]]:
-    return ((entry[2:], entry[0] != "?") for entry in _entries(out))
+        names = os.fsdecode(out).split("\0")[:-1]
+        left |= dict.fromkeys(names) if out is answers[0] else {name[2:]: name[0] != "?" for name in names}
+    return left
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
@@ -304,7 +245,9 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     return done.stdout
 
 
-def _walk(folder: str, rules: IgnoreFiles | None, *, top: bool = False) -> Iterator[Entry]:
+def _walk(
+    folder: str, rules: IgnoreFiles | None, only: Collection[str] | None, *, top: bool = False
+) -> Iterator[Entry]:
     """`look_through` of a folder that git does not list; no rules: all of it."""
     try:
         with os.scandir(folder) as found:
@@ -319,20 +262,102 @@ def _walk(folder: str, rules: IgnoreFiles | None, *, top: bool = False) -> Itera
         return
     hidden = {name.lower() for name in names if name[0] == "."}  # some systems do not tell cases apart
     if not top and rules is not None and ".git" in hidden and os.path.exists(os.path.join(folder, ".git")):
-        yield from look_through(Path(folder))
+        yield from look_through(Path(folder), only=only)
         return
-    ruled = rules is not None and rules.count_in(folder, hidden)
     for entry in entries:
+        if only is not None and entry.path not in only:
+            continue
         if not entry.is_dir(follow_symlinks=False):
-            ignored = ruled and rules is not None and rules.ignores_entry(entry.path)
+            ignored = rules is not None and rules.ignores(entry.path)
             yield entry.path, Left.IGNORED if ignored else None, None
         elif entry.name in _MACHINERY:
             continue
         elif rules is None:
-            yield from _walk(entry.path, rules)
+            yield from _walk(entry.path, rules, only)
         elif entry.name in NEVER or entry.name in _BUILT:
             yield os.path.join(entry.path, ""), Left.TOOLS, None
-        elif ruled and rules.ignores_entry(entry.path, folder=True):
+        elif rules.ignores(entry.path, folder=True):
             yield os.path.join(entry.path, ""), Left.IGNORED, None
         else:
-            yield from _walk(entry.path, rules)
+            yield from _walk(entry.path, rules, only)
+
+
+_NO_RULE = (ValueError, re.error)
+"""What comes of a pattern that is none, as ``!`` or ``[z-a]``."""
+
+
+class IgnoreFiles:
+    """Ignore files of a folder tree, each read once.
+
+    Parameters
+    ----------
+    top
+        Top of the tree: a checkout, or a folder in none.
+    names
+        How the files are called.
+    general
+        The checkout's ``.git/info/exclude`` and the user's global file count too: with ``.gitignore`` all that git
+        reads, where git itself cannot be asked.
+    """
+
+    def __init__(self, top: Path, names: Sequence[str], *, general: bool = False) -> None:
+        self._names = names
+        self._top = str(top)
+        self._rules: dict[str, list[tuple[str, GitIgnoreSpec]]] = {}
+        self._left_out: dict[str, bool] = {}
+        self._general = _general_rules(top) if general else None
+
+    def ignores(self, path: str, *, folder: bool = False) -> bool:
+        """Whether a rule leaves out a path, or a folder it lies in."""
+        above = path.rpartition(os.sep)[0]
+        verdict = False
+        for base, spec in self._rules_above(above):
+            inside = path[len(base) :].lstrip("/") + ("/" if folder else "")
+            if (result := spec.check_file(inside)).include is not None:
+                verdict = bool(result.include)
+        return verdict or self._ignores_folder(above)
+
+    def _ignores_folder(self, folder: str) -> bool:
+        if folder not in self._left_out:
+            self._left_out[folder] = folder != self._top and self.ignores(folder, folder=True)
+        return self._left_out[folder]
+
+    def _rules_above(self, folder: str) -> list[tuple[str, GitIgnoreSpec]]:
+        """(folder of the rules, rules) from the weakest to the strongest, for what lies in a folder."""
+        if folder not in self._rules:
+            if folder == self._top:
+                above = [] if self._general is None else [(folder, self._general)]
+            else:
+                above = self._rules_above(os.path.dirname(folder))
+            own = _read_rules([os.path.join(folder, name) for name in self._names])
+            self._rules[folder] = above if own is None else [*above, (folder, own)]
+        return self._rules[folder]
+
+
+def _general_rules(top: Path) -> GitIgnoreSpec | None:
+    """Rules of the user's global file, and of a checkout's own that is not committed."""
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return _read_rules([os.path.join(config, "git", "ignore"), os.path.join(top, ".git", "info", "exclude")])
+
+
+def _read_rules(files: Iterable[str]) -> GitIgnoreSpec | None:
+    lines: list[str] = []
+    for name in files:  # most are not there
+        try:
+            with open(name, encoding="utf-8", errors="replace", opener=open_regular) as file:
+                lines += file.read().splitlines()
+        except OSError:
+            continue
+    try:
+        return GitIgnoreSpec.from_lines(lines) if lines else None
+    except _NO_RULE:
+        return GitIgnoreSpec.from_lines(filter(_is_rule, lines))
+
+
+def _is_rule(line: str) -> bool:
+    """Whether a line is a rule: others match nothing, as git has it, and the rest of the file counts."""
+    try:
+        GitIgnoreSpec.from_lines([line])
+    except _NO_RULE:
+        return False
+    return True

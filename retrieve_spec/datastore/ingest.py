@@ -1,34 +1,231 @@
-"""Reading of listed files as documents of token ids, in order, whatever the number of workers."""
+"""Reading of listed files: the texts and records that they hold, filtered, as documents of token ids, in order."""
 
 from __future__ import annotations
 
+import errno
+import gzip
+import io
+import json
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.addresses import is_address
+from retrieve_spec.datastore.addresses import IrregularFileError, is_address, open_file
 from retrieve_spec.datastore.documents import text_hash
-from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, refused
+from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, decoded, is_utf16, refused
+from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
-from retrieve_spec.datastore.records import Text, content_of
-from retrieve_spec.datastore.sources import STDIN, Source
-from retrieve_spec.datastore.tokenised import Decoder
+from retrieve_spec.datastore.sources import STDIN, Source, SourceFile
+from retrieve_spec.errors import BuildError
 
-_A = TypeVar("_A")
-_B = TypeVar("_B")
-GROUP = 32
-"""Texts handed to a worker at once."""
-PIECE_CHARS = 1 << 20
-"""Longer texts are encoded in pieces, cut at line ends, so that memory stays bounded."""
+_PACKED = 1 << 12
+"""Compressed bytes that are unpacked at once: they may become thirty thousand times as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text still to be read and encoded: `content` for a record, otherwise the file itself."""
+
+    file: SourceFile
+    path: str
+    content: bytes | str | None = None
+    skip: str = ""
+
+
+def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: int) -> Iterator[Text]:
+    """Go through files in order: one text per plain file, one per record of JSON Lines and Parquet files.
+
+    Raises
+    ------
+    BuildError
+        When a Parquet file is met and pyarrow is not installed.
+    """
+    for file in files:
+        read = 0
+        try:
+            for text in _texts_in(file, sources[file.source].field, limit):
+                yield text
+                read += 1
+        except BuildError:  # a remote that cannot be reached any more, among others
+            raise
+        except _READ_ERRORS as error:
+            yield Text(file, file.path, skip=Reason.DAMAGED if read else _reason(error))
+
+
+def _texts_in(file: SourceFile, field: str, limit: int) -> Iterator[Text]:
+    if file.skip or file.kind == "text":
+        yield Text(file, file.path, skip=file.skip)
+    elif file.kind == "jsonl":
+        yield from _json_lines(file, limit)
+    else:
+        yield from _parquet(file, field)
+
+
+class _Zstandard(io.RawIOBase):
+    """Decompressed content of all frames of a file; `EOFError` where the last one is cut short.
+
+    The library's own reader ends silently there, and behind the first frame.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw, self._frame = raw, zstandard.ZstdDecompressor().decompressobj()
+        self._packed, self._content = b"", memoryview(b"")
+        self._within = False
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill some of a buffer; 0 at the end."""
+        while not self._content:
+            self._packed = self._packed or self._raw.read(_PACKED)
+            if not self._packed:
+                if self._within:
+                    raise EOFError("a frame that is cut short")
+                return 0
+            self._content, self._within = memoryview(self._frame.decompress(self._packed)), True
+            self._packed = b""
+            if self._frame.eof:
+                self._packed, self._within = self._frame.unused_data, False
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size
+
+
+@contextmanager
+def _opened(file: SourceFile) -> Iterator[Any]:
+    with open_file(file.location, listed=True) as raw:
+        if file.compression == "gz":
+            yield gzip.GzipFile(fileobj=raw)
+        elif file.compression == "zst":
+            yield io.BufferedReader(_Zstandard(raw))
+        else:
+            yield raw
+
+
+_READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstandard.ZstdError)
+
+
+def _reason(error: Exception) -> Reason:
+    """Why a file is left out whose reading raised an error."""
+    if isinstance(error, OSError) and error.errno == errno.ELOOP:
+        return Reason.LINK
+    if isinstance(error, IrregularFileError | IsADirectoryError):
+        return Reason.NOT_A_FILE
+    return Reason.GONE if isinstance(error, FileNotFoundError) else Reason.UNREADABLE
+
+
+def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
+    with _opened(file) as stream:
+        if not file.end and is_utf16(stream.peek(2)):
+            lines = io.TextIOWrapper(stream, "utf-16", newline="\n")
+            yield from _records(file, limit, lambda most: lines.readline(most).encode())
+            return
+        if file.end and stream.seek(0, io.SEEK_END) < file.end:
+            yield Text(file, file.path, skip=Reason.CHANGING)  # since it was cut into parts
+            return
+        if file.end:
+            stream.seek(file.start)
+        end = file.end or (0 if file.compression else file.size)  # what is written behind it meanwhile may never end
+        yield from _records(file, limit, lambda most: stream.readline(most) if not end or stream.tell() < end else b"")
+
+
+def _records(file: SourceFile, limit: int, readline: Callable[[int], bytes]) -> Iterator[Text]:
+    """Records of a file of JSON Lines, whose lines are read up to so many bytes at once."""
+    number = file.line
+    while line := readline(limit + 1):
+        number += 1
+        name = f"{file.path}#{number}"
+        if len(line) > limit:
+            while line and not line.endswith(b"\n"):
+                line = readline(limit)
+            yield Text(file, name, skip=Reason.LARGE)
+        elif line.strip():
+            yield Text(file, name, line)
+
+
+def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise BuildError(
+            f"to read {file.location}", "pyarrow is not installed", "Run: pip install 'retrieve-spec[parquet]'"
+        ) from error
+    column = field.partition(".")[0]
+    try:
+        with open_file(file.location, listed=True) as raw, pyarrow.parquet.ParquetFile(raw) as table:
+            if column not in table.schema_arrow.names:
+                yield Text(file, file.path, skip=f"no column {column!r}")
+                return
+            number = 0
+            for batch in table.iter_batches(batch_size=256, columns=[column]):
+                for cell in batch.column(0):
+                    number += 1
+                    name = f"{file.path}#{number}"
+                    try:
+                        value = _field({column: cell.as_py()}, field)
+                    except (ValueError, OverflowError) as error:  # not UTF-8, or a time that Python lacks
+                        skip = Reason.ENCODING if isinstance(error, UnicodeDecodeError) else "no text"
+                        yield Text(file, name, skip=skip)
+                        continue
+                    yield Text(file, name, value) if isinstance(value, str) else Text(file, name, skip="no text")
+    except pyarrow.ArrowException as error:
+        raise OSError(str(error)) from error
+
+
+def _field(record: Any, field: str) -> Any:
+    for name in field.split("."):
+        record = record.get(name) if isinstance(record, dict) else None
+    return record
+
+
+def content_of(text: Text, field: str, limit: int) -> tuple[str, int, str]:
+    """Content of a record, of a compressed or a remote file, bytes read and reason to skip."""
+    content = text.content
+    if content is None:
+        try:
+            with _opened(text.file) as stream:
+                content = stream.read(limit + 1)
+        except BuildError:
+            raise
+        except _READ_ERRORS as error:
+            return "", 0, _reason(error)
+    elif isinstance(content, bytes):
+        try:
+            value = _field(json.loads(content), field)
+        except (ValueError, RecursionError):
+            return "", len(content), "no JSON"
+        if not isinstance(value, str):
+            return "", len(content), f"no field {field!r}"
+        content = value
+    return _decode(content, limit)
+
+
+def _decode(content: bytes | str, limit: int) -> tuple[str, int, str]:
+    size = len(content)
+    if size > limit:
+        return "", size, Reason.LARGE
+    if isinstance(content, bytes):
+        content = decoded(content)
+        if isinstance(content, Reason):
+            return "", size, content
+    try:
+        content.encode()
+    except UnicodeEncodeError:  # lone surrogates from JSON escapes
+        return "", size, Reason.ENCODING
+    return content, size, ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,32 +292,8 @@ class Gate:
         return content, size, str(skip)
 
 
-def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
-    """Encode a text without special tokens, (n,) uint32."""
-    parts = []
-    start = 0
-    while start < len(text):
-        end = start + PIECE_CHARS
-        if end < len(text):
-            end = text.find("\n", end, end + PIECE_CHARS) + 1 or end
-        # A batch of one releases the interpreter lock and stays in its thread.
-        encoded = tokenizer.encode_batch_fast([text[start:end]], add_special_tokens=False)[0]
-        parts.append(np.array(encoded.ids, np.uint32))
-        start = end
-    return np.concatenate(parts) if parts else np.empty(0, np.uint32)
-
-
-def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer, decoder: Callable[[], Decoder]) -> Tokenised:
-    ids: NDArray[np.uint32] | None = None
-    if isinstance(text.content, np.ndarray):
-        read = text.content.nbytes
-        ids, content = decoder().decode(text.content, f"{text.file.location} (document {text.path})")
-        text = replace(text, content=content)
+def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer) -> Tokenised:
     content, size, skip = gate.read(text)
-    if ids is not None:
-        size = read
-        if not skip and (plain := decoder().plain(ids)) != content:  # a token inside must not cut a secret in two
-            skip = gate.read(replace(text, content=plain))[2]
     licence, source = text.file.licence, gate.source.path
     if gate.rule is not None and not skip:
         is_file = source != STDIN and text.path == text.file.path and not is_address(text.file.location)
@@ -130,67 +303,26 @@ def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer, decoder: Callable[[]
         skip = refused(gate.rule, licence) or ""
     if skip:
         return Tokenised(text.path, licence, source, "", np.empty(0, np.uint32), size, skip)
-    ids = encode(tokenizer, content) if ids is None else ids
+    ids = encode(tokenizer, content)
     return Tokenised(text.path, licence, source, text_hash(content), ids, size, "" if len(ids) else Reason.EMPTY)
 
 
 def tokenise(
-    texts: Iterator[Text], sources: tuple[Source, ...], tokenizer: Tokenizer, workers: int, limit: int
+    files: Iterable[SourceFile], sources: tuple[Source, ...], tokenizer: Tokenizer, limit: int
 ) -> Iterator[Tokenised]:
-    """Read and encode texts in threads; results come in the order of the texts.
+    """Read and encode files, one result per text, in order.
 
     Parameters
     ----------
-    texts, sources
-        What `texts_of` goes through.
+    files, sources, limit
+        As for `texts_of`.
     tokenizer
-        Backend; encodes outside the interpreter lock.
-    workers
-        Threads.
-    limit
-        Longest text in bytes.
-
-    Yields
-    ------
-    Tokenised
-        One per text.
+        Backend.
     """
 
     @cache
     def gate(number: int) -> Gate:
         return Gate(sources[number], limit)
 
-    decoder = lru_cache(1)(lambda: Decoder(tokenizer))
-
-    def work(group: list[Text]) -> list[Tokenised]:
-        return [_tokenise(text, gate(text.file.source), tokenizer, decoder) for text in group]
-
-    yield from (result for group in ordered_map(work, _groups(texts), workers) for result in group)
-
-
-def _groups(texts: Iterator[Text]) -> Iterator[list[Text]]:
-    group: list[Text] = []
-    weight = 0
-    for text in texts:
-        group.append(text)
-        weight += text.file.size if text.content is None else len(text.content)
-        if len(group) == GROUP or weight > PIECE_CHARS:
-            yield group
-            group, weight = [], 0
-    if group:
-        yield group
-
-
-def ordered_map(function: Callable[[_A], _B], items: Iterator[_A], workers: int) -> Iterator[_B]:
-    """Apply a function in threads with a bounded number in flight; results in order."""
-    waiting: deque[Future[_B]] = deque()
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    for text in texts_of(files, sources, limit):
+        yield _tokenise(text, gate(text.file.source), tokenizer)

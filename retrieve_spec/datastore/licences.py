@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 
@@ -56,23 +55,10 @@ _COPYRIGHT = re.compile(
     r"|statement|to)\b)|\(c\)|©).*$|all rights reserved\.?",
     re.IGNORECASE | re.MULTILINE,
 )
-_NUMBERS = re.compile(r"^[ \t]*(?:\(?(?:\d+|[a-z])[.)]|[*•-])[ \t]+", re.IGNORECASE | re.MULTILINE)
 _END = "END OF TERMS AND CONDITIONS"
-_ALIKE = 0.93
-"""Least share of words that a licence has in common with the text it is known by."""
-_TITLE_WORDS, _NAME_WORDS = 16, 8
-"""Words, one behind the other, that may stand above a licence, and where a name is filled in …"""
-_SAYS_SOMETHING = frozenset(
-    _WORD.findall(
-        """academic additional agree allowed and any available but charge clause commercial condition conditions copies
-        copy distribute distribution educational ethical evaluation evil except excluding exclude excludes fee fees
-        forbidden free good granted however if internal limited limitation may merge modify must no non noncommercial
-        not only or part parts patent pay permission permitted personal previous private prohibited proprietary provided
-        publish purpose purposes redistribute research reserved restricted restriction restrictions rights sell separate
-        shall some subject sublicense trial unless use used using who whom without written"""
-    )
-)
-"""… but none of these, which no name needs and a condition does."""
+_BRACKETS = re.compile(r"\( ([^()]*) \)")
+_YES, _NO = "yes", "no"
+"""What a part of an expression in brackets comes to."""
 _VERSIONED = re.compile(r"([AL]?GPL-\d\.\d|GFDL-\d\.\d)(\+?)")
 
 
@@ -115,35 +101,17 @@ def allows(allowed: Sequence[str], expression: str) -> bool:
 
     An exception only adds permissions, and "or later" includes the version it names.
     """
-    words = expression.split()
+    while inner := _BRACKETS.search(expression):
+        expression = expression.replace(inner[0], _YES if allows(allowed, inner[1]) else _NO)
+    sides = (side.split(" AND ") for side in expression.split(" OR "))
+    return any(all(_is_allowed(allowed, licence) for licence in side) for side in sides)
 
-    def either() -> bool:
-        found = both()
-        while words and words[0] == "OR":
-            words.pop(0)
-            found = both() or found
-        return found
 
-    def both() -> bool:
-        found = one()
-        while words and words[0] == "AND":
-            words.pop(0)
-            found = one() and found
-        return found
-
-    def one() -> bool:
-        name = words.pop(0)
-        if name == "(":
-            found = either()
-            words.pop(0)
-            return found
-        names = {name, name.removesuffix("-or-later") + "-only"}
-        if words and words[0] == "WITH":
-            names |= {f"{name} WITH {words[1]}" for name in names}
-            del words[:2]
-        return not names.isdisjoint(allowed)
-
-    return expression != UNKNOWN and either()
+def _is_allowed(allowed: Sequence[str], licence: str) -> bool:
+    name, _, exception = licence.partition(" WITH ")
+    names = {name, name.removesuffix("-or-later") + "-only"}
+    names |= {f"{one} WITH {exception}" for one in names}
+    return licence == _YES or not names.isdisjoint(allowed)
 
 
 def own_licence(text: str) -> str | None:
@@ -165,46 +133,34 @@ def is_licence_file(name: str) -> bool:
 
 
 @cache
-def _texts() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(SPDX identifier, words) of the texts that are known, with and without what follows their end."""
+def _texts() -> dict[tuple[str, ...], tuple[str, frozenset[str]]]:
+    """Identifier, and words of the title, of the known licences by the words below that."""
     from identify.vendor.licenses import LICENSES
 
-    texts = ((canonical(name), part) for name, text in LICENSES for part in (text, text.partition(_END)[0] + _END))
-    return tuple((name, _words(text)) for name, text in texts)
+    found = {}
+    for name, whole in LICENSES:
+        for text in (whole, whole.partition(_END)[0] + _END):
+            title, _, body = text.partition("\n")
+            allowed = frozenset(_WORD.findall(f"the {title} license licence {name}".lower()))
+            found[_words(body)] = canonical(name), allowed
+            found.setdefault(_words(text), (canonical(name), frozenset()))
+    return found
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(_WORD.findall(_NUMBERS.sub("", _COPYRIGHT.sub("", text)).lower()))
+    return tuple(_WORD.findall(_COPYRIGHT.sub("", text).lower()))
 
 
 def licence_of_text(text: str) -> str:
     """SPDX identifier of the licence that a text is, `UNKNOWN` for anything else.
 
-    Names may be filled in and a short title may stand above; whatever else is there or missing makes another licence.
+    Copyright lines, spaces and a title in other words are free; whatever else differs makes another licence.
     """
-    words = _words(text)
-    best, found = _ALIKE, UNKNOWN
-    for name, known in _texts():
-        if words == known:
-            return name
-        if abs(len(words) - len(known)) > _TITLE_WORDS + len(known) // 20:
-            continue
-        matcher = SequenceMatcher(None, known, words)
-        if matcher.quick_ratio() < best or matcher.ratio() < best:
-            continue
-        changes = (code for code in matcher.get_opcodes() if code[0] != "equal")
-        if all(_says_nothing(known, words, *change) for _, *change in changes):
-            best, found = matcher.ratio(), name
-    return found
-
-
-def _says_nothing(known: tuple[str, ...], words: tuple[str, ...], a1: int, a2: int, b1: int, b2: int) -> bool:
-    """Whether `words` from b1 to b2, in place of the `known` ones from a1 to a2, are a title or a name."""
-    if a1 == len(known) or not _SAYS_SOMETHING.isdisjoint(words[b1:b2]):
-        return False
-    if a2 <= _NAME_WORDS and b2 <= _TITLE_WORDS:  # above the text
-        return True
-    return 0 < b2 - b1 <= _NAME_WORDS and a2 - a1 <= _NAME_WORDS and _SAYS_SOMETHING.isdisjoint(known[a1:a2])
+    title, _, body = text.lstrip().partition("\n")
+    name, known = _texts().get(_words(body), (UNKNOWN, frozenset[str]()))
+    if known.issuperset(_words(title)):
+        return name
+    return _texts().get(_words(text), (UNKNOWN, known))[0]
 
 
 class LicenceRule:

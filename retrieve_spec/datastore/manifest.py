@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.files import FileEntry, entries_of, explain_read_errors, replace_file
-from retrieve_spec.errors import StoreCorruptError, StoreIncompleteError, StoreNotFoundError, StoreVersionError
+from retrieve_spec.errors import (
+    BuildError,
+    RetrieveSpecError,
+    StoreCorruptError,
+    StoreIncompleteError,
+    StoreNotFoundError,
+    StoreVersionError,
+)
 
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
@@ -20,8 +31,10 @@ PLAN = "plan.json"
 SEGMENTS = "segments"
 TOMBSTONES = "tombstones"
 SKIPPED = "skipped"
+GONE = ".gone"
 _ESCAPED = "backslashreplace"
 """How paths that are not UTF-8 are written: as JSON escapes them."""
+_REBUILD = "Restore it from a copy, or build the store again."
 MOST_EVENTS = 32
 """Changes that a history keeps."""
 
@@ -226,18 +239,13 @@ def read_content(store: Path) -> bytes:
         raise _missing(store) from error
 
 
-def checked_body(store: Path, version: int) -> dict[str, Any]:
-    """JSON object of a store's manifest, of one format; errors are those of `read_manifest`."""
-    return _checked(read_content(store), store / MANIFEST, version, store)
-
-
 def manifest_of(content: bytes, place: str | Path) -> Manifest:
     """The manifest that a store, or a file at some place, holds; errors are those of `read_manifest`."""
     path = place / MANIFEST if isinstance(place, Path) else place
-    return _from_json(_checked(content, path, FORMAT_VERSION, place))
+    return _from_json(_checked(content, path))
 
 
-def _checked(content: bytes, path: object, version: int, store: object) -> dict[str, Any]:
+def _checked(content: bytes, path: object) -> dict[str, Any]:
     try:
         raw = json.loads(content)
     except ValueError as error:
@@ -245,15 +253,9 @@ def _checked(content: bytes, path: object, version: int, store: object) -> dict[
     found = raw.get("format") if isinstance(raw, dict) else None
     if not isinstance(found, int):
         raise StoreCorruptError(f"a store manifest in {path}", "JSON without a format version", _REBUILD)
-    if found != version:
-        remedy = _REBUILD
-        if found > FORMAT_VERSION:
-            remedy = "Upgrade retrieve-spec to read it."
-        elif found == FORMAT_VERSION - 1:
-            remedy = f"Convert it with `retrieve-spec convert {store}`."
-        elif found == FORMAT_VERSION:
-            remedy = "It needs no conversion."
-        raise StoreVersionError(f"format {version} in {path}", f"format {found}", remedy)
+    if found != FORMAT_VERSION:
+        remedy = "Upgrade retrieve-spec to read it." if found > FORMAT_VERSION else _REBUILD
+        raise StoreVersionError(f"format {FORMAT_VERSION} in {path}", f"format {found}", remedy)
     recorded = raw.pop("checksum", None)
     if recorded != _checksum(raw):
         raise StoreCorruptError(
@@ -307,4 +309,55 @@ def incomplete(store: Path, expected: str) -> StoreIncompleteError:
     )
 
 
-_REBUILD = "Restore it from a copy, or build the store again."
+def existing_manifest(store: Path) -> Manifest | None:
+    """Manifest of a store, or None where none was ever finished."""
+    return read_manifest(store) if (store / MANIFEST).exists() else None
+
+
+def config_of(manifest: Manifest) -> StoreConfig:
+    """Settings of the store's first build; without dense indexes where the store has none any more."""
+    config = StoreConfig(**manifest.config)
+    return config if manifest.dense is not None else replace(config, dense=None)
+
+
+@contextmanager
+def explain_write_errors(store: Path) -> Iterator[None]:
+    """Turn a full disk, a quota or missing permission into a `BuildError` that says so."""
+    try:
+        yield
+    except RetrieveSpecError:  # some are OSErrors too
+        raise
+    except OSError as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        folder = os.path.realpath(store)  # which links that lead to each other do not upset
+        there = "; the store is as it was" if os.path.exists(store / MANIFEST) else ""
+        if os.path.exists(store / WORK / PLAN):
+            there += "; continue the change with --resume, or run it again"
+        if isinstance(error.filename, str) and not Path(os.path.realpath(error.filename)).is_relative_to(folder):
+            raise BuildError(f"to use {error.filename}", reason, f"Check who may read it{there}.") from error
+        remedy = f"Check permissions and free space{there or ', or choose another place'}."
+        raise BuildError(f"to write to {store}", reason, remedy) from error
+
+
+def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
+    """Delete what no manifest lists: left by an interrupted change, or replaced by one."""
+    segments = manifest.segments if manifest else ()
+    _keep(store / SEGMENTS, {entry.name for entry in segments})
+    _keep(store / TOMBSTONES, {name for entry in segments for name in entry.tombstones})
+    events = manifest.history if manifest else ()
+    _keep(store / SKIPPED, {event["listed"]["name"] for event in events if "listed" in event})
+
+
+def _keep(folder: Path, names: set[str]) -> None:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name in names:
+            continue
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+        elif path.suffix == GONE:
+            shutil.rmtree(path, ignore_errors=True)
+        else:  # at once: half a folder must not be taken for the segment of that name
+            gone = path.with_suffix(GONE)
+            shutil.rmtree(gone, ignore_errors=True)
+            os.rename(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)

@@ -1,46 +1,32 @@
-"""Progress of a build: bars on a terminal, and seconds for each stage."""
+"""Progress of a change: bars on a terminal, and seconds for each stage."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-
-class Bar(Protocol):
-    """What a stage tells of its progress."""
-
-    def update(self, n: float) -> object:
-        """Report n more units of work."""
-
-    def set_postfix_str(self, s: str, refresh: bool) -> object:
-        """Set the text at the end of the bar."""
-
-
-class _Silent:
-    def update(self, n: float) -> None:
-        pass
-
-    def set_postfix_str(self, s: str, refresh: bool) -> None:
-        pass
+Advance = Callable[[float], object]
+"""Told of units of work that are done."""
 
 
 @contextmanager
-def progress_bar(name: str, total: int | None, unit: str, shown: bool) -> Iterator[Bar]:
-    """Show a bar with amount, rate and time left, where standard error is a terminal.
-
-    A bar that is not shown is no `tqdm` at all: even a disabled one takes a lock that processes share, and a process
-    killed while it holds that lock would stop all others.
-    """
-    if not (shown and sys.stderr.isatty()):
-        yield _Silent()
-        return
-    with tqdm(total=total, unit=unit, unit_scale=True, desc=name, dynamic_ncols=True) as bar:
-        yield bar
+def progress_bar(name: str, total: int | None, unit: str, shown: bool) -> Iterator[Advance]:
+    """Show a bar with amount and time left, where standard error is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn(f"{{task.completed:,.0f}} {unit}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
+        yield partial(progress.advance, progress.add_task(name, total=total))
 
 
 class Stopwatch:
@@ -57,9 +43,9 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Bar]:
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
         """Time a stage and show how far it is."""
         started = time.perf_counter()
-        with progress_bar(name, total, unit, self.bars) as bar:
-            yield bar
+        with progress_bar(name, total, unit, self.bars) as advance:
+            yield advance
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - started, 3)

@@ -8,30 +8,38 @@ remote a store.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import posixpath
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from hashlib import sha256
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from retrieve_spec.datastore.addresses import explain_remote_errors, reach
-from retrieve_spec.datastore.change import explain_write_errors
+from filelock import FileLock
+
+from retrieve_spec.datastore.addresses import explain_remote_errors, is_address, reach
 from retrieve_spec.datastore.files import FileEntry, check_content
-from retrieve_spec.datastore.manifest import MANIFEST, Manifest, content_of, manifest_of
+from retrieve_spec.datastore.manifest import (
+    MANIFEST,
+    Manifest,
+    content_of,
+    drop_stale_files,
+    existing_manifest,
+    explain_write_errors,
+    files_of,
+    manifest_of,
+    read_manifest,
+    write_manifest,
+)
 from retrieve_spec.errors import BuildError, StoreCorruptError, StoreLockedError, StoreNotFoundError
+from retrieve_spec.paths import cache_dir
 
 VERSIONS = "versions"
 _BLOCK = 1 << 22
-_TRIES = 5
-Tick = Callable[[int], object]
-"""Told of bytes that have travelled."""
 _REMEDY = "Push the store again from a sound copy."
-
-
-def _silent(_: int) -> None:
-    pass
+Advance = Callable[[int], object]
+"""Told of bytes that have travelled."""
 
 
 class Remote:
@@ -51,9 +59,7 @@ class Remote:
     def __init__(self, url: str) -> None:
         self.fs, self.root = reach(url)
         self.url = url
-        protocols = (self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol
-        self._local = "file" in protocols or "local" in protocols
-        self._atomic = not self._local and "memory" not in protocols
+        self._local = "file" in self.fs.protocol
 
     def path(self, *parts: str) -> str:
         """Place of a file."""
@@ -108,9 +114,8 @@ class Remote:
             When one has.
         """
         content = content_of(manifest)
-        place = self.path(VERSIONS, f"{version:012d}.json")
         try:
-            self.create_file(place, content)
+            self._create(self.path(VERSIONS, f"{version:012d}.json"), content)
         except FileExistsError as error:
             raise changed(self.url, f"version {version} to be this one", "one that another process pushed") from error
         self.write(self.path(MANIFEST), content)
@@ -122,12 +127,11 @@ class Remote:
         except FileNotFoundError:
             return False
 
-    def create_file(self, place: str, content: bytes) -> None:
+    def _create(self, place: str, content: bytes) -> None:
         """Write a small file, whole; `FileExistsError` where it is there."""
-        if self._local:
+        if self._local:  # where fsspec looks first and writes then
             part = f"{place}.{secrets.token_hex(4)}.part"
-            Path(place).parent.mkdir(parents=True, exist_ok=True)
-            Path(part).write_bytes(content)
+            self.write(part, content)
             try:
                 os.link(part, place)
             finally:
@@ -142,15 +146,10 @@ class Remote:
             raise
 
     def write(self, place: str, content: bytes) -> None:
-        """Write a small file, whole."""
+        """Write a small file."""
         with self._in_place():
-            if self._atomic:
-                self.fs.pipe_file(place, content)
-                return
-            part = f"{place}.{secrets.token_hex(4)}.part"
             self.fs.makedirs(posixpath.dirname(place), exist_ok=True)
-            self.fs.pipe_file(part, content)
-            self._move(part, place)
+            self.fs.pipe_file(place, content)
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -161,24 +160,18 @@ class Remote:
             remedy = "Make the bucket or folder first, or correct the address."
             raise BuildError(f"to write to {self.url}", str(error) or "no such place", remedy) from error
 
-    def _move(self, part: str, place: str) -> None:
-        if self._local:
-            os.replace(part, place)
-        else:
-            self.fs.mv(part, place)
-
-    def sizes(self, *below: str) -> dict[str, int]:
-        """Bytes of every file that is there, or in a folder there, by its path below the root."""
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file that is there, by its path below the root."""
         self.fs.invalidate_cache()
         try:
-            found = self.fs.find(self.path(*below), detail=True)
+            found = self.fs.find(self.root, detail=True)
         except FileNotFoundError:
             return {}
         start = len(self.root) + 1
         return {name[start:]: int(about["size"]) for name, about in found.items()}
 
-    def send(self, source: Path, place: str, expected: FileEntry, tick: Tick = _silent) -> None:
-        """Copy a file of a store there, whole or not at all.
+    def send(self, source: Path, place: str, expected: FileEntry, advance: Advance) -> None:
+        """Copy a file of a store there.
 
         Raises
         ------
@@ -187,34 +180,14 @@ class Remote:
         FileNotFoundError
             When there is no such file of the store.
         """
-        target = self.path(place)
-        part = target if self._atomic else f"{target}.{secrets.token_hex(4)}.part"
         check_content(source, expected)
-        try:
-            with self._in_place():
-                self.fs.makedirs(posixpath.dirname(target), exist_ok=True)
-                self.fs.put_file(os.fspath(source), part)
-                if self._size(part) != expected.bytes:
-                    raise OSError(f"{place} did not arrive whole")
-                if part != target:
-                    self._move(part, target)
-        except BaseException:
-            if part != target:
-                with suppress(Exception):
-                    self.fs.rm_file(part)
-            raise
-        tick(expected.bytes)
+        target = self.path(place)
+        with self._in_place():
+            self.fs.makedirs(posixpath.dirname(target), exist_ok=True)
+            self.fs.put_file(os.fspath(source), target)
+        advance(expected.bytes)
 
-    def _size(self, place: str) -> int:
-        """Bytes of a file that was just put there; a listing that another thread makes may be older than it."""
-        for _ in range(_TRIES - 1):
-            self.fs.invalidate_cache()
-            with suppress(FileNotFoundError):
-                return int(self.fs.info(place)["size"])
-        self.fs.invalidate_cache()
-        return int(self.fs.info(place)["size"])
-
-    def fetch(self, place: str, target: Path, expected: FileEntry, tick: Tick = _silent) -> None:
+    def fetch(self, place: str, target: Path, expected: FileEntry, advance: Advance) -> None:
         """Copy a file from there, whole or not at all.
 
         Raises
@@ -229,7 +202,7 @@ class Remote:
             with explain_write_errors(target.parent), part.open("wb") as written:
                 for block in self.blocks(place, expected):
                     written.write(block)
-                    tick(len(block))
+                    advance(len(block))
                 written.flush()
                 os.fsync(written.fileno())
         except StoreCorruptError:
@@ -239,7 +212,7 @@ class Remote:
 
     def blocks(self, place: str, expected: FileEntry) -> Iterator[bytes]:
         """Content of a file, piece by piece; errors are those of `fetch`, that of a wrong checksum after the last."""
-        digest = sha256()
+        digest = hashlib.sha256()
         try:
             with explain_remote_errors(self.url), self.fs.open(self.path(place), "rb") as read:
                 while block := read.read(_BLOCK):
@@ -276,3 +249,43 @@ def changed(url: str, expected: str, got: str) -> StoreLockedError:
     return StoreLockedError(
         f"{expected} at {url}", got, "Pull it into the store (`retrieve-spec pull`), then push again."
     )
+
+
+def missing_files(manifest: Manifest, folder: Path) -> list[tuple[str, FileEntry]]:
+    """Files of a store that a folder lacks, by place."""
+    files = ((place, file, folder / place) for place, file in files_of(manifest))
+    return [(place, file) for place, file, here in files if not (here.exists() and here.stat().st_size == file.bytes)]
+
+
+def fetch_files(remote: Remote, files: Iterable[tuple[str, FileEntry]], folder: Path, advance: Advance) -> None:
+    """Bring files of a remote into a folder; errors are those of `Remote.fetch`."""
+    for place, file in files:
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        remote.fetch(place, folder / place, file, advance)
+
+
+def local_folder(path: str | os.PathLike[str]) -> Path:
+    """Folder of a store: of an address, that of a copy in the cache folder, which is brought up to date first.
+
+    Where the remote cannot be reached, the copy stays as it is. Errors are those of `read_remote` and `Remote.fetch`.
+    """
+    if not is_address(path):
+        return Path(path)
+    url = str(path)
+    folder = cache_dir() / "remotes" / hashlib.sha256(url.encode()).hexdigest()[:24]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / "lock"):
+            remote, _, there = read_remote(url)
+            fetch_files(remote, missing_files(there, folder), folder, int)
+            write_manifest(folder, there)
+            drop_stale_files(folder, there)
+    except BuildError:
+        if existing_manifest(folder) is None:
+            raise
+    return folder
+
+
+def manifest_at(path: str | os.PathLike[str]) -> Manifest:
+    """Manifest of a store in a folder or at an address; errors are those of `read_manifest` and `read_remote`."""
+    return read_remote(str(path))[2] if is_address(path) else read_manifest(Path(path))

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.catalog import write_catalog
-from retrieve_spec.datastore.change import ChangeReport, publish
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, publish
 from retrieve_spec.datastore.dense import INDEX
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import check_content
-from retrieve_spec.datastore.fresh import config_of
-from retrieve_spec.datastore.manifest import TOMBSTONES, SegmentEntry
+from retrieve_spec.datastore.manifest import TOMBSTONES, SegmentEntry, config_of
 from retrieve_spec.datastore.progress import Stopwatch
 from retrieve_spec.datastore.segment import Segment, write_arrays
 from retrieve_spec.datastore.shards import check_text
@@ -34,7 +33,6 @@ from retrieve_spec.datastore.tombstones import (
     tombstones_of,
     write_tombstones,
 )
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 
 Chosen = dict[str, set[int]]
@@ -50,18 +48,15 @@ def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chos
     """
     if not paths and not where:
         raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
+    patterns = [glob(path) for path in paths]
     if where:
         return _matching(store, where, paths)
-    exact = [path for path in paths if not set(path) & set("*?")]
-    patterns = [glob(path) for path in paths]
     chosen: Chosen = {}
     for segment in store.segments:
-        numbers = {number for path in exact for number in segment.documents.numbers_of(path)}
-        if any("/" not in path for path in paths) or len(exact) < len(paths):
-            named = ((number, segment.documents.path(number)) for number in range(len(segment.documents)))
-            numbers |= {number for number, path in named if any(pattern.fullmatch(path) for pattern in patterns)}
-        chosen[segment.name] = numbers - set(segment.removed)
-    return {name: numbers for name, numbers in chosen.items() if numbers}
+        for number, path, *_ in segment.documents.texts():
+            if path in paths or any(pattern.fullmatch(path) for pattern in patterns):
+                chosen.setdefault(segment.name, set()).add(number)
+    return chosen
 
 
 def _matching(store: Datastore, where: str, paths: Sequence[str]) -> Chosen:

@@ -19,9 +19,9 @@ from retrieve_spec.datastore.documents import TABLE, DocumentTable, Origin, Row,
 from retrieve_spec.datastore.files import FileEntry, check_size, map_array, write_files
 from retrieve_spec.datastore.manifest import DenseRecord, SegmentEntry
 from retrieve_spec.datastore.ngrams import NgramTable, build_grams, build_ngrams, suffix_beginnings
-from retrieve_spec.datastore.sort import suffix_array
 from retrieve_spec.datastore.tombstones import DOCUMENTS, RANKS, forget, hidden_of, hide
 from retrieve_spec.errors import StoreCorruptError
+from retrieve_spec.kernels.induced_sort import sort_suffixes
 from retrieve_spec.kernels.ngram import SLOT
 from retrieve_spec.kernels.suffix_search import sa_top_table
 
@@ -296,3 +296,21 @@ def open_segment(
         if ngrams is not None:
             forget(ngrams, (segment.text_ids(number) for number in tombstones[DOCUMENTS].tolist()))
     return segment
+
+
+def suffix_array(tokens: NDArray[Any]) -> NDArray[np.uint32]:
+    """Sort the suffixes of a segment.
+
+    Parameters
+    ----------
+    tokens
+        (n,) uint16 or uint32 local ids, n < 2^31; small numbers, since every one below the largest takes memory.
+
+    Returns
+    -------
+    numpy.ndarray
+        (m,) uint32 positions of tokens, m ≤ n, in the order of the text that starts there; separators, which would
+        come first, are left out.
+    """
+    found = sort_suffixes(tokens, int(tokens.max(initial=0)) + 1)
+    return found[len(tokens) - np.count_nonzero(tokens) :].view(np.uint32)

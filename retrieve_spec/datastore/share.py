@@ -1,33 +1,38 @@
-"""Sharing of stores with a remote; only files that the other side lacks travel."""
+"""Sharing of stores with a remote: only files that the other side lacks travel, and a store card stands beside them.
+
+What is shared names no places of this machine.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from filelock import FileLock
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.addresses import explain_remote_errors, folder_of
-from retrieve_spec.datastore.card import public_manifest, put_card, told_of, without_lists
-from retrieve_spec.datastore.change import ChangeReport, existing_manifest, explain_write_errors, utc_now, writer
+from retrieve_spec.datastore.addresses import explain_remote_errors, folder_of, public_name
+from retrieve_spec.datastore.build import first_manifest
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, check_folder, utc_now, writer
 from retrieve_spec.datastore.dense import TRANSFORM
 from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.datastore.fresh import check_folder, first_manifest
-from retrieve_spec.datastore.manifest import Manifest, files_of, write_manifest
+from retrieve_spec.datastore.manifest import Manifest, existing_manifest, explain_write_errors, files_of, write_manifest
 from retrieve_spec.datastore.progress import progress_bar
-from retrieve_spec.datastore.remote import Remote, changed, read_remote
-from retrieve_spec.datastore.store import check_tokenizer, open_datastore
+from retrieve_spec.datastore.remote import Remote, changed, fetch_files, missing_files, read_remote
+from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.datastore.union import link_file, unite
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError, StoreLockedError
 
+CARD = "README.md"
+_TITLE = "# Datastore for speculative decoding"
+
+_KEPT = ("generation", "verb", "at", "version", "recipe", "documents", "tokens", "skipped", "max_tokens")
 REMOTES = "remotes.json"
 _PULL = "pull"
 
@@ -99,10 +104,10 @@ def push_datastore(
         files = list(files_of(manifest))
         missing = [(place, file) for place, file in files if there_sizes.get(place) != file.bytes]
         total = sum(file.bytes for _, file in missing)
-        with progress_bar("pushing", total, "B", progress) as bar:
+        with progress_bar("pushing", total, "B", progress) as advance:
             for place, file in missing:
                 with _explain_lost(folder / place):
-                    remote.send(folder / place, place, file, bar.update)
+                    remote.send(folder / place, place, file, advance)
         if not remote.says(manifest):
             version += 1
             put_card(remote, told_of(store, manifest), manifest)
@@ -198,19 +203,15 @@ def _begin_pull(work: WorkFolder, mine: Manifest | None, url: str) -> dict[str, 
 def _assemble(work: WorkFolder, remote: Remote, there: Manifest, mine: Manifest | None, progress: bool) -> Path:
     """A store in the work folder that is what the remote holds; what this store has is linked, the rest fetched."""
     folder = work.path / _PULL
-    held = {entry.name for entry in mine.segments} if mine else set()
-    wanted = [(folder / place, place, file) for place, file in files_of(there)]
-    missing = [one for one in wanted if not (one[0].exists() and one[0].stat().st_size == one[2].bytes)]
-    with progress_bar("pulling", sum(file.bytes for *_, file in missing), "B", progress) as bar:
-        for target, place, file in missing:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            own = work.store / place
-            if place.split("/")[1:2] and place.split("/")[1] in held and own.is_file():
-                link_file(own, target, file)
-                bar.update(file.bytes)
-                continue
-            with explain_remote_errors(remote.url):
-                remote.fetch(place, target, file, bar.update)
+    held = {place for place, _ in files_of(mine)} if mine else set()
+    missing = missing_files(there, folder)
+    with progress_bar("pulling", sum(file.bytes for _, file in missing), "B", progress) as advance:
+        for place, file in missing:
+            if place in held and (work.store / place).is_file():
+                (folder / place).parent.mkdir(parents=True, exist_ok=True)
+                link_file(work.store / place, folder / place, file)
+                advance(file.bytes)
+        fetch_files(remote, missing_files(there, folder), folder, advance)
     write_manifest(folder, there)
     return folder
 
@@ -222,7 +223,7 @@ def _take(
     if mine is not None:
         _check_dense(work.store, mine, there)
         return unite(work, mine, plan, [work.store, pulled], progress)
-    shutil.copyfile(pulled / there.tokenizer_name, work.store / there.tokenizer_name)
+    replace_file(work.store / there.tokenizer_name, (pulled / there.tokenizer_name).read_bytes())
     generation = existing.generation if (existing := existing_manifest(work.store)) else 0
     base = first_manifest(work.store, there.tokenizer_name)
     base = replace(base, config=there.config, history=there.history, dense=there.dense, generation=generation)
@@ -242,3 +243,101 @@ def _check_dense(store: Path, mine: Manifest, there: Manifest) -> None:
             "others",
             "Pull into another folder and join the two with `retrieve-spec merge`, which computes them anew.",
         )
+
+
+def public_manifest(manifest: Manifest) -> Manifest:
+    """A manifest in which sources, stores and models are called by the last part of their path alone."""
+    segments = tuple(
+        replace(entry, origins=tuple((licence, name_of(source)) for licence, source in entry.origins))
+        for entry in manifest.segments
+    )
+    dense = manifest.dense and replace(manifest.dense, model=name_of(manifest.dense.model))
+    return replace(
+        manifest,
+        segments=segments,
+        config=_public_config(manifest.config),
+        history=tuple(map(_public_event, manifest.history)),
+        dense=dense,
+    )
+
+
+def _public_config(config: dict[str, Any]) -> dict[str, Any]:
+    dense = config.get("dense")
+    return {**config, "dense": {**dense, "model": name_of(dense["model"])}} if dense else config
+
+
+def _public_event(event: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {key: event[key] for key in _KEPT if key in event}
+    if "sources" in event:
+        found["sources"] = [{"path": name_of(s["path"]), "licence": s.get("licence", "")} for s in event["sources"]]
+    if "stores" in event:
+        found["stores"] = [name_of(store) for store in event["stores"]]
+    return found
+
+
+def name_of(path: str) -> str:
+    """Last part of a path or address; names of models on a hub stay whole."""
+    path = public_name(path)
+    absolute = path.startswith(("/", "~", ".", "\\")) or ":" in path[:3] or path.count("/") > 1
+    return PurePath(path.replace("\\", "/")).name if absolute else path
+
+
+def without_lists(manifest: Manifest) -> Manifest:
+    """A manifest whose history names no lists of what was left out, which stay where they were made."""
+    history = tuple({key: value for key, value in event.items() if key != "listed"} for event in manifest.history)
+    return replace(manifest, history=history)
+
+
+Told = tuple[str, str, int]
+"""Licence, source and tokens of a document."""
+
+
+def told_of(store: Datastore, manifest: Manifest) -> Iterator[Told]:
+    """What a card counts of the documents of a store, with the names that a manifest gives to its origins."""
+    for segment, entry, said in zip(store.segments, store.manifest.segments, manifest.segments, strict=True):
+        names = dict(zip(entry.origins, said.origins, strict=True))
+        for document in segment.documents.live():
+            yield *names[document.licence, document.source], document.tokens
+
+
+def put_card(remote: Remote, told: Iterable[Told], manifest: Manifest) -> None:
+    """Put a store's card at a remote, unless a README that is no store card stands there: it is somebody's own."""
+    place = remote.path(CARD)
+    with suppress(FileNotFoundError):
+        if _TITLE.encode() not in remote.fs.cat_file(place):
+            return
+    remote.write(place, store_card(told, manifest))
+
+
+def store_card(told: Iterable[Told], manifest: Manifest) -> bytes:
+    """README of a shared store: sources, licences, tokenizer, tokens, how it was built."""
+    text = "\n".join(_card(told, manifest)) + "\n"
+    return text.encode("utf-8", "backslashreplace")  # names of sources may be no text
+
+
+def _card(told: Iterable[Told], manifest: Manifest) -> Iterator[str]:
+    licences: Counter[str] = Counter()
+    documents: Counter[str] = Counter()
+    sources: set[str] = set()
+    for licence, source, count in told:
+        licences[licence or "not stated"] += count
+        documents[licence or "not stated"] += 1
+        sources.add(source)
+    yield "---\ntags:\n- retrieve-spec\n- speculative-decoding\n---\n"
+    yield f"{_TITLE}\n"
+    yield "Text that drafts may come from, indexed. Open it with"
+    yield "`retrieve_spec.open_datastore(URL)`, or fetch it with `retrieve-spec pull URL FOLDER`.\n"
+    yield f"- {manifest.documents:,} documents, {manifest.tokens:,} tokens, {manifest.bytes / 1e6:,.1f} MB in "
+    yield f"  {len(manifest.segments):,} segments"
+    yield f"- tokenizer `{manifest.fingerprint}`, ids below {manifest.vocabulary:,}"
+    yield f"- content `{manifest.content}`"
+    if manifest.dense is not None:
+        yield f"- dense index for {manifest.dense.model}, layer {manifest.dense.layer}, {manifest.dense.dims} dims"
+    yield "\n| licence | documents | tokens |\n|---|---|---|"
+    for licence, tokens in sorted(licences.items(), key=lambda item: (-item[1], item[0])):
+        yield f"| {licence} | {documents[licence]:,} | {tokens:,} |"
+    yield "\nSources: " + (", ".join(sorted(sources)[:50]) + (", …" if len(sources) > 50 else "") or "none") + ".\n"
+    yield "How it was built:\n"
+    for event in manifest.history:
+        counts = f"{event.get('documents', 0):,} documents, {event.get('tokens', 0):,} tokens"
+        yield f"- {event.get('at', '')} {event['verb']} (retrieve-spec {event.get('version', '?')}): {counts}"

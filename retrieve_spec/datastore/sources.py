@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.datastore import tokenised
 from retrieve_spec.datastore.addresses import explain_remote_errors, is_address, public_name, reach
+from retrieve_spec.datastore.content_rules import generated_name, secret_name
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
-from retrieve_spec.datastore.generated import generated_name
 from retrieve_spec.datastore.git_rules import passed_over
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
-from retrieve_spec.datastore.secret_rules import secret_name
 from retrieve_spec.errors import BuildError
 
 STDIN = "-"
 _ANY = 1 << 62
 """Bytes of the largest file that is listed: records are read one by one, and texts that are too large say so."""
-_RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", tokenised.SUFFIX: "ds"}
+_RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _COMPRESSED = {".gz": "gz", ".zst": "zst"}
 
 
@@ -81,8 +79,7 @@ class SourceFile:
     """One file to read: index of its source, path to record, path to open, bytes, kind and compression.
 
     A file that is not to be read carries the reason in `skip`. A part of a file of JSON Lines carries the bytes
-    ``[start, end)`` and the lines before them, one of a tokenised file the documents ``[start, end)`` and what the
-    files beside it said (`retrieve_spec.datastore.tokenised.Layout`).
+    ``[start, end)`` and the lines before them.
     """
 
     source: int
@@ -96,7 +93,6 @@ class SourceFile:
     start: int = 0
     end: int = 0
     line: int = 0
-    layout: Sequence[Any] = ()
 
 
 def check_sources(sources: tuple[Source, ...]) -> None:
@@ -179,18 +175,14 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
         (name[start:], said if isinstance(said, Reason) else said.st_size)
         for name, said in source.entry_filter(top, _ANY, store).entries()
     ]
-    pairs = {} if source.max_bytes else tokenised.pairs_of(name for name, _ in found)
-    found.sort(key=_order)
-    for relative, said in found:
-        if relative in pairs and pairs[relative] != relative:
-            continue
+    for relative, said in sorted(found, key=_order):
         if isinstance(said, Reason) and relative.endswith("/"):
             path = source.prefix + relative
             left = not (excluded(path) or excluded(path.rstrip("/")))
         else:
             left = wanted(relative)
         if left:
-            yield _entry(index, source, relative, os.path.join(top, relative), said, relative in pairs)
+            yield _entry(index, source, relative, os.path.join(top, relative), said)
 
 
 def _order(entry: tuple[str, object]) -> str:
@@ -217,15 +209,13 @@ def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> I
         name = public_name(fs.unstrip_protocol(root)).rpartition("/")[2]
         if wanted(name):
             size = int(about[root].get("size") or 0)  # a link that is named itself is followed
-            yield _entry(index, source, name, fs.unstrip_protocol(root), size, True)
+            yield _entry(index, source, name, fs.unstrip_protocol(root), size)
         return
     start = len(root) + 1
-    pairs = tokenised.pairs_of(name[start:] for name in found)
     for name, said in sorted(found.items(), key=_order):
         relative = name[start:]
-        if wanted(relative) and pairs.get(relative, relative) == relative:
-            left = _named(source, relative)
-            yield _entry(index, source, relative, fs.unstrip_protocol(name), left or said, relative in pairs)
+        if wanted(relative):
+            yield _entry(index, source, relative, fs.unstrip_protocol(name), _named(source, relative) or said)
 
 
 def _is_link(about: dict[str, Any]) -> bool:
@@ -256,15 +246,12 @@ def _named(source: Source, relative: str) -> Reason | None:
     return Reason.GENERATED if "generated" not in source.admit and generated_name(name) else None
 
 
-def _entry(
-    index: int, source: Source, relative: str, location: str, said: int | Reason, is_tokenised: bool
-) -> SourceFile:
+def _entry(index: int, source: Source, relative: str, location: str, said: int | Reason) -> SourceFile:
     """A file of a folder and its bytes, or what stays out of it."""
     path = readable(source.prefix + relative)
     if isinstance(said, Reason):
         return SourceFile(index, path, location, 0, "text", skip=str(said), licence=source.licence)
     kind, compression = kind_of(relative)
-    kind = "text" if kind == "ds" and not is_tokenised else kind
     return SourceFile(index, path, location, said, kind, compression, "", source.licence)
 
 
@@ -272,8 +259,7 @@ def kind_of(name: str) -> tuple[str, str]:
     """Kind and compression of a file, by its name."""
     stem, suffix = os.path.splitext(name.lower())
     compression = _COMPRESSED.get(suffix, "")
-    kind = _RECORDS.get(os.path.splitext(stem)[1] if compression else suffix, "text")
-    return ("text" if compression and kind == "ds" else kind), compression
+    return _RECORDS.get(os.path.splitext(stem)[1] if compression else suffix, "text"), compression
 
 
 def _describe(index: int, source: Source, name: str, location: Path) -> SourceFile:

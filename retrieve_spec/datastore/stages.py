@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple
@@ -24,18 +23,16 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.cut import Choice, Cut, SegmentCut
+from retrieve_spec.datastore.change import WorkFolder
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.datastore.fingerprint import load_tokenizer
-from retrieve_spec.datastore.ingest import Tokenised, encode, ordered_map, tokenise
+from retrieve_spec.datastore.fingerprint import encode, load_tokenizer
+from retrieve_spec.datastore.ingest import Tokenised, tokenise
 from retrieve_spec.datastore.manifest import SegmentEntry, entry_of
-from retrieve_spec.datastore.records import texts_of
 from retrieve_spec.datastore.segment import write_segment
-from retrieve_spec.datastore.shards import SegmentShard, Shard, WrittenShard
+from retrieve_spec.datastore.shards import Choice, Cut, SegmentShard, Shard, WrittenShard
 from retrieve_spec.datastore.sources import Source, SourceFile
-from retrieve_spec.datastore.work import WorkFolder
 
 CUT = "cut.json"
 _SEPARATOR = np.zeros(1, np.uint32)
@@ -50,16 +47,16 @@ class Stages:
     ----------
     work
         The folder; its plan names the tokenizer, the settings and the sources.
-    threads
-        Threads that read and encode within one rank.
+    workers
+        How many shards are read at once at least.
     """
 
-    def __init__(self, work: WorkFolder, threads: int = 1) -> None:
+    def __init__(self, work: WorkFolder, workers: int = 1) -> None:
         plan = work.plan()
         assert plan is not None, "a change in progress"
         self.work, self.plan = work, plan
         self.config = StoreConfig(**plan["config"])
-        self._threads = threads
+        self._workers = workers
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:
@@ -94,8 +91,7 @@ class Stages:
         documents: list[tuple[Any, ...]] = []
         skipped: list[tuple[str, str, str]] = []
         size = tokens = 0
-        written = self.work.path / f"shard-{rank:06d}.{secrets.token_hex(4)}"  # another machine may still be at it
-        with written.open("wb") as file:
+        with (self.work.path / f"shard-{rank:06d}.bin").open("wb") as file:
             for result in results:
                 size += result.bytes
                 if result.skip:
@@ -106,16 +102,13 @@ class Stages:
                     tokens += len(part)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(written, self.work.path / f"shard-{rank:06d}.bin")
         content = {"documents": documents, "skipped": skipped, "bytes": size, "tokens": tokens}
         replace_file(self.work.path / f"shard-{rank:06d}.json", json.dumps(content).encode())
         return size, len(documents), tokens
 
     def _read(self, record: dict[str, Any]) -> Iterator[Tokenised]:
         files = [SourceFile(**file) for file in record["files"]]
-        limit = self.config.document_bytes
-        texts = texts_of(files, self._sources, limit)
-        return tokenise(texts, self._sources, self._tokenizer, self._threads, limit)
+        return tokenise(files, self._sources, self._tokenizer, self.config.document_bytes)
 
     def _converted(self, record: dict[str, Any]) -> Iterator[Tokenised]:
         """Documents of a segment, encoded by another tokenizer."""
@@ -123,16 +116,12 @@ class Stages:
         shard.check()
         old = load_tokenizer(shard.store / self.plan["tokenizer_before"])
         rows = shard.rows
-        numbers = (number for number in range(*record["documents"]) if number not in shard.left_out)
-
-        def convert(number: int) -> Tokenised:
-            row, ids = rows[number], shard.segment.text_ids(number)
-            text = old.decode(ids.tolist(), skip_special_tokens=False)
-            encoded = encode(self._tokenizer, text)
-            skip = "" if len(encoded) else Reason.EMPTY
-            return Tokenised(row.path, row.licence, row.source, row.sha256, encoded, 4 * len(ids), skip)
-
-        return ordered_map(convert, numbers, self._threads)
+        for number in range(*record["documents"]):
+            if number not in shard.left_out:
+                row, ids = rows[number], shard.segment.text_ids(number)
+                encoded = encode(self._tokenizer, old.decode(ids.tolist(), skip_special_tokens=False))
+                skip = "" if len(encoded) else Reason.EMPTY
+                yield Tokenised(row.path, row.licence, row.source, row.sha256, encoded, 4 * len(ids), skip)
 
     def shard(self, rank: int) -> Shard:
         """A shard, when its tokens are there."""
@@ -156,7 +145,7 @@ class Stages:
         chosen = Choice(known, self.plan.get("max_tokens"))
         first = 0
         while first < self.shards and not chosen.full:
-            ranks = range(first, min(first + chosen.expected(first, 4 * self._threads), self.shards))
+            ranks = range(first, min(first + chosen.expected(first, 4 * self._workers), self.shards))
             run([rank for rank in ranks if self.needs_tokens(rank)])
             for rank in ranks:
                 chosen.take(rank, self.shard(rank))
@@ -167,7 +156,7 @@ class Stages:
 
     def segment(self, rank: int) -> Done:
         """Index one segment of the cut."""
-        part = part_of(self.work, rank)
+        part = Cut.from_json(json.loads((self.work.path / CUT).read_bytes())).segments[rank]
         rows: list[Row] = []
         ids = np.empty(part.tokens + part.documents, np.uint32)
         at = 0
@@ -179,14 +168,12 @@ class Stages:
                 found = shard.ids(first, end)
                 ids[at : at + len(found)] = found
                 at += len(found)
-        folder = self.work.path / f"segment-{rank:06d}.{secrets.token_hex(4)}"
+        folder = self.work.path / f"segment-{rank:06d}"
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         handed = [ids]
         del ids
         files, origins = write_segment(folder, handed.pop(), rows, self.config)
-        target = self.work.path / f"segment-{rank:06d}"
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(folder, target)
         record = {
             "files": {name: asdict(entry) for name, entry in files.items()},
             "origins": origins,
@@ -200,15 +187,6 @@ class Stages:
         """Whether a segment is still to be indexed."""
         return not _record_of(self.work, rank).exists()
 
-    def outcome(self, stage: str, rank: int) -> Done | None:
-        """What a rank of a stage did, None where it is not done."""
-        place = {"tokens": self.work.path / f"shard-{rank:06d}.json", "segment": _record_of(self.work, rank)}[stage]
-        if not place.exists():
-            return None
-        record = json.loads(place.read_bytes())
-        documents = record["documents"]
-        return record.get("bytes", 0), documents if stage == "segment" else len(documents), record["tokens"]
-
     def entry(self, rank: int) -> SegmentEntry:
         """Entry of an indexed segment, under its number in the work folder."""
         record = json.loads(_record_of(self.work, rank).read_bytes())
@@ -219,11 +197,6 @@ class Stages:
 def _kept_tokenizer(path: Path, modified_ns: int) -> Tokenizer:
     """A store's tokenizer, kept for the next change: a large one takes longer to load than a small change to make."""
     return load_tokenizer(path)
-
-
-def part_of(work: WorkFolder, rank: int) -> SegmentCut:
-    """Documents of one segment of the cut."""
-    return Cut.from_json(json.loads((work.path / CUT).read_bytes())).segments[rank]
 
 
 def run_rank(stages: Stages, stage: str, rank: int) -> Done:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,25 @@ from tokenizers import Tokenizer
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.documents import TABLE, Document
 from retrieve_spec.datastore.files import check_content, map_array
-from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
+from retrieve_spec.datastore.fingerprint import (
+    encode,
+    is_fingerprint,
+    load_tokenizer,
+    pipeline_differences,
+    tokenizer_fingerprint,
+)
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, manifest_of, read_content
 from retrieve_spec.datastore.ngrams import ContextFilter, NgramTable, filter_contexts
+from retrieve_spec.datastore.remote import local_folder
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.datastore.tombstones import tombstones_of
 from retrieve_spec.errors import StoreCorruptError, StoreNotFoundError, TokenizerMismatchError
 
+log = logging.getLogger("retrieve_spec")
+
 _ATTEMPTS = 5
+_SAMPLED, _SAMPLED_TOKENS = 32, 4096
+"""Documents of each segment, and tokens of each of them, that two tokenizers are compared by."""
 _TABLE = {f"{name}.bin" for name in ("documents", *TABLE)}
 _CARRIED = _TABLE | {"tokens.bin", "vocabulary.bin", "suffix_array.bin"}
 
@@ -178,11 +190,7 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     """
     if not isinstance(path, str | os.PathLike):
         raise StoreNotFoundError("the folder of a datastore, or its address", repr(path)[:60], "Give its path.")
-    if isinstance(path, str) and "://" in path:
-        from retrieve_spec.datastore.remote_read import local_folder  # imports what opening a folder need not wait for
-
-        path = local_folder(path)
-    return _opened(Path(path), tokenizer, as_written=False)
+    return _opened(local_folder(path), tokenizer, as_written=False)
 
 
 def open_as_written(path: str | os.PathLike[str]) -> Datastore:
@@ -197,7 +205,7 @@ def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
     content = read_content(folder)
     manifest = manifest_of(content, folder)
     if tokenizer is not None:
-        check_tokenizer(folder, manifest, tokenizer_fingerprint(tokenizer))
+        check_tokenizer(folder, manifest, tokenizer)
     for attempt in range(_ATTEMPTS):
         # A change may have replaced files since the manifest was read: what counts is that none did in the meantime.
         error: StoreCorruptError | None = None
@@ -245,17 +253,52 @@ def check_files(folder: Path, entry: SegmentEntry, *, text: bool = True) -> None
             check_content(folder / SEGMENTS / entry.name / name, file)
 
 
-def check_tokenizer(folder: Path, manifest: Manifest, fingerprint: str) -> None:
-    """Compare the tokenizer of a store with the one at hand.
+def check_tokenizer(folder: Path, manifest: Manifest, tokenizer: Any) -> None:
+    """Compare the tokenizer of a store with the one at hand (anything `tokenizer_fingerprint` takes).
+
+    A store made before fingerprints told of whole pipelines is compared by its copy of the tokenizer, and where that
+    differs by what the two make of its text, which is logged once.
 
     Raises
     ------
     TokenizerMismatchError
-        When the fingerprints differ.
+        When they differ, naming the parts that do.
     """
-    if fingerprint != manifest.fingerprint:
-        raise TokenizerMismatchError(
-            f"a store built with the model's tokenizer ({fingerprint[7:19]})",
-            f"{folder}, built with tokenizer {manifest.fingerprint[7:19]}",
-            f"Convert it with `retrieve-spec retokenize {folder} --tokenizer MODEL`, or build one for this model.",
-        )
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    if fingerprint == manifest.fingerprint:
+        return
+    own = load_tokenizer(folder / manifest.tokenizer_name)
+    built_with = tokenizer_fingerprint(own)
+    if fingerprint == built_with:
+        return
+    got = f"{folder}, built with tokenizer {built_with[7:19]}"
+    if not is_fingerprint(tokenizer):
+        if built_with != manifest.fingerprint and _encode_alike(folder, manifest, own, load_tokenizer(tokenizer)):
+            _tell_alike(folder)
+            return
+        got += f", which differs in {', '.join(pipeline_differences(own, tokenizer))}"
+    raise TokenizerMismatchError(
+        f"a store built with the model's tokenizer ({fingerprint[7:19]})",
+        got,
+        f"Convert it with `retrieve-spec retokenize {folder} --tokenizer MODEL`, or build one for this model.",
+    )
+
+
+def _encode_alike(folder: Path, manifest: Manifest, own: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers make the same of a sample of a store's text; False where it keeps none."""
+    tokens = 0
+    for segment in _open(folder, manifest, as_written=True).segments:
+        if not len(segment.tokens):
+            return False
+        for number in np.unique(np.linspace(0, len(segment.documents) - 1, _SAMPLED).astype(int)).tolist():
+            ids = segment.text_ids(number)[:_SAMPLED_TOKENS]
+            text = own.decode(ids.tolist(), skip_special_tokens=False)
+            if not np.array_equal(encode(own, text), encode(other, text)):
+                return False
+            tokens += len(ids)
+    return tokens > 0
+
+
+@cache
+def _tell_alike(folder: Path) -> None:
+    log.warning("%s was built by an earlier release; its text has the same tokens for this tokenizer", folder)

@@ -1,42 +1,132 @@
 """Synchronising: a store is made to say what some folders say now.
 
-What counts is the document tables; what a folder said last time (`folder_state`) only spares reading it again.
+What counts is the document tables. What a folder said last time (size, time and SHA-256 of every file, in ``sync.json``
+beside the manifest) only spares reading it again: where that is lost, or was made under other rules, all files are read
+once.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.build import build_datastore, checked, grow
-from retrieve_spec.datastore.change import ChangeReport, Inputs, begin_change, existing_manifest, publish, writer
-from retrieve_spec.datastore.cut import small_size
-from retrieve_spec.datastore.entry_filter import admitted_parts, refused
-from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-from retrieve_spec.datastore.folder_state import FOLLOWED_BYTES, FolderState, look, read_state, write_state
-from retrieve_spec.datastore.fresh import config_of
-from retrieve_spec.datastore.licences import LicenceRule, allow_list
-from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, read_manifest
+from retrieve_spec.datastore.change import ChangeReport, Inputs, WorkFolder, begin_change, publish, writer
+from retrieve_spec.datastore.documents import text_hash
+from retrieve_spec.datastore.entry_filter import RULES, Reason, admitted_parts, refused
+from retrieve_spec.datastore.ingest import Gate, texts_of
+from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
+from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, config_of, existing_manifest, read_manifest
 from retrieve_spec.datastore.removal import Chosen, without
-from retrieve_spec.datastore.shards import file_shards, segment_shards
+from retrieve_spec.datastore.shards import file_shards, segment_shards, small_size
 from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, kind_of, readable
 from retrieve_spec.datastore.stages import part_hash
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written
-from retrieve_spec.datastore.work import WorkFolder
+from retrieve_spec.datastore.watching import watch_changes
 from retrieve_spec.errors import BuildError, StoreLockedError
+
+STATE = "sync.json"
+FOLLOWED_BYTES = 1 << 20
+"""Largest file that enters from a folder that is followed."""
+RACY_NS = 2_000_000_000
+"""A file that changed this shortly before it was looked at may change again without another time."""
+
+
+@dataclass(slots=True)
+class FolderState:
+    """What the files of a folder said.
+
+    Attributes
+    ----------
+    files
+        Of each file by name: bytes, times of the last change in nanoseconds by the file itself (0: look again) and by
+        the system, and of each of its texts the name behind that of the file, SHA-256 or "", reason it is left out or
+        "", licence by its own lines or None without any.
+    admit
+        Parts of the filter that did not count.
+    """
+
+    files: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    admit: tuple[str, ...] = ()
+
+
+def look(source: Source, before: FolderState, store: Path) -> FolderState:
+    """What the files of a folder say now; those that did not change since are not read.
+
+    Parameters
+    ----------
+    source
+        The folder.
+    before
+        What it said last time.
+    store
+        Where the store is, which is no part of the folder.
+    """
+    entries = source.entry_filter(Path(source.path), FOLLOWED_BYTES, store)
+    gate = Gate(replace(source, licences=()), FOLLOWED_BYTES)  # licences are looked at later: files beside may change
+    racy = time.time_ns() - RACY_NS
+    now = FolderState(admit=source.admit)
+    start = len(os.path.join(entries.roots[0], ""))
+    same = before.files if before.admit == source.admit else {}
+    for place, found in entries.entries({name for name, said in same.items() if any(text[1] for text in said[3])}):
+        name = place[start:]
+        if isinstance(found, Reason):
+            now.files[name] = (0, 0, 0, [["", "", str(found), None]])
+            continue
+        known = same.get(name)
+        # The system's time tells another file that was put in place of one with its bytes and its time.
+        if known is not None and known[:3] == (found.st_size, found.st_mtime_ns, found.st_ctime_ns):
+            now.files[name] = known
+            continue
+        modified = 0 if found.st_mtime_ns >= racy else found.st_mtime_ns
+        file = SourceFile(0, name, place, found.st_size, *kind_of(name))
+        now.files[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(gate, file)))
+    return now
+
+
+def _texts(gate: Gate, file: SourceFile) -> Iterator[list[Any]]:
+    """Name behind that of the file, SHA-256 or "", reason or "", own licence, of every text that a file holds."""
+    for text in texts_of([file], (gate.source,), gate.limit):
+        content, _, skip = gate.read(text)
+        behind = text.path[len(file.path) :]
+        yield [behind, "", skip, None] if skip else [behind, text_hash(content), "", own_licence(content)]
+
+
+def read_state(store: Path) -> dict[str, FolderState]:
+    """What folders said when a store was last synchronised, by folder."""
+    try:
+        raw = json.loads((store / STATE).read_bytes())
+        if raw["rules"] != RULES:  # which may have let in other files
+            return {}
+        return {
+            root: FolderState({name: tuple(said) for name, said in folder["files"].items()}, tuple(folder["admit"]))
+            for root, folder in raw["folders"].items()
+        }
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return {}
+
+
+def write_state(store: Path, states: dict[str, FolderState]) -> None:
+    """Remember what folders said; half of it, after a failure of the power, would be none."""
+    folders = {root: {"files": state.files, "admit": state.admit} for root, state in states.items()}
+    content = json.dumps({"rules": RULES, "folders": folders})
+    written = store / f"{STATE}.tmp"
+    written.write_bytes(content.encode("utf-8", "surrogateescape"))
+    os.replace(written, store / STATE)
+
 
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
 _REWRITTEN = 900_000
-_LOOK_MS = 500
-"""How often a watcher looks whether a store that another process was writing to is free."""
 _PART = re.compile(r"(.*)#part([1-9][0-9]{0,9})", re.DOTALL)
 """Name of a part of a long text; a file may be called so too."""
 
@@ -103,7 +193,7 @@ def sync_datastore(
     if existing_manifest(store) is None:
         built = build_datastore(store, list(sources), tokenizer, config=config, workers=workers, progress=progress)
     elif tokenizer is not None:
-        check_tokenizer(store, read_manifest(store), tokenizer_fingerprint(tokenizer))
+        check_tokenizer(store, read_manifest(store), tokenizer)
     with writer(store) as work:
         report = _synchronised(work, roots, sources, workers, progress)
         while (group := _small(manifest := read_manifest(store))) is not None:
@@ -135,17 +225,18 @@ def _synchronised(
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
     for number, root in enumerate(roots):
-        source, said = sources[number], str(root)
-        state = found[said] = look(source, states.get(said, FolderState()), work.store)
+        source, place = sources[number], str(root)
+        state = found[place] = look(source, states.get(place, FolderState()), work.store)
         rule = LicenceRule([root], source.licences, source.licence) if source.licences else None
-        for name, behind, digest, reason, own in _said(state):
+        said = ((name, *text) for name in sorted(state.files) for text in state.files[name][3])
+        for name, behind, digest, reason, own in said:
             if rule is not None and digest:
                 path = None if behind else root / name  # records are not under the licence of their collection
                 reason = str(refused(rule, rule.licence(path, own)) or "")
             if digest and not reason:
                 wanted.add(number, name, behind, digest)
             else:
-                skipped.append((readable(name) + behind, said, reason))
+                skipped.append((readable(name) + behind, place, reason))
     gone, held = _compare(opened, [str(root) for root in roots], wanted)
     fresh = sorted({place for digest, place in wanted.first.items() if digest not in held})
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
@@ -157,17 +248,6 @@ def _synchronised(
     if {root: states.get(root) for root in found} != found:
         write_state(work.store, states | found)
     return report
-
-
-def _said(state: FolderState) -> Iterator[tuple[str, str, str, str, str | None]]:
-    """File, name of the text behind it, SHA-256 or "", reason or "", own licence, of every text of a folder."""
-    for name in sorted(state.files):
-        *_, digest, reason, own = state.files[name][:6]
-        texts = state.files[name][6:]
-        if not texts:
-            yield name, "", digest, reason, own
-        for text in texts[0] if texts else ():
-            yield name, *text
 
 
 class _Wanted:
@@ -232,7 +312,6 @@ def _file(roots: Sequence[Path], sources: tuple[Source, ...], number: int, name:
     location = roots[number] / name
     size = location.stat().st_size if location.exists() else 0
     kind, compression = kind_of(name)
-    kind = "text" if kind == "ds" else kind
     return SourceFile(number, readable(name), str(location), size, kind, compression, "", sources[number].licence)
 
 
@@ -248,7 +327,7 @@ def _change(
 ) -> ChangeReport:
     """Publish a store without some documents and with those of some files, in one change."""
     manifest = opened.manifest
-    config = checked(config_of(manifest), manifest.fingerprint)
+    config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
     plan = {
         "verb": "sync",
         "sources": [asdict(source) for source in sources],
@@ -283,7 +362,7 @@ def _merge(work: WorkFolder, manifest: Manifest, group: Sequence[SegmentEntry], 
     """Make fewer segments of several: one, or as few as have room for all of their text."""
     plan = {
         "verb": "sync",
-        "config": asdict(checked(config_of(manifest), manifest.fingerprint)),
+        "config": asdict(checked(config_of(manifest), work.store / manifest.tokenizer_name)),
         "tokenizer": manifest.tokenizer_name,
         "vocabulary": manifest.vocabulary,
     }
@@ -310,16 +389,10 @@ def watch_folders(
     BuildError
         When watchfiles is not installed; otherwise as `sync_datastore`.
     """
-    try:
-        from watchfiles import watch
-    except ImportError as error:
-        raise BuildError(
-            "to watch folders", "watchfiles is not installed", "Run: pip install 'retrieve-spec[serve]'"
-        ) from error
-    inside = os.path.join(folder_of(path, "sync").resolve(), "")
+    inside = folder_of(path, "sync").resolve()
     due = True  # at first only once the folders are watched: what changes meanwhile is not missed
-    for changes in watch(*map(_root, folders), raise_interrupt=True, yield_on_timeout=True, rust_timeout=_LOOK_MS):
-        due |= any(not os.path.join(place, "").startswith(inside) for _, place in changes)
+    for changes in watch_changes(*map(_root, folders)):
+        due |= any(not place.is_relative_to(inside) for place in changes)
         if due:
             with suppress(StoreLockedError):
                 report = sync_datastore(path, folders, **options)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.change import ChangeReport, nothing_to_index, publish, report_of
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, nothing_to_index, publish, report_of
 from retrieve_spec.datastore.files import FileEntry, sha256_of, sync_folder
 from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, Manifest, SegmentEntry, content_name
 from retrieve_spec.datastore.progress import Stopwatch
@@ -20,7 +20,6 @@ from retrieve_spec.datastore.removal import counted
 from retrieve_spec.datastore.segment import Segment
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.datastore.tombstones import COPIES, DOCUMENTS, RANKS, tombstones_of, write_tombstones
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import StoreCorruptError
 
 
@@ -42,11 +41,11 @@ def unite(
         Show bars on standard error.
     """
     watch = Stopwatch(progress)
-    opened = [open_datastore(store, tokenizer=manifest.fingerprint) for store in stores]
+    opened = [open_datastore(store, tokenizer=work.store / manifest.tokenizer_name) for store in stores]
     known: set[bytes] = set()
     entries: list[SegmentEntry] = []
     skipped: list[tuple[str, str, str]] = []
-    with watch.stage("joining", sum(store.manifest.bytes for store in opened), "B") as bar:
+    with watch.stage("joining", sum(store.manifest.bytes for store in opened), "B") as advance:
         for store, segment, entry, removed in _segments(opened):
             copies, listed = _copies(segment, removed, known)
             skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
@@ -61,7 +60,7 @@ def unite(
                 files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
                 taken = counted(entry, segment, {*removed, *copies}, files)
                 entries.append(renumbered(taken, len(entries)))
-            bar.update(sum(file.bytes for file in entry.files.values()))
+            advance(sum(file.bytes for file in entry.files.values()))
     if not entries:
         work.end()
         raise nothing_to_index((), {}, 0)

@@ -13,12 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.change import ChangeReport, existing_manifest, writer
-from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-from retrieve_spec.datastore.manifest import MANIFEST, read_manifest
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, writer
+from retrieve_spec.datastore.manifest import MANIFEST, existing_manifest, read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import Datastore, check_tokenizer
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError
 from retrieve_spec.sources.session import SessionMemory
 
@@ -48,7 +46,7 @@ def save_session(session: SessionMemory, path: str | os.PathLike[str], tokenizer
     """
     exists = (Path(path) / MANIFEST).exists()
     if exists:
-        check_tokenizer(Path(path), read_manifest(Path(path)), tokenizer_fingerprint(tokenizer))
+        check_tokenizer(Path(path), read_manifest(Path(path)), tokenizer)
     texts = [tokenizer.decode(text, clean_up_tokenization_spaces=False) for text in session.texts]
     if not any(texts):
         raise BuildError("a session that remembers texts", "an empty one", "Generate with session=True first.")

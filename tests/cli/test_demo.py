@@ -48,7 +48,7 @@ def test_what_is_completed_is_not_in_the_store(monkeypatch):
         kept["exclude"] = set(recipe.sources[0].exclude)
         raise demo.StoreError("space", "none", "Make some.")
 
-    monkeypatch.setattr("retrieve_spec.datastore.cached.open_or_build", build)
+    monkeypatch.setattr("retrieve_spec.datastore.recipes.open_or_build", build)
     console = Console(record=True, file=io.StringIO())
     assert demo.stdlib_store(None, console) is None
     assert "Make some." in console.export_text()

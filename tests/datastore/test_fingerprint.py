@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from byte_tokenizers import byte_tokenizer
-from tokenizers import Tokenizer, normalizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.edit import merge_datastores
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
-from retrieve_spec.errors import BuildError
+from retrieve_spec.datastore.manifest import read_manifest, write_manifest
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import BuildError, TokenizerMismatchError
 from retrieve_spec.reference_model import reference_path
 
 
@@ -50,3 +56,94 @@ def test_no_file(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(BuildError, match=r"tokenizer\.json"):
             tokenizer_fingerprint(path)
+
+
+def bpe(*pre, **options):
+    """A tokenizer of characters and some pairs of them."""
+    pieces = ["<unk>", *"abcdefgh ", "ab", "cd", "abcd", "d "]
+    merges = [("a", "b"), ("c", "d"), ("ab", "cd"), ("d", " ")]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", **options)
+    made = Tokenizer(model)
+    if pre:
+        made.pre_tokenizer = pre[0] if len(pre) == 1 else pre_tokenizers.Sequence(list(pre))
+    return made
+
+
+SPACES = pre_tokenizers.Split(" ", "isolated")
+PARTS = [
+    (lambda: bpe(SPACES), "pre_tokenizer"),
+    (lambda: bpe(ignore_merges=True), "ignore_merges"),
+    (lambda: bpe(byte_fallback=True), "byte_fallback"),
+    (lambda: with_added(lstrip=True), "added_tokens"),
+    (lambda: with_added(normalized=True), "added_tokens"),
+]
+
+
+def with_added(**flags):
+    made = bpe()
+    made.add_tokens([AddedToken("abcd", **({"normalized": False} | flags))])
+    return made
+
+
+@pytest.mark.parametrize(("make", "part"), PARTS)
+def test_a_store_is_refused_to_a_tokenizer_of_another_pipeline_which_is_named(make, part, tmp_path):
+    (tmp_path / "a.txt").write_text("abcd ab cd " * 9)
+    built = with_added() if part == "added_tokens" else bpe()
+    build_datastore(tmp_path / "s", str(tmp_path / "a.txt"), built, workers=1)
+    with pytest.raises(TokenizerMismatchError, match=rf"which differs in {part}\. .*retokenize"):
+        open_datastore(tmp_path / "s", tokenizer=make())
+    open_datastore(tmp_path / "s", tokenizer=built)
+
+
+def test_scores_count():
+    def unigram(score):
+        return Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("b", score)], 0, False))
+
+    assert tokenizer_fingerprint(unigram(-2.0)) == tokenizer_fingerprint(unigram(-2.0))
+    assert tokenizer_fingerprint(unigram(-2.0)) != tokenizer_fingerprint(unigram(-3.0))
+
+
+def test_pipelines_that_are_written_differently_are_equal(tmp_path):
+    (tmp_path / "a.txt").write_text("abcd ab cd " * 9)
+    build_datastore(tmp_path / "s", str(tmp_path / "a.txt"), bpe(SPACES), workers=1)
+    nested = pre_tokenizers.Sequence([pre_tokenizers.Sequence([SPACES])])
+    written = json.loads(bpe(nested).to_str())
+    written["model"]["vocab"] = dict(reversed(written["model"]["vocab"].items()))
+    del written["model"]["dropout"], written["model"]["ignore_merges"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    for tokenizer in (bpe(nested), tmp_path / "tokenizer.json"):
+        assert open_datastore(tmp_path / "s", tokenizer=tokenizer).manifest.tokens
+
+
+@pytest.fixture
+def older(tmp_path):
+    """A store whose fingerprint an earlier release made."""
+    (tmp_path / "a.txt").write_text("ad cd ab " * 9)
+    build_datastore(tmp_path / "s", str(tmp_path / "a.txt"), bpe(), workers=1)
+    write_manifest(tmp_path / "s", replace(read_manifest(tmp_path / "s"), fingerprint="sha256:" + "0" * 64))
+    return tmp_path / "s"
+
+
+def test_an_older_store_is_compared_by_its_tokenizer(older, tmp_path, caplog):
+    open_datastore(older, tokenizer=bpe())
+    open_datastore(older, tokenizer=tokenizer_fingerprint(bpe()))
+    assert not caplog.records
+    verify_datastore(older)
+    (tmp_path / "b.txt").write_text("cd ab")
+    assert add_documents(older, str(tmp_path / "b.txt")).documents == 1
+    build_datastore(tmp_path / "new", str(tmp_path / "b.txt"), bpe(), workers=1)
+    for number, stores in enumerate(([older, tmp_path / "new"], [tmp_path / "new", older])):
+        assert merge_datastores(tmp_path / f"m{number}", stores).documents == 2
+
+
+def test_an_older_store_is_compared_by_its_text(older, caplog):
+    other = bpe(ignore_merges=True)  # which matters to pieces that no merge makes
+    for _ in range(2):
+        open_datastore(older, tokenizer=other)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{older} was built by an earlier release; its text has the same tokens for this tokenizer"
+    ]
+    with pytest.raises(TokenizerMismatchError, match=r"differs in pre_tokenizer\. "):
+        open_datastore(older, tokenizer=bpe(SPACES))
+    with pytest.raises(TokenizerMismatchError, match="retokenize"):
+        open_datastore(older, tokenizer="sha256:" + "1" * 64)

@@ -33,7 +33,9 @@ def test_a_store_on_the_hub(store, url, records, tmp_path):  # noqa: F811 (a fix
         pull_datastore(url, tmp_path / "t")
     push_datastore(store, url)
     source = Source(str(records), field="output")
-    assert add_documents(url, source, workers=1).documents == 5
+    pull_datastore(url, tmp_path / "t")
+    assert add_documents(tmp_path / "t", source, workers=1).documents == 5
+    push_datastore(tmp_path / "t", url)
     verify_datastore(url)
     with pytest.raises(StoreLockedError, match="has not seen"):
         push_datastore(store, url)

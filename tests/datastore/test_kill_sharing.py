@@ -1,4 +1,4 @@
-"""SIGKILL amid sync, push, pull and builds at an address: old or new is what is there, and doing it again ends it."""
+"""SIGKILL amid sync, push and pull: old or new is what is there, and doing it again ends it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from test_build import contents
 from test_kill import folder, prepare  # noqa: F401 (a fixture)
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import cluster, pool, shards
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import remove_documents
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
@@ -21,7 +20,7 @@ from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
 from retrieve_spec.datastore.verify import verify_datastore
-from retrieve_spec.errors import BuildError, StoreIncompleteError, StoreNotFoundError
+from retrieve_spec.errors import StoreIncompleteError, StoreNotFoundError
 
 KILLS = int(os.environ.get("RETRIEVE_SPEC_KILLS", "4"))
 """Per verb."""
@@ -121,75 +120,3 @@ def test_kill_amid_sync(stores, texts, tokenizer):
     kill_until_done(
         (sync_datastore, target, [texts]), lambda: prepare(target, stores / "synced"), lambda: state(target), 3
     )
-
-
-class _HereAndNow:
-    """A cluster that is this process."""
-
-    def __init__(self, kind, rest, task, logs, memory):
-        self.task = task
-
-    def run(self):
-        for i in range(len(self.task.ranks)):
-            self.task(None, i, len(self.task.ranks))
-
-
-def build_there(url, source, tokenizer):
-    """What the messages say to do: build, or resume, or nothing where the store is there."""
-    shards.SHARD_BYTES = 60  # of this process
-    cluster._engine, cluster.import_module = _HereAndNow, lambda name: None
-    try:
-        build_datastore(url, source, tokenizer, config=StoreConfig(segment_tokens=90), cluster="ray")
-    except StoreIncompleteError:
-        build_datastore(url, resume=True, cluster="ray")
-    except BuildError as error:
-        if "version 1 of one" not in str(error):
-            raise
-
-
-@pytest.mark.slow
-def test_kill_amid_a_build_at_an_address(stores, texts, tokenizer, monkeypatch):
-    for name, value in pool.ALONE.items():  # tasks set them, for the process that they have to themselves
-        monkeypatch.setenv(name, value)
-    for module, name in ((shards, "SHARD_BYTES"), (cluster, "_engine"), (cluster, "import_module")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # as they were, afterwards
-    url = f"file://{stores}/there"
-    kill_until_done(
-        (build_there, url, str(texts), tokenizer),
-        lambda: shutil.rmtree(stores / "there", ignore_errors=True),
-        lambda: state_of_remote(url, stores / "seen"),
-        4,
-    )
-    assert not (stores / "there" / "work").exists()
-
-
-def add_there(url, source, where):
-    """What the messages say to do: add, or resume."""
-    cluster._engine, cluster.import_module = _HereAndNow, lambda name: None
-    try:
-        add_documents(url, source, cluster=where, workers=1)
-    except StoreIncompleteError:
-        add_documents(url, resume=True, cluster=where)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["", "ray"])
-def test_kill_amid_an_addition_at_an_address(stores, records, monkeypatch, where):
-    for name in ("_engine", "import_module"):
-        monkeypatch.setattr(cluster, name, getattr(cluster, name))  # as they were, afterwards
-    for name, value in pool.ALONE.items():
-        monkeypatch.setenv(name, value)
-    url = f"file://{stores}/there"
-    push_datastore(stores / "base", f"file://{stores}/pushed")
-
-    def prepared():
-        shutil.rmtree(stores / "there", ignore_errors=True)
-        shutil.copytree(stores / "pushed", stores / "there")
-
-    kill_until_done(
-        (add_there, url, Source(str(records), field="output"), where),
-        prepared,
-        lambda: state_of_remote(url, stores / "seen"),
-        5,
-    )
-    assert not (stores / "there" / "work").exists()

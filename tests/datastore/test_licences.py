@@ -62,44 +62,24 @@ def test_a_list_of_licences_has_identifiers():
 
 @pytest.mark.parametrize("name", sorted(TEXTS))
 def test_texts_are_recognised(name):
-    assert licence_of_text("A Title\n\nCopyright 2020 Jane Doe\n\n" + TEXTS[name]) == canonical(name)
+    assert licence_of_text(TEXTS[name]) == canonical(name)
 
 
-def test_a_condition_more_is_another_licence():
-    assert licence_of_text(MIT) == "MIT"
+@pytest.mark.parametrize("title", ["MIT License", "The MIT License (MIT)", "License", "MIT", ""])
+def test_titles_are_free(title):
+    assert licence_of_text(f"{title}\n{MIT.partition(chr(10))[2]}") == "MIT"
+
+
+def test_whatever_else_differs_is_another_licence():
     more = "The Software shall be used for Good, not Evil, whoever may use it.\n\nTHE SOFTWARE IS"
-    assert licence_of_text(MIT.replace("THE SOFTWARE IS", more)) == ""
-    assert licence_of_text("MIT") == licence_of_text("") == ""
-    assert licence_of_text(MIT + TEXTS["ISC"]) == ""
+    for text in (
+        "", "MIT", MIT + TEXTS["ISC"], MIT + "\nCommercial use is prohibited.\n", "Academic use only.\n" + MIT,
+        MIT.replace("MIT License", "MIT License for academic use"), MIT.replace("THE SOFTWARE IS", more),
+        MIT.replace("free of charge,", "free of charge, for non-commercial purposes only,"),
+        MIT.replace("Permission is", "This software is for non-commercial use only.\n\nPermission is"),
+    ):  # fmt: skip
+        assert licence_of_text(text) == ""
     assert licence_of_text(TEXTS["Apache-2.0"].partition("APPENDIX")[0]) == "Apache-2.0"
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("free of charge,", "free of charge, for non-commercial purposes only,"),
-        ("including without limitation the rights", "excluding the rights"),
-        ("and/or sell", "but not sell"),
-        ("to use, copy, modify, merge", "to read"),
-        ("Permission is", "This software is for non-commercial use only.\n\nPermission is"),
-    ],
-)
-def test_words_that_forbid_are_no_names(before, after):
-    assert before in MIT
-    assert licence_of_text(MIT.replace(before, after, 1)) == ""
-
-
-@pytest.mark.parametrize("name", ["MIT", "Apache-2.0", "BSD-3-Clause", "GPL-3.0"])
-def test_nothing_may_stand_below_and_no_condition_above(name):
-    assert licence_of_text(TEXTS[name] + "\nCommercial use is prohibited.\n") == ""
-    assert licence_of_text("Only academic use is permitted.\n" + TEXTS[name]) == ""
-    assert licence_of_text("Thing is licensed under these terms:\n\n" + TEXTS[name]) == canonical(name)
-
-
-def test_numbers_of_conditions_and_names_are_free():
-    text = TEXTS["BSD-3-Clause"]
-    assert licence_of_text(text.replace("1. ", "* ").replace("2. ", "* ").replace("3. ", "* ")) == "BSD-3-Clause"
-    assert licence_of_text(text.replace("the copyright holder nor", "Acme Ltd. nor")) == "BSD-3-Clause"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.ngrams import build_ngrams
-from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.datastore.segment import suffix_array
 from retrieve_spec.kernels.ngram import EXTENT, ngram_hash
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=40), min_size=1, max_size=8)

@@ -238,27 +238,6 @@ def test_a_place_that_is_not_there_is_told(name, store, monkeypatch):
         push_datastore(store, "memory://nowhere")
 
 
-def test_a_listing_older_than_a_file_is_not_believed(store, tmp_path, monkeypatch):
-    """As another thread leaves it in what a file system remembers."""
-    memory = type(fsspec.filesystem("memory"))
-    info, asked = memory.info, set()
-
-    def old(self, path, **options):
-        if path.endswith(".part") and path not in asked:
-            asked.add(path)
-            raise FileNotFoundError(path)
-        return info(self, path, **options)
-
-    monkeypatch.setattr(memory, "info", old)
-    try:
-        push_datastore(store, "memory://remote")
-        assert asked
-        pull_datastore("memory://remote", tmp_path / "t")
-        verify_datastore(tmp_path / "t")
-    finally:
-        fsspec.filesystem("memory").rm("/", recursive=True)
-
-
 def test_a_disk_that_is_full_behind_a_push_is_told(store, tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from retrieve_spec.datastore import ingest, shards, stages
+from retrieve_spec.datastore import fingerprint, shards, stages
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.entry_filter import Reason
-from retrieve_spec.datastore.ingest import encode, tokenise
-from retrieve_spec.datastore.records import texts_of
+from retrieve_spec.datastore.fingerprint import encode
+from retrieve_spec.datastore.ingest import texts_of, tokenise
 from retrieve_spec.datastore.sources import Source, glob, list_files
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import BuildError
@@ -22,10 +22,10 @@ from retrieve_spec.errors import BuildError
 LIMIT = 10_000
 
 
-def read(tokenizer, *sources, workers=2, limit=LIMIT):
+def read(tokenizer, *sources, limit=LIMIT):
     given = tuple(s if isinstance(s, Source) else Source(str(s)) for s in sources)
     files = list_files(given)
-    return list(tokenise(texts_of(files, given, limit), given, tokenizer, workers, limit))
+    return list(tokenise(files, given, tokenizer, limit))
 
 
 def outcome(results):
@@ -199,7 +199,7 @@ def test_parts_of_a_large_file_of_records_are_the_whole(tokenizer, tmp_path, mon
     files = [part for file in list_files(given) for part in shards._parts(file)]
     assert len(files) > 1
     assert sum(file.size for file in files) == path.stat().st_size
-    parts = tokenise(texts_of(files, given, LIMIT), given, tokenizer, 2, LIMIT)
+    parts = tokenise(files, given, tokenizer, LIMIT)
     assert [(r.path, r.skip, r.ids.tolist()) for r in parts] == whole
 
 
@@ -210,7 +210,7 @@ def test_a_part_of_a_file_that_shrank_meanwhile_is_counted(tokenizer, tmp_path, 
     given = (Source(str(path)),)
     files = [part for file in list_files(given) for part in shards._parts(file)]
     path.write_text('{"text": "one"}\n' * 40)
-    results = list(tokenise(texts_of(files, given, LIMIT), given, tokenizer, 1, LIMIT))
+    results = list(tokenise(files, given, tokenizer, LIMIT))
     assert [r.skip for r in results].count(Reason.CHANGING) == sum(file.end > path.stat().st_size for file in files) > 0
 
 
@@ -229,16 +229,8 @@ def test_missing_source_is_an_error(tokenizer, tmp_path):
         read(tokenizer, tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("workers", [1, 2, 7])
-def test_order_does_not_depend_on_workers(tokenizer, tmp_path, workers):
-    path = tmp_path / "many.jsonl"
-    path.write_text("".join(json.dumps({"text": f"line {i} " * (i % 50)}) + "\n" for i in range(500)))
-    results = read(tokenizer, path, workers=workers)
-    assert [r.path for r in results] == [f"many.jsonl#{i}" for i in range(1, 501)]
-
-
 def test_long_text_is_encoded_in_pieces(tokenizer, monkeypatch):
-    monkeypatch.setattr(ingest, "PIECE_CHARS", 10)
+    monkeypatch.setattr(fingerprint, "PIECE_CHARS", 10)
     text = "short\nlonger line without end to cut in the middle\nend"
     ids = encode(tokenizer, text)
     assert ids.dtype == np.uint32

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
-import signal
+import time
 from functools import partial
 
-import numpy as np
 import pytest
 from byte_tokenizers import byte_tokenizer
 from test_build import contents, digest
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import pool, shards, stages
+from retrieve_spec.datastore import build, shards, stages
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.cut import _Hashes
-from retrieve_spec.datastore.edit import compact_datastore, retokenize_datastore
-from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.change import WorkFolder
+from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
+from retrieve_spec.datastore.files import FileEntry
+from retrieve_spec.datastore.manifest import Manifest, read_manifest
 from retrieve_spec.datastore.shards import SegmentShard, segment_shards
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.stages import Stages
 from retrieve_spec.datastore.verify import verify_datastore
-from retrieve_spec.datastore.work import WorkFolder
 from retrieve_spec.errors import BuildError, StoreCorruptError
 
 SMALL = StoreConfig(segment_tokens=200)
@@ -34,7 +34,7 @@ def many(tmp_path, monkeypatch):
     """A folder of which every few files make a shard, and processes of their own for however little work."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     monkeypatch.setattr(shards, "SHARD_BYTES", 150)
-    monkeypatch.setattr(pool, "SPAWN_WORK", 0)
+    monkeypatch.setattr(build, "SPAWN_WORK", 0)
     folder = tmp_path / "many"
     folder.mkdir()
     for i in range(30):
@@ -65,11 +65,10 @@ def test_one_process_and_four_write_the_same_bytes(tokenizer, many, tmp_path):
 def test_ranks_in_any_order_and_repeated_write_the_same_bytes(tokenizer, many, tmp_path, monkeypatch):
     build_datastore(tmp_path / "a", str(many), tokenizer, config=SMALL, workers=1)
 
-    def backwards(self, running, stage, ranks, size, tell):
-        for rank in [*ranks[::-1], *ranks[:2]]:
-            getattr(Stages(running.work), stage)(rank)
+    def backwards(self, stage, ranks, size):
+        return [stages.run_rank(Stages(WorkFolder(tmp_path / "b")), stage, rank) for rank in [*ranks[::-1], *ranks[:2]]]
 
-    monkeypatch.setattr(pool.Pool, "run", backwards)
+    monkeypatch.setattr(build.Workers, "run", backwards)
     build_datastore(tmp_path / "b", str(many), tokenizer, config=SMALL, workers=1)
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
@@ -118,51 +117,81 @@ def test_shards_that_hold_little_do_not_make_a_limit_of_tokens_read_all(tokenize
     assert ranks == list(range(4 + 8 * 4))
 
 
-def test_a_worker_that_dies_is_named(tokenizer, many, tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "_MODULE", "this")  # prints a poem and ends
-    with pytest.raises(BuildError, match=r"finish stage .* of rank \d+"):
-        build_datastore(tmp_path / "s", str(many), tokenizer, workers=2)
-
-
-@pytest.mark.parametrize(
-    "answer", ["{}", "[1]", "3", "null", '{"done": 3}', '{"done": [1]}', '{"error": "BuildError"}']
-)
-def test_a_worker_that_answers_something_else_is_named(tokenizer, many, tmp_path, monkeypatch, answer):
-    (tmp_path / "no_worker.py").write_text(f"import time\nprint({answer!r}, flush=True)\ntime.sleep(60)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(pool, "_MODULE", "no_worker")
-    with pytest.raises(BuildError, match=r"finish stage .* of rank \d+"):
-        build_datastore(tmp_path / "s", str(many), tokenizer, workers=2)
+def die(store, stage, rank):
+    os._exit(1)
 
 
 @pytest.mark.slow
-def test_errors_of_workers_are_those_of_the_library(tokenizer, many, tmp_path):
-    work = WorkFolder(tmp_path / "t")
-    work.store.mkdir()
-    work.begin({"verb": "build", "config": {}, "tokenizer": "none.json", "sources": []}, [{"files": []}, {"files": []}])
-    with pytest.raises(BuildError, match=r"tokenizer\.json"), pool.Pool(2) as run:
-        run(Stages(work), "tokens", [0, 1], 1, print)
+def test_a_worker_that_dies_is_told(many, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_run_rank", die)
+    with pytest.raises(BuildError, match=r"finish stage 'tokens': a worker process ended.*--resume"):
+        build_datastore(tmp_path / "s", str(many), byte_tokenizer(), workers=2)
+    monkeypatch.undo()
+    assert build_datastore(tmp_path / "s", resume=True).documents == 27
 
 
 @pytest.mark.slow
-def test_processes_stay_for_all_that_a_build_does(tokenizer, many, tmp_path, monkeypatch):
-    started = []
-    start = pool._start
-    monkeypatch.setattr(pool, "_start", lambda work: started.append(start(work)) or started[-1])
-    build_datastore(tmp_path / "s", str(many), tokenizer, config=SMALL, workers=2, max_tokens=400)
-    assert len(started) == 2 and all(process.poll() is not None for process in started)
+def test_errors_of_workers_are_those_of_the_library(many, tmp_path, monkeypatch):
+    original = WorkFolder.begin
+
+    def begin(self, plan, inputs=()):
+        plan = original(self, plan, inputs)
+        (self.store / plan["tokenizer"]).write_text("{}")
+        return plan
+
+    monkeypatch.setattr(WorkFolder, "begin", begin)
+    monkeypatch.setattr(build, "first_manifest", lambda store, name: Manifest("", FileEntry(0, ""), 0))
+    with pytest.raises(BuildError, match=r"tokenizer\.json"):
+        build_datastore(tmp_path / "s", str(many), byte_tokenizer(), workers=2)
+
+
+def build_slowly(store, source):
+    """A build of two workers, which wait for ever."""
+    build.SPAWN_WORK, shards.SHARD_BYTES, build._run_rank = 0, 150, wait_for_ever
+    build_datastore(store, source, byte_tokenizer(), workers=2)
+
+
+def wait_for_ever(store, stage, rank):
+    (store.parent / f"pid-{os.getpid()}").touch()
+    time.sleep(600)
 
 
 @pytest.mark.slow
-def test_workers_end_with_their_parent(tokenizer, many, tmp_path):
-    work = WorkFolder(tmp_path / "t")
-    work.store.mkdir()
-    work.begin({"config": {}, "tokenizer": "none.json", "sources": []})
-    process = pool._start(work)
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(120) != -signal.SIGKILL
-    assert not [name for name in os.listdir(work.path) if "shard" in name]
+def test_workers_end_with_their_parent(many, tmp_path):
+    parent = multiprocessing.get_context("spawn").Process(target=build_slowly, args=(tmp_path / "s", str(many)))
+    parent.start()
+    while not (found := [int(path.name[4:]) for path in tmp_path.glob("pid-*")]):
+        time.sleep(0.1)
+    parent.kill()
+    parent.join()
+    for pid in found:
+        for _ in range(300):
+            if not running(pid):
+                break
+            time.sleep(0.1)
+        assert not running(pid)
+
+
+def running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_parts_that_machines_build_are_merged(many, tokenizer, tmp_path):
+    build_datastore(tmp_path / "whole", str(many), tokenizer)
+    parts = [tmp_path / f"part{rank}" for rank in range(3)]
+    for rank, part in enumerate(parts):
+        build_datastore(part, str(many), tokenizer, part=(rank, 3))
+    assert all(0 < len(contents(part)) < 27 for part in parts)
+    assert [read_manifest(part).history[0]["part"] for part in parts] == [[0, 3], [1, 3], [2, 3]]
+    with pytest.raises(BuildError, match="Number the parts from 0"):
+        build_datastore(tmp_path / "part3", str(many), tokenizer, part=(3, 3))
+    merge_datastores(tmp_path / "merged", parts)
+    verify_datastore(tmp_path / "merged")
+    assert sorted(contents(tmp_path / "merged").values()) == sorted(contents(tmp_path / "whole").values())
 
 
 def test_a_plan_of_another_version_or_filter_is_not_resumed(tokenizer, many, tmp_path, monkeypatch):
@@ -211,21 +240,3 @@ def damage(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def test_hashes_are_a_set():
-    """Also of keys that stand across two others where these stand beside each other."""
-    zeros, ones = "00" * 13 + "01", "01" + "00" * 13
-    keys = ["0000" + zeros, "0000" + "00" * 14, "0001" + zeros, "0100" + ones]
-    held = _Hashes()
-    for i, key in enumerate(keys):
-        assert key not in held
-        held.add(key)
-        assert all(known in held for known in keys[: i + 1]) and not any(later in held for later in keys[i + 1 :])
-    assert "0000" + ones not in held
-    random = np.random.default_rng(0)
-    many = {random.bytes(32).hex() for _ in range(300)}
-    for key in many:
-        held.add("0000" + key)
-    assert all("0000" + key in held for key in many)
-    assert not any("0000" + random.bytes(32).hex() in held for _ in range(300))

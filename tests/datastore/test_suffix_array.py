@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieve_spec.datastore.segment import bits_of
-from retrieve_spec.datastore.sort import suffix_array
+from retrieve_spec.datastore.segment import bits_of, suffix_array
 from retrieve_spec.kernels.induced_sort import sort_suffixes
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
 from retrieve_spec.kernels.suffix_search import sa_extend, sa_longest, sa_search, sa_top_table

@@ -9,11 +9,10 @@ import subprocess
 
 import pytest
 
-from retrieve_spec.datastore import folder_state, sync
-from retrieve_spec.datastore.folder_state import FOLLOWED_BYTES, FolderState, look
+from retrieve_spec.datastore import sync
 from retrieve_spec.datastore.sources import Source, readable
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.sync import sync_datastore
+from retrieve_spec.datastore.sync import FOLLOWED_BYTES, FolderState, look, sync_datastore
 from retrieve_spec.datastore.verify import verify_datastore
 
 ROUNDS = int(os.environ.get("RETRIEVE_SPEC_ROUNDS", "15"))
@@ -145,14 +144,14 @@ def test_a_store_that_followed_every_change_says_what_there_is(tokenizer, tmp_pa
         folder.write()
     sync_datastore(store, [folder.root], tokenizer, workers=1)
     read = []
-    text_hash = folder_state.text_hash
+    text_hash = sync.text_hash
     for number in range(ROUNDS):
         folder.change()
-        monkeypatch.setattr(folder_state, "text_hash", lambda text: read.append(text) or text_hash(text))
+        monkeypatch.setattr(sync, "text_hash", lambda text: read.append(text) or text_hash(text))
         report = sync_datastore(store, [folder.root], workers=1)
-        monkeypatch.setattr(folder_state, "text_hash", text_hash)
+        monkeypatch.setattr(sync, "text_hash", text_hash)
         afresh = look(Source(str(folder.root), max_bytes=FOLLOWED_BYTES), FolderState(), store)
-        said = [(readable(name) + behind, *rest) for name, behind, *rest in sync._said(afresh)]
+        said = [(readable(name) + behind, *rest) for name, one in afresh.files.items() for behind, *rest in one[3]]
         texts = {name: digest for name, digest, _, _ in said if digest}
         held = {document.path: document.sha256 for document in open_datastore(store).documents()}
         assert set(held.values()) == set(texts.values()) and len(held) == len(set(held.values())), number

@@ -29,7 +29,7 @@ ORDER = [
     {"demo"},
     {"cli_store_read"},
     {"cli_generate", "cli_serve", "cli_store"},
-    {"cli_doctor", "cli_editor", "cli_share", "cli_sync"},
+    {"cli_doctor", "cli_editor"},
     {"cli"},
 ]
 """Rooms from the bottom up; those of one floor do not know each other."""

@@ -28,7 +28,7 @@ import multiprocessing, os, sys
 import numpy as np
 
 def sort():
-    from retrieve_spec.datastore.sort import suffix_array
+    from retrieve_spec.datastore.segment import suffix_array
     return suffix_array(np.random.default_rng(0).integers(1, 200, 3000).astype(np.uint16))
 
 def index():

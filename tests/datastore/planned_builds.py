@@ -1,0 +1,23 @@
+"""Builds whose sources change between the plan and the reading."""
+
+from __future__ import annotations
+
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.change import WorkFolder
+from retrieve_spec.datastore.verify import verify_datastore
+
+
+def planned_then(damage, sources, tokenizer, store, monkeypatch):
+    """Report of a build whose sources are damaged once it has planned what to read."""
+    original = WorkFolder.begin
+
+    def begin(self, plan, inputs=()):
+        plan = original(self, plan, inputs)
+        damage()
+        return plan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkFolder, "begin", begin)
+        report = build_datastore(store, sources, tokenizer, workers=1)
+    verify_datastore(store)
+    return report
