@@ -116,6 +116,21 @@ def need_extra() -> None:
     metavar="S",
     help="End when no editor has been connected (lsp --connect) for so many seconds; 0 is never.",
 )
+@click.option(
+    "--deadline",
+    default=_DEFAULTS.deadline_s,
+    type=FiniteRange(min=0),
+    metavar="S",
+    help="Seconds of work after which an answer ends, unless its request says otherwise (deadline_ms); 0 is never, but"
+    f" {_DEFAULTS.infill_deadline_s:g} for /infill.",
+)
+@click.option(
+    "--max-queue",
+    default=_DEFAULTS.max_queue,
+    show_default=True,
+    type=WholeRange(min=1),
+    help="Requests that may wait; further ones get 503.",
+)
 @_dtype
 @_device
 @click.option("--quiet", is_flag=True, help="Only errors.")
@@ -135,6 +150,8 @@ def serve(
     cache_mib: int,
     slots: int,
     linger: float,
+    deadline: float,
+    max_queue: int,
     dtype: str,
     device: str,
     quiet: bool,
@@ -159,6 +176,8 @@ def serve(
         prefix_share=prefix_share,
         cache_bytes=cache_mib << 20,
         slots=slots,
+        deadline_s=deadline,
+        max_queue=max_queue,
         workspace_licences=licences,
     )
 

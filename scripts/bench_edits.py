@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["RETRIEVE_SPEC_CACHE"] = tempfile.mkdtemp()
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=options.tokenizer, eos_token="</s>")
     model = build(options.size, options.context)
-    service = assemble(model, tokenizer, options.size, ServeConfig(deadline_s=1e6)).service
+    service = assemble(model, tokenizer, options.size, ServeConfig()).service
     with TestClient(create_app(service, Metrics(lambda: 0)), base_url="http://127.0.0.1") as client:
         files = {Path(trace).name: give(trace, model, service, client, options) for trace in options.traces}
     return {"files": files, "parameters": sum(weight.numel() for weight in model.parameters())}

@@ -35,7 +35,7 @@ from retrieve_spec.errors import BuildError
 
 PARTS = ("ignored", "generated", "secrets")
 """Parts of the filter that can be switched off."""
-RULES = f"{__version__} 2"
+RULES = f"{__version__} 3"
 """Name of these rules; the number changes with what they let in: nothing said under others counts."""
 MAX_BYTES = 256 << 10
 _TRIES = 3
@@ -194,7 +194,7 @@ class EntryFilter:
         return self._store is not None and name.startswith(self._store)
 
     def read(self, path: Path) -> str | Reason:
-        """Text of a file that `list` or `verdicts` let pass, without a byte order mark; never empty."""
+        """Text of a file that `list` or `verdicts` let pass, its lines ended by line feeds, without a byte order mark."""
         if self._outside(str(path), {}) is not None or path.is_symlink():
             return Reason.LINK
         for _ in range(_TRIES):
@@ -303,7 +303,7 @@ class EntryFilter:
         if not wide and b"\0" in data[:8192]:
             return Reason.BINARY
         try:
-            text = data.decode("utf-16" if wide else "utf-8-sig")
+            text = data.decode("utf-16" if wide else "utf-8-sig").replace("\r\n", "\n")
         except UnicodeDecodeError:
             return Reason.ENCODING
         return self.content(path.name, text) or text

@@ -6,10 +6,11 @@ import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from retrieve_spec.server.fim import Chunk, FimParts
+from retrieve_spec.server.fim import Chunk
 from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.schemas import Common
+from retrieve_spec.server.schemas import InfillRequest
 from retrieve_spec.server.service import Caller, Service
 from retrieve_spec.server.stream import opened
 from retrieve_spec.server.workspace import Workspace
@@ -42,6 +43,19 @@ class Cursor:
     tokens: int
     line_ms: float
     others: int = 0
+
+    def request(self) -> dict[str, Any]:
+        """The body of `POST /infill` that asks for it."""
+        line = self.left.rfind("\n") + 1
+        return {
+            "input_prefix": self.left[:line],
+            "prompt": self.left[line:],
+            "input_suffix": self.right,
+            "input_extra": [{"filename": chunk.filename, "text": chunk.text} for chunk in self.extra],
+            "n_predict": self.tokens,
+            "t_max_predict_ms": self.line_ms,
+            "n_cmpl": self.others + 1,
+        }
 
 
 class Completer:
@@ -84,11 +98,10 @@ class LocalCompleter(Completer):
         service = self.service
         if service.fim is None:
             return []
-        request = Common.model_validate({"t_max_predict_ms": cursor.line_ms})
+        request = InfillRequest.model_validate(cursor.request())
         caller = Caller("", f"lsp\0{cursor.uri}", explicit=True)
-        parts = FimParts(cursor.left, cursor.right, cursor.extra)
         try:
-            stream = await opened(service, lambda: [service.fill(parts, request, caller, cursor.tokens, cursor.others)])
+            stream = await opened(service, lambda: [service.infill(request, caller)])
         except Refusal as refusal:
             log.warning("%s", refusal.message)
             return []
@@ -99,7 +112,7 @@ class LocalCompleter(Completer):
         if done.outcome != "done":
             return []
         stream.prepared[0].remember(done)
-        return [text for text in (done.text, *done.alternatives) if text.strip()]
+        return [request.written(text) for text in (done.text, *done.alternatives) if text.strip()]
 
     def open(self, uri: str, text: str) -> None:
         """Draft from the text of an open document."""

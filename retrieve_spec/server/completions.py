@@ -107,7 +107,7 @@ class CompletionHandlers:
         def prepare() -> list[Prepared]:
             return [edit.prepare(self.service, body, who, wanted)]
 
-        return await self._openai(request, body, prepare, kind="edit", newline=edit.newline)
+        return await self._openai(request, body, prepare, kind="edit")
 
     async def _tabby(self, request: Request, body: schemas.TabbyRequest, arrived: float) -> Response:
         who = caller(request, body, arrived)
@@ -159,7 +159,7 @@ class CompletionHandlers:
         whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
         if not done.alternatives:
             return JSONResponse(whole)  # an object, not an array of one: llama.vscode prefetches from objects only
-        others = [{**whole, "index": i, "content": text} for i, text in enumerate(done.alternatives, 1)]
+        others = [{**whole, "index": i, "content": body.written(text)} for i, text in enumerate(done.alternatives, 1)]
         return JSONResponse([whole, *others])
 
     async def _openai(
@@ -169,14 +169,13 @@ class CompletionHandlers:
         prepare: Callable[[], Sequence[Prepared]],
         *,
         kind: wire.Kind = "text_completion",
-        newline: str = "\n",
     ) -> Response:
         samples = body.n or 1
         stream = await opened(self.service, lambda: [one for item in prepare() for one in item.samples(samples)])
         answer = wire.OpenAIAnswer(
             self.service.name,
             kind=kind,
-            newline=newline,
+            written=body.written,
             predicted=stream.prepared[0].predicted_tokens,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             samples=samples,

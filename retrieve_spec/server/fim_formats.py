@@ -53,6 +53,13 @@ class FimFormat:
         core = (self.prefix, self.suffix) + ((self.middle,) if self.middle else ())
         return core + self.requires
 
+    def spells(self, prompt: str) -> bool:
+        """Whether a prompt is made of these tokens: it ends with the middle's, or begins with the suffix's."""
+        prefix, suffix = self.prefix.lstrip("▁"), self.suffix.lstrip("▁")
+        if self.middle is None:
+            return prompt.lstrip().startswith(suffix) and prefix in prompt
+        return prompt.rstrip().endswith(self.middle.lstrip("▁")) and prefix in prompt and suffix in prompt
+
 
 _PIPE = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 _STAR = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
@@ -129,6 +136,14 @@ def find_format(codec: TextCodec) -> FimVocabulary | None:
         repo, sep = known(fmt.repo), known(fmt.sep)
         return FimVocabulary(fmt, prefix, suffix, known(fmt.middle), repo, sep, _bos(codec), frozenset(end))
     return None
+
+
+def unknown_format(codec: TextCodec, prompt: str) -> bool:
+    """Whether a prompt is spelled in a fill-in-the-middle format, and in none whose tokens the vocabulary holds."""
+    spelled = [fmt for fmt in FORMATS if fmt.spells(prompt)]
+    return bool(spelled) and all(
+        any(codec.token_id(token) is None for token in (fmt.prefix, fmt.suffix, fmt.middle) if token) for fmt in spelled
+    )
 
 
 def missing_tokens(codec: TextCodec) -> str:

@@ -15,7 +15,9 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from lsprotocol import types as lsp
+from pygls.exceptions import JsonRpcException, JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
+from pygls.protocol import LanguageServerProtocol
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
@@ -39,6 +41,20 @@ _LINES, _STEP = 64, 32
 MakeCompleter = Callable[[Sequence[Path]], Completer]
 
 
+class AnsweringProtocol(LanguageServerProtocol):
+    """pygls' protocol, which leaves a request unanswered whose parameters are not of its kind."""
+
+    def structure_message(self, data: dict[str, Any]) -> Any:
+        """A message as an object; one that is none and wants an answer gets the error -32602."""
+        try:
+            return super().structure_message(data)
+        except JsonRpcException as error:
+            if "id" in data and "method" in data:
+                refusal = JsonRpcInvalidParams(f"malformed parameters of {data['method']}")
+                self._send_response(data["id"], error=refusal.to_response_error())
+            raise error
+
+
 class CompletionServer(LanguageServer):
     """A language server that only completes.
 
@@ -59,7 +75,7 @@ class CompletionServer(LanguageServer):
     give_up: Callable[[], None] | None = None
 
     def __init__(self, make_completer: MakeCompleter, workspaces: Sequence[Path] = ()) -> None:
-        super().__init__("retrieve-spec", __version__)
+        super().__init__("retrieve-spec", __version__, protocol_cls=AnsweringProtocol)
         self._make_completer = make_completer
         self._workspaces = list(workspaces)
         self.completer: Completer | None = None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.continuations import Continuation, key_starts, scan_texts
-from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.text import TextCodec, with_line_feeds
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.sources.session import SessionMemory
 
@@ -147,6 +147,7 @@ class Memory:
 
     def note_buffer(self, key: str, text: str) -> None:
         """Remember the text of an open file; "" forgets it."""
+        text = with_line_feeds(text)
         with self._lock:
             if key not in self.buffers:
                 self._have_read(text)
@@ -163,6 +164,7 @@ class Memory:
 
     def note_accepted(self, text: str) -> None:
         """Remember a suggestion the user took."""
+        text = with_line_feeds(text)
         with self._lock:
             self.accepted.put(text, text)
 

@@ -59,7 +59,9 @@ class Reader:
         """
         if not isinstance(fields, dict):
             raise Refusal(400, "the body must be a JSON object")
-        if issubclass(schema, schemas.Common) and (names := unserved(fields, schema.model_fields)):
+        if issubclass(schema, schemas.Common | schemas.TemplateRequest) and (
+            names := unserved(fields, schema.model_fields)
+        ):
             raise Refusal(400, f"not served here: {', '.join(names)}; leave it out", "unsupported_field")
         try:
             return schema.model_validate(fields)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +34,8 @@ LINGER_S = 30
 """Seconds that a server which was started for editors goes on without one."""
 _ANSWER_S = 60.0
 _AGAIN_S = 1.0
+_CHARS_BEFORE, _CHARS_AFTER = 400_000, 100_000
+"""Characters before and after a cursor that are sent: as many as any model is shown."""
 
 
 class Remote:
@@ -70,7 +73,7 @@ class Remote:
             headers["Authorization"] = f"Bearer {self._key}".encode()  # keys are not always Latin-1
         if client:
             headers["X-Client-Id"] = client
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
         connection.request(method, self._path + path, data, headers)
         return connection.getresponse()
 
@@ -125,17 +128,8 @@ class RemoteCompleter(Completer):
 
     async def complete(self, cursor: Cursor) -> list[str]:
         """Suggestions for a place, the best first."""
-        line = cursor.left.rfind("\n") + 1
-        body = {
-            "input_prefix": cursor.left[:line],
-            "prompt": cursor.left[line:],
-            "input_suffix": cursor.right,
-            "input_extra": [{"filename": chunk.filename, "text": chunk.text} for chunk in cursor.extra],
-            "n_predict": cursor.tokens,
-            "t_max_predict_ms": cursor.line_ms,
-            "n_cmpl": cursor.others + 1,
-            "response_fields": ["content", "superseded"],
-        }
+        near = replace(cursor, left=cursor.left[-_CHARS_BEFORE:], right=cursor.right[:_CHARS_AFTER])
+        body = {**near.request(), "response_fields": ["content", "superseded"]}
         client = f"{self._me}-{hashlib.sha256(cursor.uri.encode('utf-8', 'replace')).hexdigest()[:16]}"
         connection = self.remote.connection()
 

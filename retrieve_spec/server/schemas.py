@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from retrieve_spec.server.samplers import sampler_chain
+from retrieve_spec.server.text import line_end, with_line_feeds
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
@@ -12,6 +27,8 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
 Count = Annotated[int, Field(ge=-1, le=1 << 31)]
+"""Tokens; -1 is as many as fit."""
+Share = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1)]
 Text = StrictStr
 TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
 Stops = Annotated[Items[Text], Field(max_length=256)] | Text | None
@@ -40,14 +57,19 @@ class Prediction(_Lenient):
 
 
 class Common(_Lenient):
-    """Fields of every dialect that asks for text."""
+    """Fields of every dialect that asks for text.
+
+    All texts of a request that has been read have line feeds, whatever ends the lines of the document it is about.
+    """
+
+    _newline: str = PrivateAttr("\n")
 
     model: Any = None
     stream: StrictBool | None = None
     temperature: Number | None = None
     top_k: Count | None = None
-    top_p: Number | None = None
-    min_p: Number | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     stop: Stops = None
     samplers: Items[Text] | Text | None = None
@@ -64,6 +86,30 @@ class Common(_Lenient):
     speculative: StrictBool | None = Field(None, description="False decodes plainly; the text is the same.")
     provenance: StrictBool | None = Field(None, description="Say where copied lines stand, and under which licence.")
     deadline_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
+
+    def written(self, text: str) -> str:
+        """A text, or a part of one, with the line ends of the document."""
+        return text if self._newline == "\n" else text.replace("\r", "").replace("\n", self._newline)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, fields: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(fields, dict):
+            return check(fields)
+        newline = cls._line_end(fields)
+        request = check(with_line_feeds(fields) if newline else fields)
+        request._newline = newline or "\n"
+        return request
+
+    @classmethod
+    def _line_end(cls, fields: dict[str, Any]) -> str:
+        """How the lines of the document end; "" where it is to be read as it is."""
+        return line_end(*_texts([fields.get(name) for name in ("input_prefix", "prompt", "input_suffix", "suffix")]))
+
+    @field_validator("samplers")
+    @classmethod
+    def _are_known(cls, samplers: list[str] | str | None) -> tuple[str, ...] | None:
+        return None if samplers is None else sampler_chain(samplers)
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
         """The schema of the JSON that is asked for, None for any text, and the field that asks for it."""
@@ -131,7 +177,7 @@ class OpenAIOptions(Common):
 
     response_format: ResponseFormat | None = None
 
-    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    max_tokens: Count | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=4)] | None = None
 
@@ -173,12 +219,21 @@ class Message(_Lenient):
 class ChatRequest(OpenAIOptions):
     """`POST /v1/chat/completions`."""
 
+    @classmethod
+    def _line_end(cls, fields: dict[str, Any]) -> str:
+        return line_end(*_texts(fields.get("prediction") or fields.get("messages")))
+
     messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
-    max_completion_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    max_completion_tokens: Count | None = None
 
 
 class EditRequest(OpenAIOptions):
     """`POST /v1/edits`: OpenAI's edits, with the name of the file."""
+
+    @classmethod
+    def _line_end(cls, fields: dict[str, Any]) -> str:
+        text = fields.get("input")
+        return line_end(text) if isinstance(text, str) and text.count("\n") == text.count("\r\n") else ""
 
     input: Text
     instruction: Text
@@ -240,6 +295,15 @@ class TemplateRequest(_Lenient):
     """`POST /apply-template`."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
 
 
 def reason(error: ValidationError) -> str:

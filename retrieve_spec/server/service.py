@@ -20,14 +20,14 @@ from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.definitions import Definitions
 from retrieve_spec.server.engine import Engine
 from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
-from retrieve_spec.server.fim_formats import find_format, missing_tokens
+from retrieve_spec.server.fim_formats import find_format, missing_tokens, unknown_format
 from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.jobs import Completion, Task
 from retrieve_spec.server.memory import Hints, Memory
 from retrieve_spec.server.prompts import Prompts
-from retrieve_spec.server.samplers import Sampling, normalise_chain
+from retrieve_spec.server.samplers import DEFAULT_CHAIN, Sampling
 from retrieve_spec.server.schemas import Common, InfillRequest, TabbyRequest
 from retrieve_spec.server.stopping import StopRules
 from retrieve_spec.server.text import TextCodec
@@ -305,7 +305,14 @@ class Service:
         """A task for what follows a prompt; one that spells fill-in-the-middle tokens is treated as typing.
 
         `expected` are the tokens of the request's prediction, where they are known.
+
+        Raises
+        ------
+        Refusal
+            501: it is spelled in a fill-in-the-middle format that the model does not know; 400: it does not fit.
         """
+        if isinstance(prompt, str) and unknown_format(self.codec, prompt):
+            raise Refusal(501, self.no_fim(), "not_supported_error")
         ids = self.prompts.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             ids = [self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else next(iter(self.end_ids))]
@@ -365,16 +372,12 @@ class Service:
         begun: str = "",
     ) -> Task:
         config = self.config
-        limit = config.max_predict if wanted < 0 else min(wanted, config.max_predict)
-        deadline = config.deadline_s
-        if request.deadline_ms is not None:
-            deadline = min(deadline, request.deadline_ms / 1000)
         late = request.t_max_predict_ms
         words, stop_ids = self._stops(request)
         return Task(
             tuple(ids),
             StopRules(
-                limit,
+                wanted,
                 self.end_ids | stop_ids,
                 words,
                 request.n_indent or 0,
@@ -388,13 +391,20 @@ class Service:
             arrived=caller.arrived,
             client=caller.client,
             document=None if caller.explicit else document,
-            deadline_s=deadline,
+            deadline_s=self._deadline(request),
             stale_s=config.stale_s if typing and caller.client is not None else None,
             warm=wanted == 0,
             reuse=request.cache_prompt is not False,
             alternatives=alternatives,
             drafting=request.speculative is not False,
         )
+
+    def _deadline(self, request: Common) -> float | None:
+        """Seconds of work after which an answer ends, None for no end."""
+        if request.deadline_ms is not None:
+            return request.deadline_ms / 1000
+        typed = self.config.infill_deadline_s if isinstance(request, InfillRequest) else None
+        return self.config.deadline_s or typed
 
     def _sampling(self, request: Common) -> Sampling:
         """How tokens are chosen; without a seed every answer is another sample."""
@@ -404,7 +414,7 @@ class Service:
             request.top_k or 0,
             request.top_p if request.top_p is not None else 1.0,
             request.min_p or 0.0,
-            normalise_chain(request.samplers),
+            DEFAULT_CHAIN if request.samplers is None else tuple(request.samplers),
             seed,
             self.grammars.of(request),
         )

@@ -140,9 +140,9 @@ class StopScanner:
         return len(token_ids)
 
     def finish(self) -> None:
-        """No further token comes: release what was held back."""
+        """No further token comes: release what was held back, but for half a character, whose rest was to follow."""
         if not self.stopped:
-            self._flush()
+            self._flush(whole=False)
 
     def visible(self) -> str:
         """Text that became certain since the last call; what could still become a stop string is held back."""
@@ -159,11 +159,11 @@ class StopScanner:
     def _end(self, stop_type: StopType) -> None:
         self.stop_type = stop_type
         if stop_type != "word":
-            self._flush()
+            self._flush(whole=stop_type == "eos")
 
-    def _flush(self) -> None:
-        """Take what was held back of half a character."""
-        rest = self._detokenizer.flush()
+    def _flush(self, *, whole: bool) -> None:
+        """Take what was held back for the end of a character; half of one only where the model ended there itself."""
+        rest = self._detokenizer.flush(whole=whole)
         self.text += rest[self._begun :]
         self._begun -= min(self._begun, len(rest))
 

@@ -24,6 +24,21 @@ _LONG = 4096
 """Longer texts are encoded as a batch of one: other threads go on meanwhile."""
 
 
+def line_end(*texts: str) -> str:
+    """How most lines of a document, given in parts, end: ``"\\r\\n"`` or ``"\\n"``."""
+    ends = sum(text.count("\r\n") for text in texts)
+    return "\r\n" if 0 < sum(text.count("\n") for text in texts) <= 2 * ends else "\n"
+
+
+def with_line_feeds(value: Any) -> Any:
+    """A text, or a JSON value with texts in it, whose lines end in line feeds: what models and drafters are shown."""
+    if isinstance(value, str):
+        return value.replace("\r\n", "\n")
+    if isinstance(value, list):
+        return [with_line_feeds(part) for part in value]
+    return {key: with_line_feeds(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
 class TextCodec:
     """The two ways a server reads text, and the one way it writes it, by a tokenizer with a Rust backend.
 
@@ -171,8 +186,8 @@ class IncrementalText:
             self._read = len(text)
         return fresh
 
-    def flush(self) -> str:
-        """What is left when no further token comes."""
+    def flush(self, *, whole: bool) -> str:
+        """What is left when no further token comes; without the half character at its end unless that is ``whole``."""
         fresh = self._codec.decode(self._window)[self._read :] if self.pending else ""
         self.pending = False
-        return fresh
+        return fresh if whole else fresh.rstrip("\ufffd")

@@ -57,6 +57,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
+    "adaptive_target": (-1,),
     "top_n_sigma": (0, -1),
     "n_probs": (0,),
     "lora": (),
@@ -67,6 +68,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values with which a field asks for nothing; None, "", [] and {} always do."""
 
 
+_OF_MESSAGES = ("tool_calls", "function_call", "audio")
+"""Fields of a message that are more than its text."""
 _SEVERAL = ("n", "n_cmpl")
 """Fields that ask for several answers, which some dialects serve under one of these names."""
 _JSON = ("response_format", "json_schema")
@@ -83,7 +86,10 @@ def unserved(fields: Mapping[str, Any], served: Collection[str] = ()) -> list[st
     names = [name for name, neutral in asked.items() if name in fields and not _asks_nothing(fields[name], neutral)]
     messages = fields.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else []):
-        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            continue
+        names += [f"messages.{number}.{name}" for name in _OF_MESSAGES if not _asks_nothing(message.get(name), ())]
+        content = message.get("content")
         for part in content if isinstance(content, list) else []:
             if isinstance(part, dict) and part.get("type", "text") != "text":
                 names.append(f"messages.{number}.content ({str(part['type'])[:40]})")

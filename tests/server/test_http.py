@@ -31,6 +31,7 @@ def server(live, say):
     return live(say("urn a + b\n"))
 
 
+HELLO = [{"role": "user", "content": "hello"}]
 INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
 
 
@@ -124,6 +125,11 @@ def test_several_alternatives_are_an_array(server, codec):
         ({"input_extra": [{"text": 1}]}, '"input_extra.0.text" must be a string'),
         ({"n_predict": "many"}, '"n_predict"'),
         ({"n_cmpl": 5}, '"n_cmpl"'),
+        ({"top_p": 2}, '"top_p"'),
+        ({"top_p": -0.1}, '"top_p"'),
+        ({"min_p": 5}, '"min_p"'),
+        ({"samplers": "kqt"}, "no sampler is called 'q'"),
+        ({"samplers": ["top_k", "bogus"]}, "no sampler is called 'bogus'"),
         ({"temperature": 1e400}, "not JSON"),
     ],
 )
@@ -227,6 +233,67 @@ def test_prompt_beyond_the_context_is_refused(live, say):
     raw = live(say("x", n_ctx=64)).post("/v1/completions", {"prompt": "word " * 100})
     assert raw.status_code == 400
     assert "64" not in raw.json()["error"]["message"] or "at most 63" in raw.json()["error"]["message"]
+
+
+def test_as_many_tokens_as_fit(live, codec):
+    ids = codec.encode("x")
+    server = live(ScriptedBackend(lambda prompt: ids * 5000, n_ctx=6000))
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})):
+        answer = server.post(path, {**body, "max_tokens": -1}).json()
+        assert answer["usage"]["completion_tokens"] == 5000
+        assert answer["choices"][0]["finish_reason"] == "length"
+    server.backend.n_ctx = 600
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": -1}).json()["usage"]["total_tokens"] == 600
+
+
+def test_samplers_by_letter_are_those_by_name(server):
+    """llama.vscode's edit with AI sends the letters."""
+    body = {"messages": HELLO, "temperature": 0.05, "top_k": 40, "samplers": "edkypmxt", "seed": 1}
+    server.post("/v1/chat/completions", body)
+    task, _ = server.done[-1]
+    kwargs = task.sampling.generate_kwargs()
+    assert (kwargs["temperature"], kwargs["top_k"]) == (0.05, 40)
+    server.post("/v1/chat/completions", {"messages": HELLO, "temperature": 1, "top_p": 0})
+    assert server.done[-1][0].sampling.greedy
+
+
+def test_deadlines_are_asked_for_or_the_operators(live, say):
+    def deadlines(**options):
+        server = live(say("x"), config=ServeConfig(**options))
+        for fields in ({}, {"deadline_ms": 90_000}):
+            server.post("/v1/chat/completions", {"messages": HELLO, **fields})
+            server.post("/infill", {**INFILL, **fields})
+        return [task.deadline_s for task, _ in server.done]
+
+    assert deadlines() == [None, 10, 90, 90]
+    assert deadlines(deadline_s=5) == [5, 5, 90, 90]
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "function_call"])
+def test_what_a_history_says_of_tools_is_refused_by_name(server, field):
+    past = {"role": "assistant", "content": "", field: [{"id": "1", "type": "function"}]}
+    raw = server.post("/v1/chat/completions", {"messages": [*HELLO, past]})
+    assert raw.status_code == 400
+    assert f"messages.1.{field}" in raw.json()["error"]["message"]
+    assert server.post("/v1/chat/completions", {"messages": [*HELLO, {**past, field: None}]}).status_code == 200
+
+
+def test_a_template_with_tools_is_refused_by_name(server):
+    raw = server.post("/apply-template", {"messages": HELLO, "tools": [{"type": "function"}]})
+    assert raw.status_code == 400
+    assert "tools" in raw.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["<fim_prefix>a<fim_suffix>b<fim_middle>", "[SUFFIX]b[PREFIX]a", "<PRE> a <SUF>b <MID>"]
+)
+def test_a_prompt_in_another_models_format_is_501(server, prompt):
+    for path in ("/v1/completions", "/completion"):
+        raw = server.post(path, {"prompt": prompt})
+        assert raw.status_code == 501, raw.text
+        assert "Infill is not supported" in raw.json()["error"]["message"]
+    about_it = f"The format is {prompt} for some."
+    assert server.post("/v1/completions", {"prompt": about_it}).status_code == 200
 
 
 # ── Tabby and the small endpoints ──

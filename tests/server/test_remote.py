@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -96,6 +97,14 @@ def test_a_request_that_an_editor_gives_up_is_given_up(live, codec, editors):
     backend.gate.release(1000)
     wait_for(lambda: bool(server.done))
     assert server.done[-1][1].outcome == "cancelled"
+
+
+def test_of_a_large_document_what_a_prompt_needs_is_sent(live, codec, editors):
+    server = live(saying(codec, "urn 1"))
+    editor = editors(server.url)
+    assert editor.wait(60)
+    large = replace(CURSOR, left="a = 'é'\n" * 700_000 + CURSOR.left, right="b = 2\n" * 700_000)
+    assert asyncio.run(editor.complete(large)) == ["urn 1"]
 
 
 def test_a_wrong_key_is_said(live, codec, editors):
