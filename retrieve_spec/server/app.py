@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from retrieve_spec.server.attached import Attached
 from retrieve_spec.server.completions import CompletionHandlers
 from retrieve_spec.server.events import EventStream
 from retrieve_spec.server.guard import Guard, Refusal
@@ -35,10 +34,8 @@ def create_app(
     *,
     keys: Sequence[bytes] = (),
     provenance: Provenance | None = None,
-    attached: Attached | None = None,
 ) -> Starlette:
     """The ASGI application of a service."""
-    attached = attached or Attached()
     reader = Reader(service.config)
     h = CompletionHandlers(service, provenance or Provenance(), reader)
     about = InformationHandlers(service, metrics, reader)
@@ -51,7 +48,6 @@ def create_app(
         service.engine.start()
         if service.workspace is not None:
             service.workspace.start()
-        attached.wait()
         yield
         if service.workspace is not None:
             service.workspace.close()
@@ -67,13 +63,10 @@ def create_app(
         route("/chat/completions", h.chat, "POST"),
         route("/v1/edits", h.edits, "POST"),
         route("/v1/edit", h.edits, "POST"),
-        route("/v1/events", h.events, "POST"),
-        route("/v1/attach", attached.attach, "GET"),
         route("/v1/models", about.models, "GET"),
         route("/models", about.models, "GET"),
         route("/health", about.health, "GET"),
-        route("/v1/health", about.tabby_health, "GET", "POST"),
-        route("/v1beta/server_setting", about.server_setting, "GET"),
+        route("/v1/health", about.health, "GET"),
         route("/props", about.props, "GET"),
         route("/tokenize", about.tokenize, "POST"),
         route("/detokenize", about.detokenize, "POST"),

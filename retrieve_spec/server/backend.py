@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.samplers import Sampling
 
 
@@ -90,9 +89,6 @@ class Text(Protocol):
     def close(self) -> None:
         """End the text, however far it is, and hand its cache back with what was read and said."""
 
-    def branches(self) -> list[Branch]:
-        """What verification showed beside the path that was taken, the likeliest first."""
-
 
 class Backend(Protocol):
     """What the engine asks of a model; all calls come from one thread."""
@@ -124,12 +120,11 @@ class Backend(Protocol):
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
-        hints: DraftHints, piece: int = 0, branches: bool = False,
+        hints: DraftHints, piece: int = 0,
     ) -> Text:  # fmt: skip
         """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet.
 
-        Of the prompt at most ``piece`` tokens are read in a pass (0: all). With ``branches`` it is noted what
-        verification showed beside the path that was taken.
+        Of the prompt at most ``piece`` tokens are read in a pass (0: all).
         """
 
     def step(self, texts: Sequence[Text]) -> None:

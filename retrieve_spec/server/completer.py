@@ -32,8 +32,6 @@ class Cursor:
         Pieces of other open documents, what was looked at last at the end.
     tokens, line_ms
         Most tokens of a suggestion; milliseconds after which it ends with its line.
-    others
-        Further suggestions wanted.
     """
 
     uri: str
@@ -42,7 +40,6 @@ class Cursor:
     extra: tuple[Chunk, ...]
     tokens: int
     line_ms: float
-    others: int = 0
 
     def request(self) -> dict[str, Any]:
         """The body of `POST /infill` that asks for it."""
@@ -54,7 +51,6 @@ class Cursor:
             "input_extra": [{"filename": chunk.filename, "text": chunk.text} for chunk in self.extra],
             "n_predict": self.tokens,
             "t_max_predict_ms": self.line_ms,
-            "n_cmpl": self.others + 1,
         }
 
 
@@ -64,8 +60,8 @@ class Completer:
     workspace: Workspace | None = None
     """Folders that are indexed in this process, if any."""
 
-    async def complete(self, cursor: Cursor) -> list[str]:
-        """Suggestions for a place, the best first; nothing where there are none, or a newer request came."""
+    async def complete(self, cursor: Cursor) -> str:
+        """A suggestion for a place; "" where there is none, or a newer request came."""
         raise NotImplementedError
 
     def open(self, uri: str, text: str) -> None:
@@ -93,26 +89,26 @@ class LocalCompleter(Completer):
         self.service, self.workspace = service, service.workspace
         service.engine.start()
 
-    async def complete(self, cursor: Cursor) -> list[str]:
-        """Suggestions for a place, the best first."""
+    async def complete(self, cursor: Cursor) -> str:
+        """A suggestion for a place."""
         service = self.service
         if service.fim is None:
-            return []
+            return ""
         request = InfillRequest.model_validate(cursor.request())
         caller = Caller("", f"lsp\0{cursor.uri}", explicit=True)
         try:
             stream = await opened(service, lambda: [service.infill(request, caller)])
         except Refusal as refusal:
             log.warning("%s", refusal.message)
-            return []
+            return ""
         try:
             (done,) = await stream.results()
         finally:
             stream.close()
         if done.outcome != "done":
-            return []
+            return ""
         stream.prepared[0].remember(done)
-        return [request.written(text) for text in (done.text, *done.alternatives) if text.strip()]
+        return request.written(done.text) if done.text.strip() else ""
 
     def open(self, uri: str, text: str) -> None:
         """Draft from the text of an open document."""

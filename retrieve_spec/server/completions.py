@@ -19,7 +19,7 @@ from retrieve_spec.server.fim import FimParts
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.provenance import Provenance
-from retrieve_spec.server.reading import Reader, caller, scope_of
+from retrieve_spec.server.reading import Reader, caller
 from retrieve_spec.server.service import Caller, Prepared, Service
 from retrieve_spec.server.stream import Stream, opened
 
@@ -51,11 +51,9 @@ class CompletionHandlers:
         return await self._llama(request, body, lambda: self._one(body.prompt, body, who, wanted))
 
     async def completions(self, request: Request) -> Response:
-        """`POST /v1/completions`: OpenAI's dialect, and Tabby's when there are `segments`."""
+        """`POST /v1/completions`."""
         arrived = monotonic()
-        body = await self._reader.read(request, schemas.OpenAICompletionRequest, segments=schemas.TabbyRequest)
-        if isinstance(body, schemas.TabbyRequest):
-            return await self._tabby(request, body, arrived)
+        body = await self._reader.read(request, schemas.OpenAICompletionRequest)
         if body.prompt is None:
             raise Refusal(400, '"prompt" is required')
         who = caller(request, body, arrived)
@@ -109,27 +107,6 @@ class CompletionHandlers:
 
         return await self._openai(request, body, prepare, kind="edit")
 
-    async def _tabby(self, request: Request, body: schemas.TabbyRequest, arrived: float) -> Response:
-        who = caller(request, body, arrived)
-        stream = await opened(self.service, lambda: [self.service.tabby(body, who)])
-        (done,), (prepared,) = await self._collect(request, stream), stream.prepared
-        text = done.text if done.outcome == "done" else ""
-        choices = [{"index": 0, "text": text}] if text else []
-        answer = wire.OpenAIAnswer(self.service.name).chunk("")
-        out = {"id": answer["id"], "choices": choices, "mode": body.mode or "standard"}
-        if text and not prepared.is_forgotten:
-            self.service.account(who.scope).suggest(str(answer["id"]), prepared, text)
-        return JSONResponse(out)
-
-    async def events(self, request: Request) -> Response:
-        """`POST /v1/events`: a selected Tabby suggestion is remembered as accepted."""
-        body = await self._reader.read(request, schemas.TabbyEvent)
-        known = self.service.account(scope_of(request)).suggestions.get(body.completion_id or "")
-        if known is not None and body.type == "select":
-            prepared, text = known
-            prepared.memory.note_accepted(prepared.left[prepared.left.rfind("\n") + 1 :] + text)
-        return JSONResponse({})
-
     async def _llama(
         self,
         request: Request,
@@ -156,11 +133,7 @@ class CompletionHandlers:
             return EventStream(self._events(stream, body, answer))
         (done,) = await self._collect(request, stream)
         prepared.remember(done)
-        whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
-        if not done.alternatives:
-            return JSONResponse(whole)  # an object, not an array of one: llama.vscode prefetches from objects only
-        others = [{**whole, "index": i, "content": body.written(text)} for i, text in enumerate(done.alternatives, 1)]
-        return JSONResponse([whole, *others])
+        return JSONResponse(answer.whole(done, self.provenance.of(body, done, prepared.left)))
 
     async def _openai(
         self,

@@ -13,7 +13,6 @@ from time import monotonic
 import numpy as np
 
 from retrieve_spec.config import FEW_ROOTS
-from retrieve_spec.server.alternatives import Alternatives
 from retrieve_spec.server.backend import Backend, DraftHints, Text
 from retrieve_spec.server.jobs import Completion, Delta, Job
 from retrieve_spec.server.slots import Slot, SlotPool
@@ -124,27 +123,18 @@ class Decode:
             sampling=task.sampling,
             hints=hints,
             piece=self._piece,
-            branches=task.alternatives > 0,
         )
         self.done.setup_s = self._since()
         said: list[int] = []
         try:
             yield from self._decode(slot, text, said)
             self._conclude()
-            others = bool(task.alternatives) and not (self.job.cancel.is_set() or self.done.deadline_hit)
-            if not others:
-                self._is_said = True
-                yield None
+            self._is_said = True
+            yield None  # who waits is told before the cache is put in order
         finally:
             slot.copied = None
             text.close()
             self.pool.settle(slot, [*task.prompt_ids, *said])
-        if others:
-            beside = Alternatives(
-                self.backend, self.codec, self.pool, task, lambda: self.job.cancel.is_set() or self._expired()
-            )
-            emitted = said[: len(self._scanner.token_ids)]
-            self.done.alternatives = yield from beside.of(text.branches(), slot, self.done, emitted)
 
     def _said_before(self, slot: Slot) -> tuple[int, ...]:
         """What was said behind this prompt before, in part perhaps, if it agrees with what has been typed since.

@@ -16,7 +16,6 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import using
 from retrieve_spec.generation.streams import generate_stream, open_sequence
 from retrieve_spec.server.backend import DraftHints, PassFigures, ReadingCost, Text
-from retrieve_spec.server.branches import Branch, BranchCollector
 from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.samplers import Sampling
@@ -32,8 +31,8 @@ _NOBODY = "\0"
 class SharedText:
     """A text that shares passes of the engine with others."""
 
-    def __init__(self, sequence: Decoded, speculation: Speculation, collector: BranchCollector) -> None:
-        self.sequence, self._speculation, self._collector = sequence, speculation, collector
+    def __init__(self, sequence: Decoded, speculation: Speculation) -> None:
+        self.sequence, self._speculation = sequence, speculation
 
     @property
     def piece(self) -> int:
@@ -88,10 +87,6 @@ class SharedText:
         self._speculation.engine.leave(self.sequence)
         self._speculation.ended(self.sequence)
 
-    def branches(self) -> list[Branch]:
-        """What verification showed beside the path that was taken, the likeliest first."""
-        return self._collector.likeliest()
-
 
 class LoneText:
     """A text that the model's original `generate` decodes, all in one step."""
@@ -131,10 +126,6 @@ class LoneText:
     def close(self) -> None:
         """End the text."""
         self._stream.close()
-
-    def branches(self) -> list[Branch]:
-        """Nothing: nothing was drafted."""
-        return []
 
 
 class HuggingFaceBackend:
@@ -216,7 +207,7 @@ class HuggingFaceBackend:
             texts = [
                 self.decode(
                     self.clone(cache), ids + more, max_tokens=_WARM_TOKENS, end_ids=end_ids, sampling=sampling,
-                    hints=DraftHints(enabled, scope=_NOBODY), branches=sampling.greedy,
+                    hints=DraftHints(enabled, scope=_NOBODY),
                 )
                 for sampling in (Sampling(), Sampling(begun=" "), Sampling(temperature=0.8, top_p=0.9))
                 for enabled in (True, False)
@@ -226,7 +217,6 @@ class HuggingFaceBackend:
                 for text in under_way:
                     text.take()  # a text waits for its reader
             for text in texts:
-                text.branches()
                 text.close()
         self.forget(_NOBODY)
 
@@ -243,7 +233,7 @@ class HuggingFaceBackend:
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
-        hints: DraftHints, piece: int = 0, branches: bool = False,
+        hints: DraftHints, piece: int = 0,
     ) -> Text:  # fmt: skip
         """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet."""
         ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
@@ -267,14 +257,12 @@ class HuggingFaceBackend:
             options["draft"] = "off"
         if not sampling.greedy:
             options["seed"] = sampling.seed
-        collector = BranchCollector(follow=sampling.greedy)
-        loan = partial(self._draft_for, hints)
-        sequence = open_sequence(self.model, ids, on_pass=collector if branches else None, on_loan=loan, **options)
+        sequence = open_sequence(self.model, ids, on_loan=partial(self._draft_for, hints), **options)
         if sequence is None:
             return LoneText(generate_stream(self.model, ids, **options))
         sequence.limits.prefill_chunk = piece or sequence.limits.prefill_chunk
         self._engine.join(sequence)
-        return SharedText(sequence, self.model.speculation, collector)
+        return SharedText(sequence, self.model.speculation)
 
     @property
     def _cache_name(self) -> str:

@@ -90,12 +90,6 @@ class InformationHandlers:
                 body["workspace"]["trouble"] = f"{kind}: it is not followed for now; the server's log says more"
         return JSONResponse(body)
 
-    async def tabby_health(self, request: Request) -> Response:
-        """`GET` or `POST /v1/health`, in the shape Tabby's clients expect."""
-        version = {"build_date": "", "build_timestamp": "", "git_sha": "", "git_describe": f"v{__version__}"}
-        body = {"model": self.service.name, "device": "local", "arch": "", "cpu_info": "", "cpu_count": 1}
-        return JSONResponse({**body, "cuda_devices": [], "version": version, "status": "ok"})
-
     async def props(self, request: Request) -> Response:
         """`GET /props`."""
         service = self.service
@@ -110,10 +104,6 @@ class InformationHandlers:
             "fim": self._family(),
         }
         return JSONResponse(body)
-
-    async def server_setting(self, request: Request) -> Response:
-        """`GET /v1beta/server_setting`, asked for by Tabby's clients."""
-        return JSONResponse({"disable_client_side_telemetry": True})
 
     async def kept(self, request: Request) -> Response:
         """`GET /v1/workspace`: what there is to forget of this user."""

@@ -231,14 +231,13 @@ def _add_completion(server: CompletionServer) -> None:
             left = source[: document.offset_at_position(chosen.range.start)] + chosen.text
             given = chosen.text
         kind = params.context.trigger_kind
-        others = 2 if kind == lsp.InlineCompletionTriggerKind.Invoked else 0
         server.look(document.uri, params.position.line)
-        cursor = Cursor(document.uri, left, right, server.pieces(document.uri), _TOKENS[kind], _LINE_MS[kind], others)
-        texts = await completer.complete(cursor)
-        if not texts:
+        cursor = Cursor(document.uri, left, right, server.pieces(document.uri), _TOKENS[kind], _LINE_MS[kind])
+        text = await completer.complete(cursor)
+        if not text:
             return None
         where = chosen.range if chosen is not None else None
-        return lsp.InlineCompletionList([_item(document.uri, left, given + text, where) for text in texts])
+        return lsp.InlineCompletionList([_item(document.uri, left, given + text, where)])
 
 
 def _item(uri: str, left: str, text: str, where: lsp.Range | None) -> lsp.InlineCompletionItem:

@@ -15,8 +15,8 @@ _POSTS: dict[str, tuple[str, tuple[type[BaseModel], ...], tuple[int, ...]]] = {
     "/infill": ("Text between a prefix and a suffix (llama.cpp's dialect).", (schemas.InfillRequest,), (501,)),
     "/completion": ("Text after a prompt (llama.cpp's dialect).", (schemas.CompletionRequest,), ()),
     "/v1/completions": (
-        "Text completions (OpenAI's dialect, with `suffix`), or Tabby's segments.",
-        (schemas.OpenAICompletionRequest, schemas.TabbyRequest),
+        "Text completions (OpenAI's dialect, with `suffix`).",
+        (schemas.OpenAICompletionRequest,),
         (501,),
     ),
     "/v1/fim/completions": (
@@ -26,17 +26,15 @@ _POSTS: dict[str, tuple[str, tuple[type[BaseModel], ...], tuple[int, ...]]] = {
     ),
     "/v1/chat/completions": ("Chat completions, with predicted outputs.", (schemas.ChatRequest,), ()),
     "/v1/edits": ("The whole new text of a file, given what to change.", (schemas.EditRequest,), ()),
-    "/v1/events": ("What became of a Tabby suggestion.", (schemas.TabbyEvent,), ()),
     "/tokenize": ("Text as token ids.", (schemas.TokenizeRequest,), ()),
     "/detokenize": ("Token ids as text.", (schemas.DetokenizeRequest,), ()),
     "/apply-template": ("The prompt of a conversation.", (schemas.TemplateRequest,), ()),
 }
 _GETS = {
     "/health": "What is served, and what it drafts from.",
-    "/v1/health": "The same, in the shape Tabby's clients expect.",
+    "/v1/health": "The same.",
     "/v1/models": "The model, and the alias under which some editors send predictions.",
     "/props": "Context length and defaults.",
-    "/v1beta/server_setting": "Settings for Tabby's clients.",
 }
 _WORKING = ("/infill", "/completion", "/v1/completions", "/v1/fim/completions", "/v1/chat/completions", "/v1/edits")
 

@@ -16,7 +16,6 @@ from retrieve_spec.server.service import Caller
 from retrieve_spec.server.unserved import unserved
 
 M = TypeVar("M", bound=BaseModel)
-N = TypeVar("N", bound=BaseModel)
 _INLINE = 64 << 10
 """Bytes of a body that is parsed where other requests wait; larger ones are parsed in a thread."""
 
@@ -28,8 +27,8 @@ class Reader:
         self._config = config
         self._budget = BodyBudget(config.bodies_bytes)
 
-    async def read(self, request: Request, schema: type[M], **others: type[N]) -> M | N:
-        """The body of a request as a schema, or as another one where there is a field of that name.
+    async def read(self, request: Request, schema: type[M]) -> M:
+        """The body of a request as a schema.
 
         Raises
         ------
@@ -39,13 +38,12 @@ class Reader:
         config = self._config
         data = await read_body(request, config.max_body_bytes, self._budget, config.body_s)
 
-        def parsed() -> M | N:
+        def parsed() -> M:
             try:
                 fields = pydantic_core.from_json(data, allow_inf_nan=False)
             except ValueError as error:
                 raise Refusal(400, f"the body is not JSON: {error}") from error
-            named = [other for name, other in others.items() if isinstance(fields, dict) and name in fields]
-            return self.check(named[0], fields) if named else self.check(schema, fields)
+            return self.check(schema, fields)
 
         return parsed() if len(data) < _INLINE else await asyncio.to_thread(parsed)
 

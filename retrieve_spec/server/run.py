@@ -15,7 +15,6 @@ from starlette.applications import Starlette
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.app import create_app
-from retrieve_spec.server.attached import Attached
 from retrieve_spec.server.connections import BoundedConnection
 from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
 from retrieve_spec.server.jobs import Completion, Task
@@ -216,11 +215,10 @@ def serve(
     key_file: Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
-    linger_s: float = 0.0,
     on_listening: Callable[[str], None] = lambda url: None,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until interrupted, or, where ``linger_s`` is given, until no editor has been there for so many seconds.
+    """Serve until interrupted.
 
     `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded,
     `on_loaded` when it has been, in the thread that did it.
@@ -266,7 +264,6 @@ def serve(
             served.metrics,
             keys=keys,
             provenance=served.provenance,
-            attached=Attached(linger_s, lambda: setattr(server, "should_exit", True)),
         )
 
     starting = Starting(make, lambda: setattr(server, "should_exit", True))

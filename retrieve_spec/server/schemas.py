@@ -130,8 +130,7 @@ class InfillRequest(Common):
     input_suffix: Text
     prompt: Text | None = None
     input_extra: Annotated[Items[ExtraChunk], Field(max_length=1024)] | None = None
-    n_cmpl: Annotated[int, Field(ge=1, le=4)] | None = None
-    n: Annotated[int, Field(ge=1, le=4)] | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=16, description="Taken, and answered with one completion.")] | None = None
 
 
 class CompletionRequest(Common):
@@ -238,42 +237,6 @@ class EditRequest(OpenAIOptions):
     input: Text
     instruction: Text
     path: Text | None = Field(None, description="How the file is called in the prompt; it is not opened.")
-
-
-class TabbySnippet(_Lenient):
-    """A piece of code that Tabby's client found."""
-
-    body: Text
-    filepath: Text | None = None
-
-
-class TabbySegments(_Lenient):
-    """What Tabby's client knows at the cursor."""
-
-    prefix: Text
-    suffix: Text | None = None
-    filepath: Text | None = None
-    declarations: Items[TabbySnippet] | None = None
-    relevant_snippets_from_changed_files: Items[TabbySnippet] | None = None
-    relevant_snippets_from_recently_opened_files: Items[TabbySnippet] | None = None
-    clipboard: Text | None = None
-    edit_history: Any = None
-
-
-class TabbyRequest(Common):
-    """`POST /v1/completions` with `segments`, Tabby's dialect."""
-
-    segments: TabbySegments
-    language: Text | None = None
-    mode: Text | None = None
-
-
-class TabbyEvent(_Lenient):
-    """`POST /v1/events`: what became of a suggestion."""
-
-    type: Text
-    completion_id: Text | None = None
-    choice_index: int | None = None
 
 
 class TokenizeRequest(_Lenient):

@@ -28,7 +28,7 @@ from retrieve_spec.server.jobs import Completion, Task
 from retrieve_spec.server.memory import Hints, Memory
 from retrieve_spec.server.prompts import Prompts
 from retrieve_spec.server.samplers import DEFAULT_CHAIN, Sampling
-from retrieve_spec.server.schemas import Common, InfillRequest, TabbyRequest
+from retrieve_spec.server.schemas import Common, InfillRequest
 from retrieve_spec.server.stopping import StopRules
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.workspace import Workspace
@@ -37,7 +37,6 @@ log = logging.getLogger("retrieve_spec.server")
 
 _ACCOUNTS = 64
 _FIM_TOKENS = 128
-_TABBY_TOKENS = 64
 _FIM_WINDOW = 2048
 _MAX_SEED = (1 << 63) - 1
 _NEXT_SEED = 0x9E3779B97F4A7C15
@@ -252,22 +251,9 @@ class Service:
         chunks = tuple(Chunk(chunk.text, chunk.filename) for chunk in request.input_extra or ())
         parts = FimParts(request.input_prefix + (request.prompt or ""), request.input_suffix, chunks)
         wanted = request.n_predict if request.n_predict is not None else _FIM_TOKENS
-        return self.fill(parts, request, caller, wanted, (request.n_cmpl or request.n or 1) - 1)
+        return self.fill(parts, request, caller, wanted)
 
-    def tabby(self, request: TabbyRequest, caller: Caller) -> Prepared:
-        """A task for Tabby's segments; every snippet is a chunk."""
-        s = request.segments
-        snippets = [
-            *(s.declarations or ()),
-            *(s.relevant_snippets_from_changed_files or ()),
-            *(s.relevant_snippets_from_recently_opened_files or ()),
-        ]
-        chunks = [Chunk(snippet.body, snippet.filepath) for snippet in snippets]
-        if s.clipboard:
-            chunks.append(Chunk(s.clipboard, None))
-        return self.fill(FimParts(s.prefix, s.suffix or "", tuple(chunks)), request, caller, _TABBY_TOKENS)
-
-    def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int, alternatives: int = 0) -> Prepared:
+    def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int) -> Prepared:
         """A task for the text between two texts."""
         account = self.account(caller.scope)
         if account.assembler is None:
@@ -289,7 +275,6 @@ class Service:
             document=parts.prefix,
             typing=True,
             hints=memory.hints(parts.prefix, parts.suffix, prompt.context_ids, expected, prompt.begun),
-            alternatives=alternatives,
             begun=prompt.begun,
         )
         return Prepared(task, memory, prompt.truncated, parts.prefix, len(expected), forgotten)
@@ -368,7 +353,6 @@ class Service:
         hints: Hints,
         document: str | None = None,
         typing: bool = False,
-        alternatives: int = 0,
         begun: str = "",
     ) -> Task:
         config = self.config
@@ -395,7 +379,6 @@ class Service:
             stale_s=config.stale_s if typing and caller.client is not None else None,
             warm=wanted == 0,
             reuse=request.cache_prompt is not False,
-            alternatives=alternatives,
             drafting=request.speculative is not False,
         )
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from retrieve_spec.server.backend import DraftHints, PassFigures
-from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.samplers import Sampling
 
 
@@ -21,7 +20,6 @@ class ScriptedBackend:
         self.hints: list[DraftHints] = []
         self.gate: threading.Semaphore | None = None
         self.fail = False
-        self.beside: list[Branch] = []
         self.token_bytes = 8
         self.heals = False
         self.together: list[int] = []
@@ -64,7 +62,6 @@ class ScriptedBackend:
         sampling: Sampling,
         hints: DraftHints,
         piece: int = 0,
-        branches: bool = False,
     ) -> ScriptedText:
         assert list(prompt_ids[: len(cache)]) == cache, "the cache does not hold the beginning of the prompt"
         assert len(cache) < len(prompt_ids)
@@ -130,9 +127,6 @@ class ScriptedText:
 
     def close(self):
         self.backend.closed += 1
-
-    def branches(self):
-        return self.backend.beside
 
 
 class Collector:

@@ -10,7 +10,6 @@ from waiting import wait_for
 
 import retrieve_spec.server.engine as module
 from retrieve_spec.server.backend import DraftHints
-from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.engine import Engine, EngineClosedError, QueueFullError
 from retrieve_spec.server.jobs import Delta, Task, same_document
 from retrieve_spec.server.samplers import Sampling
@@ -407,52 +406,6 @@ def test_forgetting_waits_for_a_pass_however_long_it_takes(engine, backend, monk
     assert engine.caches("me") == 0
 
 
-def test_alternatives_are_finished_to_the_end_of_their_line(engine, backend, codec):
-    newline = codec.encode("\n")[0]
-    backend.script = lambda prompt: [prompt[-1] + 400, prompt[-1] + 401, newline, 600, 601]
-    backend.beside = [
-        Branch(0, (700, 701, newline, 702), 0.9),  # verified to its end: free
-        Branch(0, (0,), 0.8),  # the end of the text is no suggestion
-        Branch(1, (800,), 0.5),
-        Branch(4, (900,), 0.4),  # on the next line: nobody sees the difference at the cursor
-    ]
-    done = ask(engine, [100, 101], alternatives=3).result()
-    assert done.token_ids == [501, 502, newline, 600, 601]
-    assert done.alternatives == [
-        codec.decode([700, 701, newline]),
-        codec.decode([501, 800, 1200, 1201, newline]),
-    ]
-    assert backend.prompts == [(100, 101), (100, 101, 501, 800)]
-    # What is cached afterwards is what was read last.
-    assert ask(engine, [100, 101, 501, 800, 7]).result().cached_tokens == 4
-
-
-def test_alternatives_keep_to_the_deadline(engine, backend, codec):
-    newline = codec.encode("\n")[0]
-    backend.script = lambda prompt: [prompt[-1] + 400, newline] if len(prompt) == 1 else list(range(2000, 2100))
-    backend.beside = [Branch(0, (800,), 0.9), Branch(0, (900, newline), 0.8)]
-    backend.gate = threading.Semaphore(0)
-    sink = ask(engine, [100], alternatives=3, deadline_s=0.5)
-    backend.gate.release(2)
-    wait_for(lambda: backend.prompts == [(100,), (100, 800)])
-    time.sleep(0.6)
-    backend.gate.release(1)
-    # The branch under way is given up after one pass; the one that was verified to its end is there all the same.
-    assert sink.result().alternatives == [codec.decode([900, newline])]
-    assert backend.passes <= 3
-
-
-def test_alternatives_that_say_the_same_are_left_out(engine, backend, codec):
-    newline = codec.encode("\n")[0]
-    backend.script = lambda prompt: [500, 501, newline, 600]
-    backend.beside = [
-        Branch(0, (500, 501, newline), 0.9),
-        Branch(0, (700, newline), 0.8),
-        Branch(0, (700, newline), 0.8),
-    ]
-    assert ask(engine, [100], alternatives=3).result().alternatives == [codec.decode([700, newline])]
-
-
 def test_drafting_off_reaches_the_backend(engine, backend):
     ask(engine, [500], drafting=False).result()
     assert not backend.hints[0].enabled
@@ -532,7 +485,7 @@ def test_who_cannot_be_told_is_told_so_and_keeps_nobody_else_waiting(engine, bac
 
 
 def test_who_waits_is_told_before_the_cache_is_given_back_and_it_is_once(backend, codec):
-    """Whatever a text ends by; other suggestions go on from its cache, so that they come with the answer."""
+    """Whatever a text ends by."""
     engine = Engine(backend, codec, slots=2, prefill_chunk=16)
     seen = []
 
@@ -553,10 +506,6 @@ def test_who_waits_is_told_before_the_cache_is_given_back_and_it_is_once(backend
     assert finish() == ("done", "limit", 0, 1)
     asked([500, 501], rules=StopRules(max_tokens=8, end_ids=frozenset({504})))
     assert finish() == ("done", "eos", 0, 1)
-    backend.beside = [Branch(0, (700,), 0.5)]
-    asked([500, 501], alternatives=1)
-    assert finish()[2:] == (2, 2)
-    backend.beside = []
     ticket = asked([500, 501])
     engine.go_on()
     ticket()

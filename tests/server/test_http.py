@@ -10,7 +10,6 @@ from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.guard import check_binding, read_keys
 from retrieve_spec.server.run import listen
 from retrieve_spec.server.workspace import Workspace
@@ -104,14 +103,8 @@ def test_indentation_and_stop_words(live, say):
     assert (body["content"], body["stop_type"], body["stopping_word"]) == ("x = 1\n        y ", "word", "= 2")
 
 
-def test_several_alternatives_are_an_array(server, codec):
-    server.backend.beside = [Branch(0, tuple(codec.encode(text)), 0.5) for text in ("n None\n", "n b\n")]
-    body = server.post("/infill", {**INFILL, "n_cmpl": 3}).json()
-    assert isinstance(body, list)
-    assert body[0]["content"] == "urn a + b\n"
-    assert [choice["content"] for choice in body[1:]] == ["n None\n", "n b\n"]
-    assert [choice["index"] for choice in body] == [0, 1, 2]
-    server.backend.beside = []
+def test_who_asks_for_several_gets_one(server):
+    """llama.vscode asks for three by default, and takes an object for one."""
     assert server.post("/infill", {**INFILL, "n_cmpl": 3}).json()["content"] == "urn a + b\n"
 
 
@@ -124,7 +117,7 @@ def test_several_alternatives_are_an_array(server, codec):
         ({"input_extra": [{"filename": "x"}]}, '"input_extra.0.text" is required'),
         ({"input_extra": [{"text": 1}]}, '"input_extra.0.text" must be a string'),
         ({"n_predict": "many"}, '"n_predict"'),
-        ({"n_cmpl": 5}, '"n_cmpl"'),
+        ({"n_cmpl": 17}, '"n_cmpl"'),
         ({"top_p": 2}, '"top_p"'),
         ({"top_p": -0.1}, '"top_p"'),
         ({"min_p": 5}, '"min_p"'),
@@ -296,25 +289,13 @@ def test_a_prompt_in_another_models_format_is_501(server, prompt):
     assert server.post("/v1/completions", {"prompt": about_it}).status_code == 200
 
 
-# ── Tabby and the small endpoints ──
-
-
-def test_tabby_segments_on_the_openai_path(server, codec):
-    snippet = {"filepath": "util.py", "body": "def util(): ...", "score": 0.5}
-    segments = {"prefix": "x = ", "suffix": "\n", "relevant_snippets_from_changed_files": [snippet]}
-    body = server.post("/v1/completions", {"language": "python", "segments": segments}).json()
-    assert body["id"].startswith("cmpl-")
-    assert body["choices"] == [{"index": 0, "text": "urn a + b\n"}]
-    assert "<|file_sep|>util.py\ndef util(): ..." in codec.decode(server.backend.prompts[0])
-    server.post("/v1/events", {"type": "select", "completion_id": body["id"], "choice_index": 0})
-    assert server.service.memory("").accepted.latest_first() == ["x = urn a + b\n"]
+# ── small endpoints ──
 
 
 def test_small_endpoints(server):
     assert server.client.get("/health").json()["status"] == "ok"
     assert server.client.get("/health").json()["fim"] == "qwen"
-    assert server.client.get("/v1/health").json()["version"]["git_describe"]
-    assert server.client.post("/v1/health").status_code == 200
+    assert server.client.get("/v1/health").json() == server.client.get("/health").json()
     ids = [model["id"] for model in server.client.get("/v1/models").json()["data"]]
     assert ids == ["tiny", "tiny-Fast-Apply"]
     assert server.client.get("/props").json()["default_generation_settings"]["n_ctx"] == 4096

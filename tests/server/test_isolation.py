@@ -172,9 +172,7 @@ def test_a_suggestion_that_was_under_way_while_its_user_forgot_is_not_kept(share
         return done
 
     monkeypatch.setattr(CompletionHandlers, "_collect", forgets_meanwhile)
-    segments = {"prefix": INFILL["input_prefix"] + INFILL["prompt"], "suffix": "\n"}
-    answer = ask(shared, ALICE, "POST", "/v1/completions", {"language": "python", "segments": segments})
-    assert answer.json()["choices"][0]["text"]
+    assert ask(shared, ALICE, "POST", "/infill", INFILL).json()["content"]
     assert set(ask(shared, ALICE, "GET", "/v1/workspace").json().values()) == {0}
 
 

@@ -108,8 +108,7 @@ def test_initialise_complete_and_accept():
                 lsp.ExecuteCommandParams(item.command.command, item.command.arguments)
             )
             assert await s.accepted() == ["    é = '🎉'; return a + b"]
-            several = await s.complete(1, 19, invoked=True)
-            assert len(several.items) > 1
+            assert len((await s.complete(1, 19, invoked=True)).items) == 1
 
     run(scenario())
 

@@ -20,8 +20,7 @@ def test_every_route_is_described(live):
     server = live(ScriptedBackend(lambda prompt: [100, 0]))
     routes = {route.path for route in server.app.routes}
     aliases = {"/completions", "/chat/completions", "/models", "/v1/edit", "/openapi.json"}
-    ours = {"/v1/attach"}  # held open by our own language server for as long as its editor lives
-    assert routes - aliases - ours == set(describe()["paths"])
+    assert routes - aliases == set(describe()["paths"])
 
 
 @pytest.mark.slow

@@ -249,7 +249,7 @@ def test_an_origin_with_a_slash_may_call(live, say):
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/infill", INFILL), ("/v1/completions", {"prompt": "x"}), ("/v1/completions", {"segments": {"prefix": "x"}})],
+    [("/infill", INFILL), ("/v1/completions", {"prompt": "x"})],
 )
 def test_bodies_are_not_checked_on_the_event_loop(live, say, monkeypatch, path, body):
     threads = []
@@ -272,7 +272,6 @@ def test_bodies_are_not_checked_on_the_event_loop(live, say, monkeypatch, path, 
         (schemas.InfillRequest, "prediction", lambda items: {"content": items}),
         (schemas.InfillRequest, "response_fields", lambda items: items),
         (schemas.OpenAICompletionRequest, "prompt", lambda items: items),
-        (schemas.TabbyRequest, "segments", lambda items: {"prefix": "", "declarations": items}),
         (schemas.ChatRequest, "messages", lambda items: items),
         (schemas.ChatRequest, "messages", lambda items: [{"role": "user", "content": items}]),
         (schemas.DetokenizeRequest, "tokens", lambda items: items),
