@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from time import monotonic
 from typing import Any
 
 from starlette.requests import Request
@@ -14,14 +13,13 @@ from starlette.responses import JSONResponse, Response
 
 from retrieve_spec.server import schemas, wire
 from retrieve_spec.server.edits import Edit
-from retrieve_spec.server.events import EventStream
 from retrieve_spec.server.fim import FimParts
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.provenance import Provenance
-from retrieve_spec.server.reading import Reader, caller
+from retrieve_spec.server.reading import caller
 from retrieve_spec.server.service import Caller, Prepared, Service
-from retrieve_spec.server.stream import Stream, opened
+from retrieve_spec.server.stream import EventStream, Stream, opened
 
 _CHAT_TOKENS = 512
 _OPENAI_TOKENS = 16
@@ -32,31 +30,25 @@ _CLIENT_CLOSED = 499
 class CompletionHandlers:
     """Handlers of the dialects."""
 
-    def __init__(self, service: Service, provenance: Provenance, reader: Reader) -> None:
-        self.service, self.provenance, self._reader = service, provenance, reader
+    def __init__(self, service: Service, provenance: Provenance) -> None:
+        self.service, self.provenance = service, provenance
 
-    async def infill(self, request: Request) -> Response:
-        """`POST /infill`."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.InfillRequest)
-        who = caller(request, body, arrived)
+    async def infill(self, body: schemas.InfillRequest, request: Request) -> Response:
+        """Text between a prefix and a suffix (llama.cpp's dialect)."""
+        who = caller(request, body)
         return await self._llama(request, body, lambda: self.service.infill(body, who))
 
-    async def completion(self, request: Request) -> Response:
-        """`POST /completion`."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.CompletionRequest)
+    async def completion(self, body: schemas.CompletionRequest, request: Request) -> Response:
+        """Text after a prompt (llama.cpp's dialect)."""
         wanted = body.n_predict if body.n_predict is not None else -1
-        who = caller(request, body, arrived)
+        who = caller(request, body)
         return await self._llama(request, body, lambda: self._one(body.prompt, body, who, wanted))
 
-    async def completions(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.OpenAICompletionRequest)
+    async def completions(self, body: schemas.OpenAICompletionRequest, request: Request) -> Response:
+        """Text completions (OpenAI's dialect, with `suffix`)."""
         if body.prompt is None:
             raise Refusal(400, '"prompt" is required')
-        who = caller(request, body, arrived)
+        who = caller(request, body)
         wanted = _first(body.max_tokens, body.n_predict, _OPENAI_TOKENS)
         several = isinstance(body.prompt, list) and all(isinstance(prompt, str) for prompt in body.prompt)
         prompts: Any = body.prompt if several and body.prompt else [body.prompt]
@@ -64,14 +56,12 @@ class CompletionHandlers:
             who = replace(who, client=None)  # one request may not replace its own other half
         return await self._openai(request, body, lambda: [self._one(prompt, body, who, wanted) for prompt in prompts])
 
-    async def fim(self, request: Request) -> Response:
-        """`POST /v1/fim/completions`: Mistral's dialect, `prompt` and `suffix` in, a chat's answer out."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.OpenAICompletionRequest)
+    async def fim(self, body: schemas.OpenAICompletionRequest, request: Request) -> Response:
+        """Text between a prompt and a suffix, answered like a chat (Mistral's dialect)."""
         if not isinstance(body.prompt, str):
             raise Refusal(400, '"prompt" must be a string')
         wanted = _first(body.max_tokens, body.n_predict, _FIM_TOKENS)
-        parts, who = FimParts(body.prompt, body.suffix or ""), caller(request, body, arrived)
+        parts, who = FimParts(body.prompt, body.suffix or ""), caller(request, body)
         return await self._openai(
             request, body, lambda: [self.service.fill(parts, body, who, wanted)], kind="chat.completion"
         )
@@ -82,12 +72,10 @@ class CompletionHandlers:
             return self.service.fill(FimParts(prompt, suffix), body, who, wanted)
         return self.service.raw(prompt, body, who, wanted)
 
-    async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.ChatRequest)
+    async def chat(self, body: schemas.ChatRequest, request: Request) -> Response:
+        """Chat completions (OpenAI's dialect), with predicted outputs."""
         wanted = _first(body.max_completion_tokens, body.max_tokens, body.n_predict, _CHAT_TOKENS)
-        who = caller(request, body, arrived)
+        who = caller(request, body)
         who = who if who.explicit else replace(who, client=None)
 
         def prepare() -> list[Prepared]:
@@ -95,12 +83,10 @@ class CompletionHandlers:
 
         return await self._openai(request, body, prepare, kind="chat.completion")
 
-    async def edits(self, request: Request) -> Response:
-        """`POST /v1/edits`: a text and what to change, answered by the whole new text."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.EditRequest)
+    async def edits(self, body: schemas.EditRequest, request: Request) -> Response:
+        """The whole new text of a file, given what to change (OpenAI's edits)."""
         edit, wanted = await asyncio.to_thread(Edit.of, body), _first(body.max_tokens, body.n_predict, -1)
-        who = caller(request, body, arrived)
+        who = caller(request, body)
 
         def prepare() -> list[Prepared]:
             return [edit.prepare(self.service, body, who, wanted)]

@@ -12,8 +12,7 @@ from retrieve_spec._version import __version__
 from retrieve_spec.server import schemas
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.metrics import Metrics
-from retrieve_spec.server.openapi import describe
-from retrieve_spec.server.reading import Reader, scope_of
+from retrieve_spec.server.reading import scope_of
 from retrieve_spec.server.service import Service
 
 _MOST_CHARS = 2 << 20
@@ -23,12 +22,11 @@ _MOST_CHARS = 2 << 20
 class InformationHandlers:
     """Handlers about one server."""
 
-    def __init__(self, service: Service, metrics: Metrics, reader: Reader) -> None:
-        self.service, self.metrics, self._reader = service, metrics, reader
+    def __init__(self, service: Service, metrics: Metrics) -> None:
+        self.service, self.metrics = service, metrics
 
-    async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`."""
-        body = await self._reader.read(request, schemas.TokenizeRequest)
+    async def tokenize(self, body: schemas.TokenizeRequest) -> Response:
+        """Text as token ids."""
         codec = self.service.codec
         if len(body.content) > _MOST_CHARS:
             raise Refusal(400, f"{len(body.content)} characters; at most {_MOST_CHARS} are encoded at once")
@@ -44,29 +42,27 @@ class InformationHandlers:
 
         return await asyncio.to_thread(lambda: JSONResponse({"tokens": encode()}))
 
-    async def detokenize(self, request: Request) -> Response:
-        """`POST /detokenize`."""
-        body = await self._reader.read(request, schemas.DetokenizeRequest)
+    async def detokenize(self, body: schemas.DetokenizeRequest) -> Response:
+        """Token ids as text."""
         if any(i >= self.service.backend_vocabulary for i in body.tokens):
             raise Refusal(400, f"token ids must be below {self.service.backend_vocabulary}")
         return await asyncio.to_thread(lambda: JSONResponse({"content": self.service.codec.decode(body.tokens)}))
 
-    async def apply_template(self, request: Request) -> Response:
-        """`POST /apply-template`."""
-        body = await self._reader.read(request, schemas.TemplateRequest)
+    async def template(self, body: schemas.TemplateRequest) -> Response:
+        """The prompt of a conversation."""
         ids = await asyncio.to_thread(self.service.prompts.chat, body.messages)
         return JSONResponse({"prompt": self.service.codec.decode(ids)})
 
-    async def models(self, request: Request) -> Response:
-        """`GET /v1/models`: the model, and the alias under which Continue sends predictions."""
+    async def models(self) -> Response:
+        """The model, and the alias under which Continue sends predictions."""
         service = self.service
         meta = {"n_ctx": service.backend.n_ctx, "n_vocab": service.backend_vocabulary, "fim": self._family()}
         names = [service.name, f"{service.name}-Fast-Apply"]
         data = [{"id": n, "object": "model", "created": 0, "owned_by": "retrieve-spec", "meta": meta} for n in names]
         return JSONResponse({"object": "list", "data": data})
 
-    async def health(self, request: Request) -> Response:
-        """`GET /health`: what is served, and what it drafts from."""
+    async def health(self) -> Response:
+        """What is served, and what it drafts from."""
         service, workspace = self.service, self.service.workspace
         body: dict[str, Any] = {
             "status": "ok",
@@ -90,8 +86,8 @@ class InformationHandlers:
                 body["workspace"]["trouble"] = f"{kind}: it is not followed for now; the server's log says more"
         return JSONResponse(body)
 
-    async def props(self, request: Request) -> Response:
-        """`GET /props`."""
+    async def props(self) -> Response:
+        """Context length and defaults."""
         service = self.service
         settings = {"n_ctx": service.backend.n_ctx, "params": {"n_predict": -1, "temperature": 0.0}}
         body = {
@@ -106,21 +102,17 @@ class InformationHandlers:
         return JSONResponse(body)
 
     async def kept(self, request: Request) -> Response:
-        """`GET /v1/workspace`: what there is to forget of this user."""
+        """What there is to forget of this user."""
         return JSONResponse(await asyncio.to_thread(self.service.kept, scope_of(request)))
 
     async def forget(self, request: Request) -> Response:
-        """`DELETE /v1/workspace`: drop everything that is kept of this user, and of the workspace if it is theirs."""
+        """Drop everything that is kept of this user, and of the workspace if it is theirs."""
         kept = await asyncio.to_thread(self.service.forget, scope_of(request))
         return JSONResponse({"forgotten": True, "kept": kept})
 
-    async def expose(self, request: Request) -> Response:
-        """`GET /metrics`."""
+    async def expose(self) -> Response:
+        """Prometheus metrics."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def openapi(self, request: Request) -> Response:
-        """`GET /openapi.json`."""
-        return JSONResponse(describe())
 
     def _family(self) -> str | None:
         return self.service.fim.fmt.family if self.service.fim else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, in_a_line
@@ -244,7 +244,7 @@ def serve(
     config = replace(config, origins=normal_origins(config.origins))
     listener = listen(config.host, config.port)  # a taken address is said now
 
-    def make(progress: Progress) -> Starlette:
+    def make(progress: Progress) -> FastAPI:
         served = build_service(
             model_name,
             config,

@@ -1,8 +1,11 @@
-"""Request schemas, as clients send them: a field is optional unless its dialect demands it, unknown ones pass."""
+"""Request schemas, as clients send them: a field is optional unless its dialect demands it.
+
+Unknown fields pass, but for those that ask for what is not served: they are refused by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -17,9 +20,12 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from retrieve_spec.server.samplers import sampler_chain
 from retrieve_spec.server.text import line_end, with_line_feeds
+
+UNSUPPORTED = "unsupported_field"
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
@@ -56,7 +62,19 @@ class Prediction(_Lenient):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Common(_Lenient):
+class _Refusing(_Lenient):
+    """A request in which what is not served, but would change the answer, is refused by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_served(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and (names := unserved(fields, cls.model_fields)):
+            given = {"names": ", ".join(names)}
+            raise PydanticCustomError(UNSUPPORTED, "not served here: {names}; leave it out", given)
+        return fields
+
+
+class Common(_Refusing):
     """Fields of every dialect that asks for text.
 
     All texts of a request that has been read have line feeds, whatever ends the lines of the document it is about.
@@ -254,10 +272,107 @@ class DetokenizeRequest(_Lenient):
     tokens: Items[TokenId]
 
 
-class TemplateRequest(_Lenient):
+class TemplateRequest(_Refusing):
     """`POST /apply-template`."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": (),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "best_of": (1,),
+    "echo": (False,),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    # vLLM and others
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "stop_token_ids": (),
+    "bad_words": (),
+    "prompt_logprobs": (0,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": (),
+    "penalty_alpha": (0,),
+    # llama.cpp
+    "repeat_penalty": (1,),
+    "grammar": (),
+    "json_schema": (),
+    "mirostat": (0,),
+    "typical_p": (1,),
+    "typ_p": (1,),
+    "tfs_z": (1,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "adaptive_target": (-1,),
+    "top_n_sigma": (0, -1),
+    "n_probs": (0,),
+    "lora": (),
+    "ignore_eos": (False,),
+    "image_data": (),
+    "multimodal_data": (),
+}
+"""Values with which a field asks for nothing; None, "", [] and {} always do."""
+
+
+_OF_MESSAGES = ("tool_calls", "function_call", "audio")
+"""Fields of a message that are more than its text."""
+_SEVERAL = ("n", "n_cmpl")
+"""Fields that ask for several answers, which some dialects serve under one of these names."""
+_JSON = ("response_format", "json_schema")
+"""Fields that ask for JSON; each is served by some dialects."""
+
+
+def unserved(fields: Mapping[str, Any], served: Collection[str] = ()) -> list[str]:
+    """Names of the fields of a request that ask for what is not served; parts of messages that are no text too.
+
+    ``served`` are the fields of the dialect.
+    """
+    asked = {**_NEUTRAL, **{name: (1,) for name in _SEVERAL if name not in served}}
+    asked = {name: neutral for name, neutral in asked.items() if not (name in _JSON and name in served)}
+    names = [name for name, neutral in asked.items() if name in fields and not _asks_nothing(fields[name], neutral)]
+    messages = fields.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else []):
+        if not isinstance(message, dict):
+            continue
+        names += [f"messages.{number}.{name}" for name in _OF_MESSAGES if not _asks_nothing(message.get(name), ())]
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            if isinstance(part, dict) and part.get("type", "text") != "text":
+                names.append(f"messages.{number}.content ({str(part['type'])[:40]})")
+    return names
+
+
+def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if value is None or value in ("", [], {}):
+        return True
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -269,6 +384,11 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
+def kind(error: ValidationError) -> str:
+    """What kind of mistake it is, as OpenAI calls it."""
+    return UNSUPPORTED if error.errors()[0]["type"] == UNSUPPORTED else "invalid_request_error"
+
+
 def reason(error: ValidationError) -> str:
     """One sentence that says which field is wrong and what it should be.
 
@@ -278,6 +398,8 @@ def reason(error: ValidationError) -> str:
     said = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     path = [str(part) for part in said["loc"] if isinstance(part, int) or _is_field(part)]
     name = '"' + ".".join(path) + '"' if path else "the body"
+    if said["type"] == UNSUPPORTED:
+        return said["msg"]
     if said["type"] == "missing":
         return f"{name} is required"
     if said["type"] == "string_type":

@@ -1,16 +1,37 @@
-"""Streams between threads: what the engine's thread says about the tasks of a request, in an event loop."""
+"""Streams: what the engine's thread says about the tasks of a request, in an event loop, and events to a client."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from retrieve_spec.server.engine import EngineClosedError, QueueFullError
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.service import Prepared, Service
+
+_HEADERS = {"Cache-Control": "no-store", "Connection": "keep-alive", "X-Accel-Buffering": "no"}
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that a generator makes; it is closed at the end, or where the client goes away."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the head and every event."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.events.aclose()
+
 
 Said = tuple[int, Delta | Completion]
 """What the engine says, and the number of the task that it is about."""

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from retrieve_spec.server.events import EventStream
 from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.stream import opened
+from retrieve_spec.server.stream import EventStream, opened
 
 
 class Client:
@@ -97,16 +96,6 @@ def test_a_request_that_is_cancelled_stays_cancelled_though_its_client_leaves_to
 
     asyncio.run(run(False))
     asyncio.run(run(True))
-
-
-def test_who_asks_for_the_head_gets_no_events() -> None:
-    async def run() -> None:
-        client, source = Client("HEAD"), Source([b"one"], ends=False)
-        await EventStream(source())(client.scope, client.receive, client.send)
-        assert [message["type"] for message in client.sent] == ["http.response.start", "http.response.body"]
-        assert source.log == []
-
-    asyncio.run(run())
 
 
 class Taking:

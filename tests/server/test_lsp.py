@@ -142,7 +142,8 @@ def test_malformed_parameters_are_an_error():
         server.stdin.flush()
         while True:
             size = int(server.stdout.readline().partition(b":")[2])
-            server.stdout.readline()
+            while server.stdout.readline() != b"\r\n":
+                pass
             answer = json.loads(server.stdout.read(size))
             if answer.get("id") == number:
                 return answer
