@@ -63,10 +63,8 @@ class ReadingCost:
 class Text(Protocol):
     """One text under way; it takes part in the passes that `Backend.step` is called for."""
 
-    piece: int
-    """Tokens of the prompt read in a pass at most."""
-    nodes: int
-    """Nodes drafted in a pass at most."""
+    def bound(self, *, piece: int, nodes: int) -> None:
+        """Read so many tokens of the prompt, and draft so many nodes, in the next pass at most."""
 
     @property
     def unread(self) -> int:
@@ -115,17 +113,14 @@ class Backend(Protocol):
     def cache_bytes(self, cache: Any) -> int:
         """Bytes that a cache takes."""
 
-    def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:
-        """Read further tokens into a cache, in one pass."""
+    def side_by_side(self) -> int:
+        """Texts that are done sooner on average beside one another than one behind the other."""
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
-        hints: DraftHints, piece: int = 0,
+        hints: DraftHints,
     ) -> Text:  # fmt: skip
-        """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet.
-
-        Of the prompt at most ``piece`` tokens are read in a pass (0: all).
-        """
+        """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet."""
 
     def step(self, texts: Sequence[Text]) -> None:
         """One pass over texts that are not over."""

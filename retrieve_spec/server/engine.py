@@ -13,18 +13,24 @@ from collections.abc import Callable
 from threading import Condition, Event, Thread
 from time import monotonic
 
+from retrieve_spec.config import MAX_NODES
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.decode import Decode
 from retrieve_spec.server.jobs import Completion, Delta, Job, Outcome, Sink, Task, Waiter
 from retrieve_spec.server.slots import COPY_FROM, SlotPool, common_prefix
 from retrieve_spec.server.text import TextCodec
-from retrieve_spec.server.turns import Turns, unread
 
 log = logging.getLogger("retrieve_spec.server")
 
 _PATIENCE = 1.0
 """Seconds after which somebody who waits for the model's thread looks whether it is still there."""
+_PAUSE_S = 1.5
+"""Seconds without a next key after which somebody has paused, and comes first."""
+_TYPES_ON_S = 2.0
+"""Seconds after a key within which the next one is waited for."""
+_SHORT, _FEW_NODES = 64, 16
+"""Tokens of prompts that other texts read in a pass meanwhile, and nodes they draft: the key may come in any pass."""
 
 
 class QueueFullError(ServeError):
@@ -82,7 +88,7 @@ class Engine:
         self._max_queue, self._max_begun, self._most_bytes = max_queue, max_begun, cache_bytes
         self._share = max_queue if share is None else share
         self._chunk = prefill_chunk
-        self._turns = Turns(prefill_chunk, clock)
+        self._typed_at = -_TYPES_ON_S
         self._on_done, self._clock = on_done, clock
         self._changed = Condition()
         self._jobs: list[Job] = []  # in the order they came
@@ -179,7 +185,7 @@ class Engine:
                 if self._closed:
                     raise EngineClosedError("to take a request", "the server is ending", "Start it again.")
                 if task.rank == 0:
-                    self._turns.typed()
+                    self._typed_at = self._clock()
                 job = self._twin(key)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
@@ -303,26 +309,38 @@ class Engine:
     def _begin(self, jobs: list[Job]) -> list[Job]:
         """Begin the tasks whose turn it is and that there is room for; all that are under way."""
         under_way = [job for job in jobs if job.begun]
-        for job in sorted((job for job in jobs if not job.begun), key=self._turns.order):
+        for job in sorted((job for job in jobs if not job.begun), key=self._order):
             if not self._may_begin(job, under_way):
                 continue
             job.waited = self._clock() - job.submitted
+            if job.task.stale_s is not None and job.waited > job.task.stale_s:
+                self._finish(job, Completion("superseded", prompt_tokens=len(job.task.prompt_ids)))
+                continue
             try:
-                begun = Decode(self.backend, self.codec, self._pool, job, self._chunk, self.publish, self._clock)
+                begun = Decode(self.backend, self.codec, self._pool, job, self.publish, self._clock)
             except Exception as error:
                 log.exception("a completion could not begin")
                 self._fail(job, error)
                 continue
             with self._changed:
-                if job not in self._jobs:
-                    continue  # its client has gone
+                gone = job not in self._jobs  # its client
                 job.begun = begun
-            late = job.task.stale_s is not None and job.waited > job.task.stale_s
-            if late:
-                self._finish(job, Completion("superseded", prompt_tokens=len(job.task.prompt_ids)))
-            elif not self._proceed(job):
+            if gone:
+                begun.close()
+            else:
                 under_way.append(job)
         return under_way
+
+    def _order(self, job: Job) -> tuple[int, int, float]:
+        """What waiting tasks are begun in the order of, least first.
+
+        Somebody who has just pressed a key comes first: the others will soon press the next one. Unless they pause, and
+        look at the screen: then who has waited longest comes before all.
+        """
+        if job.task.rank > 0:
+            return job.task.rank, 0, job.submitted
+        pauses = self._clock() - job.submitted > _PAUSE_S
+        return (0, 0, job.submitted) if pauses else (0, 1, -job.submitted)
 
     def _may_begin(self, job: Job, under_way: list[Job]) -> bool:
         """Whether a task may begin beside those under way: there is room, and it cannot copy what one is reading."""
@@ -332,44 +350,45 @@ class Engine:
         like = sum(other.task.rank == task.rank for other in under_way)
         if not like:
             return True
-        if not self._turns.has_room(under_way) if task.rank == 0 else like >= self._max_begun:
+        if like >= (self.backend.side_by_side() if task.rank == 0 else self._max_begun):
             return False
         if self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
             return False
         return not any(
             other.task.scope == task.scope
-            and unread(other) > 0
+            and other.begun.text.unread > 0
             and task.reuse
             and common_prefix(other.task.prompt_ids, task.prompt_ids) >= max(COPY_FROM, len(task.prompt_ids) // 2)
             for other in under_way
         )
 
     def _pass(self, under_way: list[Job]) -> None:
-        """One pass of the model for those whose turn it is."""
+        """One pass of the model for all of the first rank; the others wait."""
         if not under_way:
             return
-        turn, since = self._turns.next(under_way), self._clock()
-        read = sum(unread(job) for job in turn if job.begun.is_reading)
-        said = sum(len(job.token_ids) for job in turn)
+        first = min(job.task.rank for job in under_way)
+        turn = [job for job in under_way if job.task.rank == first]
+        makes_room = first > 0 and self._clock() - self._typed_at < _TYPES_ON_S
+        for job in turn:
+            job.begun.text.bound(
+                piece=min(_SHORT, self._chunk) if makes_room else self._chunk,
+                nodes=_FEW_NODES if makes_room else MAX_NODES,
+            )
         try:
-            texts = [job.begun.text for job in turn if job.begun.text is not None]
-            if texts:
-                self.backend.step(texts)
+            self.backend.step([job.begun.text for job in turn])
         except Exception as error:
             log.exception("a pass failed")
             for job in turn:
                 self._fail(job, error)
             return
-        seconds = self._clock() - since
         for job in under_way:
             if job in turn:
                 self._proceed(job)
             else:
                 job.begun.wait()
-        self._turns.note(turn, read, sum(len(job.token_ids) for job in turn) - said, seconds)
 
     def _proceed(self, job: Job) -> bool:
-        """Let a task go on after a pass, or begin; whether it is over."""
+        """Let a task go on after a pass; whether it is over."""
         if job.begun is None:
             outcome: Outcome = "superseded" if job.superseded else "cancelled"
             self._finish(job, Completion(outcome, prompt_tokens=len(job.task.prompt_ids)))
@@ -389,7 +408,7 @@ class Engine:
         """End a task that failed, and forget all caches: what failed may have been the memory."""
         try:
             if job.begun is not None:
-                job.begun.drop()
+                job.begun.close(keep=False)
         except Exception:
             log.exception("a completion that failed could not be ended")
         self._pool.clear()

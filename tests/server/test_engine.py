@@ -273,19 +273,6 @@ def test_a_long_prompt_does_not_hold_the_others(engine, backend):
     assert long.result().token_ids == list(range(1400, 1408))
 
 
-def test_a_short_prompt_passes_a_long_one_and_what_was_read_is_decoded_at_once(engine, backend):
-    backend.gate = threading.Semaphore(0)
-    ask(engine, [900], typing=True)
-    wait_for(lambda: engine.begun)
-    engine._turns._token_s, engine._turns._read_s = 1e6, -1e6  # what is measured: reading is slow, and it is its turn
-    long, short = ask(engine, range(1000, 1400), typing=True), ask(engine, range(3000, 3040), typing=True)
-    wait_for(lambda: engine.queue_length == 2)
-    backend.gate.release(1000)
-    assert short.result().token_ids == list(range(3040, 3048))
-    assert long.result().token_ids == list(range(1400, 1408))
-    assert backend.prompts[-2:] == [tuple(range(3000, 3040)), tuple(range(1000, 1400))]
-
-
 def test_chats_are_read_by_shorter_pieces_while_somebody_types(backend, codec):
     now = [0.0]
     engine = Engine(backend, codec, prefill_chunk=256, clock=lambda: now[0])
