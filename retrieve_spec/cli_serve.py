@@ -274,8 +274,5 @@ def forget(workspaces: tuple[Path, ...]) -> None:
 
 
 def _named(folders: Sequence[Path]) -> str:
-    """Folders on one line; many are files of an older store, which did not name its folders."""
-    shown = [click.format_filename(folder) for folder in folders[:4]]
-    return (
-        " ".join([*shown, *([f"and {len(folders) - 4} more"] if len(folders) > 4 else [])]) or "(an unfinished store)"
-    )
+    """Folders on one line."""
+    return " ".join(map(click.format_filename, folders)) or "(an unfinished store)"

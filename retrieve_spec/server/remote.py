@@ -16,8 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.completer import Completer, Cursor
-from retrieve_spec.server.lsp import create_server
+from retrieve_spec.server.lsp import Completer, Cursor, create_server
 
 log = logging.getLogger("retrieve_spec.server")
 

@@ -281,6 +281,7 @@ class TemplateRequest(_Refusing):
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "tools": (),
+    "segments": (),
     "tool_choice": ("none", "auto"),
     "functions": (),
     "function_call": ("none", "auto"),

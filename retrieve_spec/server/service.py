@@ -15,8 +15,7 @@ from typing import Any
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
-from retrieve_spec.server.accounts import Account
-from retrieve_spec.server.backend import Backend
+from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.definitions import Definitions
 from retrieve_spec.server.engine import Engine
 from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
@@ -25,7 +24,7 @@ from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.jobs import Completion, Task
-from retrieve_spec.server.memory import Hints, Memory
+from retrieve_spec.server.memory import Memory
 from retrieve_spec.server.prompts import Prompts
 from retrieve_spec.server.samplers import DEFAULT_CHAIN, Sampling
 from retrieve_spec.server.schemas import Common, InfillRequest
@@ -84,11 +83,6 @@ class Prepared:
         seeds = [0 if sampling.greedy else (sampling.seed + number * _NEXT_SEED) % _MAX_SEED for number in range(count)]
         return [replace(self, task=replace(task, client=None, sampling=replace(sampling, seed=seed))) for seed in seeds]
 
-    def look_up(self) -> None:
-        """Look up what it is drafted from, for the model's thread to find."""
-        if self.task.drafting and isinstance(self.task.hints, Hints):
-            self.task.hints.look_up()
-
     @property
     def is_forgotten(self) -> bool:
         """Whether the user had everything forgotten meanwhile: nothing of the task is kept."""
@@ -98,6 +92,37 @@ class Prepared:
         """Note what was suggested."""
         if done.outcome == "done" and self.left and not self.is_forgotten:
             self.memory.note_answer(self.left, done.text)
+
+
+@dataclass(slots=True)
+class Account:
+    """What is kept of one user, known by an API key or by none; nothing of it is seen by another.
+
+    Attributes
+    ----------
+    scope
+        The user's name inside the server.
+    codec
+        The model's text codec, with a cache of the user's own texts.
+    assembler
+        Builds fill-in-the-middle prompts, None for a model that cannot infill.
+    memory
+        What the user's editors have shown.
+    """
+
+    scope: str
+    codec: TextCodec
+    assembler: FimAssembler | None
+    memory: Memory
+
+    def contents(self) -> dict[str, int]:
+        """What there is to forget: how much of each kind."""
+        return {**self.memory.contents(), "encodings": self.codec.cached}
+
+    def forget(self) -> None:
+        """Drop everything."""
+        self.memory.forget()
+        self.codec.forget()
 
 
 class Service:
@@ -350,7 +375,7 @@ class Service:
         wanted: int,
         caller: Caller,
         *,
-        hints: Hints,
+        hints: Callable[[], DraftHints],
         document: str | None = None,
         typing: bool = False,
         begun: str = "",

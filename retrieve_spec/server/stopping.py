@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Literal
 
-from retrieve_spec.server.text import IncrementalText, TextCodec
+from retrieve_spec.engine.streaming import TextDecoder
+from retrieve_spec.server.text import TextCodec
 
 StopType = Literal["none", "eos", "limit", "word"]
 
@@ -99,7 +100,8 @@ class StopScanner:
         self._rules = rules
         self._words = [StopWord(word) for word in rules.words]
         self._clock = clock
-        self._detokenizer = IncrementalText(codec)
+        self._decoder = TextDecoder(codec.tokenizer, skip_special_tokens=False)
+        self._decoder.push(codec.encode_prompt("a", add_special_tokens=False))  # else some leave out the first blank
         self._first_token_at: float | None = None
         self._begun = len(rules.begun)
         self._codec = codec
@@ -132,7 +134,7 @@ class StopScanner:
                 self._end("eos")
                 return count
             self.token_ids.append(token_id)
-            self._append(self._behind_begun(token_id, self._detokenizer.push(token_id)), now)
+            self._append(self._behind_begun(token_id, self._decoder.push([token_id])), now)
             if not self.stopped and 0 <= self._rules.max_tokens <= self.counted:
                 self._end("limit")
             if self.stopped:
@@ -163,7 +165,7 @@ class StopScanner:
 
     def _flush(self, *, whole: bool) -> None:
         """Take what was held back for the end of a character; half of one only where the model ended there itself."""
-        rest = self._detokenizer.flush(whole=whole)
+        rest = self._decoder.flush() if whole else self._decoder.flush().rstrip("\ufffd")
         self.text += rest[self._begun :]
         self._begun -= min(self._begun, len(rest))
 

@@ -113,8 +113,6 @@ async def opened(
         try:
             for item in prepare():
                 stream.begin(service, item)
-            for item in stream.prepared:
-                item.look_up()  # the model is at work on others: it need not wait for this too
             if then is not None:
                 then(stream.prepared[0])
         except BaseException:

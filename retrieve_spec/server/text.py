@@ -157,37 +157,3 @@ def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False)
     if len(text) < _LONG:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-
-
-class IncrementalText:
-    """Turns tokens into text one at a time, holding back half characters."""
-
-    def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
-        self._lead = codec.encode_prompt("a", add_special_tokens=False)
-        self._window: list[int] = list(self._lead)
-        self._read = len(codec.decode(self._window))
-        self.pending = False
-
-    def push(self, token_id: int) -> str:
-        """Text that became certain with this token, "" while a character is incomplete."""
-        self._window.append(token_id)
-        text = self._codec.decode(self._window)
-        if text.endswith("\ufffd") and len(self._window) - len(self._lead) < 64:
-            self.pending = True
-            return ""
-        self.pending = False
-        fresh = text[self._read :]
-        keep = self._window[-4:] if len(self._window) > 12 else self._window
-        if keep is not self._window:
-            self._window = list(keep)
-            self._read = len(self._codec.decode(self._window))
-        else:
-            self._read = len(text)
-        return fresh
-
-    def flush(self, *, whole: bool) -> str:
-        """What is left when no further token comes; without the half character at its end unless that is ``whole``."""
-        fresh = self._codec.decode(self._window)[self._read :] if self.pending else ""
-        self.pending = False
-        return fresh if whole else fresh.rstrip("\ufffd")

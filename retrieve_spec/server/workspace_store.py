@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from retrieve_spec.datastore.manifest import MANIFEST
-from retrieve_spec.errors import RetrieveSpecError, StoreError, StoreLockedError, TokenizerMismatchError
+from retrieve_spec.errors import StoreError, StoreLockedError, TokenizerMismatchError
 from retrieve_spec.paths import cache_dir
 from retrieve_spec.server.workspace import Workspace
 
@@ -161,7 +160,6 @@ class WorkspaceStore:
         from retrieve_spec.datastore.documents import text_hash
 
         wanted = {str(path): text_hash(text) for path, text in self._workspace.texts.items()}
-        self._drop_old()
         store = self._open()
         if store is None:
             shutil.rmtree(self.folder, ignore_errors=True)  # interrupted or damaged, and nobody else writes
@@ -207,15 +205,6 @@ class WorkspaceStore:
         for at in range(0, len(paths), _NAMES_PER_CHANGE):
             remove_documents(self.folder, where=_any_of(paths[at : at + _NAMES_PER_CHANGE]))
 
-    def _drop_old(self) -> None:
-        """Delete a store of earlier releases, which lay where those of all tokenizers lie now."""
-        if (self._home / MANIFEST).exists():
-            for path in self._home.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path)
-                elif path.name != _LOCK:
-                    path.unlink()
-
     def _name_folders(self) -> None:
         """Write down what is in here, so that it can be found when one of the folders is to be forgotten."""
         roots = [str(root) for root in self._workspace.roots]
@@ -258,20 +247,11 @@ def kept_workspaces() -> dict[Path, list[Path]]:
 
 
 def _folders_of(home: Path) -> list[Path]:
-    """Folders that a workspace's stores hold text of: as written down, else the files its stores were made from."""
+    """Folders that a workspace's stores hold text of; none where the first store is unfinished."""
     try:
         return [Path(folder) for folder in json.loads((home / _FOLDERS).read_text("utf-8"))["folders"]]
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    from retrieve_spec.datastore.store import open_datastore
-
-    found: list[Path] = []
-    for store in (home, *(folder for folder in home.glob("*") if folder.is_dir())):
-        try:
-            found += map(Path, held_documents(open_datastore(store)))
-        except (RetrieveSpecError, OSError):
-            continue
-    return found
+        return []
 
 
 def forget_workspace(folders: Iterable[Path]) -> list[list[Path]]:

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.reference_model import reference_path
-from retrieve_spec.server.completer import LocalCompleter
-from retrieve_spec.server.lsp import create_server
+from retrieve_spec.server.lsp import LocalCompleter, create_server
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.workspace import Workspace

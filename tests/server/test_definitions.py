@@ -5,13 +5,11 @@ from __future__ import annotations
 from time import process_time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from live import Live
 
 import retrieve_spec.server.definitions as module
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.definitions import Definitions, Import, Imports, imports
+from retrieve_spec.server.definitions import Definitions, Import, imports
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 
@@ -152,22 +150,6 @@ def test_files_that_change_and_go(workspace):
     path.unlink()
     workspace.update([path])
     assert definitions.of(text) == []
-
-
-WORDS = ["from", "import", "import ", "from x import (", "require", "require('e')", "a", "b,", ".c", "'./d'"]
-WORDS += ["const", "export {", "type ", "} from", "  "]
-PIECES = st.lists(st.sampled_from([*"(){}=#'\n\r\t ", *WORDS]), max_size=24)
-
-
-@given(st.lists(PIECES, min_size=1, max_size=4))
-@settings(max_examples=600)
-def test_imports_above_a_line_that_is_typed_are_those_of_the_whole(texts):
-    """At every key, and in several files in turn."""
-    known = Imports()
-    whole = ["".join(pieces) for pieces in texts]
-    for end in range(1 + max(map(len, whole))):
-        for text in whole:
-            assert known.of(text[:end]) == imports(text[:end])
 
 
 def test_parentheses_without_a_name_import_nothing():

@@ -116,7 +116,7 @@ class Taking:
 
 
 def tasks(*names: str) -> list[Any]:
-    return [SimpleNamespace(task=name, look_up=lambda: None) for name in names]
+    return [SimpleNamespace(task=name) for name in names]
 
 
 def test_tasks_of_one_request_are_all_taken_or_none() -> None:
