@@ -168,6 +168,10 @@ PASS = PassConfig()
 """The defaults of the recorded pass."""
 
 
+EDITORS = ("vscode", "vim", "neovim", "minuet", "zed", "continue")
+"""Whose settings `retrieve-spec editor` knows."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """How the IDE backend serves.

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrieve_spec._version import __version__
@@ -115,6 +115,7 @@ def _add_information(app: FastAPI, h: InformationHandlers) -> None:
         app.get(path)(handler)
     for path, handler in (("/models", h.models), ("/v1/health", h.health)):
         app.get(path, include_in_schema=False)(handler)
+    app.get("/", response_class=HTMLResponse)(h.page)
     app.get("/v1/workspace")(h.kept)
     app.delete("/v1/workspace", responses=_errors(500))(h.forget)
     app.get("/metrics", response_class=PlainTextResponse)(h.expose)

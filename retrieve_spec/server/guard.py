@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retrieve_spec.errors import ServeError
 
-OPEN_PATHS = frozenset({"/health", "/v1/health"})
+OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 """What answers without a key."""
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from html import escape
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from retrieve_spec._version import __version__
+from retrieve_spec.config import EDITORS
 from retrieve_spec.server import schemas
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.metrics import Metrics
 from retrieve_spec.server.reading import scope_of
 from retrieve_spec.server.service import Service
 
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
+<title>retrieve-spec</title>
+<style>body{{font:16px sans-serif;margin:2em}}th{{text-align:left;padding-right:2em}}</style>
+<h1>retrieve-spec</h1><table>{table}</table>
+<h2>Connect an editor</h2><pre>{connect}</pre>
+<p>OpenAI clients: the base URL is this address with <code>/v1</code>. What is taken:
+<a href="/openapi.json">openapi.json</a>.</html>
+"""
 _MOST_CHARS = 2 << 20
 """Characters of a text to encode, a few seconds of a core."""
 
@@ -113,6 +123,18 @@ class InformationHandlers:
     async def expose(self) -> Response:
         """Prometheus metrics."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self, request: Request) -> Response:
+        """What runs here, how to connect an editor, and figures so far, for a browser."""
+        service = self.service
+        url = str(request.base_url).rstrip("/")
+        rows = {"Model": service.name, "Fill-in-the-middle": self._family() or "no", "Context": service.backend.n_ctx}
+        if service.workspace is not None:
+            rows["Files of the workspace"] = len(service.workspace.texts)
+        rows |= {name: f"{value:.4g}" for name, value in self.metrics.figures().items()}
+        table = "".join(f"<tr><th>{escape(name)}<td>{escape(str(value))}" for name, value in rows.items())
+        connect = "\n".join(f"retrieve-spec editor {name} --url {escape(url)}" for name in EDITORS)
+        return HTMLResponse(_PAGE.format(table=table, connect=connect))
 
     def _family(self) -> str | None:
         return self.service.fim.fmt.family if self.service.fim else None
