@@ -194,7 +194,7 @@ class EntryFilter:
         return self._store is not None and name.startswith(self._store)
 
     def read(self, path: Path) -> str | Reason:
-        """Text of a file that `list` or `verdicts` let pass: lines end in LF, there is no byte order mark; never empty."""
+        """Text of a file that `list` or `verdicts` let pass, with LF lines and no byte order mark; never empty."""
         if self._outside(str(path), {}) is not None or path.is_symlink():
             return Reason.LINK
         for _ in range(_TRIES):
