@@ -18,8 +18,7 @@ from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.definitions import Definitions
 from retrieve_spec.server.engine import Engine
-from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
-from retrieve_spec.server.fim_formats import find_format, missing_tokens, unknown_format
+from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts, find_format, missing_tokens, unknown_format
 from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.healing import Beginnings

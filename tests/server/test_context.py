@@ -9,8 +9,7 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server import run
 from retrieve_spec.server.backend import ReadingCost
-from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
-from retrieve_spec.server.fim_formats import find_format
+from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts, find_format
 from retrieve_spec.server.hf_backend import HuggingFaceBackend
 from retrieve_spec.server.slots import SlotPool
 
