@@ -109,16 +109,22 @@ def _add_completions(app: FastAPI, h: CompletionHandlers) -> None:
 
 
 def _add_information(app: FastAPI, h: InformationHandlers) -> None:
-    for path, handler in (("/tokenize", h.tokenize), ("/detokenize", h.detokenize), ("/apply-template", h.template)):
+    posts: dict[str, Callable[..., Any]] = {
+        "/tokenize": h.tokenize,
+        "/detokenize": h.detokenize,
+        "/apply-template": h.template,
+    }
+    for path, handler in posts.items():
         app.post(path, responses=_errors(400, 408, 413, 503))(handler)
-    for path, handler in (("/v1/models", h.models), ("/health", h.health), ("/props", h.props)):
-        app.get(path)(handler)
-    for path, handler in (("/models", h.models), ("/v1/health", h.health)):
-        app.get(path, include_in_schema=False)(handler)
+    for path in ("/v1/models", "/models"):
+        app.get(path, include_in_schema=path == "/v1/models")(h.models)
+    for path in ("/health", "/v1/health"):
+        app.get(path, include_in_schema=path == "/health")(h.health)
+    app.get("/props")(h.props)
     app.get("/", response_class=HTMLResponse)(h.page)
+    app.get("/metrics", response_class=PlainTextResponse)(h.expose)
     app.get("/v1/workspace")(h.kept)
     app.delete("/v1/workspace", responses=_errors(500))(h.forget)
-    app.get("/metrics", response_class=PlainTextResponse)(h.expose)
 
 
 def _middleware(service: Service, metrics: Metrics, keys: Sequence[bytes]) -> list[Middleware]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from time import monotonic
 from typing import Any
 
@@ -150,7 +150,7 @@ class _CheckedRequest(Request):
 class ReadingRoute(APIRoute):
     """A route whose body is read by the `Reader` at `app.state.reader`."""
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """What answers a request."""
         answer, field = super().get_route_handler(), self.body_field
         if field is None:
