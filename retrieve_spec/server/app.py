@@ -1,4 +1,4 @@
-"""The HTTP surface: routes of the dialects that editors and OpenAI clients speak, all answered by one engine."""
+"""The HTTP surface: routes of the dialects that editors and OpenAI clients speak, all answered by one queue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from retrieve_spec.server.guard import Guard, Refusal
 from retrieve_spec.server.information import InformationHandlers
 from retrieve_spec.server.metrics import Metrics
 from retrieve_spec.server.provenance import Provenance
-from retrieve_spec.server.reading import Reader, ReadingRoute
+from retrieve_spec.server.reading import BodyReader, ReadingRoute
 from retrieve_spec.server.service import Service
 
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
@@ -68,7 +68,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        service.queue.start()
         if service.workspace is not None:
             service.workspace.start()
         yield
@@ -87,7 +87,7 @@ def create_app(
         responses=_errors(401, 403),
     )
     app.router.route_class = ReadingRoute
-    app.state.reader = Reader(service.config)
+    app.state.reader = BodyReader(service.config)
     _add_completions(app, CompletionHandlers(service, provenance or Provenance()))
     _add_information(app, InformationHandlers(service, metrics))
     return app

@@ -1,6 +1,6 @@
 """The door between the server and a model: caches that grow and shrink, and texts that share the model's passes.
 
-`Backend` is all the engine knows of a model (`retrieve_spec.server.hf_backend` fills it), `Text` of a text under way.
+`Backend` is all the queue knows of a model (`retrieve_spec.server.hf_backend` fills it), `Text` of a text under way.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Text(Protocol):
 
 
 class Backend(Protocol):
-    """What the engine asks of a model; all calls come from one thread."""
+    """What the queue asks of a model; all calls come from one thread."""
 
     n_ctx: int
     """Positions of the model."""

@@ -79,7 +79,7 @@ class InformationHandlers:
             "model": service.name,
             "fim": self._family(),
             "n_ctx": service.backend.n_ctx,
-            "queue": service.engine.queue_length,
+            "queue": service.queue.queue_length,
         }
         if service.fim is None:
             body["fim_missing"] = service.no_fim()

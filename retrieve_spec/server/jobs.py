@@ -1,4 +1,4 @@
-"""Jobs: what a client asks of the engine, and the deltas and completions that come back."""
+"""Jobs: what a client asks of the queue, and the deltas and completions that come back."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Completion:
 
 
 Sink = Callable[[Delta | Completion], None]
-"""Called from the engine's thread: any number of deltas, then one completion."""
+"""Called from the queue's thread: any number of deltas, then one completion."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Language server: `textDocument/inlineCompletion` (LSP 3.18) on the same engine as the HTTP surface.
+"""Language server: `textDocument/inlineCompletion` (LSP 3.18) on the same queue as the HTTP surface.
 
 Names outside the specification follow the de facto ones of Copilot's language server: `textDocument/didShowCompletion`,
 `textDocument/didPartiallyAcceptCompletion`, `textDocument/didFocus`, and a command that runs after an accept.
@@ -113,7 +113,7 @@ class LocalCompleter(Completer):
 
     def __init__(self, service: Service) -> None:
         self.service, self.workspace = service, service.workspace
-        service.engine.start()
+        service.queue.start()
 
     async def complete(self, cursor: Cursor) -> str:
         """A suggestion for a place."""
@@ -154,7 +154,7 @@ class LocalCompleter(Completer):
         self.service.forget()
 
     def close(self) -> None:
-        """End the engine and the index."""
+        """End the queue and the index."""
         if self.workspace is not None:
             self.workspace.close()
         self.service.close()
@@ -285,7 +285,7 @@ class CompletionServer(LanguageServer):
         return tuple(found)
 
     def close(self) -> None:
-        """End the engine and the index, or let go of the server."""
+        """End the queue and the index, or let go of the server."""
         if self.completer is not None:
             self.completer.close()
         elif self.give_up is not None:

@@ -176,7 +176,7 @@ class Memory:
             }
 
     def encode_new(self) -> None:
-        """Encode texts for the drafter's memory, a bounded part of those that wait; not for the engine's thread."""
+        """Encode texts for the drafter's memory, a bounded part of those that wait; not for the model's thread."""
         room = _ENCODED_AT_ONCE
         while room > 0:
             with self._lock:
@@ -240,7 +240,7 @@ class Memory:
         return self._session if opened is None else opened
 
     def _session_now(self) -> SessionMemory:
-        """The drafter's memory with everything read so far; for the engine's thread only."""
+        """The drafter's memory with everything read so far; for the model's thread only."""
         with self._lock:
             encoded, self._encoded = self._encoded, []
             session = self._drafted()

@@ -83,7 +83,7 @@ async def read_body(request: Request, limit: int, budget: BodyBudget, seconds: f
     return b"".join(parts)
 
 
-class Reader:
+class BodyReader:
     """Reads the requests of one server, each and all together within its bounds."""
 
     def __init__(self, config: ServeConfig) -> None:
@@ -148,7 +148,7 @@ class _CheckedRequest(Request):
 
 
 class ReadingRoute(APIRoute):
-    """A route whose body is read by the `Reader` at `app.state.reader`."""
+    """A route whose body is read by the `BodyReader` at `app.state.reader`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """What answers a request."""

@@ -1,4 +1,4 @@
-"""Assembly of a server: model, stores, workspace, engine, HTTP."""
+"""Assembly of a server: model, stores, workspace, queue, HTTP."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def assemble(
         backend.warm_up(service.end_ids)  # else the first requests wait for kernels
     except Exception:
         log.exception("requests of some kind will fail")
-    metrics = Metrics(lambda: service.engine.queue_length, lambda: service.engine.begun)
+    metrics = Metrics(lambda: service.queue.queue_length, lambda: service.queue.begun)
     if workspace is not None:
 
         def prepared(store: Datastore | None) -> list[Datastore]:
@@ -142,7 +142,7 @@ def assemble(
 
         def attach(store: Datastore | None) -> None:
             stores_now = prepared(store)
-            service.engine.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
+            service.queue.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
         try:
             prepare_store(tokenizer, prepared)

@@ -1,4 +1,4 @@
-"""Service: a client's request, in whatever dialect, becomes a task for the engine."""
+"""Service: a client's request, in whatever dialect, becomes a task for the queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.definitions import Definitions
-from retrieve_spec.server.engine import Engine
 from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts, find_format, missing_tokens, unknown_format
 from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.guard import Refusal
@@ -25,6 +24,7 @@ from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.jobs import Completion, Task
 from retrieve_spec.server.memory import Memory
 from retrieve_spec.server.prompts import Prompts
+from retrieve_spec.server.queueing import RequestQueue
 from retrieve_spec.server.samplers import DEFAULT_CHAIN, Sampling
 from retrieve_spec.server.schemas import Common, InfillRequest
 from retrieve_spec.server.stopping import StopRules
@@ -125,7 +125,7 @@ class Account:
 
 
 class Service:
-    """The parts of one server: model, formats, memory, engine.
+    """The parts of one server: model, formats, memory, queue.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ class Service:
     drafters
         The model's, where the answers of their sessions are kept in a file.
     clock
-        The engine's seconds.
+        The queue's seconds.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Service:
         self.fim = find_format(self.codec)
         eos = tokenizer.eos_token_id
         self.end_ids = (self.fim.end if self.fim else frozenset()) | (frozenset() if eos is None else {eos})
-        self.engine = Engine(
+        self.queue = RequestQueue(
             backend,
             self.codec,
             slots=config.slots,
@@ -208,8 +208,8 @@ class Service:
         return Account(scope, codec, assembler, memory)
 
     def close(self) -> None:
-        """End the engine; what it answered is kept for later, where it is to be."""
-        self.engine.close()
+        """End the queue; what it answered is kept for later, where it is to be."""
+        self.queue.close()
         if self._drafters is not None:
             self._drafters.keep(at_once=True)
 
@@ -228,7 +228,7 @@ class Service:
 
     def kept(self, scope: str) -> dict[str, Any]:
         """What there is to forget of one user, and of the workspace where it is theirs alone."""
-        kept: dict[str, Any] = {**self.account(scope).contents(), "caches": self.engine.caches(scope)}
+        kept: dict[str, Any] = {**self.account(scope).contents(), "caches": self.queue.caches(scope)}
         if self.workspace is not None:
             kept["workspace"] = {
                 "folders": [str(root) for root in self.workspace.roots],
@@ -253,7 +253,7 @@ class Service:
         if self.workspace is not None and not self._shared:
             self.workspace.forget()
         try:
-            self.engine.forget(scope)
+            self.queue.forget(scope)
         except (OSError, RetrieveSpecError) as error:
             log.warning("not forgotten in a file: %s", in_a_line(error))
             raise Refusal(

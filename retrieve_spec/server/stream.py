@@ -1,4 +1,4 @@
-"""Streams: what the engine's thread says about the tasks of a request, in an event loop, and events to a client."""
+"""Streams: what the queue's thread says about the tasks of a request, in an event loop, and events to a client."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from retrieve_spec.server.engine import EngineClosedError, QueueFullError
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
+from retrieve_spec.server.queueing import QueueClosedError, QueueFullError
 from retrieve_spec.server.service import Prepared, Service
 
 _HEADERS = {"Cache-Control": "no-store", "Connection": "keep-alive", "X-Accel-Buffering": "no"}
@@ -34,11 +34,11 @@ class EventStream(StreamingResponse):
 
 
 Said = tuple[int, Delta | Completion]
-"""What the engine says, and the number of the task that it is about."""
+"""What the queue says, and the number of the task that it is about."""
 
 
 class Stream:
-    """What the engine says about the tasks of a request: all that has come since the last look.
+    """What the queue says about the tasks of a request: all that has come since the last look.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Stream:
         self.prepared: list[Prepared] = []
 
     def begin(self, service: Service, prepared: Prepared) -> None:
-        """Hand a task to the engine.
+        """Hand a task to the queue.
 
         Raises
         ------
@@ -69,8 +69,8 @@ class Stream:
                 self._loop.call_soon_threadsafe(self._told.set)
 
         try:
-            self._leave.append(service.engine.submit(prepared.task, sink))
-        except (QueueFullError, EngineClosedError) as error:
+            self._leave.append(service.queue.submit(prepared.task, sink))
+        except (QueueFullError, QueueClosedError) as error:
             raise Refusal(503, str(error), "overloaded") from error
         self.prepared.append(prepared)
 
@@ -98,14 +98,14 @@ class Stream:
 async def opened(
     service: Service, prepare: Callable[[], Sequence[Prepared]], then: Callable[[Prepared], object] | None = None
 ) -> Stream:
-    """The stream of tasks that a thread prepares and hands to the engine, which need not wait for the event loop.
+    """The stream of tasks that a thread prepares and hands to the queue, which need not wait for the event loop.
 
     ``then`` is done by the thread with the first of them, while the model is at work.
 
     Raises
     ------
     Refusal
-        503: the engine takes no more of them; and whatever `prepare` raises.
+        503: the queue takes no more of them; and whatever `prepare` raises.
     """
     stream = Stream(asyncio.get_running_loop())
 

@@ -23,7 +23,7 @@ class Live:
         self.service = service or Service(
             backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done, shared=bool(keys)
         )
-        self.metrics = Metrics(lambda: self.service.engine.queue_length)
+        self.metrics = Metrics(lambda: self.service.queue.queue_length)
         self.app = app = create_app(self.service, self.metrics, keys=keys)
         listener = listen("127.0.0.1", port)
         self.port = listener.getsockname()[1]

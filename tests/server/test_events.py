@@ -108,7 +108,7 @@ class Taking:
 
     def submit(self, task: Any, sink: Any) -> Any:
         if len(self.taken) == self._most:
-            from retrieve_spec.server.engine import QueueFullError
+            from retrieve_spec.server.queueing import QueueFullError
 
             raise QueueFullError("room", "none", "Wait.")
         self.taken.append(task)
@@ -121,7 +121,7 @@ def tasks(*names: str) -> list[Any]:
 
 def test_tasks_of_one_request_are_all_taken_or_none() -> None:
     engine = Taking(2)
-    service: Any = SimpleNamespace(engine=engine)
+    service: Any = SimpleNamespace(queue=engine)
     with pytest.raises(Refusal):
         asyncio.run(opened(service, lambda: tasks("a", "b", "c")))
     assert engine.given_up == ["a", "b"]
@@ -130,7 +130,7 @@ def test_tasks_of_one_request_are_all_taken_or_none() -> None:
 def test_a_request_that_is_cancelled_while_a_thread_prepares_it_is_given_up() -> None:
     async def run() -> list[Any]:
         engine, may_go_on = Taking(9), threading.Event()
-        service: Any = SimpleNamespace(engine=engine)
+        service: Any = SimpleNamespace(queue=engine)
 
         def prepare() -> list[Any]:
             may_go_on.wait(60)

@@ -451,14 +451,14 @@ def test_closed_connection_costs_at_most_one_pass(live, say):
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         head = f"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         connection.sendall(head + body)
-        wait_for(lambda: server.service.engine.busy)
+        wait_for(lambda: server.service.queue.busy)
         backend.gate.release(3)
         wait_for(lambda: backend.passes == 3)
-        (job,) = server.service.engine._jobs
+        (job,) = server.service.queue._jobs
     wait_for(lambda: job.cancel.is_set())
     spent = backend.passes
     backend.gate.release(1000)
-    wait_for(lambda: not server.service.engine.busy)
+    wait_for(lambda: not server.service.queue.busy)
     assert backend.passes <= spent + 1
     assert server.done[-1][1].outcome == "cancelled"
 
@@ -471,11 +471,11 @@ def test_closed_stream_costs_at_most_one_pass(live, say):
         "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}
     ) as raw:
         next(raw.iter_lines())
-        (job,) = server.service.engine._jobs
+        (job,) = server.service.queue._jobs
     wait_for(lambda: job.cancel.is_set())
     spent = backend.passes
     backend.gate.release(1000)
-    wait_for(lambda: not server.service.engine.busy)
+    wait_for(lambda: not server.service.queue.busy)
     assert backend.passes <= spent + 1
 
 
@@ -504,12 +504,12 @@ def test_newer_keystroke_supersedes_and_both_are_told(live, say):
 
 
 def _seen(server):
-    engine = server.service.engine
+    engine = server.service.queue
     return len(server.done) + engine.queue_length + int(engine.busy)
 
 
 def test_an_ending_engine_answers_503_in_every_dialect(server):
-    server.service.engine.close()
+    server.service.queue.close()
     for fields in ({}, {"stream": True}):
         for path, body in (
             ("/infill", INFILL),

@@ -50,14 +50,14 @@ def test_a_request_that_an_editor_gives_up_is_given_up(live, codec):
 
     async def give_up():
         asked = asyncio.ensure_future(one.complete(CURSOR))
-        while not server.service.engine.busy:
+        while not server.service.queue.busy:
             await asyncio.sleep(0.002)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
 
     asyncio.run(give_up())
-    wait_for(lambda: all(job.cancel.is_set() for job in server.service.engine._jobs))
+    wait_for(lambda: all(job.cancel.is_set() for job in server.service.queue._jobs))
     backend.gate.release(1000)
     wait_for(lambda: bool(server.done))
     assert server.done[-1][1].outcome == "cancelled"

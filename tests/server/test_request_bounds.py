@@ -18,7 +18,7 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server import connections, schemas
 from retrieve_spec.server.guard import normal_origins
-from retrieve_spec.server.reading import Reader
+from retrieve_spec.server.reading import BodyReader
 
 INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
 
@@ -253,13 +253,13 @@ def test_an_origin_with_a_slash_may_call(live, say):
 )
 def test_bodies_are_not_checked_on_the_event_loop(live, say, monkeypatch, path, body):
     threads = []
-    check = Reader.check
+    check = BodyReader.check
 
     def noted(self, schema, fields):
         threads.append(threading.current_thread())
         return check(self, schema, fields)
 
-    monkeypatch.setattr(Reader, "check", noted)
+    monkeypatch.setattr(BodyReader, "check", noted)
     server = live(say("x"))
     assert server.post(path, {**body, "ignored": "y" * (64 << 10)}).status_code == 200
     assert threads and server._thread not in threads

@@ -1,4 +1,4 @@
-"""Engine thread: it owns the model and streams completions of tasks, those at somebody's cursor first.
+"""Request queue: its thread owns the model and streams completions of tasks, those at somebody's cursor first.
 
 Every pass of the model serves all tasks of the rank whose turn it is: nobody who types waits for another who does, and
 chats, which stand aside while somebody types, go on beside one another. The queue is bounded, stale keystrokes are
@@ -37,12 +37,12 @@ class QueueFullError(ServeError):
     """More tasks wait than the server takes."""
 
 
-class EngineClosedError(ServeError):
-    """The engine takes no task any more."""
+class QueueClosedError(ServeError):
+    """The queue takes no task any more."""
 
 
-class Engine:
-    """Serves tasks on one model.
+class RequestQueue:
+    """Serves tasks on one model, whose engine schedules the passes of those whose turn it is.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class Engine:
     prefill_chunk
         Tokens of prompts read per pass.
     on_done
-        Called with every finished task and its completion, in the engine's thread.
+        Called with every finished task and its completion, in the queue's thread.
     clock
         Seconds, monotonic; a simulation gives its own.
     """
@@ -175,15 +175,15 @@ class Engine:
         ------
         QueueFullError
             The queue holds as many tasks as it may, none of them replaceable.
-        EngineClosedError
-            The engine is ending, or its thread has ended.
+        QueueClosedError
+            The queue is ending, or its thread has ended.
         """
         gone: list[Waiter] = []
         key = task.fingerprint()
         try:
             with self._changed:
                 if self._closed:
-                    raise EngineClosedError("to take a request", "the server is ending", "Start it again.")
+                    raise QueueClosedError("to take a request", "the server is ending", "Start it again.")
                 if task.rank == 0:
                     self._typed_at = self._clock()
                 job = self._twin(key)
@@ -285,7 +285,7 @@ class Engine:
                 try:
                     self.go_on()
                 except Exception as error:
-                    log.exception("the engine failed")
+                    log.exception("the queue failed")
                     self._fail_all(error)
         finally:  # also where something ends the thread
             with self._changed:

@@ -8,10 +8,10 @@ import pytest
 from scripted import Collector, ScriptedBackend, ScriptedText
 from waiting import wait_for
 
-import retrieve_spec.server.engine as module
+import retrieve_spec.server.queueing as module
 from retrieve_spec.server.backend import DraftHints
-from retrieve_spec.server.engine import Engine, EngineClosedError, QueueFullError
 from retrieve_spec.server.jobs import Delta, Task, same_document
+from retrieve_spec.server.queueing import QueueClosedError, QueueFullError, RequestQueue
 from retrieve_spec.server.samplers import Sampling
 from retrieve_spec.server.slots import SlotPool, common_prefix
 from retrieve_spec.server.stopping import StopRules
@@ -30,7 +30,7 @@ def backend():
 
 @pytest.fixture
 def engine(backend, codec):
-    engine = Engine(backend, codec, slots=2, max_queue=3, prefill_chunk=16)
+    engine = RequestQueue(backend, codec, slots=2, max_queue=3, prefill_chunk=16)
     engine.start()
     yield engine
     if backend.gate is not None:
@@ -275,7 +275,7 @@ def test_a_long_prompt_does_not_hold_the_others(engine, backend):
 
 def test_chats_are_read_by_shorter_pieces_while_somebody_types(backend, codec):
     now = [0.0]
-    engine = Engine(backend, codec, prefill_chunk=256, clock=lambda: now[0])
+    engine = RequestQueue(backend, codec, prefill_chunk=256, clock=lambda: now[0])
     for number, typed in enumerate((False, True)):
         if typed:
             engine.submit(Task((500,), RULES, typing=True), Collector())
@@ -473,7 +473,7 @@ def test_who_cannot_be_told_is_told_so_and_keeps_nobody_else_waiting(engine, bac
 
 def test_who_waits_is_told_before_the_cache_is_given_back_and_it_is_once(backend, codec):
     """Whatever a text ends by."""
-    engine = Engine(backend, codec, slots=2, prefill_chunk=16)
+    engine = RequestQueue(backend, codec, slots=2, prefill_chunk=16)
     seen = []
 
     def asked(prompt, **fields):
@@ -506,7 +506,7 @@ def test_who_waits_is_told_before_the_cache_is_given_back_and_it_is_once(backend
 
 
 def test_a_cache_that_cannot_be_given_back_is_forgotten_and_its_answer_stays(backend, codec, monkeypatch):
-    engine = Engine(backend, codec, slots=2)
+    engine = RequestQueue(backend, codec, slots=2)
     sink = Collector()
     with monkeypatch.context() as patched:
         patched.setattr(ScriptedText, "close", lambda self: 1 // 0)
@@ -525,7 +525,7 @@ def test_counting_that_fails_ends_nothing(backend, codec):
     def fails(task, done):
         raise ValueError("cannot count")
 
-    engine = Engine(backend, codec, on_done=fails)
+    engine = RequestQueue(backend, codec, on_done=fails)
     engine.start()
     assert ask(engine, [500]).result(10).outcome == ask(engine, [600]).result(10).outcome == "done"
     engine.close()
@@ -553,5 +553,5 @@ def test_whoever_waits_for_a_thread_that_ends_is_told_and_nobody_is_let_in(engin
     engine.run_when_idle(end)
     backend.gate.release(100)
     assert under_way.result(10).outcome == waiting.result(10).outcome == "failed"
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(QueueClosedError):
         ask(engine, [700])
