@@ -321,7 +321,9 @@ class Service:
             501: it is spelled in a fill-in-the-middle format that the model does not know; 400: it does not fit.
         """
         if isinstance(prompt, str) and unknown_format(self.codec, prompt):
-            raise Refusal(501, self.no_fim(), "not_supported_error")
+            own = f"Its own is {self.fim.fmt.family}'s: ask with a suffix." if self.fim else self.no_fim()
+            unknown = f"The prompt is in a fill-in-the-middle format that this model does not know. {own}"
+            raise Refusal(501, unknown, "not_supported_error")
         ids = self.prompts.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             ids = [self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else next(iter(self.end_ids))]

@@ -284,7 +284,7 @@ def test_a_prompt_in_another_models_format_is_501(server, prompt):
     for path in ("/v1/completions", "/completion"):
         raw = server.post(path, {"prompt": prompt})
         assert raw.status_code == 501, raw.text
-        assert "Infill is not supported" in raw.json()["error"]["message"]
+        assert "format that this model does not know. Its own is qwen's" in raw.json()["error"]["message"]
     about_it = f"The format is {prompt} for some."
     assert server.post("/v1/completions", {"prompt": about_it}).status_code == 200
 
