@@ -166,7 +166,7 @@ for fields in ({"temperature": 0.8}, {"temperature": 0.8, "top_k": 9}, {"specula
     service.queue.submit(service.raw(service.prompts.chat(talk.messages), talk, Caller(), 24).task, done.append)
 while service.queue.go_on():
     pass
-assert [each.outcome for each in done if hasattr(each, "outcome")] == ["done"] * 10, done
+assert [each.outcome for each in done if hasattr(each, "outcome")] == ["done"] * 8, done
 assert not late, late
 """
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
