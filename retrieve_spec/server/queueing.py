@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from threading import Condition, Event, Thread
+from concurrent.futures import Future
+from threading import Condition, Thread
 from time import monotonic
+from typing import Any, TypeVar
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.errors import ServeError
+from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.decode import Decode
 from retrieve_spec.server.jobs import Completion, Delta, Job, Outcome, Sink, Task, Waiter
@@ -23,8 +25,7 @@ from retrieve_spec.server.text import TextCodec
 
 log = logging.getLogger("retrieve_spec.server")
 
-_PATIENCE = 1.0
-"""Seconds after which somebody who waits for the model's thread looks whether it is still there."""
+T = TypeVar("T")
 _PAUSE_S = 1.5
 """Seconds without a next key after which somebody has paused, and comes first."""
 _TYPES_ON_S = 2.0
@@ -93,7 +94,7 @@ class RequestQueue:
         self._changed = Condition()
         self._jobs: list[Job] = []  # in the order they came
         self._closed = False
-        self._chores: list[Callable[[], None]] = []
+        self._chores: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._thread = Thread(target=self._work, name="retrieve-spec-engine", daemon=True)
 
     def start(self) -> None:
@@ -125,41 +126,28 @@ class RequestQueue:
         """Whether a task is being worked on."""
         return self.begun > 0
 
-    def run_when_idle(self, chore: Callable[[], None]) -> None:
+    def run_when_idle(self, chore: Callable[[], T]) -> Future[T]:
         """Have the model's thread do something between two passes (attach a store, say)."""
+        done: Future[T] = Future()
         with self._changed:
-            self._chores.append(chore)
+            self._chores.append((chore, done))
             self._changed.notify_all()
+        return done
 
     def forget(self, scope: str) -> int:
         """Forget all caches of a scope, and what was learned from its text; how many caches there were.
 
         What waits or is under way is answered, but nothing of it is kept. Raises what the backend fails with.
         """
-        count, done = 0, Event()
-        failed: Exception | None = None
 
-        def chore() -> None:
-            nonlocal count, failed
-            try:
-                for job in list(self._jobs):
-                    job.forgotten |= job.task.scope == scope
-                count = self._pool.forget(scope)
-                self.backend.forget(scope)
-            except Exception as error:
-                failed = error
-            finally:
-                done.set()
+        def chore() -> int:
+            for job in list(self._jobs):
+                job.forgotten |= job.task.scope == scope
+            count = self._pool.forget(scope)
+            self.backend.forget(scope)
+            return count
 
-        if self._thread.is_alive():
-            self.run_when_idle(chore)
-            while self._thread.is_alive() and not done.wait(_PATIENCE):
-                pass  # a pass is under way, however long it takes
-        if not done.is_set():
-            chore()
-        if failed is not None:
-            raise failed
-        return count
+        return self.run_when_idle(chore).result() if self._thread.is_alive() else chore()
 
     def caches(self, scope: str) -> int:
         """Caches kept of a scope."""
@@ -288,20 +276,25 @@ class RequestQueue:
                     log.exception("the queue failed")
                     self._fail_all(error)
         finally:  # also where something ends the thread
+            ended = RuntimeError("the model's thread has ended")
             with self._changed:
                 self._closed = True
-            self._fail_all(RuntimeError("the model's thread has ended"))
+                chores, self._chores = self._chores, []
+            for _, done in chores:
+                done.set_exception(ended)
+            self._fail_all(ended)
 
     def go_on(self) -> bool:
         """One pass and what is to be done before it, for the one thread that has the model; whether there is more."""
         with self._changed:
             chores, self._chores = self._chores, []
             jobs = list(self._jobs)
-        for chore in chores:
+        for chore, done in chores:
             try:
-                chore()
-            except Exception:
-                log.exception("a task between requests failed")
+                done.set_result(chore())
+            except Exception as error:
+                log.warning("a task between requests failed: %s", in_a_line(error))
+                done.set_exception(error)
         jobs = [job for job in jobs if not (job.cancel.is_set() and self._proceed(job))]
         self._pass(self._begin(jobs))
         return bool(self._jobs or self._chores)

@@ -377,8 +377,7 @@ def test_a_failing_model_fails_one_task(engine, backend):
     assert ask(engine, [500]).result().outcome == "done"
 
 
-def test_forgetting_waits_for_a_pass_however_long_it_takes(engine, backend, monkeypatch):
-    monkeypatch.setattr(module, "_PATIENCE", 0.001)
+def test_forgetting_waits_for_a_pass_however_long_it_takes(engine, backend):
     ask(engine, [500, 501], scope="me").result()
     backend.gate = threading.Semaphore(0)
     long = ask(engine, [600])
