@@ -40,8 +40,8 @@ _LOADING, _INDEXING = "retrieve-spec/loading", "retrieve-spec/indexing"
 
 _SHOWN = 4
 """Other open documents of which the model is shown a piece."""
-_LINES, _STEP = 64, 32
-"""Lines of such a piece, and how far the place has to move before another one is shown."""
+_LINES, _CHARS, _STEP = 64, 16_000, 32
+"""Lines and characters of such a piece at most, and how far the place has to move before another one is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ class CompletionServer(LanguageServer):
         for other in others:
             lines = documents[other].source.splitlines(keepends=True)
             first = max(0, min(self._places[other] // _STEP * _STEP - _STEP // 2, len(lines) - _LINES))
-            text = "".join(lines[first : first + _LINES])
+            text = "".join(lines[first : first + _LINES])[:_CHARS]
             if text.strip():
                 found.append(Chunk(text, other.rpartition("/")[2]))
         return tuple(found)

@@ -67,6 +67,7 @@ def test_of_a_large_document_what_a_prompt_needs_is_sent(live, codec):
     server = live(saying(codec, "urn 1"))
     large = replace(CURSOR, left="a = 'é'\n" * 700_000 + CURSOR.left, right="b = 2\n" * 700_000)
     assert asyncio.run(editor(server).complete(large)) == "urn 1"
+    assert codec.decode(server.backend.prompts[-1]).count("a = 'é'") > 100
 
 
 def test_a_wrong_key_is_said(live, codec):
