@@ -8,7 +8,7 @@ from time import monotonic
 
 import numpy as np
 
-from retrieve_spec.server.backend import Backend, DraftHints
+from retrieve_spec.server.backend import Backend, DraftHints, Text
 from retrieve_spec.server.jobs import Completion, Delta, Job
 from retrieve_spec.server.samplers import Sampling
 from retrieve_spec.server.slots import Slot, SlotPool
@@ -24,7 +24,7 @@ class Decode:
     done
         What the work has come to so far.
     text
-        What takes part in passes.
+        What takes part in passes, once it has started.
     """
 
     def __init__(
@@ -36,30 +36,36 @@ class Decode:
         publish: Callable[[Job, Delta], None],
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.job, self.task, self.done = job, job.task, Completion(waited_s=job.waited)
+        self.job, self.task = job, job.task
+        self.done = Completion(prompt_tokens=len(job.task.prompt_ids), waited_s=job.waited)
+        self.text: Text | None = None
+        self._slot: Slot | None = None
         self._backend, self._codec, self._pool, self._publish, self._clock = backend, codec, pool, publish, clock
         self._scanner = StopScanner(codec, job.task.rules, clock)
         self._said: list[int] = []
         self._worked, self._noted_at = 0.0, clock()
         self._told = 0  # tokens that were published
-        prompt = job.task.prompt_ids
-        self.done.prompt_tokens = len(prompt)
-        size = len(prompt) * backend.token_bytes
-        self._slot, self.done.cached_tokens = pool.take(prompt, job.task.scope, reuse=job.task.reuse, size=size)
-        try:
-            self.text = backend.decode(
-                self._slot.cache,
-                prompt,
-                max_tokens=self._most(),
-                end_ids=job.task.rules.end_ids,
-                sampling=Sampling() if job.task.warm else job.task.sampling,
-                hints=self._hints(self._slot),
-            )
-        except BaseException:
-            pool.drop(self._slot)
-            pool.release(self._slot)
-            raise
+
+    def start(self) -> None:
+        """Take a cache, and look up what to draft from."""
+        task = self.task
+        size = len(task.prompt_ids) * self._backend.token_bytes
+        slot, cached = self._pool.take(task.prompt_ids, task.scope, reuse=task.reuse, size=size)
+        self._slot, self.done.cached_tokens = slot, cached
+        self.text = self._backend.decode(
+            slot.cache,
+            task.prompt_ids,
+            max_tokens=self._most(),
+            end_ids=task.rules.end_ids,
+            sampling=Sampling() if task.warm else task.sampling,
+            hints=self._hints(slot),
+        )
         self.done.setup_s = self._since()
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that are still to be read."""
+        return len(self.task.prompt_ids) if self.text is None else self.text.unread
 
     def _hints(self, slot: Slot) -> DraftHints:
         """What to draft from; what was said behind this prompt before, if nothing else is expected there."""
@@ -98,23 +104,25 @@ class Decode:
 
     def proceed(self) -> bool:
         """Take what a pass brought; whether the task is done, and who waits may be told before it is closed."""
+        text, slot, prompt, done = self.text, self._slot, self.task.prompt_ids, self.done
+        assert text is not None
+        assert slot is not None
         self._worked += self._since()
-        prompt, done, slot = self.task.prompt_ids, self.done, self._slot
-        fresh = self.text.take()
+        fresh = text.take()
         if fresh and not self._said:
             done.prompt_s, done.first_s = self._worked, done.waited_s + done.setup_s + self._worked
-            slot.token_ids, slot.copied = np.asarray(prompt, np.int64), self.text.copy_cache
+            slot.token_ids, slot.copied = np.asarray(prompt, np.int64), text.copy_cache
         self._said += fresh
         slot.size = (len(prompt) + len(self._said)) * self._backend.token_bytes
-        if self._goes_on(fresh):
+        if self._goes_on(fresh, text.over):
             return False
-        done.figures = self.text.figures
+        done.figures = text.figures
         done.prompt_s = done.prompt_s if self._said else self._worked
         done.predict_s = self._worked - done.prompt_s
         self._conclude()
         return True
 
-    def _goes_on(self, fresh: list[int]) -> bool:
+    def _goes_on(self, fresh: list[int], is_over: bool) -> bool:
         """Whether there is more to do after a pass; the tokens of the last one are published with the end."""
         scanner, cancelled = self._scanner, self.job.cancel.is_set()
         if fresh and not self.task.warm:
@@ -122,9 +130,10 @@ class Decode:
         if cancelled:
             self.done.passes_after_cancel += len(fresh) > 0
             return False
-        limit = self.task.deadline_s
-        self.done.deadline_hit = limit is not None and self._worked > limit and not (self.text.over or scanner.stopped)
-        if self.text.over or scanner.stopped or self.done.deadline_hit:
+        if is_over or scanner.stopped:
+            return False
+        self.done.deadline_hit = self.task.deadline_s is not None and self._worked > self.task.deadline_s
+        if self.done.deadline_hit:
             return False
         self._tell(scanner.visible())
         return True
@@ -150,12 +159,15 @@ class Decode:
 
     def close(self, *, keep: bool = True) -> None:
         """End the text, however far it is, and give the cache back; after a failure nobody knows what it holds."""
+        slot, self._slot = self._slot, None
+        if slot is None:
+            return
         try:
-            self._slot.copied = None
-            self.text.close()
-            said = [] if self.task.warm else self._said
-            self._pool.settle(self._slot, [*self.task.prompt_ids, *said])
+            slot.copied = None
+            if self.text is not None:
+                self.text.close()
+                self._pool.settle(slot, [*self.task.prompt_ids, *([] if self.task.warm else self._said)])
         finally:
             if self.job.forgotten or not keep:
-                self._pool.drop(self._slot)
-            self._pool.release(self._slot)
+                self._pool.drop(slot)
+            self._pool.release(slot)

@@ -311,17 +311,15 @@ class RequestQueue:
                 continue
             try:
                 begun = Decode(self.backend, self.codec, self._pool, job, self.publish, self._clock)
+                with self._changed:
+                    if job not in self._jobs:
+                        continue  # its client has gone
+                    job.begun = begun
+                begun.start()
+                under_way.append(job)
             except Exception as error:
                 log.exception("a completion could not begin")
                 self._fail(job, error)
-                continue
-            with self._changed:
-                gone = job not in self._jobs  # its client
-                job.begun = begun
-            if gone:
-                begun.close()
-            else:
-                under_way.append(job)
         return under_way
 
     def _order(self, job: Job) -> tuple[int, int, float]:
@@ -349,7 +347,7 @@ class RequestQueue:
             return False
         return not any(
             other.task.scope == task.scope
-            and other.begun.text.unread > 0
+            and other.begun.unread > 0
             and task.reuse
             and common_prefix(other.task.prompt_ids, task.prompt_ids) >= max(COPY_FROM, len(task.prompt_ids) // 2)
             for other in under_way

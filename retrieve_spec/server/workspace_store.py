@@ -7,6 +7,7 @@ store's files at once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from retrieve_spec.errors import StoreError, StoreLockedError, TokenizerMismatchError
+from retrieve_spec.errors import RetrieveSpecError, StoreError, StoreLockedError, TokenizerMismatchError
 from retrieve_spec.paths import cache_dir
 from retrieve_spec.server.workspace import Workspace
 
@@ -247,11 +248,18 @@ def kept_workspaces() -> dict[Path, list[Path]]:
 
 
 def _folders_of(home: Path) -> list[Path]:
-    """Folders that a workspace's stores hold text of; none where the first store is unfinished."""
+    """Folders that a workspace's stores hold text of: as written down, else the files its stores were made from."""
     try:
         return [Path(folder) for folder in json.loads((home / _FOLDERS).read_text("utf-8"))["folders"]]
     except (OSError, ValueError, KeyError, TypeError):
-        return []
+        pass
+    from retrieve_spec.datastore.store import open_datastore
+
+    found: list[Path] = []
+    for store in home.iterdir():
+        with contextlib.suppress(RetrieveSpecError, OSError):
+            found += map(Path, held_documents(open_datastore(store)))
+    return found
 
 
 def forget_workspace(folders: Iterable[Path]) -> list[list[Path]]:
