@@ -52,14 +52,6 @@ class PassFigures:
         return sum(self.accepted_by_source.values())
 
 
-@dataclass(frozen=True, slots=True)
-class ReadingCost:
-    """What a token of a prompt costs: seconds to read it, bytes of its keys and values."""
-
-    seconds: float
-    bytes: float
-
-
 class Text(Protocol):
     """One text under way; it takes part in the passes that `Backend.step` is called for."""
 

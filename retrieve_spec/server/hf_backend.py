@@ -16,7 +16,7 @@ from retrieve_spec.engine.shared_prompt import CopiesRows
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import using
 from retrieve_spec.generation.streams import generate_stream, open_sequence
-from retrieve_spec.server.backend import DraftHints, PassFigures, ReadingCost, Text
+from retrieve_spec.server.backend import DraftHints, PassFigures, Text
 from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.samplers import Sampling
@@ -180,15 +180,15 @@ class HuggingFaceBackend:
                     held[storage.data_ptr()] = storage.nbytes()
         return sum(held.values())
 
-    def measure(self) -> ReadingCost:
-        """What reading a prompt costs, by reading one twice as long as is measured."""
+    def measure(self) -> float:
+        """Seconds that a token of a prompt takes to read, measured behind as many tokens."""
         ids, cache = self._some_ids(), self.new_cache()
         count = len(ids)
         with using(self._engine.prompt_threads):
             self._read(cache, ids)
             begun = perf_counter()
             self._read(cache, ids)
-        return ReadingCost((perf_counter() - begun) / count, self.cache_bytes(cache) / (2 * count))
+        return (perf_counter() - begun) / count
 
     def warm_up(self, end_ids: frozenset[int]) -> None:
         """Answer requests of every kind, several at once, so that no client's is the first that needs some kernel.

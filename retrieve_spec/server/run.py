@@ -157,11 +157,10 @@ def _fit(backend: HuggingFaceBackend, config: ServeConfig) -> ServeConfig:
 
     While somebody types, the suffix is read anew with every key at worst; the prefix is in a cache.
     """
-    cost = backend.measure()
-    most = int(config.cache_bytes / cost.bytes) if cost.bytes else backend.n_ctx
+    most = config.cache_bytes // backend.token_bytes if backend.token_bytes else backend.n_ctx
     if most < 64:
         raise ServeError(
-            f"room for a prompt ({64 * cost.bytes / 2**20:.0f} MiB) in the caches",
+            f"room for a prompt ({64 * backend.token_bytes / 2**20:.0f} MiB) in the caches",
             f"{config.cache_bytes / 2**20:.0f} MiB",
             "Give more with --cache-mib.",
         )
@@ -169,7 +168,7 @@ def _fit(backend: HuggingFaceBackend, config: ServeConfig) -> ServeConfig:
         log.info("prompts of at most %d tokens, so that one cache stays below %d bytes", most, config.cache_bytes)
         backend.n_ctx = most
     if not config.fim_window:
-        in_time = int(_FIRST_TOKEN_S / cost.seconds / (1.0 - config.prefix_share))
+        in_time = int(_FIRST_TOKEN_S / backend.measure() / (1.0 - config.prefix_share))
         config = replace(config, fim_window=min(max(in_time, _WINDOW), backend.n_ctx // 2))
     log.info("around a cursor the model is shown %d tokens", config.fim_window)
     return config
