@@ -42,7 +42,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
+import harness  # noqa: F401 (this checkout ahead of an installed package)
 
 from retrieve_spec.bench.machine import machine_facts
 

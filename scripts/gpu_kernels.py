@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_setting import Attempt, Setting, draft
-from random_models import build
 from torch.nn import functional
+from trace_driven import build
 
 from retrieve_spec.attention import tree_attention
 from retrieve_spec.attention.online_softmax import LayerRule

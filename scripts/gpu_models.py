@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from gpu_setting import Attempt, Setting, draft, plain_pass, prompt_of, started, tree_pass
-from random_models import build
-from trace_driven import Answer, Told, by_transformers, by_us
+from trace_driven import Answer, Timing, build, by_transformers, by_us
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
@@ -114,7 +113,7 @@ def ours(setting: Setting, target: Any, make: Callable[[], Verifier], answers: l
     }
 
 
-def rates(answers: list[Answer], given: list[Told], same: bool) -> dict[str, Any]:
+def rates(answers: list[Answer], given: list[Timing], same: bool) -> dict[str, Any]:
     """Speed over all answers, and whether all said what was recorded."""
     tokens, seconds = sum(answer.new for answer in answers), sum(told.seconds for told in given)
     same = same and all(told.same for told in given)

@@ -68,7 +68,7 @@ class Setting:
     def graph_maker(self, recording: Recording) -> Callable[[], Verifier]:
         """What makes verifiers that replay graphs; raises when their passes are not the model's."""
         made = replace(recording, pool=self.pool(recording.recorded))
-        if problem := check_verifier(made.model, made.interface, made()):
+        if problem := check_verifier(made.model, made()):
             raise RuntimeError(problem)
         return made
 
