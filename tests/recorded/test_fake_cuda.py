@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from placed_models import Placed
-from pretend_cuda import CudaError, PretendCuda, move_recording
+from pretend_cuda import CudaError, PretendCuda
 from small_decoders import build, ids
 
 import retrieve_spec as rs
 import retrieve_spec.kernels
 from retrieve_spec.config import PassConfig
-from retrieve_spec.recorded import recorded_pass, recorded_verifier, recording, slab
+from retrieve_spec.recorded import recorded_pass, recorded_verifier, slab
 from retrieve_spec.recorded.cuda import pass_graphs
 from retrieve_spec.recorded.cuda.pass_graphs import CudaGraphCapture
 from retrieve_spec.recorded.pass_buffer import DeviceFields
@@ -141,50 +139,6 @@ def test_a_recording_stays_on_its_models_device(family: str, dtype: torch.dtype)
     tensors = [value for value in (*values, *recorded._weights) if isinstance(value, torch.Tensor)]
     assert len(tensors) > 20
     assert {tensor.device.type for tensor in tensors} == {"meta"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("section", ["kernels", "conformance", "model"])
-def test_sections_of_the_gpu_check(
-    gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatch, section: str
-) -> None:
-    """What `scripts/gpu_check.py` runs on a GPU mixes no devices, and every part has a figure."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
-    import gpu_conformance
-    import gpu_kernels
-    import gpu_models
-    from gpu_setting import Setting
-
-    monkeypatch.setattr(recording, "RecordedPass", record)
-    monkeypatch.setattr(recording, "_fuses", lambda model: False)
-    setting = Setting(Namespace(device="cuda", dry_run=True, context=[64], nodes=[0, 4], trace=None))
-    setting.repeats, setting.new_tokens = 1, 12
-    found: dict[str, Any] = {}
-    if section == "kernels":
-        for backend in ("triton", "split", "masked"):
-            found[backend] = gpu_kernels.attention(setting, backend, torch.float32)
-            assert max(found[backend]["error"].values()) < 1e-4
-        assert gpu_kernels.acceptance(setting)["different"] == 0
-        assert gpu_kernels.small_passes(setting, torch.bfloat16) == {"static": "", "graphs": ""}
-    elif section == "conformance":
-        found = gpu_conformance.compare(setting, "llama", torch.float32)
-        assert all(found[kind]["same"] for kind in ("own forward", "static", "graphs", "batch", "batch graphs")), found
-    else:
-        with torch.no_grad():
-            gpu_models.model(setting, lambda name, run: found.setdefault(name, run()), "tiny")
-        decoded = [figures for name, figures in found.items() if name.startswith("decode")]
-        assert len(decoded) == 4 and all(figures["same"] for figures in decoded)
-
-
-def record(model: Any, num_layers: int, layer: Any = "last", fused: bool = False, layouts: Any = None) -> RecordedPass:
-    """Record a copy of a model on the host and let that stand for the model on the pretended GPU."""
-    host = type(model)(model.config).to(model.dtype).eval()
-    theirs = [*model.parameters(), *model.buffers()]
-    for own, there in zip([*host.parameters(), *host.buffers()], theirs, strict=True):
-        own.data.copy_(there.host)
-    recorded = RecordedPass(host, num_layers, layer, fused)
-    move_recording(recorded, model)
-    return recorded
 
 
 def test_a_failed_capture_leaves_no_stream_behind(gpu: PretendCuda) -> None:
