@@ -12,7 +12,9 @@ from typing import Any
 import click
 
 EXTRAS = {
-    "serve": (*("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "pygls", "watchfiles"),),
+    "serve": (
+        *("fastapi", "starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "pygls", "watchfiles"),
+    ),
     "share": ("fsspec",),
     "parquet": ("pyarrow",),
 }

@@ -7,14 +7,13 @@ from pathlib import Path
 import click
 
 from retrieve_spec.cli_serve import need_extra
-from retrieve_spec.config import ServeConfig
+from retrieve_spec.config import EDITORS, ServeConfig
 
-_NAMES = ["vscode", "vim", "neovim", "minuet", "zed", "continue"]
 _DEFAULTS = ServeConfig()
 
 
 @click.command(short_help="Print or write an editor's settings, and try the server.")
-@click.argument("name", type=click.Choice(_NAMES), metavar="|".join(_NAMES))
+@click.argument("name", type=click.Choice(EDITORS), metavar="|".join(EDITORS))
 @click.option("--url", default=f"http://{_DEFAULTS.host}:{_DEFAULTS.port}", show_default=True, help="The server.")
 @click.option("--api-key-file", "key_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="F",
               help="Key for trying the server, on its first line.")  # fmt: skip

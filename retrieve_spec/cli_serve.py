@@ -110,11 +110,19 @@ def need_extra() -> None:
 )
 @click.option("--slots", default=_DEFAULTS.slots, show_default=True, type=WholeRange(min=1), help="Prompts kept warm.")
 @click.option(
-    "--linger",
-    default=0.0,
+    "--deadline",
+    default=_DEFAULTS.deadline_s,
     type=FiniteRange(min=0),
     metavar="S",
-    help="End when no editor has been connected (lsp --connect) for so many seconds; 0 is never.",
+    help="Seconds of work after which an answer ends, unless its request says otherwise (deadline_ms); 0 is never, but"
+    f" {_DEFAULTS.infill_deadline_s:g} for /infill.",
+)
+@click.option(
+    "--max-queue",
+    default=_DEFAULTS.max_queue,
+    show_default=True,
+    type=WholeRange(min=1),
+    help="Requests that may wait; further ones get 503.",
 )
 @_dtype
 @_device
@@ -134,15 +142,16 @@ def serve(
     prefix_share: float,
     cache_mib: int,
     slots: int,
-    linger: float,
+    deadline: float,
+    max_queue: int,
     dtype: str,
     device: str,
     quiet: bool,
 ) -> None:
     """Serve completions to editors over HTTP.
 
-    Speaks llama.cpp's /infill and /completion, OpenAI's /v1/completions and /v1/chat/completions, and Tabby's
-    completions, so that llama.vim, llama.vscode, Continue, Zed, minuet and Tabby clients work unchanged.
+    Speaks llama.cpp's /infill and /completion, OpenAI's /v1/completions and /v1/chat/completions, so that llama.vim,
+    llama.vscode, Continue, Zed and minuet work unchanged.
     """
     need_extra()
     begin_loading()
@@ -159,6 +168,8 @@ def serve(
         prefix_share=prefix_share,
         cache_bytes=cache_mib << 20,
         slots=slots,
+        deadline_s=deadline,
+        max_queue=max_queue,
         workspace_licences=licences,
     )
 
@@ -178,7 +189,6 @@ def serve(
             key_file=key_file,
             dtype=dtype,
             device=device,
-            linger_s=linger,
             on_listening=say,
             on_loaded=end_loading,
         )
@@ -193,8 +203,7 @@ def serve(
 @click.option(
     "--connect",
     metavar="URL",
-    help="Ask the server there instead of loading a model; on this machine one is started if none answers, with these"
-    " options, and ends after the last editor.",
+    help="Ask the server there (retrieve-spec serve) instead of loading a model.",
 )
 @click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Key for --connect, on its first line.")
 @_dtype
@@ -217,18 +226,13 @@ def lsp(
     need_extra()
     if connect is None:
         begin_loading()
-    from retrieve_spec.server.connecting import connect_stdio
     from retrieve_spec.server.guard import client_key
     from retrieve_spec.server.lsp import serve_stdio
-    from retrieve_spec.server.remote import Remote
+    from retrieve_spec.server.remote import Remote, connect_stdio
 
     logging.basicConfig(level=logging.WARNING)  # standard error; standard output belongs to the protocol
     if connect is not None:
-        options = {"--model": [model], "--licence": licences, "--store": stores, "--dtype": [dtype]}
-        options |= {"--device": [device], "--api-key-file": [key_file] if key_file is not None else []}
-        options |= {"--session": [session.absolute()] if session is not None else []}
-        arguments = [str(part) for name, values in options.items() for value in values for part in (name, value)]
-        connect_stdio(Remote(connect, client_key(key_file)), arguments, workspaces)
+        connect_stdio(Remote(connect, client_key(key_file)))
         return
     with loading_bars():
         config = replace(_DEFAULTS, workspace_licences=licences)
@@ -270,8 +274,5 @@ def forget(workspaces: tuple[Path, ...]) -> None:
 
 
 def _named(folders: Sequence[Path]) -> str:
-    """Folders on one line; many are files of an older store, which did not name its folders."""
-    shown = [click.format_filename(folder) for folder in folders[:4]]
-    return (
-        " ".join([*shown, *([f"and {len(folders) - 4} more"] if len(folders) > 4 else [])]) or "(an unfinished store)"
-    )
+    """Folders on one line."""
+    return " ".join(map(click.format_filename, folders)) or "(an unfinished store)"

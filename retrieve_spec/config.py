@@ -168,6 +168,10 @@ PASS = PassConfig()
 """The defaults of the recorded pass."""
 
 
+EDITORS = ("vscode", "vim", "neovim", "minuet", "zed", "continue")
+"""Whose settings `retrieve-spec editor` knows."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """How the IDE backend serves.
@@ -199,12 +203,12 @@ class ServeConfig:
         Bytes of large requests that may be held while they are being read, over all connections.
     body_s
         Seconds a request's body may take.
-    max_predict
-        Tokens a request may ask for at most.
     stale_s
         A keystroke that waited longer is answered as superseded.
     deadline_s
-        No completion decodes longer.
+        Seconds of work after which an answer ends whose request says nothing of it; 0 for no end.
+    infill_deadline_s
+        The same for `/infill` and language servers, where `deadline_s` is 0.
     workspace_files, workspace_chars, workspace_file_bytes
         Bounds of the workspace index: files, characters over all, bytes of one file.
     definition_chars
@@ -233,9 +237,9 @@ class ServeConfig:
     max_body_bytes: int = 4 << 20
     bodies_bytes: int = 64 << 20
     body_s: float = 30.0
-    max_predict: int = 4096
     stale_s: float = 3.0
-    deadline_s: float = 60.0
+    deadline_s: float = 0.0
+    infill_deadline_s: float = 10.0
     workspace_files: int = 100_000
     workspace_chars: int = 16_000_000
     workspace_file_bytes: int = 256 << 10

@@ -189,7 +189,7 @@ class EntryFilter:
         return self._store is not None and name.startswith(self._store)
 
     def read(self, path: Path) -> str | Reason:
-        """Text of a file that `list` or `verdicts` let pass, without a byte order mark; never empty."""
+        """Text of a file that `list` or `verdicts` let pass, with LF lines and no byte order mark; never empty."""
         if self._outside(str(path), {}) is not None or path.is_symlink():
             return Reason.LINK
         for _ in range(_TRIES):
@@ -308,7 +308,7 @@ def decoded(data: bytes) -> str | Reason:
     if not is_utf16(data) and b"\0" in data[:8192]:
         return Reason.BINARY
     try:
-        return data.decode("utf-16" if is_utf16(data) else "utf-8-sig")
+        return data.decode("utf-16" if is_utf16(data) else "utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         return Reason.ENCODING
 

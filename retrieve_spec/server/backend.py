@@ -1,6 +1,6 @@
 """The door between the server and a model: caches that grow and shrink, and texts that share the model's passes.
 
-`Backend` is all the engine knows of a model (`retrieve_spec.server.hf_backend` fills it), `Text` of a text under way.
+`Backend` is all the queue knows of a model (`retrieve_spec.server.hf_backend` fills it), `Text` of a text under way.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.samplers import Sampling
 
 
@@ -53,21 +52,11 @@ class PassFigures:
         return sum(self.accepted_by_source.values())
 
 
-@dataclass(frozen=True, slots=True)
-class ReadingCost:
-    """What a token of a prompt costs: seconds to read it, bytes of its keys and values."""
-
-    seconds: float
-    bytes: float
-
-
 class Text(Protocol):
     """One text under way; it takes part in the passes that `Backend.step` is called for."""
 
-    piece: int
-    """Tokens of the prompt read in a pass at most."""
-    nodes: int
-    """Nodes drafted in a pass at most."""
+    def bound(self, *, piece: int, nodes: int) -> None:
+        """Read so many tokens of the prompt, and draft so many nodes, in the next pass at most."""
 
     @property
     def unread(self) -> int:
@@ -90,12 +79,9 @@ class Text(Protocol):
     def close(self) -> None:
         """End the text, however far it is, and hand its cache back with what was read and said."""
 
-    def branches(self) -> list[Branch]:
-        """What verification showed beside the path that was taken, the likeliest first."""
-
 
 class Backend(Protocol):
-    """What the engine asks of a model; all calls come from one thread."""
+    """What the queue asks of a model; all calls come from one thread."""
 
     n_ctx: int
     """Positions of the model."""
@@ -119,18 +105,14 @@ class Backend(Protocol):
     def cache_bytes(self, cache: Any) -> int:
         """Bytes that a cache takes."""
 
-    def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:
-        """Read further tokens into a cache, in one pass."""
+    def side_by_side(self) -> int:
+        """Texts that are done sooner on average beside one another than one behind the other."""
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
-        hints: DraftHints, piece: int = 0, branches: bool = False,
+        hints: DraftHints,
     ) -> Text:  # fmt: skip
-        """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet.
-
-        Of the prompt at most ``piece`` tokens are read in a pass (0: all). With ``branches`` it is noted what
-        verification showed beside the path that was taken.
-        """
+        """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet."""
 
     def step(self, texts: Sequence[Text]) -> None:
         """One pass over texts that are not over."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from time import monotonic
 from typing import Any
 
 from starlette.requests import Request
@@ -14,14 +13,13 @@ from starlette.responses import JSONResponse, Response
 
 from retrieve_spec.server import schemas, wire
 from retrieve_spec.server.edits import Edit
-from retrieve_spec.server.events import EventStream
 from retrieve_spec.server.fim import FimParts
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.provenance import Provenance
-from retrieve_spec.server.reading import Reader, caller, scope_of
+from retrieve_spec.server.reading import caller
 from retrieve_spec.server.service import Caller, Prepared, Service
-from retrieve_spec.server.stream import Stream, opened
+from retrieve_spec.server.stream import EventStream, Stream, opened
 
 _CHAT_TOKENS = 512
 _OPENAI_TOKENS = 16
@@ -32,33 +30,25 @@ _CLIENT_CLOSED = 499
 class CompletionHandlers:
     """Handlers of the dialects."""
 
-    def __init__(self, service: Service, provenance: Provenance, reader: Reader) -> None:
-        self.service, self.provenance, self._reader = service, provenance, reader
+    def __init__(self, service: Service, provenance: Provenance) -> None:
+        self.service, self.provenance = service, provenance
 
-    async def infill(self, request: Request) -> Response:
-        """`POST /infill`."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.InfillRequest)
-        who = caller(request, body, arrived)
+    async def infill(self, body: schemas.InfillRequest, request: Request) -> Response:
+        """Text between a prefix and a suffix (llama.cpp's dialect)."""
+        who = caller(request, body)
         return await self._llama(request, body, lambda: self.service.infill(body, who))
 
-    async def completion(self, request: Request) -> Response:
-        """`POST /completion`."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.CompletionRequest)
+    async def completion(self, body: schemas.CompletionRequest, request: Request) -> Response:
+        """Text after a prompt (llama.cpp's dialect)."""
         wanted = body.n_predict if body.n_predict is not None else -1
-        who = caller(request, body, arrived)
+        who = caller(request, body)
         return await self._llama(request, body, lambda: self._one(body.prompt, body, who, wanted))
 
-    async def completions(self, request: Request) -> Response:
-        """`POST /v1/completions`: OpenAI's dialect, and Tabby's when there are `segments`."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.OpenAICompletionRequest, segments=schemas.TabbyRequest)
-        if isinstance(body, schemas.TabbyRequest):
-            return await self._tabby(request, body, arrived)
+    async def completions(self, body: schemas.OpenAICompletionRequest, request: Request) -> Response:
+        """Text completions (OpenAI's dialect, with `suffix`)."""
         if body.prompt is None:
             raise Refusal(400, '"prompt" is required')
-        who = caller(request, body, arrived)
+        who = caller(request, body)
         wanted = _first(body.max_tokens, body.n_predict, _OPENAI_TOKENS)
         several = isinstance(body.prompt, list) and all(isinstance(prompt, str) for prompt in body.prompt)
         prompts: Any = body.prompt if several and body.prompt else [body.prompt]
@@ -66,14 +56,12 @@ class CompletionHandlers:
             who = replace(who, client=None)  # one request may not replace its own other half
         return await self._openai(request, body, lambda: [self._one(prompt, body, who, wanted) for prompt in prompts])
 
-    async def fim(self, request: Request) -> Response:
-        """`POST /v1/fim/completions`: Mistral's dialect, `prompt` and `suffix` in, a chat's answer out."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.OpenAICompletionRequest)
+    async def fim(self, body: schemas.OpenAICompletionRequest, request: Request) -> Response:
+        """Text between a prompt and a suffix, answered like a chat (Mistral's dialect)."""
         if not isinstance(body.prompt, str):
             raise Refusal(400, '"prompt" must be a string')
         wanted = _first(body.max_tokens, body.n_predict, _FIM_TOKENS)
-        parts, who = FimParts(body.prompt, body.suffix or ""), caller(request, body, arrived)
+        parts, who = FimParts(body.prompt, body.suffix or ""), caller(request, body)
         return await self._openai(
             request, body, lambda: [self.service.fill(parts, body, who, wanted)], kind="chat.completion"
         )
@@ -84,12 +72,10 @@ class CompletionHandlers:
             return self.service.fill(FimParts(prompt, suffix), body, who, wanted)
         return self.service.raw(prompt, body, who, wanted)
 
-    async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.ChatRequest)
+    async def chat(self, body: schemas.ChatRequest, request: Request) -> Response:
+        """Chat completions (OpenAI's dialect), with predicted outputs."""
         wanted = _first(body.max_completion_tokens, body.max_tokens, body.n_predict, _CHAT_TOKENS)
-        who = caller(request, body, arrived)
+        who = caller(request, body)
         who = who if who.explicit else replace(who, client=None)
 
         def prepare() -> list[Prepared]:
@@ -97,38 +83,15 @@ class CompletionHandlers:
 
         return await self._openai(request, body, prepare, kind="chat.completion")
 
-    async def edits(self, request: Request) -> Response:
-        """`POST /v1/edits`: a text and what to change, answered by the whole new text."""
-        arrived = monotonic()
-        body = await self._reader.read(request, schemas.EditRequest)
+    async def edits(self, body: schemas.EditRequest, request: Request) -> Response:
+        """The whole new text of a file, given what to change (OpenAI's edits)."""
         edit, wanted = await asyncio.to_thread(Edit.of, body), _first(body.max_tokens, body.n_predict, -1)
-        who = caller(request, body, arrived)
+        who = caller(request, body)
 
         def prepare() -> list[Prepared]:
             return [edit.prepare(self.service, body, who, wanted)]
 
-        return await self._openai(request, body, prepare, kind="edit", newline=edit.newline)
-
-    async def _tabby(self, request: Request, body: schemas.TabbyRequest, arrived: float) -> Response:
-        who = caller(request, body, arrived)
-        stream = await opened(self.service, lambda: [self.service.tabby(body, who)])
-        (done,), (prepared,) = await self._collect(request, stream), stream.prepared
-        text = done.text if done.outcome == "done" else ""
-        choices = [{"index": 0, "text": text}] if text else []
-        answer = wire.OpenAIAnswer(self.service.name).chunk("")
-        out = {"id": answer["id"], "choices": choices, "mode": body.mode or "standard"}
-        if text and not prepared.is_forgotten:
-            self.service.account(who.scope).suggest(str(answer["id"]), prepared, text)
-        return JSONResponse(out)
-
-    async def events(self, request: Request) -> Response:
-        """`POST /v1/events`: a selected Tabby suggestion is remembered as accepted."""
-        body = await self._reader.read(request, schemas.TabbyEvent)
-        known = self.service.account(scope_of(request)).suggestions.get(body.completion_id or "")
-        if known is not None and body.type == "select":
-            prepared, text = known
-            prepared.memory.note_accepted(prepared.left[prepared.left.rfind("\n") + 1 :] + text)
-        return JSONResponse({})
+        return await self._openai(request, body, prepare, kind="edit")
 
     async def _llama(
         self,
@@ -156,11 +119,7 @@ class CompletionHandlers:
             return EventStream(self._events(stream, body, answer))
         (done,) = await self._collect(request, stream)
         prepared.remember(done)
-        whole = answer.whole(done, self.provenance.of(body, done, prepared.left))
-        if not done.alternatives:
-            return JSONResponse(whole)  # an object, not an array of one: llama.vscode prefetches from objects only
-        others = [{**whole, "index": i, "content": text} for i, text in enumerate(done.alternatives, 1)]
-        return JSONResponse([whole, *others])
+        return JSONResponse(answer.whole(done, self.provenance.of(body, done, prepared.left)))
 
     async def _openai(
         self,
@@ -169,14 +128,13 @@ class CompletionHandlers:
         prepare: Callable[[], Sequence[Prepared]],
         *,
         kind: wire.Kind = "text_completion",
-        newline: str = "\n",
     ) -> Response:
         samples = body.n or 1
         stream = await opened(self.service, lambda: [one for item in prepare() for one in item.samples(samples)])
         answer = wire.OpenAIAnswer(
             self.service.name,
             kind=kind,
-            newline=newline,
+            written=body.written,
             predicted=stream.prepared[0].predicted_tokens,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             samples=samples,

@@ -35,8 +35,8 @@ _SUFFIXES = (".ts", ".tsx", ".js", ".jsx", ".mjs", ".cjs", ".mts", ".cts")
 _TOP = 20_000
 """Characters of a file in which imports are looked for."""
 _MOST_NAMES, _MOST_LINES, _MOST_FILES = 64, 16, 256
-_MOST_FOUND, _TEXTS = 4096, 16
-"""Names whose places are remembered, and beginnings of files whose imports are."""
+_MOST_FOUND = 4096
+"""Names whose places are remembered."""
 _DEPTH = 3
 """Files that a name is followed through: packages pass on what their modules define."""
 
@@ -65,36 +65,6 @@ def imports(text: str) -> list[Import]:
     return list(dict.fromkeys(entry for _, entry in found))[:_MOST_NAMES]
 
 
-class Imports:
-    """`imports` of texts whose last lines are being typed: what stands above one is read once.
-
-    A match that reaches the last line has in it the end of what it began above, or all of its words.
-    """
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[list[Import], bool]] = OrderedDict()
-
-    def of(self, text: str) -> list[Import]:
-        """Names that a text imports one by one, in the order of their lines."""
-        cut = text.rfind("\n") + 1
-        above, line = text[:cut], text[cut:]
-        if "import" in line or "from" in line or "require" in line:
-            return imports(text)
-        known = self._known.pop(above, None)
-        if known is None:
-            is_open = above.rfind("(") > above.rfind(")") or above.rfind("{") > above.rfind("}")
-            known = imports(above), is_open
-        self._known[above] = known
-        while len(self._known) > _TEXTS:
-            self._known.popitem(last=False)
-        found, is_open = known
-        return imports(text) if is_open and (")" in line or "}" in line) else found
-
-    def forget(self) -> None:
-        """Drop what is remembered of texts."""
-        self._known.clear()
-
-
 class Definitions:
     """Looks definitions up in a workspace."""
 
@@ -104,7 +74,6 @@ class Definitions:
         self._version = -1
         self._by_name: dict[str, list[Path]] = {}
         self._found: dict[Import, tuple[Path, str] | None] = {}
-        self._imports = Imports()
         self._read: OrderedDict[Path, tuple[str, dict[str, str]]] = OrderedDict()
 
     def shown_with(self, parts: FimParts) -> FimParts:
@@ -117,7 +86,7 @@ class Definitions:
         found: dict[Path, list[str]] = {}
         left = self._max_chars
         with self._lock:
-            places = [self._place(wanted) for wanted in self._imports.of(text)] if self._max_chars else []
+            places = [self._place(wanted) for wanted in imports(text)] if self._max_chars else []
         for place in places:
             if place is None:
                 continue
@@ -135,7 +104,6 @@ class Definitions:
     def forget(self) -> None:
         """Drop what is remembered of texts and of what they import."""
         with self._lock:
-            self._imports.forget()
             self._found.clear()
 
     def _place(self, wanted: Import) -> tuple[Path, str] | None:

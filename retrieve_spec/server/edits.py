@@ -28,8 +28,6 @@ class Edit:
         The text that the client expects, the old one where it does not say.
     fence
         Backticks in front of the new text and behind it, more than stand together in what was given.
-    newline
-        How the lines of the old text end, where all end so; the model is shown line feeds.
     closed
         Strings that end the answer. A text without a newline at its end is answered without one.
     """
@@ -37,7 +35,6 @@ class Edit:
     question: str
     expected: str
     fence: str
-    newline: str
     closed: tuple[str, ...]
 
     @classmethod
@@ -55,8 +52,6 @@ class Edit:
         if not instruction:
             raise Refusal(400, '"instruction" is empty: say what is to be changed')
         expected = request.prediction.as_text() if request.prediction else text
-        newline = "\r\n" if 0 < text.count("\n") == text.count("\r\n") else "\n"
-        text, expected = text.replace(newline, "\n"), expected.replace(newline, "\n")
         runs = _BACKTICKS.findall("\n".join((text, instruction, path)))
         fence = "`" * max(3, 1 + max(map(len, runs), default=0))
         ended = text.endswith("\n")
@@ -64,7 +59,7 @@ class Edit:
             f"{instruction}\n\n{path}\n{fence}\n{text}" + ("" if ended else "\n") + f"{fence}\n\n"
             f"Answer with the whole new text between two lines of {len(fence)} backticks, and nothing else."
         )
-        return cls(question, expected, fence, newline, (fence,) if ended else (f"\n{fence}", fence))
+        return cls(question, expected, fence, (fence,) if ended else (f"\n{fence}", fence))
 
     def prepare(self, service: Service, request: EditRequest, caller: Caller, wanted: int) -> Prepared:
         """The task; with ``wanted`` below 0 there must be room for the whole text.
@@ -78,7 +73,7 @@ class Edit:
         prediction = Prediction(content=self.expected)
         asked = request.model_copy(update={"prediction": prediction, "stop": [*given, *self.closed]})
         ids, expected = service.prompts.asked(self.question, f"{self.fence}\n"), service.prompts.expected(asked)
-        room = min(service.backend.n_ctx - len(ids), service.config.max_predict)
+        room = service.backend.n_ctx - len(ids)
         if wanted < 0 and len(expected) > room:
             raise Refusal(
                 400,

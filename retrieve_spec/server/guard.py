@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 from collections.abc import Sequence
@@ -10,15 +9,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retrieve_spec.errors import ServeError
 
-_DRAINED = 16 << 20
-_SMALL = 64 << 10
-OPEN_PATHS = frozenset({"/health", "/v1/health"})
+OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 """What answers without a key."""
 
 
@@ -117,6 +113,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         refusal = self._refuse(scope["path"], Headers(scope=scope))
+        if scope["method"] == "HEAD":  # the connection leaves out what a GET answers with
+            scope = {**scope, "method": "GET"}
         await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
     def _refuse(self, path: str, headers: Headers) -> Refusal | None:
@@ -151,64 +149,6 @@ def _host_name(host: str) -> str:
     if host.startswith("["):
         return host[1 : host.find("]")]
     return host.rpartition(":")[0] if host.count(":") == 1 else host
-
-
-class BodyBudget:
-    """Bytes of bodies that are being read, over all connections.
-
-    The first `_SMALL` of every body are not counted, so that ordinary requests always come through.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._left = most
-
-    def take(self, size: int) -> bool:
-        """Whether there is room for so many bytes more; they are taken then."""
-        if size > self._left:
-            return False
-        self._left -= size
-        return True
-
-    def give_back(self, size: int) -> None:
-        """The bytes are not being read any more."""
-        self._left += size
-
-
-async def read_body(request: Request, limit: int, budget: BodyBudget, seconds: float) -> bytes:
-    """The body of a request.
-
-    Raises
-    ------
-    Refusal
-        The body is larger than the limit (413). A little more is read and dropped, since a client that is still
-        sending when the connection closes never sees the answer. It takes too long (408), too many others are being
-        read (503), or the client goes away.
-    """
-    parts: list[bytes] = []
-    size = held = 0
-    try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    parts.clear()
-                elif size > _SMALL:
-                    if not budget.take(len(part)):
-                        raise Refusal(503, "too many large requests are being read", "overloaded")
-                    held += len(part)
-                if size > limit + _DRAINED:
-                    break
-                if size <= limit:
-                    parts.append(part)
-    except TimeoutError:
-        raise Refusal(408, f"the body did not come within {seconds:g} seconds", "timeout") from None
-    except ClientDisconnect:
-        raise Refusal(499, "the client closed the connection", "cancelled") from None
-    finally:
-        budget.give_back(held)
-    if size > limit:
-        raise Refusal(413, f"the body has more than {limit} bytes")
-    return b"".join(parts)
 
 
 def normal_origins(origins: Sequence[str]) -> tuple[str, ...]:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from retrieve_spec.config import MAX_NODES
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.shared_prompt import CopiesRows
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import using
 from retrieve_spec.generation.streams import generate_stream, open_sequence
-from retrieve_spec.server.backend import DraftHints, PassFigures, ReadingCost, Text
-from retrieve_spec.server.branches import Branch, BranchCollector
+from retrieve_spec.server.backend import DraftHints, PassFigures, Text
 from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.samplers import Sampling
@@ -25,6 +25,10 @@ _MEASURED = 256
 _PIECE = 20
 """Tokens of a prompt that are read beside others' while it is tried out what requests need."""
 _WARM_TOKENS = 4
+_MOST_SIDE_BY_SIDE = 16
+"""Completions at a cursor that share passes."""
+_NODES = 16
+"""Nodes that such a text drafts in a pass, taken for how long passes take."""
 _NOBODY = "\0"
 """A scope that is no user's."""
 
@@ -32,26 +36,12 @@ _NOBODY = "\0"
 class SharedText:
     """A text that shares passes of the engine with others."""
 
-    def __init__(self, sequence: Decoded, speculation: Speculation, collector: BranchCollector) -> None:
-        self.sequence, self._speculation, self._collector = sequence, speculation, collector
+    def __init__(self, sequence: Decoded, speculation: Speculation) -> None:
+        self.sequence, self._speculation = sequence, speculation
 
-    @property
-    def piece(self) -> int:
-        """Tokens of the prompt read in a pass at most."""
-        return int(self.sequence.limits.prefill_chunk)
-
-    @piece.setter
-    def piece(self, tokens: int) -> None:
-        self.sequence.limits.prefill_chunk = tokens
-
-    @property
-    def nodes(self) -> int:
-        """Nodes drafted in a pass at most."""
-        return self.sequence.limits.most_nodes
-
-    @nodes.setter
-    def nodes(self, most: int) -> None:
-        self.sequence.limits.most_nodes = most
+    def bound(self, *, piece: int, nodes: int) -> None:
+        """Read so many tokens of the prompt, and draft so many nodes, in the next pass at most."""
+        self.sequence.limits.prefill_chunk, self.sequence.limits.most_nodes = piece, nodes
 
     @property
     def unread(self) -> int:
@@ -88,20 +78,19 @@ class SharedText:
         self._speculation.engine.leave(self.sequence)
         self._speculation.ended(self.sequence)
 
-    def branches(self) -> list[Branch]:
-        """What verification showed beside the path that was taken, the likeliest first."""
-        return self._collector.likeliest()
-
 
 class LoneText:
     """A text that the model's original `generate` decodes, all in one step."""
 
-    unread = piece = nodes = 0
+    unread = 0
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._taken = stream, list[int]()
         self._error: Exception | None = None
         self.over = False
+
+    def bound(self, *, piece: int, nodes: int) -> None:
+        """Nothing: its one step is the original's."""
 
     def step(self) -> None:
         """Decode all of it; what it fails with is its own, as others are in the same pass."""
@@ -131,10 +120,6 @@ class LoneText:
     def close(self) -> None:
         """End the text."""
         self._stream.close()
-
-    def branches(self) -> list[Branch]:
-        """Nothing: nothing was drafted."""
-        return []
 
 
 class HuggingFaceBackend:
@@ -195,25 +180,25 @@ class HuggingFaceBackend:
                     held[storage.data_ptr()] = storage.nbytes()
         return sum(held.values())
 
-    def measure(self) -> ReadingCost:
-        """What reading a prompt costs, by reading one twice as long as is measured."""
+    def measure(self) -> float:
+        """Seconds that a token of a prompt takes to read, measured behind as many tokens."""
         ids, cache = self._some_ids(), self.new_cache()
         count = len(ids)
         with using(self._engine.threads):
-            self.prefill(cache, ids)
+            self._read(cache, ids)
             begun = perf_counter()
-            self.prefill(cache, ids)
-        return ReadingCost((perf_counter() - begun) / count, self.cache_bytes(cache) / (2 * count))
+            self._read(cache, ids)
+        return (perf_counter() - begun) / count
 
     def warm_up(self, end_ids: frozenset[int]) -> None:
         """Answer requests of every kind, several at once, so that no client's is the first that needs some kernel."""
         ids, cache = self._some_ids(), self.new_cache()
-        self.prefill(cache, ids)
+        self._read(cache, ids)
         for more in (ids[:1], ids[:_PIECE]):
             texts = [
                 self.decode(
                     self.clone(cache), ids + more, max_tokens=_WARM_TOKENS, end_ids=end_ids, sampling=sampling,
-                    hints=DraftHints(enabled, scope=_NOBODY), branches=sampling.greedy,
+                    hints=DraftHints(enabled, scope=_NOBODY),
                 )
                 for sampling in (Sampling(), Sampling(begun=" "), Sampling(temperature=0.8, top_p=0.9))
                 for enabled in (True, False)
@@ -223,7 +208,6 @@ class HuggingFaceBackend:
                 for text in under_way:
                     text.take()  # a text waits for its reader
             for text in texts:
-                text.branches()
                 text.close()
         self.forget(_NOBODY)
 
@@ -232,7 +216,7 @@ class HuggingFaceBackend:
         count = max(1, min(_MEASURED, self.n_ctx // 4))
         return [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
 
-    def prefill(self, cache: Any, token_ids: Sequence[int]) -> None:
+    def _read(self, cache: Any, token_ids: Sequence[int]) -> None:
         """Read further tokens into a cache, in one pass."""
         ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
         with torch.no_grad():  # a state that was written in inference mode could not go on outside of it
@@ -240,7 +224,7 @@ class HuggingFaceBackend:
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
-        hints: DraftHints, piece: int = 0, branches: bool = False,
+        hints: DraftHints,
     ) -> Text:  # fmt: skip
         """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet."""
         ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
@@ -264,14 +248,26 @@ class HuggingFaceBackend:
             options["draft"] = "off"
         if not sampling.greedy:
             options["seed"] = sampling.seed
-        collector = BranchCollector(follow=sampling.greedy)
-        loan = partial(self._draft_for, hints)
-        sequence = open_sequence(self.model, ids, on_pass=collector if branches else None, on_loan=loan, **options)
+        sequence = open_sequence(self.model, ids, on_loan=partial(self._draft_for, hints), **options)
         if sequence is None:
             return LoneText(generate_stream(self.model, ids, **options))
-        sequence.limits.prefill_chunk = piece or sequence.limits.prefill_chunk
         self._engine.join(sequence)
-        return SharedText(sequence, self.model.speculation, collector)
+        return SharedText(sequence, self.model.speculation)
+
+    def side_by_side(self) -> int:
+        """Texts that are done sooner on average beside one another than one behind the other, two at least.
+
+        Of n texts behind one another the middle one is done after (n + 1) / 2 times what one takes. A key that comes
+        while another answer is under way finds a place.
+        """
+        costs, texts = self._engine.costs, 2
+        alone = float(costs.seconds(1, _MEASURED)[_NODES])
+        while texts < _MOST_SIDE_BY_SIDE:
+            together = float(costs.seconds(texts + 1, _MEASURED)[min((texts + 1) * _NODES, MAX_NODES)])
+            if together > alone * (texts + 2) / 2:
+                break
+            texts += 1
+        return texts
 
     @property
     def _cache_name(self) -> str:

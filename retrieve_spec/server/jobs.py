@@ -1,4 +1,4 @@
-"""Jobs: what a client asks of the engine, and the deltas and completions that come back."""
+"""Jobs: what a client asks of the queue, and the deltas and completions that come back."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ class Task:
         Only read the prompt into a cache; gives way to every other task.
     reuse
         May continue a cache of an earlier prompt.
-    alternatives
-        Other completions wanted besides the first.
     """
 
     prompt_ids: tuple[int, ...]
@@ -61,13 +59,12 @@ class Task:
     stale_s: float | None = None
     warm: bool = False
     reuse: bool = True
-    alternatives: int = 0
     drafting: bool = True
 
     def fingerprint(self) -> bytes:
         """Equal for tasks that must give the same text."""
         digest = hashlib.blake2b(array("q", self.prompt_ids).tobytes(), digest_size=16)
-        how = (self.rules, self.sampling, self.warm, self.reuse, self.alternatives, self.drafting, self.deadline_s)
+        how = (self.rules, self.sampling, self.warm, self.reuse, self.drafting, self.deadline_s)
         digest.update(repr((self.scope, self.typing, *how)).encode("utf-8", "surrogatepass"))
         return digest.digest()
 
@@ -139,7 +136,6 @@ class Completion:
     waited_s: float = 0.0
     first_s: float = 0.0
     figures: PassFigures = field(default_factory=PassFigures)
-    alternatives: list[str] = field(default_factory=list)
     passes_after_cancel: int = 0
     error: str = ""
 
@@ -150,7 +146,7 @@ class Completion:
 
 
 Sink = Callable[[Delta | Completion], None]
-"""Called from the engine's thread: any number of deltas, then one completion."""
+"""Called from the queue's thread: any number of deltas, then one completion."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

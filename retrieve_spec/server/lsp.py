@@ -1,4 +1,4 @@
-"""Language server: `textDocument/inlineCompletion` (LSP 3.18) on the same engine as the HTTP surface.
+"""Language server: `textDocument/inlineCompletion` (LSP 3.18) on the same queue as the HTTP surface.
 
 Names outside the specification follow the de facto ones of Copilot's language server: `textDocument/didShowCompletion`,
 `textDocument/didPartiallyAcceptCompletion`, `textDocument/didFocus`, and a command that runs after an accept.
@@ -9,18 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
 from lsprotocol import types as lsp
+from pygls.exceptions import JsonRpcException, JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
+from pygls.protocol import LanguageServerProtocol
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.completer import Completer, Cursor, LocalCompleter
 from retrieve_spec.server.fim import Chunk
+from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.schemas import InfillRequest
+from retrieve_spec.server.service import Caller, Service
+from retrieve_spec.server.stream import opened
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
@@ -33,10 +40,141 @@ _LOADING, _INDEXING = "retrieve-spec/loading", "retrieve-spec/indexing"
 
 _SHOWN = 4
 """Other open documents of which the model is shown a piece."""
-_LINES, _STEP = 64, 32
-"""Lines of such a piece, and how far the place has to move before another one is shown."""
+_LINES, _CHARS, _STEP = 64, 16_000, 32
+"""Lines and characters of such a piece at most, and how far the place has to move before another one is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place in an open document, and what is wanted there.
+
+    Attributes
+    ----------
+    uri
+        The document.
+    left, right
+        Its text before and after the cursor.
+    extra
+        Pieces of other open documents, what was looked at last at the end.
+    tokens, line_ms
+        Most tokens of a suggestion; milliseconds after which it ends with its line.
+    """
+
+    uri: str
+    left: str
+    right: str
+    extra: tuple[Chunk, ...]
+    tokens: int
+    line_ms: float
+
+    def request(self) -> dict[str, Any]:
+        """The body of `POST /infill` that asks for it."""
+        line = self.left.rfind("\n") + 1
+        return {
+            "input_prefix": self.left[:line],
+            "prompt": self.left[line:],
+            "input_suffix": self.right,
+            "input_extra": [{"filename": chunk.filename, "text": chunk.text} for chunk in self.extra],
+            "n_predict": self.tokens,
+            "t_max_predict_ms": self.line_ms,
+        }
+
+
+class Completer:
+    """What a language server needs of a model; what it need not be told of does nothing."""
+
+    workspace: Workspace | None = None
+    """Folders that are indexed in this process, if any."""
+
+    async def complete(self, cursor: Cursor) -> str:
+        """A suggestion for a place; "" where there is none, or a newer request came."""
+        raise NotImplementedError
+
+    def open(self, uri: str, text: str) -> None:
+        """A document is open, or changed."""
+
+    def accepted(self, text: str) -> None:
+        """A suggestion was taken; the text is the line up to its end."""
+
+    def saved(self, path: Path) -> None:
+        """A file was saved."""
+
+    def forget(self) -> None:
+        """Drop what is kept of this user."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End."""
+        raise NotImplementedError
+
+
+class LocalCompleter(Completer):
+    """Completions by a model in this process."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.workspace = service, service.workspace
+        service.queue.start()
+
+    async def complete(self, cursor: Cursor) -> str:
+        """A suggestion for a place."""
+        service = self.service
+        if service.fim is None:
+            return ""
+        request = InfillRequest.model_validate(cursor.request())
+        caller = Caller("", f"lsp\0{cursor.uri}", explicit=True)
+        try:
+            stream = await opened(service, lambda: [service.infill(request, caller)])
+        except Refusal as refusal:
+            log.warning("%s", refusal.message)
+            return ""
+        try:
+            (done,) = await stream.results()
+        finally:
+            stream.close()
+        if done.outcome != "done":
+            return ""
+        stream.prepared[0].remember(done)
+        return request.written(done.text) if done.text.strip() else ""
+
+    def open(self, uri: str, text: str) -> None:
+        """Draft from the text of an open document."""
+        self.service.memory("").note_buffer(uri, text)
+
+    def accepted(self, text: str) -> None:
+        """Remember a suggestion that was taken."""
+        self.service.memory("").note_accepted(text)
+
+    def saved(self, path: Path) -> None:
+        """Read a file again."""
+        if self.workspace is not None:
+            threading.Thread(target=self.workspace.update, args=([path],), daemon=True).start()
+
+    def forget(self) -> None:
+        """Drop what is kept."""
+        self.service.forget()
+
+    def close(self) -> None:
+        """End the queue and the index."""
+        if self.workspace is not None:
+            self.workspace.close()
+        self.service.close()
+
 
 MakeCompleter = Callable[[Sequence[Path]], Completer]
+
+
+class AnsweringProtocol(LanguageServerProtocol):
+    """pygls' protocol, which leaves a request unanswered whose parameters are not of its kind."""
+
+    def structure_message(self, data: dict[str, Any]) -> Any:
+        """A message as an object; one that is none and wants an answer gets the error -32602."""
+        try:
+            return super().structure_message(data)
+        except JsonRpcException as error:
+            if "id" in data and "method" in data:
+                refusal = JsonRpcInvalidParams(f"malformed parameters of {data['method']}")
+                self._send_response(data["id"], error=refusal.to_response_error())
+            raise error
 
 
 class CompletionServer(LanguageServer):
@@ -59,7 +197,7 @@ class CompletionServer(LanguageServer):
     give_up: Callable[[], None] | None = None
 
     def __init__(self, make_completer: MakeCompleter, workspaces: Sequence[Path] = ()) -> None:
-        super().__init__("retrieve-spec", __version__)
+        super().__init__("retrieve-spec", __version__, protocol_cls=AnsweringProtocol)
         self._make_completer = make_completer
         self._workspaces = list(workspaces)
         self.completer: Completer | None = None
@@ -141,13 +279,13 @@ class CompletionServer(LanguageServer):
         for other in others:
             lines = documents[other].source.splitlines(keepends=True)
             first = max(0, min(self._places[other] // _STEP * _STEP - _STEP // 2, len(lines) - _LINES))
-            text = "".join(lines[first : first + _LINES])
+            text = "".join(lines[first : first + _LINES])[:_CHARS]
             if text.strip():
                 found.append(Chunk(text, other.rpartition("/")[2]))
         return tuple(found)
 
     def close(self) -> None:
-        """End the engine and the index, or let go of the server."""
+        """End the queue and the index, or let go of the server."""
         if self.completer is not None:
             self.completer.close()
         elif self.give_up is not None:
@@ -215,14 +353,13 @@ def _add_completion(server: CompletionServer) -> None:
             left = source[: document.offset_at_position(chosen.range.start)] + chosen.text
             given = chosen.text
         kind = params.context.trigger_kind
-        others = 2 if kind == lsp.InlineCompletionTriggerKind.Invoked else 0
         server.look(document.uri, params.position.line)
-        cursor = Cursor(document.uri, left, right, server.pieces(document.uri), _TOKENS[kind], _LINE_MS[kind], others)
-        texts = await completer.complete(cursor)
-        if not texts:
+        cursor = Cursor(document.uri, left, right, server.pieces(document.uri), _TOKENS[kind], _LINE_MS[kind])
+        text = await completer.complete(cursor)
+        if not text:
             return None
         where = chosen.range if chosen is not None else None
-        return lsp.InlineCompletionList([_item(document.uri, left, given + text, where) for text in texts])
+        return lsp.InlineCompletionList([_item(document.uri, left, given + text, where)])
 
 
 def _item(uri: str, left: str, text: str, where: lsp.Range | None) -> lsp.InlineCompletionItem:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.continuations import Continuation, key_starts, scan_texts
-from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.text import TextCodec, with_line_feeds
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.sources.session import SessionMemory
 
@@ -65,29 +65,6 @@ class RecentTexts:
         """Forget everything."""
         self._texts.clear()
         self.chars = 0
-
-
-class Hints:
-    """What one completion is drafted from, looked up once: by whoever prepares it, or by the model's thread if sooner.
-
-    What is `made` of the context that ``look`` finds is made in the model's thread.
-    """
-
-    def __init__(self, made: Callable[[tuple[int, ...]], DraftHints], look: Callable[[], tuple[int, ...]]) -> None:
-        self._made, self._look = made, look
-        self._lock = threading.Lock()
-        self._context: tuple[int, ...] | None = None
-
-    def look_up(self) -> tuple[int, ...]:
-        """The context; where another thread is looking, when it has found it."""
-        with self._lock:
-            if self._context is None:
-                self._context = self._look()
-            return self._context
-
-    def __call__(self) -> DraftHints:
-        """The hints; for the model's thread only."""
-        return self._made(self.look_up())
 
 
 class Memory:
@@ -147,6 +124,7 @@ class Memory:
 
     def note_buffer(self, key: str, text: str) -> None:
         """Remember the text of an open file; "" forgets it."""
+        text = with_line_feeds(text)
         with self._lock:
             if key not in self.buffers:
                 self._have_read(text)
@@ -163,6 +141,7 @@ class Memory:
 
     def note_accepted(self, text: str) -> None:
         """Remember a suggestion the user took."""
+        text = with_line_feeds(text)
         with self._lock:
             self.accepted.put(text, text)
 
@@ -197,7 +176,7 @@ class Memory:
             }
 
     def encode_new(self) -> None:
-        """Encode texts for the drafter's memory, a bounded part of those that wait; not for the engine's thread."""
+        """Encode texts for the drafter's memory, a bounded part of those that wait; not for the model's thread."""
         room = _ENCODED_AT_ONCE
         while room > 0:
             with self._lock:
@@ -228,8 +207,8 @@ class Memory:
 
     def hints(
         self, left: str, right: str, context_ids: Sequence[int], expected: Sequence[int] = (), begun: str = ""
-    ) -> Hints:
-        """What to draft a completion between two texts from, to be looked up.
+    ) -> Callable[[], DraftHints]:
+        """What to draft a completion between two texts from; called in the model's thread when the work begins.
 
         ``context_ids`` are what the model was shown, the text left of the cursor last. A continuation found by
         characters is encoded on its own, as the model will write it, and stands in the context behind a copy of the
@@ -237,16 +216,13 @@ class Memory:
         trusted too much, even after a long match. Of the text left of the cursor the model says again what was
         ``begun``.
         """
-
-        def context() -> tuple[int, ...]:
-            candidates = [self.codec.encode(begun + hit.text) for hit in self.continuations(left, right)]
-            tail = list(context_ids[-_TAIL_TOKENS:])
-            context = [i for ids in self._accepted() for i in ids]
-            for ids in reversed(candidates):
-                context += tail + ids
-            return (*context, *context_ids)
-
-        return Hints(lambda found: DraftHints(True, tuple(expected), found, self._session_now(), self.scope), context)
+        candidates = [self.codec.encode(begun + hit.text) for hit in self.continuations(left, right)]
+        tail = list(context_ids[-_TAIL_TOKENS:])
+        context = [i for ids in self._accepted() for i in ids]
+        for ids in reversed(candidates):
+            context += tail + ids
+        found = (*context, *context_ids)
+        return lambda: DraftHints(True, tuple(expected), found, self._session_now(), self.scope)
 
     def _have_read(self, text: str) -> None:
         """Queue a text for the drafter's memory, once."""
@@ -264,7 +240,7 @@ class Memory:
         return self._session if opened is None else opened
 
     def _session_now(self) -> SessionMemory:
-        """The drafter's memory with everything read so far; for the engine's thread only."""
+        """The drafter's memory with everything read so far; for the model's thread only."""
         with self._lock:
             encoded, self._encoded = self._encoded, []
             session = self._drafted()

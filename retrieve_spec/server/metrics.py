@@ -76,6 +76,21 @@ class Metrics:
         if figures.passes:
             self._per_pass.observe(len(done.token_ids) / figures.passes)
 
+    def figures(self) -> dict[str, float]:
+        """What a page shows: tokens per pass, accepted draft tokens by source, requests that wait and are under way."""
+        values = {
+            (sample.name.removeprefix("retrieve_spec_"), sample.labels.get("source", "")): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+        }
+        passes = values[("passes_total", "")]
+        figures = {"Tokens per pass": values[("tokens_emitted_total", "")] / passes if passes else 0.0}
+        figures |= {f"Accepted from {of}": n for (name, of), n in values.items() if name == "accepted_tokens_total"}
+        return figures | {
+            "Requests waiting": values[("queue_length", "")],
+            "Under way": values.get(("running", ""), 0.0),
+        }
+
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)

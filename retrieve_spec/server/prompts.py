@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrieve_spec.server.fim_formats import FimVocabulary
+from retrieve_spec.server.fim import FimVocabulary
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.schemas import Common, Message
 from retrieve_spec.server.text import TextCodec

@@ -1,8 +1,4 @@
-"""Remote completer: suggestions of a server that editors share, which is started where none answers.
-
-While an editor is there it holds one connection (`GET /v1/attach`) open. A server that was started for editors ends
-some time after the last of these connections, however that one ended.
-"""
+"""Remote completer: suggestions of a server that editors share."""
 
 from __future__ import annotations
 
@@ -14,25 +10,20 @@ import json
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from retrieve_spec.errors import ServeError, in_a_line
-from retrieve_spec.paths import cache_dir
-from retrieve_spec.server.completer import Completer, Cursor
-from retrieve_spec.server.guard import is_loopback
+from retrieve_spec.errors import ServeError
+from retrieve_spec.server.lsp import Completer, Cursor, create_server
 
 log = logging.getLogger("retrieve_spec.server")
 
-LINGER_S = 30
-"""Seconds that a server which was started for editors goes on without one."""
 _ANSWER_S = 60.0
-_AGAIN_S = 1.0
+_AGAIN_S = 0.25
+_CHARS_BEFORE, _CHARS_AFTER = 400_000, 100_000
+"""Characters before and after a cursor that are sent: as many as any model is shown."""
 
 
 class Remote:
@@ -55,7 +46,6 @@ class Remote:
         self.url, self._path, self._key = url.rstrip("/"), parts.path.rstrip("/"), key
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self.port = port or (443 if parts.scheme == "https" else 80)
-        self.here = parts.scheme == "http" and is_loopback(self.host) and not self._path
 
     def connection(self, timeout: float | None = _ANSWER_S) -> http.client.HTTPConnection:
         """A connection that is not open yet."""
@@ -70,7 +60,7 @@ class Remote:
             headers["Authorization"] = f"Bearer {self._key}".encode()  # keys are not always Latin-1
         if client:
             headers["X-Client-Id"] = client
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
         connection.request(method, self._path + path, data, headers)
         return connection.getresponse()
 
@@ -85,14 +75,6 @@ class Remote:
         finally:
             connection.close()
 
-    def listens(self) -> bool:
-        """Whether anybody is there, be it too busy to answer."""
-        try:
-            socket.create_connection((self.host, self.port), timeout=5.0).close()
-        except OSError:
-            return False
-        return True
-
 
 def _parsed(data: bytes) -> Any:
     try:
@@ -101,41 +83,17 @@ def _parsed(data: bytes) -> Any:
         return None
 
 
-Start = Callable[[], "subprocess.Popen[bytes] | None"]
-
-
 class RemoteCompleter(Completer):
-    """Completions by a server elsewhere, which sees what was taken and saved itself.
+    """Completions by a server elsewhere, which sees what was taken and saved itself."""
 
-    What can ``start`` one there gives its process.
-    """
-
-    def __init__(self, remote: Remote, start: Start | None = None) -> None:
-        self.remote, self._start = remote, start
+    def __init__(self, remote: Remote) -> None:
+        self.remote = remote
         self._me = f"lsp-{os.getpid()}"
-        self._attached = threading.Event()
-        self._closed = threading.Event()
-        self._held: socket.socket | None = None
-        self.trouble = ""
-        threading.Thread(target=self._run, name="retrieve-spec-attached", daemon=True).start()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the server is there; False if it is not in time, or never will be."""
-        return self._attached.wait(seconds) and not self.trouble
-
-    async def complete(self, cursor: Cursor) -> list[str]:
-        """Suggestions for a place, the best first."""
-        line = cursor.left.rfind("\n") + 1
-        body = {
-            "input_prefix": cursor.left[:line],
-            "prompt": cursor.left[line:],
-            "input_suffix": cursor.right,
-            "input_extra": [{"filename": chunk.filename, "text": chunk.text} for chunk in cursor.extra],
-            "n_predict": cursor.tokens,
-            "t_max_predict_ms": cursor.line_ms,
-            "n_cmpl": cursor.others + 1,
-            "response_fields": ["content", "superseded"],
-        }
+    async def complete(self, cursor: Cursor) -> str:
+        """A suggestion for a place."""
+        near = replace(cursor, left=cursor.left[-_CHARS_BEFORE:], right=cursor.right[:_CHARS_AFTER])
+        body = {**near.request(), "response_fields": ["content"]}
         client = f"{self._me}-{hashlib.sha256(cursor.uri.encode('utf-8', 'replace')).hexdigest()[:16]}"
         connection = self.remote.connection()
 
@@ -155,75 +113,43 @@ class RemoteCompleter(Completer):
             raise
         if status != 200:
             log.warning("%s answered %s: %s", self.remote.url, status or "nothing", reason_of(found))
-            return []
-        answers = found if isinstance(found, list) else [found]
-        return [str(one["content"]) for one in answers if isinstance(one, dict) and str(one.get("content", "")).strip()]
+            return ""
+        text = str(found.get("content", "")) if isinstance(found, dict) else ""
+        return text if text.strip() else ""
 
     def forget(self) -> None:
         """Have the server drop what it keeps of this user."""
         self.remote.ask("DELETE", "/v1/workspace", timeout=_ANSWER_S)
 
     def close(self) -> None:
-        """Let go of the server; who waits for it does so no longer."""
-        self._closed.set()
-        _hang_up(self._held)
-        self._fail("closed")
+        """Nothing to end: the server is not this editor's."""
 
-    def _fail(self, trouble: str) -> None:
-        self.trouble = self.trouble or trouble
-        self._attached.set()
 
-    def _run(self) -> None:
-        try:
-            self._hold()
-        except Exception as error:
-            log.exception("the server at %s is not looked for any longer", self.remote.url)
-            self._fail(in_a_line(error))
+def connected(remote: Remote, given_up: threading.Event) -> RemoteCompleter:
+    """A completer that asks a server, once its model is loaded.
 
-    def _hold(self) -> None:
-        """Hold a connection open while the editor lives; where it ends, look for the server again."""
-        start, process = self._start, None
-        while not self._closed.is_set():
-            ended = process is not None and process.poll() is not None  # before: another's may listen since
-            status, found = self.remote.ask("GET", "/health")
-            if status == 0 and ended and not self.remote.listens():
-                if not self._attached.is_set():
-                    return self._fail(f"the server that was started ended; see {log_of(self.remote)}")
-                process = None  # an editor that had one goes on looking
-            elif status == 0 and start is not None and not self._closed.is_set():
-                try:
-                    process = start()
-                except OSError as error:
-                    return self._fail(f"none could be started: {error}")
-                start = None  # once: a server that does not come up says why in its log
-            elif status == 200:
-                self._attach()
-                start = self._start
-            elif status not in (0, 503):
-                return self._fail(f"{self.remote.url} answered {status}: {reason_of(found)}")
-            self._closed.wait(_AGAIN_S / 4 if status == 503 else _AGAIN_S)
+    Raises
+    ------
+    ServeError
+        Nobody answers, the server refuses, or it was ``given_up`` to wait.
+    """
+    while True:
+        status, found = remote.ask("GET", "/v1/models")
+        if status == 200:
+            return RemoteCompleter(remote)
+        if status != 503:
+            got = f"it answered {status}: {reason_of(found)}" if status else "nobody answers"
+            raise ServeError(f"to reach {remote.url}", got, "Start retrieve-spec serve; check --connect and the key.")
+        if given_up.wait(_AGAIN_S):
+            raise ServeError(f"to reach {remote.url}", "the editor has closed it", "Open the editor again.")
 
-    def _attach(self) -> None:
-        connection = self.remote.connection(None)
-        try:
-            connection.connect()
-            self._held = connection.sock
-            answer = self.remote.send(connection, "GET", "/v1/attach")
-            if answer.status == 404:  # another program that speaks the dialect
-                self._attached.set()
-                self._closed.wait()
-            elif answer.status != 200:
-                self._fail(f"{self.remote.url} answered {answer.status}: {reason_of(_parsed(answer.read()))}")
-                self._closed.set()
-            else:
-                self._attached.set()
-                while answer.read(1):
-                    pass
-        except (OSError, http.client.HTTPException):
-            pass  # the server ended, or this end was closed
-        finally:
-            self._held = None
-            connection.close()
+
+def connect_stdio(remote: Remote) -> None:
+    """Serve a language server on standard input and output by asking a server elsewhere."""
+    given_up = threading.Event()
+    server = create_server(lambda roots: connected(remote, given_up))
+    server.give_up = given_up.set
+    server.start_io()
 
 
 def reason_of(body: Any) -> str:
@@ -237,28 +163,3 @@ def _hang_up(held: socket.socket | None) -> None:
     if held is not None:
         with contextlib.suppress(OSError):
             held.shutdown(socket.SHUT_RDWR)
-
-
-def log_of(remote: Remote) -> Path:
-    """Where a server that is started for editors says what happens to it."""
-    return cache_dir() / "servers" / f"{remote.port}.log"
-
-
-def starter(remote: Remote, arguments: Sequence[str]) -> Start | None:
-    """What starts a server with these arguments at an address of this machine, None for one elsewhere."""
-    if not remote.here:
-        return None
-
-    def start() -> subprocess.Popen[bytes]:
-        said_in = log_of(remote)
-        said_in.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        command = [sys.executable, "-m", "retrieve_spec.cli", "serve", "--host", remote.host]
-        command += ["--port", str(remote.port), "--linger", str(LINGER_S), *arguments]
-        with open(said_in, "ab", opener=lambda p, f: os.open(p, f, 0o600)) as said:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True, close_fds=True
-            )
-        log.warning("no server at %s: one is being started, its log is %s", remote.url, said_in)
-        return process
-
-    return start

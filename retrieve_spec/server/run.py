@@ -1,4 +1,4 @@
-"""Assembly of a server: model, stores, workspace, engine, HTTP."""
+"""Assembly of a server: model, stores, workspace, queue, HTTP."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.app import create_app
-from retrieve_spec.server.attached import Attached
 from retrieve_spec.server.connections import BoundedConnection
 from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
 from retrieve_spec.server.jobs import Completion, Task
@@ -130,7 +129,7 @@ def assemble(
         backend.warm_up(service.end_ids)  # else the first requests wait for kernels
     except Exception:
         log.exception("requests of some kind will fail")
-    metrics = Metrics(lambda: service.engine.queue_length, lambda: service.engine.begun)
+    metrics = Metrics(lambda: service.queue.queue_length, lambda: service.queue.begun)
     if workspace is not None:
 
         def prepared(store: Datastore | None) -> list[Datastore]:
@@ -143,7 +142,7 @@ def assemble(
 
         def attach(store: Datastore | None) -> None:
             stores_now = prepared(store)
-            service.engine.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
+            service.queue.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
         try:
             prepare_store(tokenizer, prepared)
@@ -158,11 +157,10 @@ def _fit(backend: HuggingFaceBackend, config: ServeConfig) -> ServeConfig:
 
     While somebody types, the suffix is read anew with every key at worst; the prefix is in a cache.
     """
-    cost = backend.measure()
-    most = int(config.cache_bytes / cost.bytes) if cost.bytes else backend.n_ctx
+    most = config.cache_bytes // backend.token_bytes if backend.token_bytes else backend.n_ctx
     if most < 64:
         raise ServeError(
-            f"room for a prompt ({64 * cost.bytes / 2**20:.0f} MiB) in the caches",
+            f"room for a prompt ({64 * backend.token_bytes / 2**20:.0f} MiB) in the caches",
             f"{config.cache_bytes / 2**20:.0f} MiB",
             "Give more with --cache-mib.",
         )
@@ -170,7 +168,7 @@ def _fit(backend: HuggingFaceBackend, config: ServeConfig) -> ServeConfig:
         log.info("prompts of at most %d tokens, so that one cache stays below %d bytes", most, config.cache_bytes)
         backend.n_ctx = most
     if not config.fim_window:
-        in_time = int(_FIRST_TOKEN_S / cost.seconds / (1.0 - config.prefix_share))
+        in_time = int(_FIRST_TOKEN_S / backend.measure() / (1.0 - config.prefix_share))
         config = replace(config, fim_window=min(max(in_time, _WINDOW), backend.n_ctx // 2))
     log.info("around a cursor the model is shown %d tokens", config.fim_window)
     return config
@@ -216,11 +214,10 @@ def serve(
     key_file: Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
-    linger_s: float = 0.0,
     on_listening: Callable[[str], None] = lambda url: None,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until interrupted, or, where ``linger_s`` is given, until no editor has been there for so many seconds.
+    """Serve until interrupted.
 
     `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded,
     `on_loaded` when it has been, in the thread that did it.
@@ -246,7 +243,7 @@ def serve(
     config = replace(config, origins=normal_origins(config.origins))
     listener = listen(config.host, config.port)  # a taken address is said now
 
-    def make(progress: Progress) -> Starlette:
+    def make(progress: Progress) -> FastAPI:
         served = build_service(
             model_name,
             config,
@@ -266,7 +263,6 @@ def serve(
             served.metrics,
             keys=keys,
             provenance=served.provenance,
-            attached=Attached(linger_s, lambda: setattr(server, "should_exit", True)),
         )
 
     starting = Starting(make, lambda: setattr(server, "should_exit", True))

@@ -7,8 +7,22 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-SAMPLERS = ("penalties", "top_k", "top_p", "min_p", "temperature", "infill")
-_DEFAULT_CHAIN = ("top_k", "top_p", "min_p", "temperature")
+DEFAULT_CHAIN = ("top_k", "top_p", "min_p", "temperature")
+_LETTERS = {
+    "d": "dry",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "s": "top_n_sigma",
+    "m": "min_p",
+    "t": "temperature",
+    "x": "xtc",
+    "i": "infill",
+    "e": "penalties",
+    "a": "adaptive_p",
+}
+"""llama.cpp's samplers by letter; those that are not served do nothing unless a field does, which is refused."""
+_ALIASES = {"temp": "temperature", "nucleus": "top_p", "typical": "typ_p", "typical_p": "typ_p", "typ": "typ_p"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +32,7 @@ class Sampling:
     Attributes
     ----------
     temperature, top_k, top_p, min_p
-        The usual filters; ``temperature <= 0`` or ``top_k == 1`` is greedy.
+        The usual filters; ``temperature <= 0``, ``top_k == 1`` or ``top_p <= 0`` is greedy.
     chain
         Names of the filters in order; a filter that is not named does not act. Without ``"temperature"`` the text is
         drawn at temperature 1 from what the other filters leave.
@@ -34,7 +48,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    chain: tuple[str, ...] = field(default=_DEFAULT_CHAIN)
+    chain: tuple[str, ...] = field(default=DEFAULT_CHAIN)
     seed: int = 0
     grammar: str = ""
     begun: str = ""
@@ -42,7 +56,8 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
-        return self.top_k == 1 or (self.temperature <= 0.0 and "infill" not in self.chain)
+        only_best = self.top_k == 1 or ("top_p" in self.chain and self.top_p <= 0.0)
+        return only_best or (self.temperature <= 0.0 and "infill" not in self.chain)
 
     def generate_kwargs(self, infill: Any = None, guides: Sequence[Any] = ()) -> dict[str, Any]:
         """Arguments of ``generate`` for this choice; ``infill`` makes that processor, ``guides`` come before it."""
@@ -53,8 +68,8 @@ class Sampling:
             "do_sample": True,
             "temperature": self.temperature if "temperature" in self.chain and self.temperature > 0 else 1.0,
             "top_k": self.top_k if "top_k" in self.chain and self.top_k > 0 else 0,
-            "top_p": self.top_p if "top_p" in self.chain and 0.0 < self.top_p < 1.0 else 1.0,
-            "min_p": self.min_p if "min_p" in self.chain and 0.0 < self.min_p <= 1.0 else None,
+            "top_p": self.top_p if "top_p" in self.chain else 1.0,
+            "min_p": self.min_p if "min_p" in self.chain and self.min_p > 0.0 else None,
         }
         if "infill" in self.chain and infill is not None:
             # The infill rule reads what top-k and top-p leave, and `generate` runs processors before its own filters.
@@ -68,13 +83,30 @@ class Sampling:
         return {**kwargs, "logits_processor": guides} if guides else kwargs
 
 
-def normalise_chain(names: Sequence[str] | str | None) -> tuple[str, ...]:
-    """A client's sampler list without the names this server does not know."""
-    if names is None:
-        return _DEFAULT_CHAIN
-    if isinstance(names, str):
-        names = [name.strip() for name in names.split(";")]
-    return tuple(name for name in names if name in SAMPLERS)
+def sampler_chain(given: Sequence[str] | str) -> tuple[str, ...]:
+    """A client's samplers by name, given as llama.cpp takes them: names, names between semicolons, or letters.
+
+    Raises
+    ------
+    ValueError
+        Some of them are none of llama.cpp's; says which.
+    """
+    known = _LETTERS.values()
+    if isinstance(given, str):
+        given = given.strip()
+        named = ";" in given or _spelled(given) in known
+        given = [name for name in given.split(";") if name.strip()] if named else list(given)
+    chain = [_LETTERS.get(name) or _spelled(name) for name in given]
+    unknown = [name for name, spelled in zip(given, chain, strict=True) if spelled not in known]
+    if unknown:
+        raise ValueError(f"no sampler is called {', '.join(repr(name[:40]) for name in unknown[:8])}")
+    return tuple(chain)
+
+
+def _spelled(name: str) -> str:
+    """A sampler's name as this module spells it."""
+    name = name.strip().replace("-", "_")
+    return _ALIASES.get(name, name)
 
 
 def infill_survivors(

@@ -1,10 +1,31 @@
-"""Request schemas, as clients send them: a field is optional unless its dialect demands it, unknown ones pass."""
+"""Request schemas, as clients send them: a field is optional unless its dialect demands it.
+
+Unknown fields pass, but for those that ask for what is not served: they are refused by name.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from retrieve_spec.server.samplers import sampler_chain
+from retrieve_spec.server.text import line_end, with_line_feeds
+
+UNSUPPORTED = "unsupported_field"
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
@@ -12,6 +33,8 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
 Count = Annotated[int, Field(ge=-1, le=1 << 31)]
+"""Tokens; -1 is as many as fit."""
+Share = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1)]
 Text = StrictStr
 TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
 Stops = Annotated[Items[Text], Field(max_length=256)] | Text | None
@@ -39,15 +62,32 @@ class Prediction(_Lenient):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Common(_Lenient):
-    """Fields of every dialect that asks for text."""
+class _Refusing(_Lenient):
+    """A request in which what is not served, but would change the answer, is refused by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_served(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and (names := unserved(fields, cls.model_fields)):
+            given = {"names": ", ".join(names)}
+            raise PydanticCustomError(UNSUPPORTED, "not served here: {names}; leave it out", given)
+        return fields
+
+
+class Common(_Refusing):
+    """Fields of every dialect that asks for text.
+
+    All texts of a request that has been read have line feeds, whatever ends the lines of the document it is about.
+    """
+
+    _newline: str = PrivateAttr("\n")
 
     model: Any = None
     stream: StrictBool | None = None
     temperature: Number | None = None
     top_k: Count | None = None
-    top_p: Number | None = None
-    min_p: Number | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     stop: Stops = None
     samplers: Items[Text] | Text | None = None
@@ -64,6 +104,30 @@ class Common(_Lenient):
     speculative: StrictBool | None = Field(None, description="False decodes plainly; the text is the same.")
     provenance: StrictBool | None = Field(None, description="Say where copied lines stand, and under which licence.")
     deadline_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
+
+    def written(self, text: str) -> str:
+        """A text, or a part of one, with the line ends of the document."""
+        return text if self._newline == "\n" else text.replace("\r", "").replace("\n", self._newline)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, fields: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(fields, dict):
+            return check(fields)
+        newline = cls._line_end(fields)
+        request = check(with_line_feeds(fields) if newline else fields)
+        request._newline = newline or "\n"
+        return request
+
+    @classmethod
+    def _line_end(cls, fields: dict[str, Any]) -> str:
+        """How the lines of the document end; "" where it is to be read as it is."""
+        return line_end(*_texts([fields.get(name) for name in ("input_prefix", "prompt", "input_suffix", "suffix")]))
+
+    @field_validator("samplers")
+    @classmethod
+    def _are_known(cls, samplers: list[str] | str | None) -> tuple[str, ...] | None:
+        return None if samplers is None else sampler_chain(samplers)
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
         """The schema of the JSON that is asked for, None for any text, and the field that asks for it."""
@@ -84,8 +148,7 @@ class InfillRequest(Common):
     input_suffix: Text
     prompt: Text | None = None
     input_extra: Annotated[Items[ExtraChunk], Field(max_length=1024)] | None = None
-    n_cmpl: Annotated[int, Field(ge=1, le=4)] | None = None
-    n: Annotated[int, Field(ge=1, le=4)] | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=16, description="Taken, and answered with one completion.")] | None = None
 
 
 class CompletionRequest(Common):
@@ -131,7 +194,7 @@ class OpenAIOptions(Common):
 
     response_format: ResponseFormat | None = None
 
-    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    max_tokens: Count | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=4)] | None = None
 
@@ -173,52 +236,25 @@ class Message(_Lenient):
 class ChatRequest(OpenAIOptions):
     """`POST /v1/chat/completions`."""
 
+    @classmethod
+    def _line_end(cls, fields: dict[str, Any]) -> str:
+        return line_end(*_texts(fields.get("prediction") or fields.get("messages")))
+
     messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
-    max_completion_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    max_completion_tokens: Count | None = None
 
 
 class EditRequest(OpenAIOptions):
     """`POST /v1/edits`: OpenAI's edits, with the name of the file."""
 
+    @classmethod
+    def _line_end(cls, fields: dict[str, Any]) -> str:
+        text = fields.get("input")
+        return line_end(text) if isinstance(text, str) and text.count("\n") == text.count("\r\n") else ""
+
     input: Text
     instruction: Text
     path: Text | None = Field(None, description="How the file is called in the prompt; it is not opened.")
-
-
-class TabbySnippet(_Lenient):
-    """A piece of code that Tabby's client found."""
-
-    body: Text
-    filepath: Text | None = None
-
-
-class TabbySegments(_Lenient):
-    """What Tabby's client knows at the cursor."""
-
-    prefix: Text
-    suffix: Text | None = None
-    filepath: Text | None = None
-    declarations: Items[TabbySnippet] | None = None
-    relevant_snippets_from_changed_files: Items[TabbySnippet] | None = None
-    relevant_snippets_from_recently_opened_files: Items[TabbySnippet] | None = None
-    clipboard: Text | None = None
-    edit_history: Any = None
-
-
-class TabbyRequest(Common):
-    """`POST /v1/completions` with `segments`, Tabby's dialect."""
-
-    segments: TabbySegments
-    language: Text | None = None
-    mode: Text | None = None
-
-
-class TabbyEvent(_Lenient):
-    """`POST /v1/events`: what became of a suggestion."""
-
-    type: Text
-    completion_id: Text | None = None
-    choice_index: int | None = None
 
 
 class TokenizeRequest(_Lenient):
@@ -236,10 +272,122 @@ class DetokenizeRequest(_Lenient):
     tokens: Items[TokenId]
 
 
-class TemplateRequest(_Lenient):
+class TemplateRequest(_Refusing):
     """`POST /apply-template`."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "tools": (),
+    "segments": (),
+    "tool_choice": ("none", "auto"),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": (),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "best_of": (1,),
+    "echo": (False,),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    # vLLM and others
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "stop_token_ids": (),
+    "bad_words": (),
+    "prompt_logprobs": (0,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": (),
+    "penalty_alpha": (0,),
+    # llama.cpp
+    "repeat_penalty": (1,),
+    "grammar": (),
+    "json_schema": (),
+    "mirostat": (0,),
+    "typical_p": (1,),
+    "typ_p": (1,),
+    "tfs_z": (1,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "adaptive_target": (-1,),
+    "top_n_sigma": (0, -1),
+    "n_probs": (0,),
+    "lora": (),
+    "ignore_eos": (False,),
+    "image_data": (),
+    "multimodal_data": (),
+}
+"""Values with which a field asks for nothing; None, "", [] and {} always do."""
+
+
+_OF_MESSAGES = ("tool_calls", "function_call", "audio")
+"""Fields of a message that are more than its text."""
+_SEVERAL = ("n", "n_cmpl")
+"""Fields that ask for several answers, which some dialects serve under one of these names."""
+_JSON = ("response_format", "json_schema")
+"""Fields that ask for JSON; each is served by some dialects."""
+
+
+def unserved(fields: Mapping[str, Any], served: Collection[str] = ()) -> list[str]:
+    """Names of the fields of a request that ask for what is not served; parts of messages that are no text too.
+
+    ``served`` are the fields of the dialect.
+    """
+    asked = {**_NEUTRAL, **{name: (1,) for name in _SEVERAL if name not in served}}
+    asked = {name: neutral for name, neutral in asked.items() if not (name in _JSON and name in served)}
+    names = [name for name, neutral in asked.items() if name in fields and not _asks_nothing(fields[name], neutral)]
+    messages = fields.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else []):
+        if not isinstance(message, dict):
+            continue
+        names += [f"messages.{number}.{name}" for name in _OF_MESSAGES if not _asks_nothing(message.get(name), ())]
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            if isinstance(part, dict) and part.get("type", "text") != "text":
+                names.append(f"messages.{number}.content ({str(part['type'])[:40]})")
+    return names
+
+
+def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if value is None or value in ("", [], {}):
+        return True
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def kind(error: ValidationError) -> str:
+    """What kind of mistake it is, as OpenAI calls it."""
+    return UNSUPPORTED if error.errors()[0]["type"] == UNSUPPORTED else "invalid_request_error"
 
 
 def reason(error: ValidationError) -> str:
@@ -251,6 +399,8 @@ def reason(error: ValidationError) -> str:
     said = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     path = [str(part) for part in said["loc"] if isinstance(part, int) or _is_field(part)]
     name = '"' + ".".join(path) + '"' if path else "the body"
+    if said["type"] == UNSUPPORTED:
+        return said["msg"]
     if said["type"] == "missing":
         return f"{name} is required"
     if said["type"] == "string_type":

@@ -1,4 +1,4 @@
-"""Service: a client's request, in whatever dialect, becomes a task for the engine."""
+"""Service: a client's request, in whatever dialect, becomes a task for the queue."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from typing import Any
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
-from retrieve_spec.server.accounts import Account
-from retrieve_spec.server.backend import Backend
+from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.definitions import Definitions
-from retrieve_spec.server.engine import Engine
-from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
-from retrieve_spec.server.fim_formats import find_format, missing_tokens
+from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts, find_format, missing_tokens, unknown_format
 from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.jobs import Completion, Task
-from retrieve_spec.server.memory import Hints, Memory
+from retrieve_spec.server.memory import Memory
 from retrieve_spec.server.prompts import Prompts
-from retrieve_spec.server.samplers import Sampling, normalise_chain
-from retrieve_spec.server.schemas import Common, InfillRequest, TabbyRequest
+from retrieve_spec.server.queueing import RequestQueue
+from retrieve_spec.server.samplers import DEFAULT_CHAIN, Sampling
+from retrieve_spec.server.schemas import Common, InfillRequest
 from retrieve_spec.server.stopping import StopRules
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.workspace import Workspace
@@ -37,7 +35,6 @@ log = logging.getLogger("retrieve_spec.server")
 
 _ACCOUNTS = 64
 _FIM_TOKENS = 128
-_TABBY_TOKENS = 64
 _FIM_WINDOW = 2048
 _MAX_SEED = (1 << 63) - 1
 _NEXT_SEED = 0x9E3779B97F4A7C15
@@ -85,11 +82,6 @@ class Prepared:
         seeds = [0 if sampling.greedy else (sampling.seed + number * _NEXT_SEED) % _MAX_SEED for number in range(count)]
         return [replace(self, task=replace(task, client=None, sampling=replace(sampling, seed=seed))) for seed in seeds]
 
-    def look_up(self) -> None:
-        """Look up what it is drafted from, for the model's thread to find."""
-        if self.task.drafting and isinstance(self.task.hints, Hints):
-            self.task.hints.look_up()
-
     @property
     def is_forgotten(self) -> bool:
         """Whether the user had everything forgotten meanwhile: nothing of the task is kept."""
@@ -101,8 +93,39 @@ class Prepared:
             self.memory.note_answer(self.left, done.text)
 
 
+@dataclass(slots=True)
+class Account:
+    """What is kept of one user, known by an API key or by none; nothing of it is seen by another.
+
+    Attributes
+    ----------
+    scope
+        The user's name inside the server.
+    codec
+        The model's text codec, with a cache of the user's own texts.
+    assembler
+        Builds fill-in-the-middle prompts, None for a model that cannot infill.
+    memory
+        What the user's editors have shown.
+    """
+
+    scope: str
+    codec: TextCodec
+    assembler: FimAssembler | None
+    memory: Memory
+
+    def contents(self) -> dict[str, int]:
+        """What there is to forget: how much of each kind."""
+        return {**self.memory.contents(), "encodings": self.codec.cached}
+
+    def forget(self) -> None:
+        """Drop everything."""
+        self.memory.forget()
+        self.codec.forget()
+
+
 class Service:
-    """The parts of one server: model, formats, memory, engine.
+    """The parts of one server: model, formats, memory, queue.
 
     Parameters
     ----------
@@ -123,7 +146,7 @@ class Service:
     drafters
         The model's, where the answers of their sessions are kept in a file.
     clock
-        The engine's seconds.
+        The queue's seconds.
     """
 
     def __init__(
@@ -145,7 +168,7 @@ class Service:
         self.fim = find_format(self.codec)
         eos = tokenizer.eos_token_id
         self.end_ids = (self.fim.end if self.fim else frozenset()) | (frozenset() if eos is None else {eos})
-        self.engine = Engine(
+        self.queue = RequestQueue(
             backend,
             self.codec,
             slots=config.slots,
@@ -185,8 +208,8 @@ class Service:
         return Account(scope, codec, assembler, memory)
 
     def close(self) -> None:
-        """End the engine; what it answered is kept for later, where it is to be."""
-        self.engine.close()
+        """End the queue; what it answered is kept for later, where it is to be."""
+        self.queue.close()
         if self._drafters is not None:
             self._drafters.keep(at_once=True)
 
@@ -205,7 +228,7 @@ class Service:
 
     def kept(self, scope: str) -> dict[str, Any]:
         """What there is to forget of one user, and of the workspace where it is theirs alone."""
-        kept: dict[str, Any] = {**self.account(scope).contents(), "caches": self.engine.caches(scope)}
+        kept: dict[str, Any] = {**self.account(scope).contents(), "caches": self.queue.caches(scope)}
         if self.workspace is not None:
             kept["workspace"] = {
                 "folders": [str(root) for root in self.workspace.roots],
@@ -230,7 +253,7 @@ class Service:
         if self.workspace is not None and not self._shared:
             self.workspace.forget()
         try:
-            self.engine.forget(scope)
+            self.queue.forget(scope)
         except (OSError, RetrieveSpecError) as error:
             log.warning("not forgotten in a file: %s", in_a_line(error))
             raise Refusal(
@@ -252,22 +275,9 @@ class Service:
         chunks = tuple(Chunk(chunk.text, chunk.filename) for chunk in request.input_extra or ())
         parts = FimParts(request.input_prefix + (request.prompt or ""), request.input_suffix, chunks)
         wanted = request.n_predict if request.n_predict is not None else _FIM_TOKENS
-        return self.fill(parts, request, caller, wanted, (request.n_cmpl or request.n or 1) - 1)
+        return self.fill(parts, request, caller, wanted)
 
-    def tabby(self, request: TabbyRequest, caller: Caller) -> Prepared:
-        """A task for Tabby's segments; every snippet is a chunk."""
-        s = request.segments
-        snippets = [
-            *(s.declarations or ()),
-            *(s.relevant_snippets_from_changed_files or ()),
-            *(s.relevant_snippets_from_recently_opened_files or ()),
-        ]
-        chunks = [Chunk(snippet.body, snippet.filepath) for snippet in snippets]
-        if s.clipboard:
-            chunks.append(Chunk(s.clipboard, None))
-        return self.fill(FimParts(s.prefix, s.suffix or "", tuple(chunks)), request, caller, _TABBY_TOKENS)
-
-    def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int, alternatives: int = 0) -> Prepared:
+    def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int) -> Prepared:
         """A task for the text between two texts."""
         account = self.account(caller.scope)
         if account.assembler is None:
@@ -289,7 +299,6 @@ class Service:
             document=parts.prefix,
             typing=True,
             hints=memory.hints(parts.prefix, parts.suffix, prompt.context_ids, expected, prompt.begun),
-            alternatives=alternatives,
             begun=prompt.begun,
         )
         return Prepared(task, memory, prompt.truncated, parts.prefix, len(expected), forgotten)
@@ -305,7 +314,16 @@ class Service:
         """A task for what follows a prompt; one that spells fill-in-the-middle tokens is treated as typing.
 
         `expected` are the tokens of the request's prediction, where they are known.
+
+        Raises
+        ------
+        Refusal
+            501: it is spelled in a fill-in-the-middle format that the model does not know; 400: it does not fit.
         """
+        if isinstance(prompt, str) and unknown_format(self.codec, prompt):
+            own = f"Its own is {self.fim.fmt.family}'s: ask with a suffix." if self.fim else self.no_fim()
+            unknown = f"The prompt is in a fill-in-the-middle format that this model does not know. {own}"
+            raise Refusal(501, unknown, "not_supported_error")
         ids = self.prompts.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             ids = [self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else next(iter(self.end_ids))]
@@ -358,23 +376,18 @@ class Service:
         wanted: int,
         caller: Caller,
         *,
-        hints: Hints,
+        hints: Callable[[], DraftHints],
         document: str | None = None,
         typing: bool = False,
-        alternatives: int = 0,
         begun: str = "",
     ) -> Task:
         config = self.config
-        limit = config.max_predict if wanted < 0 else min(wanted, config.max_predict)
-        deadline = config.deadline_s
-        if request.deadline_ms is not None:
-            deadline = min(deadline, request.deadline_ms / 1000)
         late = request.t_max_predict_ms
         words, stop_ids = self._stops(request)
         return Task(
             tuple(ids),
             StopRules(
-                limit,
+                wanted,
                 self.end_ids | stop_ids,
                 words,
                 request.n_indent or 0,
@@ -388,13 +401,19 @@ class Service:
             arrived=caller.arrived,
             client=caller.client,
             document=None if caller.explicit else document,
-            deadline_s=deadline,
+            deadline_s=self._deadline(request),
             stale_s=config.stale_s if typing and caller.client is not None else None,
             warm=wanted == 0,
             reuse=request.cache_prompt is not False,
-            alternatives=alternatives,
             drafting=request.speculative is not False,
         )
+
+    def _deadline(self, request: Common) -> float | None:
+        """Seconds of work after which an answer ends, None for no end."""
+        if request.deadline_ms is not None:
+            return request.deadline_ms / 1000
+        typed = self.config.infill_deadline_s if isinstance(request, InfillRequest) else None
+        return self.config.deadline_s or typed
 
     def _sampling(self, request: Common) -> Sampling:
         """How tokens are chosen; without a seed every answer is another sample."""
@@ -404,7 +423,7 @@ class Service:
             request.top_k or 0,
             request.top_p if request.top_p is not None else 1.0,
             request.min_p or 0.0,
-            normalise_chain(request.samplers),
+            DEFAULT_CHAIN if request.samplers is None else tuple(request.samplers),
             seed,
             self.grammars.of(request),
         )

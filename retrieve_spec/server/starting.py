@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,7 +26,7 @@ class Starting:
     Where that fails ``on_failure`` is called, and `error` says why.
     """
 
-    def __init__(self, make: Callable[[Progress], Starlette], on_failure: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[Progress], FastAPI], on_failure: Callable[[], None]) -> None:
         self._make, self._on_failure = make, on_failure
         self._app: ASGIApp | None = None
         self._lifespan = contextlib.AsyncExitStack()
@@ -51,7 +51,7 @@ class Starting:
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         loop = asyncio.get_running_loop()
-        made: asyncio.Future[Starlette] = loop.create_future()
+        made: asyncio.Future[FastAPI] = loop.create_future()
 
         def work() -> None:
             try:
@@ -76,7 +76,7 @@ class Starting:
         with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
             loop.call_soon_threadsafe(take, what)
 
-    async def _open(self, made: asyncio.Future[Starlette]) -> None:
+    async def _open(self, made: asyncio.Future[FastAPI]) -> None:
         try:
             app = await made
             await self._lifespan.enter_async_context(app.router.lifespan_context(app))

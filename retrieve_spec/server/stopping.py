@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Literal
 
-from retrieve_spec.server.text import IncrementalText, TextCodec
+from retrieve_spec.engine.streaming import TextDecoder
+from retrieve_spec.server.text import TextCodec
 
 StopType = Literal["none", "eos", "limit", "word"]
 
@@ -99,7 +100,8 @@ class StopScanner:
         self._rules = rules
         self._words = [StopWord(word) for word in rules.words]
         self._clock = clock
-        self._detokenizer = IncrementalText(codec)
+        self._decoder = TextDecoder(codec.tokenizer, skip_special_tokens=False)
+        self._decoder.push(codec.encode_prompt("a", add_special_tokens=False))  # else some leave out the first blank
         self._first_token_at: float | None = None
         self._begun = len(rules.begun)
         self._codec = codec
@@ -132,7 +134,7 @@ class StopScanner:
                 self._end("eos")
                 return count
             self.token_ids.append(token_id)
-            self._append(self._behind_begun(token_id, self._detokenizer.push(token_id)), now)
+            self._append(self._behind_begun(token_id, self._decoder.push([token_id])), now)
             if not self.stopped and 0 <= self._rules.max_tokens <= self.counted:
                 self._end("limit")
             if self.stopped:
@@ -140,9 +142,9 @@ class StopScanner:
         return len(token_ids)
 
     def finish(self) -> None:
-        """No further token comes: release what was held back."""
+        """No further token comes: release what was held back, but for half a character, whose rest was to follow."""
         if not self.stopped:
-            self._flush()
+            self._flush(whole=False)
 
     def visible(self) -> str:
         """Text that became certain since the last call; what could still become a stop string is held back."""
@@ -159,11 +161,11 @@ class StopScanner:
     def _end(self, stop_type: StopType) -> None:
         self.stop_type = stop_type
         if stop_type != "word":
-            self._flush()
+            self._flush(whole=stop_type == "eos")
 
-    def _flush(self) -> None:
-        """Take what was held back of half a character."""
-        rest = self._detokenizer.flush()
+    def _flush(self, *, whole: bool) -> None:
+        """Take what was held back for the end of a character; half of one only where the model ended there itself."""
+        rest = self._decoder.flush() if whole else self._decoder.flush().rstrip("\ufffd")
         self.text += rest[self._begun :]
         self._begun -= min(self._begun, len(rest))
 

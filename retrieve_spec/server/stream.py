@@ -1,23 +1,44 @@
-"""Streams between threads: what the engine's thread says about the tasks of a request, in an event loop."""
+"""Streams: what the queue's thread says about the tasks of a request, in an event loop, and events to a client."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
-from retrieve_spec.server.engine import EngineClosedError, QueueFullError
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
+from retrieve_spec.server.queueing import QueueClosedError, QueueFullError
 from retrieve_spec.server.service import Prepared, Service
 
+_HEADERS = {"Cache-Control": "no-store", "Connection": "keep-alive", "X-Accel-Buffering": "no"}
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that a generator makes; it is closed at the end, or where the client goes away."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the head and every event."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.events.aclose()
+
+
 Said = tuple[int, Delta | Completion]
-"""What the engine says, and the number of the task that it is about."""
+"""What the queue says, and the number of the task that it is about."""
 
 
 class Stream:
-    """What the engine says about the tasks of a request: all that has come since the last look.
+    """What the queue says about the tasks of a request: all that has come since the last look.
 
     Attributes
     ----------
@@ -33,7 +54,7 @@ class Stream:
         self.prepared: list[Prepared] = []
 
     def begin(self, service: Service, prepared: Prepared) -> None:
-        """Hand a task to the engine.
+        """Hand a task to the queue.
 
         Raises
         ------
@@ -48,8 +69,8 @@ class Stream:
                 self._loop.call_soon_threadsafe(self._told.set)
 
         try:
-            self._leave.append(service.engine.submit(prepared.task, sink))
-        except (QueueFullError, EngineClosedError) as error:
+            self._leave.append(service.queue.submit(prepared.task, sink))
+        except (QueueFullError, QueueClosedError) as error:
             raise Refusal(503, str(error), "overloaded") from error
         self.prepared.append(prepared)
 
@@ -77,14 +98,14 @@ class Stream:
 async def opened(
     service: Service, prepare: Callable[[], Sequence[Prepared]], then: Callable[[Prepared], object] | None = None
 ) -> Stream:
-    """The stream of tasks that a thread prepares and hands to the engine, which need not wait for the event loop.
+    """The stream of tasks that a thread prepares and hands to the queue, which need not wait for the event loop.
 
     ``then`` is done by the thread with the first of them, while the model is at work.
 
     Raises
     ------
     Refusal
-        503: the engine takes no more of them; and whatever `prepare` raises.
+        503: the queue takes no more of them; and whatever `prepare` raises.
     """
     stream = Stream(asyncio.get_running_loop())
 
@@ -92,8 +113,6 @@ async def opened(
         try:
             for item in prepare():
                 stream.begin(service, item)
-            for item in stream.prepared:
-                item.look_up()  # the model is at work on others: it need not wait for this too
             if then is not None:
                 then(stream.prepared[0])
         except BaseException:

@@ -24,6 +24,21 @@ _LONG = 4096
 """Longer texts are encoded as a batch of one: other threads go on meanwhile."""
 
 
+def line_end(*texts: str) -> str:
+    """How most lines of a document, given in parts, end: ``"\\r\\n"`` or ``"\\n"``."""
+    ends = sum(text.count("\r\n") for text in texts)
+    return "\r\n" if 0 < sum(text.count("\n") for text in texts) <= 2 * ends else "\n"
+
+
+def with_line_feeds(value: Any) -> Any:
+    """A text, or a JSON value with texts in it, whose lines end in line feeds: what models and drafters are shown."""
+    if isinstance(value, str):
+        return value.replace("\r\n", "\n")
+    if isinstance(value, list):
+        return [with_line_feeds(part) for part in value]
+    return {key: with_line_feeds(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
 class TextCodec:
     """The two ways a server reads text, and the one way it writes it, by a tokenizer with a Rust backend.
 
@@ -142,37 +157,3 @@ def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False)
     if len(text) < _LONG:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-
-
-class IncrementalText:
-    """Turns tokens into text one at a time, holding back half characters."""
-
-    def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
-        self._lead = codec.encode_prompt("a", add_special_tokens=False)
-        self._window: list[int] = list(self._lead)
-        self._read = len(codec.decode(self._window))
-        self.pending = False
-
-    def push(self, token_id: int) -> str:
-        """Text that became certain with this token, "" while a character is incomplete."""
-        self._window.append(token_id)
-        text = self._codec.decode(self._window)
-        if text.endswith("\ufffd") and len(self._window) - len(self._lead) < 64:
-            self.pending = True
-            return ""
-        self.pending = False
-        fresh = text[self._read :]
-        keep = self._window[-4:] if len(self._window) > 12 else self._window
-        if keep is not self._window:
-            self._window = list(keep)
-            self._read = len(self._codec.decode(self._window))
-        else:
-            self._read = len(text)
-        return fresh
-
-    def flush(self) -> str:
-        """What is left when no further token comes."""
-        fresh = self._codec.decode(self._window)[self._read :] if self.pending else ""
-        self.pending = False
-        return fresh

@@ -88,7 +88,7 @@ class LlamaAnswer:
         """The answer, or the last event of its stream."""
         body = {
             "index": 0,
-            "content": "" if streamed or done.outcome != "done" else done.text,
+            "content": "" if streamed or done.outcome != "done" else self._request.written(done.text),
             "tokens": done.token_ids if self._request.return_tokens and not streamed else [],
             "id_slot": self._slot,
             "stop": True,
@@ -116,7 +116,15 @@ class LlamaAnswer:
     def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
         """Events for what one pass made certain."""
         tokens = list(delta.token_ids) if self._request.return_tokens else []
-        return [{"index": index, "content": delta.text, "tokens": tokens, "stop": False, "id_slot": self._slot}]
+        return [
+            {
+                "index": index,
+                "content": self._request.written(delta.text),
+                "tokens": tokens,
+                "stop": False,
+                "id_slot": self._slot,
+            }
+        ]
 
     def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
         """Events at the end of a text."""
@@ -161,8 +169,8 @@ class OpenAIAnswer:
         Name of the model.
     kind
         Chat completions, text completions or edits.
-    newline
-        How lines end.
+    written
+        Gives a text, or a part of one, the line ends of the document.
     predicted
         Tokens of the prediction that came with the request.
     include_usage
@@ -181,11 +189,11 @@ class OpenAIAnswer:
         predicted: int = 0,
         include_usage: bool = False,
         samples: int = 1,
-        newline: str = "\n",
+        written: Callable[[str], str] = str,
     ) -> None:
         self.chat = kind == "chat.completion"
         self._predicted, self._include_usage, self._samples = predicted, include_usage, samples
-        self._newline = newline
+        self._written = written
         self._head = {
             "id": f"{_ID_OF[kind]}-{uuid.uuid4().hex}",
             "object": kind,
@@ -233,10 +241,6 @@ class OpenAIAnswer:
     def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
         """Events for what one pass made certain."""
         return [self.chunk(self._written(delta.text), index)] if delta.text else []
-
-    def _written(self, text: str) -> str:
-        """A text with the line ends of the client; parts of it may be given one after the other."""
-        return text if self._newline == "\n" else text.replace("\r", "").replace("\n", self._newline)
 
     def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
         """Events at the end of a text: the reason stands on a chunk before ``[DONE]``, where some clients stop."""

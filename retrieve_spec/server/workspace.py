@@ -20,8 +20,7 @@ from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
 from retrieve_spec.datastore.git_rules import list_folder
 from retrieve_spec.datastore.licences import is_licence_file
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.continuations import Continuation
-from retrieve_spec.server.file_index import SEGMENT_CHARS, FileIndex, files_below
+from retrieve_spec.server.continuations import SEGMENT_CHARS, Continuation, FileIndex, files_below
 
 if TYPE_CHECKING:
     from retrieve_spec.server.workspace_store import WorkspaceStore
@@ -38,6 +37,11 @@ _TOO_MANY, _TOO_MUCH = "beyond the bound of files", "beyond the bound of text"
 _PAUSE_S = 1.0
 """Seconds between an error and the next trial, at first; twice as many after each that fails."""
 _LONGEST_PAUSE_S = 60.0
+_POLL_MS = 4000
+_NO_WATCHES = (
+    "the system's watches of files are used up: folders are looked at every few seconds instead, until this program"
+    " starts again. For more: sysctl fs.inotify.max_user_watches=524288"
+)
 
 
 class Workspace:
@@ -82,7 +86,7 @@ class Workspace:
         self.indexed = threading.Event()
         self.progress: Callable[[int, int], None] | None = None
         self.follower: WorkspaceStore | None = None
-        self._missed, self._pause = False, _PAUSE_S
+        self._missed, self._polls, self._pause = False, False, _PAUSE_S
         self._index = FileIndex()
         self._filter = EntryFilter(
             self.roots, max_bytes=config.workspace_file_bytes, licences=config.workspace_licences
@@ -259,6 +263,10 @@ class Workspace:
                     return
                 self._watch()
             except Exception as error:
+                if "watch limit" in str(error) and not self._polls:
+                    self._polls = True
+                    log.warning(_NO_WATCHES)
+                    continue
                 self._note_trouble(error)
                 with contextlib.suppress(Exception):  # a watcher that cannot start keeps nobody from reading once
                     if watch and not (self.indexed.is_set() or self._stop.is_set()):
@@ -297,7 +305,15 @@ class Workspace:
         """
         from watchfiles import watch
 
-        notices = watch(*self.roots, stop_event=self._stop, debounce=400, rust_timeout=500, yield_on_timeout=True)
+        notices = watch(
+            *self.roots,
+            stop_event=self._stop,
+            debounce=400,
+            rust_timeout=500,
+            yield_on_timeout=True,
+            force_polling=self._polls,
+            poll_delay_ms=_POLL_MS,
+        )
         while True:
             try:
                 changes = next(notices)

@@ -7,6 +7,7 @@ store's files at once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -22,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.errors import RetrieveSpecError, StoreError, StoreLockedError, TokenizerMismatchError
 from retrieve_spec.paths import cache_dir
 from retrieve_spec.server.workspace import Workspace
@@ -161,7 +161,6 @@ class WorkspaceStore:
         from retrieve_spec.datastore.documents import text_hash
 
         wanted = {str(path): text_hash(text) for path, text in self._workspace.texts.items()}
-        self._drop_old()
         store = self._open()
         if store is None:
             shutil.rmtree(self.folder, ignore_errors=True)  # interrupted or damaged, and nobody else writes
@@ -206,15 +205,6 @@ class WorkspaceStore:
 
         for at in range(0, len(paths), _NAMES_PER_CHANGE):
             remove_documents(self.folder, where=_any_of(paths[at : at + _NAMES_PER_CHANGE]))
-
-    def _drop_old(self) -> None:
-        """Delete a store of earlier releases, which lay where those of all tokenizers lie now."""
-        if (self._home / MANIFEST).exists():
-            for path in self._home.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path)
-                elif path.name != _LOCK:
-                    path.unlink()
 
     def _name_folders(self) -> None:
         """Write down what is in here, so that it can be found when one of the folders is to be forgotten."""
@@ -266,11 +256,9 @@ def _folders_of(home: Path) -> list[Path]:
     from retrieve_spec.datastore.store import open_datastore
 
     found: list[Path] = []
-    for store in (home, *(folder for folder in home.glob("*") if folder.is_dir())):
-        try:
+    for store in home.iterdir():
+        with contextlib.suppress(RetrieveSpecError, OSError):
             found += map(Path, held_documents(open_datastore(store)))
-        except (RetrieveSpecError, OSError):
-            continue
     return found
 
 

@@ -12,7 +12,18 @@ import pytest
 from retrieve_spec import cli
 from retrieve_spec.errors import ConfigError
 
-HEAVY = ("torch", "transformers", "tokenizers", "numpy", "numba", "faiss", "sqlite_utils", "starlette", "pygls")
+HEAVY = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "numba",
+    "faiss",
+    "sqlite_utils",
+    "fastapi",
+    "starlette",
+    "pygls",
+)
 
 
 def imported_by(*words: str) -> list[str]:

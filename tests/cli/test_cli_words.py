@@ -118,7 +118,7 @@ def test_an_empty_trace_and_binary_prompts_are_errors(tmp_path, capsys):
 
 def test_forget_without_the_servers_packages_says_what_to_install(monkeypatch, tmp_path, capsys):
     found = importlib.util.find_spec
-    monkeypatch.setattr(cli_serve, "find_spec", lambda name: None if name == "starlette" else found(name))
+    monkeypatch.setattr(cli_serve, "find_spec", lambda name: None if name == "fastapi" else found(name))
     assert cli.run(["forget", str(tmp_path)]) == 1
     assert "retrieve-spec[serve]" in capsys.readouterr().err
 

@@ -147,7 +147,8 @@ def test_streams_and_the_server_hand_over_a_cache_by_the_name_that_the_model_has
     assert [token for piece in stream for token in piece.token_ids.tolist()] == wanted[0, more.shape[1] :].tolist()
     backend = HuggingFaceBackend(model, range(VOCAB))
     cache, ids = backend.new_cache(), more[0].tolist()
-    backend.prefill(cache, ids[:20])
+    with torch.no_grad():
+        model(input_ids=more[:, :20], cache_params=cache, use_cache=True)
     text = backend.decode(
         cache, ids, max_tokens=12, end_ids=frozenset(), sampling=Sampling(temperature=0.0), hints=DraftHints()
     )

@@ -49,7 +49,7 @@ def reference():
 
     model, tokenizer = load_model("reference")
     plain, _ = load_model("reference")
-    served = assemble(model, tokenizer, "reference", ServeConfig(deadline_s=1e6))
+    served = assemble(model, tokenizer, "reference", ServeConfig(infill_deadline_s=1e6))
     return served, plain, tokenizer
 
 

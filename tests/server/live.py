@@ -16,17 +16,15 @@ from retrieve_spec.server.service import Service
 
 
 class Live:
-    def __init__(
-        self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None, attached=None, port=0
-    ):
+    def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None, port=0):
         self.done = []
         self.metrics = None
         self.backend = backend
         self.service = service or Service(
             backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done, shared=bool(keys)
         )
-        self.metrics = Metrics(lambda: self.service.engine.queue_length)
-        self.app = app = create_app(self.service, self.metrics, keys=keys, attached=attached)
+        self.metrics = Metrics(lambda: self.service.queue.queue_length)
+        self.app = app = create_app(self.service, self.metrics, keys=keys)
         listener = listen("127.0.0.1", port)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

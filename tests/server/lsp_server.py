@@ -12,9 +12,7 @@ from transformers import AutoTokenizer
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.reference_model import reference_path
-from retrieve_spec.server.branches import Branch
-from retrieve_spec.server.completer import LocalCompleter
-from retrieve_spec.server.lsp import create_server
+from retrieve_spec.server.lsp import LocalCompleter, create_server
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.workspace import Workspace
@@ -34,7 +32,6 @@ def make(roots):
             super()._pass()
 
     backend = Slow(lambda prompt: [*said, 0])
-    backend.beside = [Branch(0, tuple(codec.encode("n None\n")), 0.5)]
     workspace = Workspace(roots, ServeConfig()) if roots else None
     return LocalCompleter(Service(backend, tokenizer, "tiny", ServeConfig(), workspace))
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from retrieve_spec.server.backend import DraftHints, PassFigures
-from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.samplers import Sampling
 
 
@@ -21,7 +20,6 @@ class ScriptedBackend:
         self.hints: list[DraftHints] = []
         self.gate: threading.Semaphore | None = None
         self.fail = False
-        self.beside: list[Branch] = []
         self.token_bytes = 8
         self.heals = False
         self.together: list[int] = []
@@ -49,10 +47,8 @@ class ScriptedBackend:
             self.gate.acquire()
         self.passes += 1
 
-    def prefill(self, cache: list[int], token_ids: Sequence[int]) -> None:
-        self._pass()
-        self.prefilled.append(len(token_ids))
-        cache.extend(token_ids)
+    def side_by_side(self) -> int:
+        return 2
 
     def decode(
         self,
@@ -63,13 +59,11 @@ class ScriptedBackend:
         end_ids: frozenset[int],
         sampling: Sampling,
         hints: DraftHints,
-        piece: int = 0,
-        branches: bool = False,
     ) -> ScriptedText:
         assert list(prompt_ids[: len(cache)]) == cache, "the cache does not hold the beginning of the prompt"
         assert len(cache) < len(prompt_ids)
         self.hints.append(hints)
-        return ScriptedText(self, cache, list(prompt_ids), max_tokens, piece, self.run if hints.enabled else 1)
+        return ScriptedText(self, cache, list(prompt_ids), max_tokens, self.run if hints.enabled else 1)
 
     def step(self, texts: Sequence[ScriptedText]) -> None:
         self._pass()
@@ -84,11 +78,14 @@ class ScriptedBackend:
 class ScriptedText:
     """What a scripted model says behind a prompt; the prompt is read by pieces."""
 
-    def __init__(self, backend, cache, prompt, max_tokens, piece, run):
-        self.backend, self.cache, self.prompt, self.piece, self.run = backend, cache, prompt, piece, run
+    def __init__(self, backend, cache, prompt, max_tokens, run):
+        self.backend, self.cache, self.prompt, self.piece, self.run = backend, cache, prompt, 0, run
         self.max_tokens = max_tokens
         self.said, self.at, self.fresh = None, 0, []
         self.figures = PassFigures()
+
+    def bound(self, *, piece, nodes):
+        self.piece = piece
 
     @property
     def unread(self):
@@ -130,9 +127,6 @@ class ScriptedText:
 
     def close(self):
         self.backend.closed += 1
-
-    def branches(self):
-        return self.backend.beside
 
 
 class Collector:

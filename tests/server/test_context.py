@@ -8,20 +8,16 @@ from scripted import ScriptedBackend
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server import run
-from retrieve_spec.server.backend import ReadingCost
-from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts
-from retrieve_spec.server.fim_formats import find_format
+from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts, find_format
 from retrieve_spec.server.hf_backend import HuggingFaceBackend
 from retrieve_spec.server.slots import SlotPool
 
 
 def test_what_a_token_costs_is_measured(reference):
     backend = reference[0].service.backend
-    cost = backend.measure()
-    assert cost.seconds > 0
+    assert backend.measure() > 0
     config = backend.model.config
-    exact = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    assert exact <= cost.bytes <= 2 * exact
+    assert backend.token_bytes == 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
 
 
 def test_fewer_positions_are_used_where_that_is_asked_for(reference):
@@ -33,9 +29,8 @@ def test_fewer_positions_are_used_where_that_is_asked_for(reference):
 
 def test_one_prompt_fits_the_memory_of_the_caches(reference):
     backend = HuggingFaceBackend(reference[0].service.backend.model, reference[2])
-    cost = backend.measure()
-    run._fit(backend, ServeConfig(cache_bytes=int(300 * cost.bytes)))
-    assert 200 <= backend.n_ctx <= 400
+    run._fit(backend, ServeConfig(cache_bytes=300 * backend.token_bytes))
+    assert backend.n_ctx == 300
     with pytest.raises(ServeError, match="--cache-mib"):
         run._fit(backend, ServeConfig(cache_bytes=1000))
 
@@ -47,7 +42,7 @@ def test_one_prompt_fits_the_memory_of_the_caches(reference):
 def test_the_window_follows_the_speed(seconds, n_ctx, window):
     class Measured(ScriptedBackend):
         def measure(self):
-            return ReadingCost(seconds, 1.0)
+            return seconds
 
     backend = Measured(lambda prompt: [0], n_ctx=n_ctx)
     assert run._fit(backend, ServeConfig()).fim_window == pytest.approx(window, rel=0.01)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
-from threading import current_thread
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,12 +136,8 @@ def test_word_starts_are_sorted_by_what_stands_there(texts):
     assert list(sorted_word_starts(blob)) == expected
 
 
-def test_what_to_draft_from_is_looked_up_once_by_whoever_comes_first(codec):
-    memory, looked = Memory(codec, None), []
-    memory.continuations = lambda left, right: looked.append(current_thread()) or []
+def test_the_drafters_memory_is_that_of_when_the_work_begins(codec):
+    memory = Memory(codec, None)
     hints = memory.hints("x = ", "\n", [1, 2])
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: hints.look_up(), range(32)))
-    assert found == [(1, 2)] * 32 and len(looked) == 1
     memory.forget()
-    assert hints().session is memory.hints("", "", [1])().session, "the session is that of when the work begins"
+    assert hints().session is memory.hints("", "", [1])().session

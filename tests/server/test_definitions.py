@@ -5,13 +5,10 @@ from __future__ import annotations
 from time import process_time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from live import Live
 
-import retrieve_spec.server.definitions as module
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.definitions import Definitions, Import, Imports, imports
+from retrieve_spec.server.definitions import Definitions, Import, imports
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 
@@ -154,22 +151,6 @@ def test_files_that_change_and_go(workspace):
     assert definitions.of(text) == []
 
 
-WORDS = ["from", "import", "import ", "from x import (", "require", "require('e')", "a", "b,", ".c", "'./d'"]
-WORDS += ["const", "export {", "type ", "} from", "  "]
-PIECES = st.lists(st.sampled_from([*"(){}=#'\n\r\t ", *WORDS]), max_size=24)
-
-
-@given(st.lists(PIECES, min_size=1, max_size=4))
-@settings(max_examples=600)
-def test_imports_above_a_line_that_is_typed_are_those_of_the_whole(texts):
-    """At every key, and in several files in turn."""
-    known = Imports()
-    whole = ["".join(pieces) for pieces in texts]
-    for end in range(1 + max(map(len, whole))):
-        for text in whole:
-            assert known.of(text[:end]) == imports(text[:end])
-
-
 def test_parentheses_without_a_name_import_nothing():
     assert imports("from shop import ()\nfrom shop import (  # later\n)\n") == []
 
@@ -179,7 +160,6 @@ def test_what_is_not_typed_is_not_looked_for_again(workspace, monkeypatch):
     definitions, calls = Definitions(workspace, 1600), []
     find = definitions._find
     monkeypatch.setattr(definitions, "_find", lambda *given: calls.append(given[0]) or find(*given))
-    monkeypatch.setattr(module, "imports", lambda text: calls.append(text) or imports(text))
     text = "from shop import area\nfrom shop.geometry import Shape\n\n"
     found = definitions.of(text)
     calls.clear()
@@ -192,14 +172,13 @@ def test_what_is_not_typed_is_not_looked_for_again(workspace, monkeypatch):
     assert "breadth" in definitions.of(text + "x")[0].text
     calls.clear()
     definitions.forget()
-    assert definitions._imports._known == {} == definitions._found
     definitions.of(text + "x")
-    assert len(calls) >= 3
+    assert len(calls) >= 2
 
 
 def test_the_model_is_shown_them_before_what_the_editor_sent(reference, workspace):
     served, _, tokenizer = reference
-    config = ServeConfig(deadline_s=1e6)
+    config = ServeConfig(infill_deadline_s=1e6)
     service = Service(served.service.backend, tokenizer, "reference", config, workspace)
     workspace.start = workspace.close = lambda **how: None
     server = Live(served.service.backend, tokenizer, service=service)

@@ -146,7 +146,7 @@ def test_edits_say_what_plain_decoding_says(reference, reference_live, text):
     request = EditRequest.model_validate(body)
     edit = Edit.of(request)
     ids = list(edit.prepare(service, request, Caller(), 40).task.prompt_ids)
-    expected = plain_text(reference, ids, 40).replace("\n", edit.newline)
+    expected = request.written(plain_text(reference, ids, 40))
     assert edit.fence not in expected
     first = reference_live.post("/v1/edits", body).json()
     assert first["timings"]["draft_n"] > 0

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from retrieve_spec.server.events import EventStream
 from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.stream import opened
+from retrieve_spec.server.stream import EventStream, opened
 
 
 class Client:
@@ -99,16 +98,6 @@ def test_a_request_that_is_cancelled_stays_cancelled_though_its_client_leaves_to
     asyncio.run(run(True))
 
 
-def test_who_asks_for_the_head_gets_no_events() -> None:
-    async def run() -> None:
-        client, source = Client("HEAD"), Source([b"one"], ends=False)
-        await EventStream(source())(client.scope, client.receive, client.send)
-        assert [message["type"] for message in client.sent] == ["http.response.start", "http.response.body"]
-        assert source.log == []
-
-    asyncio.run(run())
-
-
 class Taking:
     """An engine that takes a number of tasks, and notes which are given up."""
 
@@ -119,7 +108,7 @@ class Taking:
 
     def submit(self, task: Any, sink: Any) -> Any:
         if len(self.taken) == self._most:
-            from retrieve_spec.server.engine import QueueFullError
+            from retrieve_spec.server.queueing import QueueFullError
 
             raise QueueFullError("room", "none", "Wait.")
         self.taken.append(task)
@@ -127,12 +116,12 @@ class Taking:
 
 
 def tasks(*names: str) -> list[Any]:
-    return [SimpleNamespace(task=name, look_up=lambda: None) for name in names]
+    return [SimpleNamespace(task=name) for name in names]
 
 
 def test_tasks_of_one_request_are_all_taken_or_none() -> None:
     engine = Taking(2)
-    service: Any = SimpleNamespace(engine=engine)
+    service: Any = SimpleNamespace(queue=engine)
     with pytest.raises(Refusal):
         asyncio.run(opened(service, lambda: tasks("a", "b", "c")))
     assert engine.given_up == ["a", "b"]
@@ -141,7 +130,7 @@ def test_tasks_of_one_request_are_all_taken_or_none() -> None:
 def test_a_request_that_is_cancelled_while_a_thread_prepares_it_is_given_up() -> None:
     async def run() -> list[Any]:
         engine, may_go_on = Taking(9), threading.Event()
-        service: Any = SimpleNamespace(engine=engine)
+        service: Any = SimpleNamespace(queue=engine)
 
         def prepare() -> list[Any]:
             may_go_on.wait(60)

@@ -10,7 +10,6 @@ from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.branches import Branch
 from retrieve_spec.server.guard import check_binding, read_keys
 from retrieve_spec.server.run import listen
 from retrieve_spec.server.workspace import Workspace
@@ -31,6 +30,7 @@ def server(live, say):
     return live(say("urn a + b\n"))
 
 
+HELLO = [{"role": "user", "content": "hello"}]
 INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
 
 
@@ -103,14 +103,8 @@ def test_indentation_and_stop_words(live, say):
     assert (body["content"], body["stop_type"], body["stopping_word"]) == ("x = 1\n        y ", "word", "= 2")
 
 
-def test_several_alternatives_are_an_array(server, codec):
-    server.backend.beside = [Branch(0, tuple(codec.encode(text)), 0.5) for text in ("n None\n", "n b\n")]
-    body = server.post("/infill", {**INFILL, "n_cmpl": 3}).json()
-    assert isinstance(body, list)
-    assert body[0]["content"] == "urn a + b\n"
-    assert [choice["content"] for choice in body[1:]] == ["n None\n", "n b\n"]
-    assert [choice["index"] for choice in body] == [0, 1, 2]
-    server.backend.beside = []
+def test_who_asks_for_several_gets_one(server):
+    """llama.vscode asks for three by default, and takes an object for one."""
     assert server.post("/infill", {**INFILL, "n_cmpl": 3}).json()["content"] == "urn a + b\n"
 
 
@@ -123,7 +117,12 @@ def test_several_alternatives_are_an_array(server, codec):
         ({"input_extra": [{"filename": "x"}]}, '"input_extra.0.text" is required'),
         ({"input_extra": [{"text": 1}]}, '"input_extra.0.text" must be a string'),
         ({"n_predict": "many"}, '"n_predict"'),
-        ({"n_cmpl": 5}, '"n_cmpl"'),
+        ({"n_cmpl": 17}, '"n_cmpl"'),
+        ({"top_p": 2}, '"top_p"'),
+        ({"top_p": -0.1}, '"top_p"'),
+        ({"min_p": 5}, '"min_p"'),
+        ({"samplers": "kqt"}, "no sampler is called 'q'"),
+        ({"samplers": ["top_k", "bogus"]}, "no sampler is called 'bogus'"),
         ({"temperature": 1e400}, "not JSON"),
     ],
 )
@@ -229,25 +228,74 @@ def test_prompt_beyond_the_context_is_refused(live, say):
     assert "64" not in raw.json()["error"]["message"] or "at most 63" in raw.json()["error"]["message"]
 
 
-# ── Tabby and the small endpoints ──
+def test_as_many_tokens_as_fit(live, codec):
+    ids = codec.encode("x")
+    server = live(ScriptedBackend(lambda prompt: ids * 5000, n_ctx=6000))
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})):
+        answer = server.post(path, {**body, "max_tokens": -1}).json()
+        assert answer["usage"]["completion_tokens"] == 5000
+        assert answer["choices"][0]["finish_reason"] == "length"
+    server.backend.n_ctx = 600
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": -1}).json()["usage"]["total_tokens"] == 600
 
 
-def test_tabby_segments_on_the_openai_path(server, codec):
-    snippet = {"filepath": "util.py", "body": "def util(): ...", "score": 0.5}
-    segments = {"prefix": "x = ", "suffix": "\n", "relevant_snippets_from_changed_files": [snippet]}
-    body = server.post("/v1/completions", {"language": "python", "segments": segments}).json()
-    assert body["id"].startswith("cmpl-")
-    assert body["choices"] == [{"index": 0, "text": "urn a + b\n"}]
-    assert "<|file_sep|>util.py\ndef util(): ..." in codec.decode(server.backend.prompts[0])
-    server.post("/v1/events", {"type": "select", "completion_id": body["id"], "choice_index": 0})
-    assert server.service.memory("").accepted.latest_first() == ["x = urn a + b\n"]
+def test_samplers_by_letter_are_those_by_name(server):
+    """llama.vscode's edit with AI sends the letters."""
+    body = {"messages": HELLO, "temperature": 0.05, "top_k": 40, "samplers": "edkypmxt", "seed": 1}
+    server.post("/v1/chat/completions", body)
+    task, _ = server.done[-1]
+    kwargs = task.sampling.generate_kwargs()
+    assert (kwargs["temperature"], kwargs["top_k"]) == (0.05, 40)
+    server.post("/v1/chat/completions", {"messages": HELLO, "temperature": 1, "top_p": 0})
+    assert server.done[-1][0].sampling.greedy
+
+
+def test_deadlines_are_asked_for_or_the_operators(live, say):
+    def deadlines(**options):
+        server = live(say("x"), config=ServeConfig(**options))
+        for fields in ({}, {"deadline_ms": 90_000}):
+            server.post("/v1/chat/completions", {"messages": HELLO, **fields})
+            server.post("/infill", {**INFILL, **fields})
+        return [task.deadline_s for task, _ in server.done]
+
+    assert deadlines() == [None, 10, 90, 90]
+    assert deadlines(deadline_s=5) == [5, 5, 90, 90]
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "function_call"])
+def test_what_a_history_says_of_tools_is_refused_by_name(server, field):
+    past = {"role": "assistant", "content": "", field: [{"id": "1", "type": "function"}]}
+    raw = server.post("/v1/chat/completions", {"messages": [*HELLO, past]})
+    assert raw.status_code == 400
+    assert f"messages.1.{field}" in raw.json()["error"]["message"]
+    assert server.post("/v1/chat/completions", {"messages": [*HELLO, {**past, field: None}]}).status_code == 200
+
+
+def test_a_template_with_tools_is_refused_by_name(server):
+    raw = server.post("/apply-template", {"messages": HELLO, "tools": [{"type": "function"}]})
+    assert raw.status_code == 400
+    assert "tools" in raw.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["<fim_prefix>a<fim_suffix>b<fim_middle>", "[SUFFIX]b[PREFIX]a", "<PRE> a <SUF>b <MID>"]
+)
+def test_a_prompt_in_another_models_format_is_501(server, prompt):
+    for path in ("/v1/completions", "/completion"):
+        raw = server.post(path, {"prompt": prompt})
+        assert raw.status_code == 501, raw.text
+        assert "format that this model does not know. Its own is qwen's" in raw.json()["error"]["message"]
+    about_it = f"The format is {prompt} for some."
+    assert server.post("/v1/completions", {"prompt": about_it}).status_code == 200
+
+
+# ── small endpoints ──
 
 
 def test_small_endpoints(server):
     assert server.client.get("/health").json()["status"] == "ok"
     assert server.client.get("/health").json()["fim"] == "qwen"
-    assert server.client.get("/v1/health").json()["version"]["git_describe"]
-    assert server.client.post("/v1/health").status_code == 200
+    assert server.client.get("/v1/health").json() == server.client.get("/health").json()
     ids = [model["id"] for model in server.client.get("/v1/models").json()["data"]]
     assert ids == ["tiny", "tiny-Fast-Apply"]
     assert server.client.get("/props").json()["default_generation_settings"]["n_ctx"] == 4096
@@ -263,6 +311,17 @@ def test_small_endpoints(server):
     assert server.client.delete("/v1/workspace").json()["forgotten"] is True
     assert server.client.get("/nowhere").json()["error"]["code"] == 404
     assert server.client.get("/infill").status_code == 405
+
+
+def test_a_page_says_what_runs_and_how_to_connect(live, say):
+    server = live(say("x = 1"), keys=(b"one",))
+    server.post("/infill", {**INFILL, "prompt": "secret_prompt"}, headers={"Authorization": "Bearer one"})
+    raw = server.client.get("/")
+    assert raw.status_code == 200 and raw.headers["content-type"].startswith("text/html")
+    for said in ("tiny", "qwen", "Tokens per pass", "Accepted from prediction", f"editor vim --url {server.url}"):
+        assert said in raw.text
+    assert "secret_prompt" not in raw.text and "one" not in raw.text.split()
+    assert server.client.head("/").status_code == 200
 
 
 def test_metrics_count_what_happened(server):
@@ -392,14 +451,14 @@ def test_closed_connection_costs_at_most_one_pass(live, say):
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         head = f"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         connection.sendall(head + body)
-        wait_for(lambda: server.service.engine.busy)
+        wait_for(lambda: server.service.queue.busy)
         backend.gate.release(3)
         wait_for(lambda: backend.passes == 3)
-        (job,) = server.service.engine._jobs
+        (job,) = server.service.queue._jobs
     wait_for(lambda: job.cancel.is_set())
     spent = backend.passes
     backend.gate.release(1000)
-    wait_for(lambda: not server.service.engine.busy)
+    wait_for(lambda: not server.service.queue.busy)
     assert backend.passes <= spent + 1
     assert server.done[-1][1].outcome == "cancelled"
 
@@ -412,11 +471,11 @@ def test_closed_stream_costs_at_most_one_pass(live, say):
         "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}
     ) as raw:
         next(raw.iter_lines())
-        (job,) = server.service.engine._jobs
+        (job,) = server.service.queue._jobs
     wait_for(lambda: job.cancel.is_set())
     spent = backend.passes
     backend.gate.release(1000)
-    wait_for(lambda: not server.service.engine.busy)
+    wait_for(lambda: not server.service.queue.busy)
     assert backend.passes <= spent + 1
 
 
@@ -445,12 +504,12 @@ def test_newer_keystroke_supersedes_and_both_are_told(live, say):
 
 
 def _seen(server):
-    engine = server.service.engine
+    engine = server.service.queue
     return len(server.done) + engine.queue_length + int(engine.busy)
 
 
 def test_an_ending_engine_answers_503_in_every_dialect(server):
-    server.service.engine.close()
+    server.service.queue.close()
     for fields in ({}, {"stream": True}):
         for path, body in (
             ("/infill", INFILL),

@@ -108,7 +108,7 @@ def test_identical_requests_of_two_keys_are_two(shared):
 def test_identical_requests_of_one_key_are_not_cancelled_together(shared, monkeypatch):
     """Two clients of a key send the same; one types on, which replaces its own request and not the other's."""
     done, body, arrived = {}, {**INFILL, "n_predict": 150, "prompt": "def area_14("}, []
-    started = shared.service.engine
+    started = shared.service.queue
     submit = started.submit
 
     def noted(task, sink):
@@ -156,7 +156,7 @@ def test_forgetting_holds_for_what_is_under_way(shared):
     answers = []
     talk = threading.Thread(target=lambda: answers.append(ask(shared, ALICE, "POST", "/v1/chat/completions", chat)))
     talk.start()
-    wait_for(lambda: shared.service.engine.begun)
+    wait_for(lambda: shared.service.queue.begun)
     ask(shared, ALICE, "DELETE", "/v1/workspace")
     talk.join(120)
     assert answers[0].status_code == 200
@@ -172,9 +172,7 @@ def test_a_suggestion_that_was_under_way_while_its_user_forgot_is_not_kept(share
         return done
 
     monkeypatch.setattr(CompletionHandlers, "_collect", forgets_meanwhile)
-    segments = {"prefix": INFILL["input_prefix"] + INFILL["prompt"], "suffix": "\n"}
-    answer = ask(shared, ALICE, "POST", "/v1/completions", {"language": "python", "segments": segments})
-    assert answer.json()["choices"][0]["text"]
+    assert ask(shared, ALICE, "POST", "/infill", INFILL).json()["content"]
     assert set(ask(shared, ALICE, "GET", "/v1/workspace").json().values()) == {0}
 
 

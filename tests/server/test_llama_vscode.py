@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from scripted import ScriptedBackend
 
-from retrieve_spec.server.branches import Branch
-
 PLUGIN = Path(os.environ.get("RETRIEVE_SPEC_LLAMA_VSCODE", "/nowhere"))
 DRIVER = Path(__file__).with_name("vscode_driver.cjs")
 SETTINGS = Path(__file__).parents[2] / "retrieve_spec" / "server" / "editor_settings" / "llama-vscode.json"
@@ -51,13 +49,3 @@ def test_suggestions_prefetch_and_ring(live, codec):
     wanted = codec.encode("tal_")
     context = list(server.backend.hints[asked].context)
     assert any(context[i : i + len(wanted)] == wanted for i in range(len(context)))
-
-
-def test_several_suggestions(live, codec, tmp_path):
-    backend = ScriptedBackend(lambda prompt: [*codec.encode("urn alpha + beta"), 0])
-    backend.beside = [Branch(0, tuple(codec.encode(text)), 0.5) for text in ("urn alpha\n", "urn beta\n")]
-    settings = tmp_path / "settings.json"
-    settings.write_text(
-        json.dumps({**json.loads(SETTINGS.read_text("utf-8")), "llama-vscode.max_parallel_completions": 3})
-    )
-    assert type_in(live(backend), settings)["shown"] == ["urn alpha + beta", "urn alpha", "urn beta"]

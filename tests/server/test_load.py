@@ -93,8 +93,8 @@ def test_two_hundred_clients(live, codec):
     asyncio.run(run())
     assert seen["answered"] > CLIENTS
     assert seen["malformed"] > 0
-    wait_for(lambda: server.service.engine.queue_length == 0)  # the last to leave may not have been noticed yet
+    wait_for(lambda: server.service.queue.queue_length == 0)  # the last to leave may not have been noticed yet
     assert server.client.get("/health").status_code == 200
     assert rss() - before < 300 << 20
-    assert len(server.service.engine._pool._slots) <= config.slots
+    assert len(server.service.queue._pool._slots) <= config.slots
     print(json.dumps(dict(seen)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,8 +108,7 @@ def test_initialise_complete_and_accept():
                 lsp.ExecuteCommandParams(item.command.command, item.command.arguments)
             )
             assert await s.accepted() == ["    é = '🎉'; return a + b"]
-            several = await s.complete(1, 19, invoked=True)
-            assert len(several.items) > 1
+            assert len((await s.complete(1, 19, invoked=True)).items) == 1
 
     run(scenario())
 
@@ -127,6 +128,42 @@ def test_nothing_is_read_that_the_client_has_not_opened(tmp_path):
             s.client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
             asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
             assert (await asyncio.wait_for(asked, 60)).items
+
+    run(scenario())
+
+
+def test_malformed_parameters_are_an_error():
+    """Spoken to without a client, which would not send them."""
+    server = subprocess.Popen([sys.executable, SERVER, "x"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def ask(number, method, **params):
+        body = json.dumps({"jsonrpc": "2.0", "id": number, "method": method, **params}).encode()
+        server.stdin.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        server.stdin.flush()
+        while True:
+            size = int(server.stdout.readline().partition(b":")[2])
+            while server.stdout.readline() != b"\r\n":
+                pass
+            answer = json.loads(server.stdout.read(size))
+            if answer.get("id") == number:
+                return answer
+
+    try:
+        assert ask(1, "initialize", params={"capabilities": {}, "processId": None, "rootUri": None})["result"]
+        malformed = [{"textDocument": {"uri": URI}}, {"position": 3}, [], "x", {"context": {"triggerKind": "x"}}]
+        for number, params in enumerate(malformed, 2):
+            assert ask(number, "textDocument/inlineCompletion", params=params)["error"]["code"] == -32602
+        assert ask(9, "textDocument/inlineCompletion")["error"]["code"] == -32602
+        assert ask(10, "shutdown")["result"] is None
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_a_document_keeps_its_line_ends():
+    async def scenario():
+        async with Session("urn a\n    x = 1\n", text=TEXT.replace("\n", "\r\n")) as s:
+            assert (await s.complete(1, 19)).items[0].insert_text == "urn a\r\n    x = 1\r\n"
 
     run(scenario())
 

@@ -58,12 +58,12 @@ def test_closing_mid_stream_stops_the_model(client, codec):
     stream = client.completions.create(model="any", prompt="x", max_tokens=300, stream=True)
     for _ in range(3):
         next(stream)
-    (job,) = client.server.service.engine._jobs
+    (job,) = client.server.service.queue._jobs
     stream.close()
     wait_for(job.cancel.is_set)
     spent = backend.passes
     backend.gate.release(1000)
-    wait_for(lambda: not client.server.service.engine.busy)
+    wait_for(lambda: not client.server.service.queue.busy)
     assert backend.passes <= spent + 1
     assert client.server.done[-1][1].outcome == "cancelled"
 

@@ -143,8 +143,8 @@ def test_a_text_that_fails_beside_others_fails_alone_where_the_original_generate
     monkeypatch.setattr(service.backend, "_infill", broken)
     prompt, rules = tuple(service.codec.encode(SOURCE)), StopRules(max_tokens=4)
     fails = Task(prompt, rules, Sampling(temperature=1.0, chain=("infill",)), scope="one")
-    with service.engine._changed:  # both begin before the first pass
-        service.engine.submit(fails, sinks[0])
-        service.engine.submit(Task(prompt, rules, scope="other"), sinks[1])
+    with service.queue._changed:  # both begin before the first pass
+        service.queue.submit(fails, sinks[0])
+        service.queue.submit(Task(prompt, rules, scope="other"), sinks[1])
     assert "no such token" in sinks[0].result().error
     assert sinks[1].result().outcome == "done"

@@ -1,4 +1,4 @@
-"""Editors that share a server: they ask it over HTTP, have it started where there is none; it ends after the last."""
+"""Editors that share a server: they ask it over HTTP."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -18,28 +19,15 @@ from scripted import ScriptedBackend
 from waiting import wait_for
 
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.attached import Attached
-from retrieve_spec.server.completer import Cursor
-from retrieve_spec.server.connecting import Connecting
 from retrieve_spec.server.fim import Chunk
-from retrieve_spec.server.lsp import CompletionServer
-from retrieve_spec.server.remote import Remote, RemoteCompleter, starter
+from retrieve_spec.server.lsp import CompletionServer, Cursor
+from retrieve_spec.server.remote import Remote, connected
 
 CURSOR = Cursor("file:///a.py", "def add(a, b):\n    ret", "\n", (Chunk("other = 1\n", "b.py"),), 16, 250.0)
 
 
-@pytest.fixture
-def editors():
-    """Editors at an address; all are gone in the end."""
-    there = []
-
-    def open_one(url, key="", start=None):
-        there.append(RemoteCompleter(Remote(url, key), start))
-        return there[-1]
-
-    yield open_one
-    for editor in there:
-        editor.close()
+def editor(server, key=""):
+    return connected(Remote(server.url, key), threading.Event())
 
 
 def saying(codec, text):
@@ -47,108 +35,57 @@ def saying(codec, text):
     return ScriptedBackend(lambda prompt: [*said, 0])
 
 
-def test_two_editors_share_a_server_that_ends_after_the_last(live, codec, editors):
-    ended = threading.Event()
-    attached = Attached(0.01, ended.set)
-    server = live(saying(codec, "urn a + b"), attached=attached)
-    first, second = editors(server.url), editors(server.url)
-    for editor in (first, second):
-        assert editor.wait(60)
-        assert asyncio.run(editor.complete(CURSOR)) == ["urn a + b"]
-    wait_for(lambda: attached.count == 2)
+def test_two_editors_share_a_server(live, codec):
+    server = live(saying(codec, "urn a + b"))
+    for one in (editor(server), editor(server)):
+        assert asyncio.run(one.complete(CURSOR)) == "urn a + b"
     assert "other = 1" in codec.decode(server.backend.prompts[0])
-    ended.clear()  # nobody was there when it started
-    first.close()
-    wait_for(lambda: attached.count == 1)
-    assert not ended.is_set()
-    second.close()
-    assert ended.wait(60)
 
 
-def test_a_server_is_started_where_none_answers_and_found_again(live, codec, editors):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    started = []
-    editor = editors(f"http://127.0.0.1:{port}", start=lambda: started.append(live(saying(codec, "urn 1"), port=port)))
-    assert editor.wait(60)
-    assert asyncio.run(editor.complete(CURSOR)) == ["urn 1"]
-    started[0].stop()
-    wait_for(lambda: len(started) == 2)
-    wait_for(lambda: asyncio.run(editor.complete(CURSOR)) == ["urn 1"])
-
-
-def test_a_request_that_an_editor_gives_up_is_given_up(live, codec, editors):
+def test_a_request_that_an_editor_gives_up_is_given_up(live, codec):
     backend = saying(codec, "word " * 100)
     backend.gate = threading.Semaphore(0)
     server = live(backend)
-    editor = editors(server.url)
+    one = editor(server)
 
     async def give_up():
-        asked = asyncio.ensure_future(editor.complete(CURSOR))
-        while not server.service.engine.busy:
+        asked = asyncio.ensure_future(one.complete(CURSOR))
+        while not server.service.queue.busy:
             await asyncio.sleep(0.002)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
 
     asyncio.run(give_up())
-    wait_for(lambda: all(job.cancel.is_set() for job in server.service.engine._jobs))
+    wait_for(lambda: all(job.cancel.is_set() for job in server.service.queue._jobs))
     backend.gate.release(1000)
     wait_for(lambda: bool(server.done))
     assert server.done[-1][1].outcome == "cancelled"
 
 
-def test_a_wrong_key_is_said(live, codec, editors):
+def test_of_a_large_document_what_a_prompt_needs_is_sent(live, codec):
+    server = live(saying(codec, "urn 1"))
+    large = replace(CURSOR, left="a = 'é'\n" * 700_000 + CURSOR.left, right="b = 2\n" * 700_000)
+    assert asyncio.run(editor(server).complete(large)) == "urn 1"
+    assert codec.decode(server.backend.prompts[-1]).count("a = 'é'") > 100
+
+
+def test_a_wrong_key_is_said(live, codec):
     server = live(saying(codec, "urn 1"), keys=("schlüssel-ключ".encode(),))
-    wrong, right = editors(server.url, "wrong"), editors(server.url, "schlüssel-ключ")
-    assert not wrong.wait(60)
-    assert "401" in wrong.trouble and "API key" in wrong.trouble
-    assert right.wait(60)
-    assert asyncio.run(right.complete(CURSOR)) == ["urn 1"]
+    with pytest.raises(ServeError, match=r"401.*API key"):
+        editor(server, "wrong")
+    right = editor(server, "schlüssel-ключ")
+    assert asyncio.run(right.complete(CURSOR)) == "urn 1"
     assert server.service.kept("schlüssel-ключ")["chunks"] == 1
     right.forget()
     assert server.service.kept("schlüssel-ключ")["chunks"] == 0
 
 
-def nobody():
-    """An address where none listens."""
+def test_where_nobody_answers_the_remedy_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
-
-
-def test_a_started_server_that_ends_at_once_is_said(editors):
-    started = []
-
-    def start():
-        started.append(subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(1)"]))
-        return started[-1]
-
-    editor = editors(nobody(), start=start)
-    assert not editor.wait(60)
-    assert "ended" in editor.trouble and ".log" in editor.trouble
-    assert len(started) == 1
-
-
-def test_an_error_of_any_kind_ends_the_waiting(editors):
-    def start():
-        raise RuntimeError("no more processes")
-
-    editor = editors(nobody(), start=start)
-    assert not editor.wait(60)
-    assert "no more processes" in editor.trouble
-
-
-def test_a_completer_that_is_closed_is_waited_for_no_longer(editors):
-    editor = editors(nobody())
-    waiting = threading.Thread(target=editor.wait, daemon=True)
-    waiting.start()
-    editor.close()
-    waiting.join(60)
-    assert not waiting.is_alive() and editor.trouble == "closed"
-    connecting = Connecting(Remote(nobody()), [])
-    connecting.close()
-    with pytest.raises(ServeError, match="closed"):
-        connecting.make([])
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(ServeError, match=r"nobody answers.*retrieve-spec serve"):
+        connected(Remote(url), threading.Event())
 
 
 @pytest.fixture
@@ -200,25 +137,10 @@ def test_a_language_server_ends_while_it_waits_for_the_model(loading, told, tmp_
         process.stdin.close()
 
 
-def test_servers_are_started_on_this_machine_only(monkeypatch, tmp_path):
-    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
-    commands = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: commands.append((command, how)))
-    assert starter(Remote("http://models.example:8012"), []) is None
-    assert starter(Remote("https://127.0.0.1:8012"), []) is None
-    start = starter(Remote("http://127.0.0.1:8099"), ["--model", "reference"])
-    assert start is not None and not commands
-    start()
-    ((command, how),) = commands
-    assert command[1:] == [
-        "-m", "retrieve_spec.cli", "serve", "--host", "127.0.0.1", "--port", "8099", "--linger", "30", "--model",
-        "reference",
-    ]  # fmt: skip
-    assert how["start_new_session"] and how["stdin"] is subprocess.DEVNULL
-    assert (tmp_path / "servers" / "8099.log").stat().st_mode & 0o077 == 0
-    for wrong in ("localhost:8012", "ftp://x", "http://", "http://x:port"):
-        with pytest.raises(ServeError, match="address"):
-            Remote(wrong)
+@pytest.mark.parametrize("wrong", ["localhost:8012", "ftp://x", "http://", "http://x:port"])
+def test_an_address_is_one(wrong):
+    with pytest.raises(ServeError, match="address"):
+        Remote(wrong)
 
 
 def test_pieces_of_other_documents_stand_around_the_places_looked_at_last():

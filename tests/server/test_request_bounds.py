@@ -18,7 +18,7 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server import connections, schemas
 from retrieve_spec.server.guard import normal_origins
-from retrieve_spec.server.reading import Reader
+from retrieve_spec.server.reading import BodyReader
 
 INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
 
@@ -44,6 +44,50 @@ def answer(connection):
     while chunk := connection.recv(65536):
         data += chunk
     return data
+
+
+# ── clients that say no more ──
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_ends_its_side_and_reads_is_answered(live, say, stream):
+    backend = say("one two three", run=1)
+    backend.gate = threading.Semaphore(0)
+    server = live(backend)
+    body = json.dumps({**INFILL, "stream": stream}).encode()
+    with connect(server, head(len(body)) + body) as connection:
+        if stream:
+            backend.gate.release(1)
+            wait_for(lambda: backend.passes == 1)
+        connection.shutdown(socket.SHUT_WR)
+        time.sleep(0.1)
+        backend.gate.release(1000)
+        raw = answer(connection)
+    whole = server.post("/infill", INFILL).json()["content"]
+    lines, _, payload = raw.partition(b"\r\n\r\n")
+    assert lines.startswith(b"HTTP/1.1 200 OK\r\n")
+    if stream:
+        payload = unchunked(payload)
+        events = [json.loads(block.removeprefix(b"data: ")) for block in payload.split(b"\n\n") if block]
+        assert "".join(event["content"] for event in events) == whole
+    else:
+        assert json.loads(payload)["content"] == whole
+
+
+def unchunked(data):
+    parts = []
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        parts.append(data[: int(size, 16)])
+        data = data[int(size, 16) + 2 :]
+    return b"".join(parts)
+
+
+def test_who_ends_its_side_gets_the_answers_of_all_its_requests(live, say):
+    body = json.dumps(INFILL).encode()
+    with connect(live(say("x = 1")), 2 * (head(len(body)) + body)) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert answer(connection).count(b'"content":"x = 1"') == 2
 
 
 # ── time ──
@@ -205,17 +249,17 @@ def test_an_origin_with_a_slash_may_call(live, say):
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/infill", INFILL), ("/v1/completions", {"prompt": "x"}), ("/v1/completions", {"segments": {"prefix": "x"}})],
+    [("/infill", INFILL), ("/v1/completions", {"prompt": "x"})],
 )
 def test_bodies_are_not_checked_on_the_event_loop(live, say, monkeypatch, path, body):
     threads = []
-    check = Reader.check
+    check = BodyReader.check
 
     def noted(self, schema, fields):
         threads.append(threading.current_thread())
         return check(self, schema, fields)
 
-    monkeypatch.setattr(Reader, "check", noted)
+    monkeypatch.setattr(BodyReader, "check", noted)
     server = live(say("x"))
     assert server.post(path, {**body, "ignored": "y" * (64 << 10)}).status_code == 200
     assert threads and server._thread not in threads
@@ -228,7 +272,6 @@ def test_bodies_are_not_checked_on_the_event_loop(live, say, monkeypatch, path, 
         (schemas.InfillRequest, "prediction", lambda items: {"content": items}),
         (schemas.InfillRequest, "response_fields", lambda items: items),
         (schemas.OpenAICompletionRequest, "prompt", lambda items: items),
-        (schemas.TabbyRequest, "segments", lambda items: {"prefix": "", "declarations": items}),
         (schemas.ChatRequest, "messages", lambda items: items),
         (schemas.ChatRequest, "messages", lambda items: [{"role": "user", "content": items}]),
         (schemas.DetokenizeRequest, "tokens", lambda items: items),

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
-from retrieve_spec.server.samplers import Sampling, infill_survivors, make_infill_processor, normalise_chain
+from retrieve_spec.server.samplers import Sampling, infill_survivors, make_infill_processor, sampler_chain
 
 END = frozenset({0, 5})
 
@@ -30,11 +31,21 @@ def test_nothing_likely_ends_the_text():
 
 
 def test_chain_of_stock_clients():
-    assert normalise_chain(["top_k", "top_p", "infill"]) == ("top_k", "top_p", "infill")
-    assert normalise_chain("top_k;bogus;infill") == ("top_k", "infill")
+    assert sampler_chain(["top_k", "top_p", "infill"]) == ("top_k", "top_p", "infill")
+    assert sampler_chain("top_k;top-p;infill") == ("top_k", "top_p", "infill")
+    letters = ("penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+    assert sampler_chain("edkypmxt") == letters
+    assert sampler_chain("temp") == ("temperature",)
+    assert sampler_chain([]) == sampler_chain("") == ()
+    with pytest.raises(ValueError, match="'bogus'"):
+        sampler_chain("top_k;bogus;infill")
+    with pytest.raises(ValueError, match="'q'"):
+        sampler_chain("kqt")
     assert not Sampling(0.0, 40, 0.9, chain=("top_k", "top_p", "infill")).greedy
     assert Sampling(0.0, 1, chain=("top_k", "infill")).greedy
     assert Sampling(0.0).greedy
+    assert Sampling(0.8, top_p=0.0).greedy
+    assert not Sampling(0.8, top_p=0.0, chain=("temperature",)).greedy
     kwargs = Sampling(0.7, 40, 0.9, chain=("top_k", "top_p")).generate_kwargs()
     assert (kwargs["temperature"], kwargs["top_k"], kwargs["top_p"]) == (1.0, 40, 0.9)
 

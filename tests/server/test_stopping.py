@@ -27,6 +27,19 @@ def test_end_token_ends_and_is_not_shown(codec):
     assert (scanner.text, scanner.stop_type) == ("a = 1", "eos")
 
 
+def test_half_a_character_is_held_back_unless_the_model_ends_in_it(codec):
+    ids = codec.encode("a 🎉")
+    assert codec.decode(ids[:-1]).endswith("\ufffd")
+    for rules, count in ((StopRules(len(ids) - 1), len(ids)), (StopRules(), len(ids) - 1)):
+        scanner = StopScanner(codec, rules)
+        scanner.push(ids[:count])
+        scanner.finish()
+        assert scanner.text == "a "
+    scanner = StopScanner(codec, StopRules(end_ids=frozenset({0})))
+    scanner.push([*ids[:-1], 0])
+    assert scanner.text == codec.decode(ids[:-1])
+
+
 def test_stop_word_across_tokens_is_cut(codec):
     scanner = scan(codec, "first\nsecond STOP here third", StopRules(words=("OP he", "zzz")))
     assert (scanner.text, scanner.stop_type, scanner.stopping_word) == ("first\nsecond ST", "word", "OP he")

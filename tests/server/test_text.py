@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from retrieve_spec.server.text import IncrementalText, TextCodec
+from retrieve_spec.server.stopping import StopRules, StopScanner
+from retrieve_spec.server.text import TextCodec
 
 TOKENIZERS = Path(__file__).parents[3] / "shared" / "tokenizers"
 
@@ -37,22 +38,28 @@ def test_segments_begin_as_written(any_codec):
 
 
 @pytest.mark.parametrize("text", ["def f(x):\n    return 'naïve 🎉'\n", "\t\t# 日本語\n\n\n", "a" * 300, "🎉🎉"])
-def test_incremental_text_is_the_text(any_codec, text):
-    incremental = IncrementalText(any_codec)
-    assert "".join(incremental.push(i) for i in any_codec.encode(text)) + incremental.flush() == text
+def test_the_text_of_single_tokens_is_the_text(any_codec, text):
+    assert shown(any_codec, text) == text
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd\0"), max_size=60))
-def test_incremental_text_of_any_text(codec, text):
-    incremental = IncrementalText(codec)
-    assert "".join(incremental.push(i) for i in codec.encode(text)) + incremental.flush() == text
+def test_the_text_of_single_tokens_of_any_text(codec, text):
+    assert shown(codec, text) == text
+
+
+def shown(codec, text):
+    scanner, pieces = StopScanner(codec, StopRules()), []
+    for token_id in codec.encode(text):
+        scanner.push([token_id])
+        pieces.append(scanner.visible())
+    scanner.finish()
+    return "".join([*pieces, scanner.remaining()])
 
 
 def test_half_a_character_is_held_back(codec):
-    ids = codec.encode("🎉")
+    scanner, ids = StopScanner(codec, StopRules()), codec.encode("🎉")
     assert len(ids) > 1
-    incremental = IncrementalText(codec)
-    assert [incremental.push(i) for i in ids] == [""] * (len(ids) - 1) + ["🎉"]
+    assert [scanner.push([i]) and scanner.visible() for i in ids] == [""] * (len(ids) - 1) + ["🎉"]
 
 
 PIECES = [

@@ -86,7 +86,7 @@ def test_three_identical_requests_are_decoded_once(server):
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
-    engine = server.service.engine
+    engine = server.service.queue
     wait_for(lambda: engine._jobs and len(engine._jobs[0].waiters) == 3)
     server.backend.gate.release(100)
     for thread in threads:

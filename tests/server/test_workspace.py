@@ -162,7 +162,7 @@ def test_small_files_of_a_large_repository_are_all_there(tmp_path):
 
 
 def group_chars(monkeypatch, chars):
-    for module in ("workspace", "file_index"):
+    for module in ("workspace", "continuations"):
         monkeypatch.setattr(f"retrieve_spec.server.{module}.SEGMENT_CHARS", chars)
 
 
@@ -304,6 +304,28 @@ def test_what_cannot_be_followed_is_read_once(folder, monkeypatch):
     try:
         assert workspace.indexed.wait(60)
         assert names(workspace) and "watch limit" in workspace.trouble
+    finally:
+        workspace.close()
+
+
+def test_where_watches_are_used_up_folders_are_looked_at(folder, monkeypatch, caplog):
+    watch = watchfiles.watch
+
+    def limited(*roots, force_polling, **how):
+        if not force_polling:
+            raise OSError("OS file watch limit reached. about [...]")
+        return watch(*roots, force_polling=True, **how)
+
+    monkeypatch.setattr("watchfiles.watch", limited)
+    monkeypatch.setattr("retrieve_spec.server.workspace._POLL_MS", 50)
+    workspace = Workspace([folder], ServeConfig())
+    workspace.start()
+    try:
+        assert workspace.indexed.wait(60)
+        (folder / "new.py").write_text("def fresh_name(item):\n    return item\n")
+        wait_for(lambda: workspace.find("def fresh_na", 1))
+        assert not workspace.trouble
+        assert "fs.inotify.max_user_watches" in caplog.text and "Traceback" not in caplog.text
     finally:
         workspace.close()
 

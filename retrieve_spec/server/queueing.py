@@ -1,4 +1,4 @@
-"""Engine thread: it owns the model and streams completions of tasks, those at somebody's cursor first.
+"""Request queue: its thread owns the model and streams completions of tasks, those at somebody's cursor first.
 
 Every pass of the model serves all tasks of the rank whose turn it is: nobody who types waits for another who does, and
 chats, which stand aside while somebody types, go on beside one another. The queue is bounded, stale keystrokes are
@@ -10,33 +10,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from threading import Condition, Event, Thread
+from concurrent.futures import Future
+from threading import Condition, Thread
 from time import monotonic
+from typing import Any, TypeVar
 
-from retrieve_spec.errors import ServeError
+from retrieve_spec.config import MAX_NODES
+from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.decode import Decode
 from retrieve_spec.server.jobs import Completion, Delta, Job, Outcome, Sink, Task, Waiter
 from retrieve_spec.server.slots import COPY_FROM, SlotPool, common_prefix
 from retrieve_spec.server.text import TextCodec
-from retrieve_spec.server.turns import Turns, unread
 
 log = logging.getLogger("retrieve_spec.server")
 
-_PATIENCE = 1.0
-"""Seconds after which somebody who waits for the model's thread looks whether it is still there."""
+T = TypeVar("T")
+_PAUSE_S = 1.5
+"""Seconds without a next key after which somebody has paused, and comes first."""
+_TYPES_ON_S = 2.0
+"""Seconds after a key within which the next one is waited for."""
+_SHORT, _FEW_NODES = 64, 16
+"""Tokens of prompts that other texts read in a pass meanwhile, and nodes they draft: the key may come in any pass."""
 
 
 class QueueFullError(ServeError):
     """More tasks wait than the server takes."""
 
 
-class EngineClosedError(ServeError):
-    """The engine takes no task any more."""
+class QueueClosedError(ServeError):
+    """The queue takes no task any more."""
 
 
-class Engine:
-    """Serves tasks on one model.
+class RequestQueue:
+    """Serves tasks on one model, whose engine schedules the passes of those whose turn it is.
 
     Parameters
     ----------
@@ -57,7 +64,7 @@ class Engine:
     prefill_chunk
         Tokens of prompts read per pass.
     on_done
-        Called with every finished task and its completion, in the engine's thread.
+        Called with every finished task and its completion, in the queue's thread.
     clock
         Seconds, monotonic; a simulation gives its own.
     """
@@ -82,12 +89,12 @@ class Engine:
         self._max_queue, self._max_begun, self._most_bytes = max_queue, max_begun, cache_bytes
         self._share = max_queue if share is None else share
         self._chunk = prefill_chunk
-        self._turns = Turns(prefill_chunk, clock)
+        self._typed_at = -_TYPES_ON_S
         self._on_done, self._clock = on_done, clock
         self._changed = Condition()
         self._jobs: list[Job] = []  # in the order they came
         self._closed = False
-        self._chores: list[Callable[[], None]] = []
+        self._chores: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._thread = Thread(target=self._work, name="retrieve-spec-engine", daemon=True)
 
     def start(self) -> None:
@@ -119,41 +126,28 @@ class Engine:
         """Whether a task is being worked on."""
         return self.begun > 0
 
-    def run_when_idle(self, chore: Callable[[], None]) -> None:
+    def run_when_idle(self, chore: Callable[[], T]) -> Future[T]:
         """Have the model's thread do something between two passes (attach a store, say)."""
+        done: Future[T] = Future()
         with self._changed:
-            self._chores.append(chore)
+            self._chores.append((chore, done))
             self._changed.notify_all()
+        return done
 
     def forget(self, scope: str) -> int:
         """Forget all caches of a scope, and what was learned from its text; how many caches there were.
 
         What waits or is under way is answered, but nothing of it is kept. Raises what the backend fails with.
         """
-        count, done = 0, Event()
-        failed: Exception | None = None
 
-        def chore() -> None:
-            nonlocal count, failed
-            try:
-                for job in list(self._jobs):
-                    job.forgotten |= job.task.scope == scope
-                count = self._pool.forget(scope)
-                self.backend.forget(scope)
-            except Exception as error:
-                failed = error
-            finally:
-                done.set()
+        def chore() -> int:
+            for job in list(self._jobs):
+                job.forgotten |= job.task.scope == scope
+            count = self._pool.forget(scope)
+            self.backend.forget(scope)
+            return count
 
-        if self._thread.is_alive():
-            self.run_when_idle(chore)
-            while self._thread.is_alive() and not done.wait(_PATIENCE):
-                pass  # a pass is under way, however long it takes
-        if not done.is_set():
-            chore()
-        if failed is not None:
-            raise failed
-        return count
+        return self.run_when_idle(chore).result() if self._thread.is_alive() else chore()
 
     def caches(self, scope: str) -> int:
         """Caches kept of a scope."""
@@ -169,17 +163,17 @@ class Engine:
         ------
         QueueFullError
             The queue holds as many tasks as it may, none of them replaceable.
-        EngineClosedError
-            The engine is ending, or its thread has ended.
+        QueueClosedError
+            The queue is ending, or its thread has ended.
         """
         gone: list[Waiter] = []
         key = task.fingerprint()
         try:
             with self._changed:
                 if self._closed:
-                    raise EngineClosedError("to take a request", "the server is ending", "Start it again.")
+                    raise QueueClosedError("to take a request", "the server is ending", "Start it again.")
                 if task.rank == 0:
-                    self._turns.typed()
+                    self._typed_at = self._clock()
                 job = self._twin(key)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
@@ -279,23 +273,28 @@ class Engine:
                 try:
                     self.go_on()
                 except Exception as error:
-                    log.exception("the engine failed")
+                    log.exception("the queue failed")
                     self._fail_all(error)
         finally:  # also where something ends the thread
+            ended = RuntimeError("the model's thread has ended")
             with self._changed:
                 self._closed = True
-            self._fail_all(RuntimeError("the model's thread has ended"))
+                chores, self._chores = self._chores, []
+            for _, done in chores:
+                done.set_exception(ended)
+            self._fail_all(ended)
 
     def go_on(self) -> bool:
         """One pass and what is to be done before it, for the one thread that has the model; whether there is more."""
         with self._changed:
             chores, self._chores = self._chores, []
             jobs = list(self._jobs)
-        for chore in chores:
+        for chore, done in chores:
             try:
-                chore()
-            except Exception:
-                log.exception("a task between requests failed")
+                done.set_result(chore())
+            except Exception as error:
+                log.warning("a task between requests failed: %s", in_a_line(error))
+                done.set_exception(error)
         jobs = [job for job in jobs if not (job.cancel.is_set() and self._proceed(job))]
         self._pass(self._begin(jobs))
         return bool(self._jobs or self._chores)
@@ -303,26 +302,36 @@ class Engine:
     def _begin(self, jobs: list[Job]) -> list[Job]:
         """Begin the tasks whose turn it is and that there is room for; all that are under way."""
         under_way = [job for job in jobs if job.begun]
-        for job in sorted((job for job in jobs if not job.begun), key=self._turns.order):
+        for job in sorted((job for job in jobs if not job.begun), key=self._order):
             if not self._may_begin(job, under_way):
                 continue
             job.waited = self._clock() - job.submitted
+            if job.task.stale_s is not None and job.waited > job.task.stale_s:
+                self._finish(job, Completion("superseded", prompt_tokens=len(job.task.prompt_ids)))
+                continue
             try:
-                begun = Decode(self.backend, self.codec, self._pool, job, self._chunk, self.publish, self._clock)
+                begun = Decode(self.backend, self.codec, self._pool, job, self.publish, self._clock)
+                with self._changed:
+                    if job not in self._jobs:
+                        continue  # its client has gone
+                    job.begun = begun
+                begun.start()
+                under_way.append(job)
             except Exception as error:
                 log.exception("a completion could not begin")
                 self._fail(job, error)
-                continue
-            with self._changed:
-                if job not in self._jobs:
-                    continue  # its client has gone
-                job.begun = begun
-            late = job.task.stale_s is not None and job.waited > job.task.stale_s
-            if late:
-                self._finish(job, Completion("superseded", prompt_tokens=len(job.task.prompt_ids)))
-            elif not self._proceed(job):
-                under_way.append(job)
         return under_way
+
+    def _order(self, job: Job) -> tuple[int, int, float]:
+        """What waiting tasks are begun in the order of, least first.
+
+        Somebody who has just pressed a key comes first: the others will soon press the next one. Unless they pause, and
+        look at the screen: then who has waited longest comes before all.
+        """
+        if job.task.rank > 0:
+            return job.task.rank, 0, job.submitted
+        pauses = self._clock() - job.submitted > _PAUSE_S
+        return (0, 0, job.submitted) if pauses else (0, 1, -job.submitted)
 
     def _may_begin(self, job: Job, under_way: list[Job]) -> bool:
         """Whether a task may begin beside those under way: there is room, and it cannot copy what one is reading."""
@@ -332,44 +341,45 @@ class Engine:
         like = sum(other.task.rank == task.rank for other in under_way)
         if not like:
             return True
-        if not self._turns.has_room(under_way) if task.rank == 0 else like >= self._max_begun:
+        if like >= (self.backend.side_by_side() if task.rank == 0 else self._max_begun):
             return False
         if self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
             return False
         return not any(
             other.task.scope == task.scope
-            and unread(other) > 0
+            and other.begun.unread > 0
             and task.reuse
             and common_prefix(other.task.prompt_ids, task.prompt_ids) >= max(COPY_FROM, len(task.prompt_ids) // 2)
             for other in under_way
         )
 
     def _pass(self, under_way: list[Job]) -> None:
-        """One pass of the model for those whose turn it is."""
+        """One pass of the model for all of the first rank; the others wait."""
         if not under_way:
             return
-        turn, since = self._turns.next(under_way), self._clock()
-        read = sum(unread(job) for job in turn if job.begun.is_reading)
-        said = sum(len(job.token_ids) for job in turn)
+        first = min(job.task.rank for job in under_way)
+        turn = [job for job in under_way if job.task.rank == first]
+        makes_room = first > 0 and self._clock() - self._typed_at < _TYPES_ON_S
+        for job in turn:
+            job.begun.text.bound(
+                piece=min(_SHORT, self._chunk) if makes_room else self._chunk,
+                nodes=_FEW_NODES if makes_room else MAX_NODES,
+            )
         try:
-            texts = [job.begun.text for job in turn if job.begun.text is not None]
-            if texts:
-                self.backend.step(texts)
+            self.backend.step([job.begun.text for job in turn])
         except Exception as error:
             log.exception("a pass failed")
             for job in turn:
                 self._fail(job, error)
             return
-        seconds = self._clock() - since
         for job in under_way:
             if job in turn:
                 self._proceed(job)
             else:
                 job.begun.wait()
-        self._turns.note(turn, read, sum(len(job.token_ids) for job in turn) - said, seconds)
 
     def _proceed(self, job: Job) -> bool:
-        """Let a task go on after a pass, or begin; whether it is over."""
+        """Let a task go on after a pass; whether it is over."""
         if job.begun is None:
             outcome: Outcome = "superseded" if job.superseded else "cancelled"
             self._finish(job, Completion(outcome, prompt_tokens=len(job.task.prompt_ids)))
@@ -389,7 +399,7 @@ class Engine:
         """End a task that failed, and forget all caches: what failed may have been the memory."""
         try:
             if job.begun is not None:
-                job.begun.drop()
+                job.begun.close(keep=False)
         except Exception:
             log.exception("a completion that failed could not be ended")
         self._pool.clear()

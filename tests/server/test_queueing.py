@@ -8,11 +8,10 @@ import pytest
 from scripted import Collector, ScriptedBackend, ScriptedText
 from waiting import wait_for
 
-import retrieve_spec.server.engine as module
+import retrieve_spec.server.queueing as module
 from retrieve_spec.server.backend import DraftHints
-from retrieve_spec.server.branches import Branch
-from retrieve_spec.server.engine import Engine, EngineClosedError, QueueFullError
 from retrieve_spec.server.jobs import Delta, Task, same_document
+from retrieve_spec.server.queueing import QueueClosedError, QueueFullError, RequestQueue
 from retrieve_spec.server.samplers import Sampling
 from retrieve_spec.server.slots import SlotPool, common_prefix
 from retrieve_spec.server.stopping import StopRules
@@ -31,7 +30,7 @@ def backend():
 
 @pytest.fixture
 def engine(backend, codec):
-    engine = Engine(backend, codec, slots=2, max_queue=3, prefill_chunk=16)
+    engine = RequestQueue(backend, codec, slots=2, max_queue=3, prefill_chunk=16)
     engine.start()
     yield engine
     if backend.gate is not None:
@@ -274,22 +273,9 @@ def test_a_long_prompt_does_not_hold_the_others(engine, backend):
     assert long.result().token_ids == list(range(1400, 1408))
 
 
-def test_a_short_prompt_passes_a_long_one_and_what_was_read_is_decoded_at_once(engine, backend):
-    backend.gate = threading.Semaphore(0)
-    ask(engine, [900], typing=True)
-    wait_for(lambda: engine.begun)
-    engine._turns._token_s, engine._turns._read_s = 1e6, -1e6  # what is measured: reading is slow, and it is its turn
-    long, short = ask(engine, range(1000, 1400), typing=True), ask(engine, range(3000, 3040), typing=True)
-    wait_for(lambda: engine.queue_length == 2)
-    backend.gate.release(1000)
-    assert short.result().token_ids == list(range(3040, 3048))
-    assert long.result().token_ids == list(range(1400, 1408))
-    assert backend.prompts[-2:] == [tuple(range(3000, 3040)), tuple(range(1000, 1400))]
-
-
 def test_chats_are_read_by_shorter_pieces_while_somebody_types(backend, codec):
     now = [0.0]
-    engine = Engine(backend, codec, prefill_chunk=256, clock=lambda: now[0])
+    engine = RequestQueue(backend, codec, prefill_chunk=256, clock=lambda: now[0])
     for number, typed in enumerate((False, True)):
         if typed:
             engine.submit(Task((500,), RULES, typing=True), Collector())
@@ -391,8 +377,7 @@ def test_a_failing_model_fails_one_task(engine, backend):
     assert ask(engine, [500]).result().outcome == "done"
 
 
-def test_forgetting_waits_for_a_pass_however_long_it_takes(engine, backend, monkeypatch):
-    monkeypatch.setattr(module, "_PATIENCE", 0.001)
+def test_forgetting_waits_for_a_pass_however_long_it_takes(engine, backend):
     ask(engine, [500, 501], scope="me").result()
     backend.gate = threading.Semaphore(0)
     long = ask(engine, [600])
@@ -405,52 +390,6 @@ def test_forgetting_waits_for_a_pass_however_long_it_takes(engine, backend, monk
     assert not early and forgotten.result() == 1
     assert long.result().outcome == "done"
     assert engine.caches("me") == 0
-
-
-def test_alternatives_are_finished_to_the_end_of_their_line(engine, backend, codec):
-    newline = codec.encode("\n")[0]
-    backend.script = lambda prompt: [prompt[-1] + 400, prompt[-1] + 401, newline, 600, 601]
-    backend.beside = [
-        Branch(0, (700, 701, newline, 702), 0.9),  # verified to its end: free
-        Branch(0, (0,), 0.8),  # the end of the text is no suggestion
-        Branch(1, (800,), 0.5),
-        Branch(4, (900,), 0.4),  # on the next line: nobody sees the difference at the cursor
-    ]
-    done = ask(engine, [100, 101], alternatives=3).result()
-    assert done.token_ids == [501, 502, newline, 600, 601]
-    assert done.alternatives == [
-        codec.decode([700, 701, newline]),
-        codec.decode([501, 800, 1200, 1201, newline]),
-    ]
-    assert backend.prompts == [(100, 101), (100, 101, 501, 800)]
-    # What is cached afterwards is what was read last.
-    assert ask(engine, [100, 101, 501, 800, 7]).result().cached_tokens == 4
-
-
-def test_alternatives_keep_to_the_deadline(engine, backend, codec):
-    newline = codec.encode("\n")[0]
-    backend.script = lambda prompt: [prompt[-1] + 400, newline] if len(prompt) == 1 else list(range(2000, 2100))
-    backend.beside = [Branch(0, (800,), 0.9), Branch(0, (900, newline), 0.8)]
-    backend.gate = threading.Semaphore(0)
-    sink = ask(engine, [100], alternatives=3, deadline_s=0.5)
-    backend.gate.release(2)
-    wait_for(lambda: backend.prompts == [(100,), (100, 800)])
-    time.sleep(0.6)
-    backend.gate.release(1)
-    # The branch under way is given up after one pass; the one that was verified to its end is there all the same.
-    assert sink.result().alternatives == [codec.decode([900, newline])]
-    assert backend.passes <= 3
-
-
-def test_alternatives_that_say_the_same_are_left_out(engine, backend, codec):
-    newline = codec.encode("\n")[0]
-    backend.script = lambda prompt: [500, 501, newline, 600]
-    backend.beside = [
-        Branch(0, (500, 501, newline), 0.9),
-        Branch(0, (700, newline), 0.8),
-        Branch(0, (700, newline), 0.8),
-    ]
-    assert ask(engine, [100], alternatives=3).result().alternatives == [codec.decode([700, newline])]
 
 
 def test_drafting_off_reaches_the_backend(engine, backend):
@@ -532,8 +471,8 @@ def test_who_cannot_be_told_is_told_so_and_keeps_nobody_else_waiting(engine, bac
 
 
 def test_who_waits_is_told_before_the_cache_is_given_back_and_it_is_once(backend, codec):
-    """Whatever a text ends by; other suggestions go on from its cache, so that they come with the answer."""
-    engine = Engine(backend, codec, slots=2, prefill_chunk=16)
+    """Whatever a text ends by."""
+    engine = RequestQueue(backend, codec, slots=2, prefill_chunk=16)
     seen = []
 
     def asked(prompt, **fields):
@@ -553,10 +492,6 @@ def test_who_waits_is_told_before_the_cache_is_given_back_and_it_is_once(backend
     assert finish() == ("done", "limit", 0, 1)
     asked([500, 501], rules=StopRules(max_tokens=8, end_ids=frozenset({504})))
     assert finish() == ("done", "eos", 0, 1)
-    backend.beside = [Branch(0, (700,), 0.5)]
-    asked([500, 501], alternatives=1)
-    assert finish()[2:] == (2, 2)
-    backend.beside = []
     ticket = asked([500, 501])
     engine.go_on()
     ticket()
@@ -570,7 +505,7 @@ def test_who_waits_is_told_before_the_cache_is_given_back_and_it_is_once(backend
 
 
 def test_a_cache_that_cannot_be_given_back_is_forgotten_and_its_answer_stays(backend, codec, monkeypatch):
-    engine = Engine(backend, codec, slots=2)
+    engine = RequestQueue(backend, codec, slots=2)
     sink = Collector()
     with monkeypatch.context() as patched:
         patched.setattr(ScriptedText, "close", lambda self: 1 // 0)
@@ -589,7 +524,7 @@ def test_counting_that_fails_ends_nothing(backend, codec):
     def fails(task, done):
         raise ValueError("cannot count")
 
-    engine = Engine(backend, codec, on_done=fails)
+    engine = RequestQueue(backend, codec, on_done=fails)
     engine.start()
     assert ask(engine, [500]).result(10).outcome == ask(engine, [600]).result(10).outcome == "done"
     engine.close()
@@ -617,5 +552,5 @@ def test_whoever_waits_for_a_thread_that_ends_is_told_and_nobody_is_let_in(engin
     engine.run_when_idle(end)
     backend.gate.release(100)
     assert under_way.result(10).outcome == waiting.result(10).outcome == "failed"
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(QueueClosedError):
         ask(engine, [700])
