@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from numba import njit
 
 from retrieve_spec.bench.machine import resident_bytes
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.documents import Row
 from retrieve_spec.datastore.files import write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer
@@ -46,7 +45,6 @@ from retrieve_spec.datastore.sources import Source, list_files
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.kernels.follow import MATCH, follow_all
 from retrieve_spec.kernels.source_table import CURSOR, exact_successors
-from retrieve_spec.kernels.static_automaton import automaton_extend, automaton_successors
 from retrieve_spec.sources.rows import SourceTable
 from retrieve_spec.sources.stores import StoreRows
 
@@ -290,44 +288,12 @@ def ours_at(folder: Path, ids: np.ndarray, starts: np.ndarray, text: np.ndarray)
     }
 
 
-@njit(nogil=True)
-def _automaton_step(tokens, counts, link, lengths, first, edges, targets, state, depth, token, out_tokens, out_counts):  # type: ignore[no-untyped-def]
-    state, depth = automaton_extend(tokens, counts, link, lengths, first, edges, targets, state, depth, token)
-    found, _ = automaton_successors(tokens, counts, first, edges, targets, state, out_tokens, out_counts)
-    return state, depth, found
-
-
-def static_automaton(folder: Path, text: np.ndarray) -> dict[str, Any]:
-    """The same of this library's static automaton, over the text of a store."""
-    (segment,) = open_datastore(folder).segments
-    tokens = np.asarray(segment.tokens)
-    build_automaton(tokens[-64:], np.zeros(0, np.uint32))
-    started = time.perf_counter()
-    a = build_automaton(tokens, segment.suffix_array)
-    seconds = time.perf_counter() - started
-    out = np.zeros(READS, np.int64), np.zeros(READS, np.int64)
-    arrays = tokens, a.counts, a.link, a.clone_lengths, a.first, a.edge_tokens, a.edge_targets
-    state, depth, steps = 0, 0, []
-    _automaton_step(*arrays, state, depth, 1, *out)
-    for token in segment.localise(text).tolist():
-        started = time.perf_counter()
-        state, depth, _ = _automaton_step(*arrays, state, depth, token, *out)
-        steps.append(time.perf_counter() - started)
-    return {
-        "tokens": len(tokens),
-        "tokens_per_second": len(tokens) / seconds,
-        "bytes_per_token": (tokens.nbytes + sum(getattr(a, f.name).nbytes for f in fields(a))) / len(tokens),
-        **percentiles(steps),
-    }
-
-
 def peers(folder: Path, ids: np.ndarray, starts: np.ndarray, text: np.ndarray, limit: int) -> dict[str, Any]:
     """This library and SuffixDecoding's C++ trees over the same documents."""
     last = int(np.searchsorted(starts, limit))
     ids, starts = ids[: starts[last]], starts[: last + 1]
     return {
         "suffix_array": ours_at(folder, ids, starts, text),
-        "static_automaton": static_automaton(folder, text),
         "suffix_decoding": arctic(ids, starts, text),
     }
 

@@ -25,7 +25,7 @@ from retrieve_spec.datastore.dense_faiss import ASKED, build_index, choose_kind,
 from retrieve_spec.datastore.dense_keys import HiddenStates, choose_windows, fit_transform, run_windows, windows_of
 from retrieve_spec.datastore.dense_thin import hard_positions
 from retrieve_spec.datastore.store import Datastore, open_datastore
-from retrieve_spec.kernels.suffix_search import sa_longest
+from retrieve_spec.kernels.suffix_array import sa_longest
 from retrieve_spec.reference_model import load_model
 
 WINDOW, OVERLAP, DIMS = 512, 64, 64

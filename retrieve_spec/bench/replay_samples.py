@@ -13,7 +13,7 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.errors import TraceError
-from retrieve_spec.sources.rollouts import RolloutMemory
+from retrieve_spec.sources.answers import RolloutMemory
 
 _ANY = 1 << 31
 """More tokens than any vocabulary has."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,8 @@ def first_manifest(store: Path, name: str) -> Manifest:
 
 def config_of(manifest: Manifest) -> StoreConfig:
     """Settings of the store's first build; without dense indexes where the store has none any more."""
-    config = StoreConfig(**manifest.config)
+    known = {field.name for field in fields(StoreConfig)}  # earlier versions had others, too
+    config = StoreConfig(**{name: value for name, value in manifest.config.items() if name in known})
     return config if manifest.dense is not None else replace(config, dense=None)
 
 

@@ -27,7 +27,7 @@ from retrieve_spec.kernels.source_table import (
     text_u32,
     to_local_of,
 )
-from retrieve_spec.kernels.suffix_search import sa_between
+from retrieve_spec.kernels.suffix_array import sa_between
 from retrieve_spec.kernels.views import prefetch, view_u64
 
 MATCH = 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner
@@ -27,7 +26,7 @@ ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, BLOCK_ROWS = 0, 2, 3, 4, 5, 6,
 in the last, all others int32."""
 
 
-@njit(cache=True, nogil=True)
+@inner
 def depth_first(
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
@@ -149,7 +148,7 @@ def find_origins(
                     out[i] = (table[s, EXACT_SEGMENT] << ORIGIN_BITS) | position
 
 
-@njit(cache=True, nogil=True)
+@inner
 def node_tails(
     token_ids: NDArray[np.int32],
     parent: NDArray[np.int32],

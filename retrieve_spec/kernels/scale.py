@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.blend import scratch_of
@@ -30,7 +29,7 @@ def _bin(p: float) -> tuple[int, float]:
     return i, x - i
 
 
-@njit(cache=True, nogil=True)
+@inner
 def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
     """Probability after the learned correction of a row of ``scale`` (`Calibration.scale`)."""
     scale = borrowed(scale)
