@@ -76,40 +76,44 @@ class _Bounded:
         self.bounds = max_bytes, answers, key_bytes
         self.known: OrderedDict[bytes, OrderedDict[bytes, None]] = OrderedDict()
         self._sizes: dict[bytes, int] = {}
-
-    @property
-    def bytes(self) -> int:
-        return sum(self._sizes.values())
+        self.num_bytes = self.count = 0
 
     def put(self, key: bytes, ids: bytes) -> None:
         """Take an answer in as the newest of the newest key, and let the oldest go to the bounds."""
         max_bytes, most, key_bytes = self.bounds
-        answers = self.known.setdefault(key, OrderedDict())
+        if key not in self.known:
+            self.known[key] = OrderedDict()
+            self._grow(key, KEY_BYTES)
         self.known.move_to_end(key)
+        answers = self.known[key]
         if ids not in answers:
-            self._sizes[key] = self._sizes.get(key, KEY_BYTES) + ANSWER_BYTES + len(ids)
+            self._grow(key, ANSWER_BYTES + len(ids))
+            self.count += 1
         answers[ids] = None
         answers.move_to_end(ids)
         while len(answers) > most or (self._sizes[key] > key_bytes and len(answers) > 1):
             self._drop_oldest(key)
-        total = self.bytes
-        while total > max_bytes:
+        while self.num_bytes > max_bytes:
             first = next(iter(self.known))
-            total -= self._sizes[first]
             if first != key or len(answers) == 1:
                 self.drop(first)
             else:
                 self._drop_oldest(first)
-                total += self._sizes[first]
 
     def drop(self, key: bytes) -> None:
         """Forget a key."""
-        self.known.pop(key, None)
-        self._sizes.pop(key, None)
+        if (answers := self.known.pop(key, None)) is not None:
+            self.num_bytes -= self._sizes.pop(key)
+            self.count -= len(answers)
+
+    def _grow(self, key: bytes, by: int) -> None:
+        self._sizes[key] = self._sizes.get(key, 0) + by
+        self.num_bytes += by
 
     def _drop_oldest(self, key: bytes) -> None:
         ids, _ = self.known[key].popitem(last=False)
-        self._sizes[key] -= ANSWER_BYTES + len(ids)
+        self._grow(key, -ANSWER_BYTES - len(ids))
+        self.count -= 1
 
 
 class AnswerMemory:
@@ -165,7 +169,7 @@ class AnswerMemory:
     def num_bytes(self) -> int:
         """What is kept, as `max_bytes` counts it."""
         with self._alone():
-            return self._kept.bytes
+            return self._kept.num_bytes
 
     def key(self, name: str | bytes) -> bytes:
         """The key of a name: of a scope, or of a prompt."""
@@ -273,7 +277,7 @@ class AnswerMemory:
         if self.path is not None:
             self._new[key, ids] = None
             self._new.move_to_end((key, ids))
-            if len(self._new) > 2 * sum(map(len, self._kept.known.values())) + _NEW_SHARE:
+            if len(self._new) > 2 * self._kept.count + _NEW_SHARE:
                 for new in [new for new in self._new if new[1] not in self._kept.known.get(new[0], ())]:
                     del self._new[new]
 
