@@ -73,6 +73,7 @@ NAMES = {
     "MODES": ("tree", "chain", "plain", "delegated"),
     "INDEXES": {
         "suffix_array": "suffix array",
+        "static_automaton": "static automaton",
         "suffix_decoding": "SuffixDecoding",
     },
     "SHOWN": ("Where it loses", "Where drafting does not pay", "Methods", "Tasks", "Divergences"),

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling
 from retrieve_spec.kernels.blend import MASS_FLOOR, blend, collect_levels, open_scratch
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.scale import CERTAIN, scaled
@@ -112,7 +112,7 @@ def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
     return 0.0
 
 
-@inner
+@part
 def begin(
     root_cursors: NDArray[np.int64], tail: NDArray[np.int32], cursors: NDArray[np.int64], tails: NDArray[np.int32]
 ) -> None:

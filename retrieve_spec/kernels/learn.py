@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton, trie, unigram
 from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, blend, collect_levels, open_scratch, scratch_of
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key
@@ -84,7 +84,7 @@ def _share_of(
     return 0.0, 0.0
 
 
-@inner
+@part
 def learn_weights(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.source_table import (
     DENSE,
     EXACT_LENGTH,
@@ -88,7 +88,7 @@ def depth_first(
             origins[i - 1] = origins[i] - 1
 
 
-@inner
+@part
 def write_tree(
     table: NDArray[np.int64],
     nodes: NDArray[np.int64],
@@ -117,7 +117,7 @@ def write_tree(
     )
 
 
-@inner
+@part
 def find_origins(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],
@@ -148,7 +148,7 @@ def find_origins(
                     out[i] = (table[s, EXACT_SEGMENT] << ORIGIN_BITS) | position
 
 
-@inner
+@part
 def node_tails(
     token_ids: NDArray[np.int32],
     parent: NDArray[np.int32],

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, unigram
 from retrieve_spec.kernels.automaton import extend
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.follow import MATCH, follow_all
 from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.source_table import (
@@ -156,7 +156,7 @@ def catch_up(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
                 cursors[i, j] = kept[i, j]
 
 
-@inner
+@part
 def learn_every(request: NDArray[np.int64]) -> int:
     """At one token of how many learning reads stores: they are slow, and in time there is less to be learned."""
     return _LATER_EVERY if request[SLOW] == 1 and request[LEARNED] >= _FIRST_TOKENS else 1
@@ -167,7 +167,7 @@ def _is_slow(table: NDArray[np.int64], s: int) -> bool:
     return table[s, KIND] == NGRAM or table[s, KIND] == EXACT
 
 
-@inner
+@part
 def wake(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
     """Let learning see every source, but stores that rest only now and then: looking into them is what costs."""
     request[STEPS] += 1
@@ -178,7 +178,7 @@ def wake(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
             table[s, RESTING] = 0
 
 
-@inner
+@part
 def choose_sources(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
     """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them.
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.blend import scratch_of
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.source_table import NUMBER
 from retrieve_spec.kernels.views import borrowed
 
@@ -39,7 +39,7 @@ def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
     return min(p * ((1.0 - f) * low + f * high), CERTAIN)
 
 
-@inner
+@part
 def learn_scale(
     scale: NDArray[np.float32],
     first: int,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import acceptance, prediction, recycling, unigram
 from retrieve_spec.kernels import request as state
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import part
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
 from retrieve_spec.kernels.order import BLOCK_ROWS, PARENTS, TOKENS, find_origins, node_tails, write_tree
@@ -33,7 +33,7 @@ from retrieve_spec.kernels.source_table import (
 from retrieve_spec.kernels.views import view_f32, view_f64, view_i32, view_i64, view_i64_rows, view_rows
 
 
-@inner
+@part
 def observe(
     request: NDArray[np.int64],
     min_p: float,
@@ -101,7 +101,7 @@ def observe(
     return appended
 
 
-@inner
+@part
 def _recycle(
     table: NDArray[np.int64],
     request: NDArray[np.int64],
@@ -117,7 +117,7 @@ def _recycle(
             recycling.learn_rows(recycling_sets(table, s), entries, tails, lens, top_ids, top_logits, memory)
 
 
-@inner
+@part
 def _judge(request: NDArray[np.int64], first: int, size: int, accepted: int, expected: float) -> None:
     """Learn what became of a draft of so many nodes; where none was made, whether it would have begun rightly."""
     counts, first_p = state.drafts_of(request, state.noise_of(request)[0]), view_f64(request[state.FIRST_P], 1)
@@ -193,7 +193,7 @@ def propose(
     return room, expected_accepted, tree
 
 
-@inner
+@part
 def _grow(
     table: NDArray[np.int64],
     request: NDArray[np.int64],

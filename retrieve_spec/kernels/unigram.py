@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.source_table import (
     UNIGRAM_BY_CLASSES,
     UNIGRAM_CELLS,
@@ -110,7 +110,7 @@ def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[n
     frequent[at] = token
 
 
-@inner
+@part
 def append(
     stats: NDArray[np.int32],
     recent: NDArray[np.int32],
@@ -136,7 +136,7 @@ def append(
         _rise(stats, frequent, meta, token)
 
 
-@inner
+@part
 def rank(
     stats: NDArray[np.int32],
     recent: NDArray[np.int32],
